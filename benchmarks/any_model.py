@@ -2,12 +2,8 @@
 
     python -m benchmarks.any_model torchvision --json results/benchmarks/any_model.json
 
-Each model of a list goes through `torchgpipe.sequential`, and then through a `GPipe` of 1, 2 and 4 CPU partitions,
-with two micro-batches of a batch of five, in each mode of checkpointing. Outputs, gradients of all parameters and all
-buffers are compared with those of the model run on each micro-batch in turn.
-
-The lists are `torchvision`, `transformers` and `timm`; the last two need `pip install transformers timm`. Models that
-are in the record already are skipped without `--again`, so a stopped run can be resumed.
+What is compared, and how, is in docs/any-model.md. Models that are in the record already are skipped without `--again`,
+so a stopped run can be resumed.
 """
 
 import gc
@@ -23,9 +19,10 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from benchmarks.any_model_lists import LISTS, Case
-from benchmarks.harness import Found, by_case, collect, command, continued, render, start
+from benchmarks.harness import Found, by_case, cell, collect, command, continued, start
 from benchmarks.pipelines import evenly
 from reproduce.records.record import Record, Result, load
+from reproduce.tables.layout import grid
 from tests.behaviours.compare import differences
 from torchgpipe import GPipe, sequential
 from torchgpipe.tensors.checkpoint import MODES
@@ -74,13 +71,9 @@ def check(experiment: str, models: Mapping[str, Callable[[], Case]]) -> Found:
             yield [check_model(experiment, name, build())]
         except Exception as error:  # models and their pipelines may raise anything
             said = str(error) if isinstance(error, Unequal) else f"{type(error).__name__}: {error}"
-            yield [Result(experiment, name, "failed", reason=_without_paths(said)[:600])]
+            said = re.sub(r"/\S*/(site|dist)-packages/", "", said)  # the path of this machine's packages
+            yield [Result(experiment, name, "failed", reason=said[:600])]
         gc.collect()
-
-
-def _without_paths(said: str) -> str:
-    """Return a message without the path of this machine's packages."""
-    return re.sub(r"/\S*/(site|dist)-packages/", "", said)
 
 
 def check_model(experiment: str, name: str, case: Case) -> Result:
@@ -94,10 +87,8 @@ def check_model(experiment: str, name: str, case: Case) -> Result:
     try:
         return _check_model(experiment, name, case)
     except Unequal:
-        sample = case.sample if isinstance(case.sample, dict) else {"": case.sample}
-        sample = {key: x.double() if x.is_floating_point() else x for key, x in sample.items()}
-        again = Case(case.module.double(), sample if isinstance(case.sample, dict) else sample[""])
-        found = _check_model(experiment, name, again)
+        sample = each(lambda x: x.double() if x.is_floating_point() else x, case.sample)
+        found = _check_model(experiment, name, Case(case.module.double(), sample))
         return replace(found, config={**found.config, "dtype": "float64"})
 
 
@@ -108,8 +99,9 @@ def _check_model(experiment: str, name: str, case: Case) -> Result:
     after = case.module.state_dict()
     if not torch.equal(random, torch.get_rng_state()) or any(not torch.equal(x, after[k]) for k, x in before.items()):
         raise Unequal("sequential has changed the model or the random numbers")
-    plain = outputs_and_gradients(case, case.module, split(case.sample))
-    restore(case.module, before)
+    micro_batches = [each(lambda x, i=i: x.chunk(CHUNKS)[i], case.sample) for i in range(CHUNKS)]
+    plain = outputs_and_gradients(case, case.module, micro_batches)
+    case.module.load_state_dict(before)
     for n in PARTITIONS:
         for mode in MODES:
             pipeline = GPipe(
@@ -119,25 +111,14 @@ def _check_model(experiment: str, name: str, case: Case) -> Result:
                 raise Unequal("the names of the state differ")
             if said := differences(outputs_and_gradients(case, pipeline, [case.sample]), plain, TOLERANCE):
                 raise Unequal(f"{n} partitions, {mode}: {said[0]}")
-            restore(case.module, before)
+            case.module.load_state_dict(before)
     config: dict[str, Any] = {"partitions": list(PARTITIONS), "chunks": CHUNKS, "checkpoint": list(MODES)}
     return Result(experiment, name, "measured", config=config)
 
 
-def restore(module: nn.Module, state: dict[str, Tensor]) -> None:
-    """Restore the values of buffers. Parameters have not changed."""
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            if name in state:
-                buffer.copy_(state[name])
-
-
-def split(sample: Any) -> list[Any]:
-    """Split a sample into micro-batches."""
-    if isinstance(sample, dict):
-        columns = {name: x.chunk(CHUNKS) for name, x in sample.items()}
-        return [{name: xs[i] for name, xs in columns.items()} for i in range(CHUNKS)]
-    return [*sample.chunk(CHUNKS)]
+def each(does: Callable[..., Tensor], sample: Any) -> Any:
+    """Apply a function to a sample's tensors."""
+    return {name: does(x) for name, x in sample.items()} if isinstance(sample, dict) else does(sample)
 
 
 def outputs_and_gradients(case: Case, model: nn.Module, samples: list[Any]) -> dict[str, Tensor | None]:
@@ -170,18 +151,14 @@ def table(record: Record, style: str = "simple") -> str:
         equal = ", ".join(model for model, said in ends.items() if said == "equal")
         lists.append("\n".join(wrap(f"Equal, of {name}: {equal or 'none'}.", 160)))
         if others := [[model, said] for model, said in ends.items() if said != "equal"]:
-            lists.append(render(["other models", "result"], others, style))
-    return "\n\n".join([render(["list", "version", "models", "equal", "refused or not equal"], summary, style), *lists])
+            lists.append(grid(["other models", "result"], others, style))
+    return "\n\n".join([grid(["list", "version", "models", "equal", "refused or not equal"], summary, style), *lists])
 
 
 def _said(result: Result) -> str:
     """Return the result of a model's check, in about 100 characters."""
-    if result.status == "not run":
-        return "not run"
-    if result.status == "measured":
-        return f"equal, {result.config['dtype']}" if "dtype" in result.config else "equal"
-    text = " ".join((result.reason or "").split()).replace("|", "\\|").replace("<", "&lt;")
-    return text if len(text) <= 100 else f"{text[:99]}…"
+    equal = f"equal, {result.config['dtype']}" if "dtype" in result.config else "equal"
+    return {"not run": "not run", "measured": equal}.get(result.status) or cell(result.reason)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torchvision import models
 
 SAMPLES = 5
 """Two micro-batches have three and two samples. So a batch size that became a constant in tracing is detected."""
 IMAGES = (64, 56, 96, 128, 160, 192, 224, 256)
 """Image sizes to try for timm's models, before a model's default."""
-TOKENS = 12
 
 
 class Case(NamedTuple):
@@ -28,15 +28,11 @@ class Case(NamedTuple):
 
 def torchvision_models() -> dict[str, Callable[[], Case]]:
     """Return torchvision's classification and segmentation models."""
-    from torchvision import models
-
     names = [*models.list_models(module=models), *models.list_models(module=models.segmentation)]
     return {name: partial(_without_dropout, partial(_torchvision, name)) for name in names}
 
 
 def _torchvision(name: str) -> Case:
-    from torchvision import models
-
     size = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 56}.get(name, 64)
     options: dict[str, Any] = {"weights": None, "num_classes": 10}
     if name.startswith("vit"):
@@ -117,9 +113,8 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
                    "text"),
     "electra": ("ElectraConfig", "ElectraModel", {"embedding_size": 16}, "text"),
     "falcon": ("FalconConfig", "FalconForCausalLM", {}, "text"),
-    "funnel": ("FunnelConfig", "FunnelModel", {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64,
-                                               "block_sizes": [1, 1], "num_decoder_layers": 1,
-                                               "vocab_size": 97}, "text"),
+    "funnel": ("FunnelConfig", "FunnelModel", {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64, "vocab_size": 97,
+                                               "block_sizes": [1, 1], "num_decoder_layers": 1}, "text"),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {**_GQA, "head_dim": 8}, "text"),
     "gpt-neo": ("GPTNeoConfig", "GPTNeoForCausalLM", {"num_layers": 2, "num_heads": 4,
                                                       "attention_types": [[["global", "local"], 1]]}, "text"),
@@ -159,7 +154,7 @@ def _transformers(config: str, model: str, more: dict[str, Any], kind: str) -> C
 
     sizes = {} if _OWN_SIZES & more.keys() else _TINY
     made = getattr(transformers, config)(**{**sizes, **more})
-    ids = torch.randint(1, 97, (SAMPLES, TOKENS))
+    ids = torch.randint(1, 97, (SAMPLES, 12))
     mask = torch.ones_like(ids)
     image = torch.randn(SAMPLES, 3, 32, 32)
     sample = {

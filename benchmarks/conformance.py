@@ -2,10 +2,8 @@
 
     python -m benchmarks.conformance --json results/benchmarks/conformance.json
 
-Each row of tests/behaviours/rows/training.py trains or evaluates a small pipeline of two or three partitions on CPUs,
-once with each engine: this library's threads and ranks, torchgpipe 0.0.7, PyTorch's `ScheduleGPipe` and `Schedule1F1B`,
-and DeepSpeed's pipeline. Losses, gradients and parameters are compared with those of the plain layers. Two engines need
-a separate folder of packages:
+Each row of tests/behaviours/rows/training.py trains or evaluates a small pipeline on CPUs with each engine, and is
+compared with the plain layers. Two engines need a separate folder of packages:
 
     pip install --no-deps --target FOLDER torchgpipe==0.0.7     # and then --older FOLDER
     pip install --target FOLDER deepspeed                       # and then --deepspeed FOLDER, unless it is installed
@@ -15,15 +13,16 @@ import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from importlib.metadata import distributions, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import get_args
 
 from msgspec.structs import replace
 
-from benchmarks.harness import Found, by_case, collect, command, render, start
+from benchmarks.harness import Found, by_case, cell, collect, command, start
 from benchmarks.others.processes import PRELOADED, Adapter, Kind, run
 from reproduce.records.record import Record, Result
+from reproduce.tables.layout import grid
 from tests.behaviours.rows.training import ROWS
 
 ENGINES: dict[str, Adapter] = {
@@ -61,15 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.engine = [*engines]
     checks = options.check or [*CHECKS]
     record = start(options, "conformance", "what pipelines get right", {}, devices=2)
-    software = {PACKAGES[name]: package_version(PACKAGES[name], engine.folder)
-                for name, engine in engines.items() if name in PACKAGES}  # fmt: skip
+    paths = {
+        PACKAGES[name]: [each.folder] if each.folder else sys.path for name, each in engines.items() if name in PACKAGES
+    }
+    software = {
+        name: next(found.version for found in distributions(name=name, path=path)) for name, path in paths.items()
+    }
     record = replace(record, software=software)
     collect(record, options.json, check(checks, engines), len(checks), table)
-
-
-def package_version(package: str, folder: str) -> str:
-    """Return the version of a package in a folder, or of the installed one if `folder` is empty."""
-    return next(each.version for each in distributions(name=package, path=[folder])) if folder else version(package)
 
 
 def check(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
@@ -105,7 +103,7 @@ def table(record: Record, style: str = "simple", first: Sequence[list[str]] = ()
         here, there = ([ends[e] for e in engines if e in ends and (e in PACKAGES) == other] for other in (False, True))
         rows.append([name, ended(here), check.why, ended(there)])
     heads = ["", "here", "why it matters, or what to know", "elsewhere"]
-    return "\n\n".join([render(["engine", "version", *KINDS], summary, style), render(heads, rows, style)])
+    return "\n\n".join([grid(["engine", "version", *KINDS], summary, style), grid(heads, rows, style)])
 
 
 def ended(results: Sequence[Result]) -> str:
@@ -113,14 +111,9 @@ def ended(results: Sequence[Result]) -> str:
     said: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if (kind := str(result.values["outcome"])) != "equal":
-            said.setdefault((kind, _shown(result.reason or "")), []).append(result.row)
+            said.setdefault((kind, cell(result.reason)), []).append(result.row)
     ends = [f"{kind} ({', '.join(who)}): {what}" for (kind, what), who in said.items()]
     return "; ".join(ends) or ("right" if results else "")
-
-
-def _shown(reason: str) -> str:
-    text = reason.replace("|", "\\|").replace("<", "&lt;")
-    return text if len(text) <= 100 else f"{text[:99]}…"
 
 
 if __name__ == "__main__":

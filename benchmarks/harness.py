@@ -16,24 +16,23 @@ import torch
 from msgspec.structs import replace
 
 from reproduce.cli.interrupt import interruptible
-from reproduce.error import Error
+from reproduce.error import INTERRUPTED, Error, fail
 from reproduce.machine.allocator import freed_memory_is_kept
 from reproduce.machine.devices import Devices
 from reproduce.records.record import FREED_MEMORY, Record, Result
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import Recorder, new_run, prepare_folder
-from reproduce.tables.layout import grid
 
-render = grid
 Found = Generator[Sequence[Result], None, None]
 """Yields results during the benchmark. A result is yielded again when it has more samples."""
 
 
 def command(name: str, doc: str, *, json: bool = True, **defaults: int) -> argparse.ArgumentParser:
-    """Return the parser of the benchmark of that name, such as `gates.overlap`.
+    """Return the parser of the benchmark of that name, such as `gates.machinery`.
 
     It has the option `--json`, and `--rounds` and `--steps` if `defaults` has them.
     """
+    sys.excepthook = fail
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0])
     for option, default in defaults.items():
         what = {"rounds": "turns of each way", "steps": "steps of a turn"}[option]
@@ -55,10 +54,7 @@ def start(
 ) -> Record:
     """Return an empty record with machine and options. From now on each CPU device has one thread."""
     if options.json is not None:
-        try:
-            prepare_folder(options.json.absolute().parent, "--json")
-        except Error as error:
-            raise SystemExit(str(error)) from None
+        prepare_folder(options.json.absolute().parent, "--json")
     given = {key: value for key, value in vars(options).items() if not isinstance(value, Path) and value is not None}
     run = new_run(
         Devices(device, devices, 1 if device == "cpu" else None),
@@ -86,6 +82,12 @@ def by_case(record: Record) -> dict[str, dict[str, Result]]:
     for result in record.results:
         found.setdefault(result.experiment, {})[result.row] = result
     return found
+
+
+def cell(reason: str | None) -> str:
+    """Return a reason as a cell of a table, of at most 100 characters."""
+    text = " ".join((reason or "").split()).replace("|", "\\|").replace("<", "&lt;")
+    return text if len(text) <= 100 else f"{text[:99]}…"
 
 
 def summarized(result: Result) -> Result:
@@ -121,7 +123,7 @@ def collect(record: Record, path: Path | None, found: Found, total: int, table: 
                 progress.show(f"{number} of {total}")
                 check()
     except KeyboardInterrupt:
-        why = 130, "interrupted"
+        why = INTERRUPTED, "interrupted"
     except Error as error:
         why = error.exit_code, str(error)
     progress.clear()

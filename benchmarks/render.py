@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import any_model, works_with
-from benchmarks.gates import machinery, overlap
+from benchmarks.gates import machinery
 from reproduce.cli.main import main
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
@@ -22,7 +22,6 @@ TABLES = {
     "any_model": any_model.table,
     "conformance": works_with.table,
     "machinery": machinery.table,
-    "overlap": overlap.table,
 }
 
 
@@ -51,7 +50,7 @@ def _circumstances(run: Run) -> str:
     gpu = f"{machine.gpus[0].name}, " if machine.gpus else ""
     freed = ", freed memory kept" if run.settings.get(FREED_MEMORY) == "kept" else ""
     load = "" if run.load is None else f", load {run.load[0]:.2f} before the start"
-    revision = "no revision" if git is None else f"revision {git.revision[:9]}{', with changes' if git.dirty else ''}"
+    revision = "no revision" if git is None else f"revision {git.name(9, ', with changes ')}"
     return (
         f"{run.started[:10]}, torch {run.versions['torch']}, Python {run.versions['python']}, {gpu}{machine.cpu}, "
         f"{machine.cores} cores{freed}{load}, {revision}"

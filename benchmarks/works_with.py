@@ -33,4 +33,4 @@ def answer(row: Row) -> str:
     engines, modes = sorted({engine for engine, _ in right}), sorted({mode for _, mode in right})
     assert len(right) == len(modes) and len(engines) == 1, f"{row.name}: there are no words for this"
     only = "" if len(modes) == len(MODES) else f' and `checkpoint="{modes[0]}"`'
-    return f'right with `engine="{engines[0]}"`{only}{rounded}, else refused'
+    return f'right with `engine="{engines[0]}"`{only}{rounded}'

@@ -33,7 +33,7 @@ from torchgpipe.timeline import record
 def built(name: str) -> tuple[nn.Sequential, torch.Tensor]:
     """Return a model's layers and a sample: of AmoebaNet-D, a transformer, or any classifier of torchvision."""
     if name == "amoebanetd":
-        from reproduce.models import amoebanetd
+        from reproduce.models.built import amoebanetd
 
         return amoebanetd(3, 16, num_classes=10), torch.zeros(2, 3, 224, 224)
     if name == "transformer":

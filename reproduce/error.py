@@ -1,12 +1,59 @@
-"""The one exception for what a user can do something about: a message of one line, and the program's exit code."""
+"""The exit codes of all commands; 0 is "as expected". The exceptions for what a user can do something about."""
 
-USAGE = 2
-"""The exit code where what was asked for cannot be had, as click has it."""
+import atexit
+import importlib
+import os
+import sys
+from types import FrameType, TracebackType
+
+WORSE = 1  # slower, worse, or not as its record says
+CANNOT_TELL = 2  # what was asked for cannot be had: bad input, a record that cannot be read, a side that does not run
+INTERRUPTED = 130  # as shells have it for Ctrl-C
+LEAST_TORCH = (2, 11)
 
 
 class Error(Exception):
     """Stop with one line on stderr. It says what was given or what failed, what is allowed, and what to do."""
 
-    def __init__(self, message: str, exit_code: int = 1) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    exit_code = CANNOT_TELL
+
+
+class Worse(Error):
+    """Stop, as something was compared and is not as it should be."""
+
+    exit_code = WORSE
+
+
+def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End as `sys.excepthook`, with a line or a bug's traceback, and a code: Python's own would be `WORSE`."""
+    if isinstance(error, Error):
+        print(error, file=sys.stderr)
+    elif isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(INTERRUPTED if kind is KeyboardInterrupt else getattr(error, "exit_code", CANNOT_TELL))
+
+
+def missing(*packages: str) -> str | None:
+    """Import packages; return which is missing, broken or too old, and what to do; None if all are fine."""
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except (ImportError, OSError, RuntimeError) as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == package:
+                return f"{package} is not installed: run 'make', or 'pip install {package}'"
+            return f"{package} is broken ({' '.join(str(error).split())}): reinstall it"
+
+    version = sys.modules["torch"].__version__ if "torch" in packages else None
+    if version and tuple(int(part) for part in version.split(".")[:2]) < LEAST_TORCH:
+        return f"torch {version} is too old: install torch {'.'.join(map(str, LEAST_TORCH))} or newer"
+    return None
+
+
+def leave(signum: int, frame: FrameType | None) -> None:
+    """End the program at once. It has done nothing yet that could be lost."""
+    os.write(2, b"reproduce: interrupted\n")
+    os._exit(INTERRUPTED)

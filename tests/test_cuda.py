@@ -63,15 +63,9 @@ def ways(*places: Any) -> pytest.MarkDecorator:
 
 def layers(last: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(16, 32),
-        Stash(torch.sin),
-        nn.Linear(32, 32),
-        Fails(),
-        nn.LayerNorm(32),
-        Pop(),
-        nn.Linear(32, 32),
+        nn.Linear(16, 32), Stash(torch.sin), nn.Linear(32, 32), Fails(), nn.LayerNorm(32), Pop(), nn.Linear(32, 32),
         last(),
-    )
+    )  # fmt: skip
 
 
 def given() -> Tensor:

@@ -7,11 +7,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDE_BY_SIDE = 15  # files of Python in a folder, beside its `__init__`
-STATEMENTS = 26_000  # in all; docstrings are none. Lines can be had by squeezing, and statements cannot.
+STATEMENTS = 26_800  # in all; docstrings are none. Lines can be had by squeezing, and statements cannot.
 
 # Lines of Python. A folder's limit holds for the folders within it together; "." is all.
 LIMITS = {
-    ".": 45_400,
+    ".": 46_200,
     "torchgpipe": 13_700,
     "torchgpipe/tensors": 660,
     "torchgpipe/task": 1_925,
@@ -23,9 +23,9 @@ LIMITS = {
     "torchgpipe/state": 700,
     "torchgpipe/plan": 3_700,
     "torchgpipe/timeline": 380,
-    "reproduce": 10_000,
-    "benchmarks": 2_300,
-    "tests": 19_200,
+    "reproduce": 10_400,
+    "benchmarks": 2_400,
+    "tests": 19_400,
     "examples": 300,
 }
 

@@ -20,7 +20,7 @@ from benchmarks.gates.tally import Tally, tallied
 from benchmarks.harness import command
 from benchmarks.pipelines import ENGINES, evenly, on_cpu
 from reproduce.error import Error
-from reproduce.models import unet
+from reproduce.models.built import unet
 from reproduce.records.places import decode, read_json
 from reproduce.records.record import write_atomically
 from torchgpipe.tensors.checkpoint import MODES, Mode, checkpointed
@@ -45,7 +45,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], dict[str, 
 }  # fmt: skip
 SAMPLES = 2  # in a micro-batch
 STEPS = 2  # the first starts the workers, the last is counted
-
 
 # name -> model, n partitions on CPU devices, m micro-batches, checkpoint mode, engine (of `benchmarks.pipelines`).
 CONFIGURATIONS: dict[str, Any] = {
@@ -130,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         file = {} if options.update else decode(dict[str, dict[str, int]], read_json(FILE), str(FILE))
     except Error as error:
-        raise SystemExit(f"counts: {error}; write it by python -m benchmarks.gates.counts --update") from None
+        raise Error(f"counts: {error}; write it by python -m benchmarks.gates.counts --update") from None
     counted = {name: count(*configuration) for name, configuration in CONFIGURATIONS.items()}
     rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(counts.totals())}" for name, counts in counted.items())
     print(rows)

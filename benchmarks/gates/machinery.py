@@ -1,17 +1,9 @@
 """Measure the overhead of pipelines: compare with a plain loop over the same layers, and with another torchgpipe.
 
-    python -m benchmarks.gates.machinery                                  # tiny layers, on the CPU
-    python -m benchmarks.gates.machinery --against 414bf55                # also a git revision, in the same run
-    python -m benchmarks.gates.machinery --against DIR                    # or a torchgpipe in a folder
-    python -m benchmarks.gates.machinery --model AmoebaNet-D --device cuda      # real layers, on a GPU
-
-To install another version in a folder: pip install --no-deps --target DIR torchgpipe==0.0.7
-
-Each version runs in its own process, and the processes take turns, so that slow phases of the machine affect all of
-them. A number is the median over all rounds, in microseconds per task: the time of `model(x)`, and of
-`loss.backward()`, divided by n·m. It includes the time of the layers. Engines are the graph engine, as on one device
-and `across` several, and workers. Beside each is the ratio of its total time to that of the other version (same engine
-if it has it) or, without another version, to the plain loop. On CUDA all partitions are on one GPU.
+docs/measured.md has its commands. A number is the median over all rounds, in microseconds per task: the time of
+`model(x)`, and of `loss.backward()`, divided by n·m. It includes the time of the layers. Beside each engine is the
+ratio of its total time to that of the other version (same engine if it has it) or, without another version, to the
+plain loop. On CUDA all partitions are on one GPU.
 """
 
 import argparse
@@ -32,7 +24,7 @@ from reproduce.machine.description import ROOT
 from reproduce.machine.git import commit_of
 from reproduce.records.record import Record, Result
 from reproduce.regression.job import in_turn
-from reproduce.regression.trees import committed
+from reproduce.regression.trees import TORCHGPIPE, committed
 from reproduce.tables.layout import grid
 
 DIRECTIONS = ("forward", "backward")
@@ -81,7 +73,7 @@ def measure(options: argparse.Namespace, cases: Sequence[tuple[str, str, int, in
         if isinstance(other, Path):
             sides.append((other, version(other)))
         elif other is not None:
-            sides.append((committed(ROOT, other, Path(temporary) / "other").folder, f"torchgpipe {other}"))
+            sides.append((committed(TORCHGPIPE, other, Path(temporary) / "other").folder, f"torchgpipe {other}"))
         for number, (model, checkpoint, n, m) in enumerate(cases):
             engines = ENGINES if n > 1 and options.device == "cpu" else ENGINES[:1]
             ways: dict[str, tuple[int, str | None]] = {"plain": (0, "plain"), **{each: (0, each) for each in engines}}
@@ -93,6 +85,7 @@ def measure(options: argparse.Namespace, cases: Sequence[tuple[str, str, int, in
             case = f"{'' if model == 'linear' else f'{model} '}n={n} m={m} {checkpoint}"
             job = {
                 "folders": [str(folder) for folder, _ in sides],
+                "package": "torchgpipe",
                 "maker": "benchmarks.gates.machinery_child:prepare",
                 "cases": {case: {way: (side, (*asked, how)) for way, (side, how) in ways.items()}},
                 "rounds": options.rounds,

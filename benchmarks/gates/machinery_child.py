@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as plain_checkpoint
 
 from benchmarks.pipelines import evenly, on_cpu
-from reproduce.models import amoebanetd
+from reproduce.models.amoebanet import amoebanetd  # without torchgpipe, which may be another one
 from torchgpipe import GPipe
 
 
@@ -49,8 +49,7 @@ class Subject:
         balance = evenly(self.layers, n)
         self.run: Callable[[Tensor], Tensor]
         if way == "plain":
-            checkpointed = {"never": 0, "except_last": m - 1, "always": m}[checkpoint]
-            self.run = _plain(self.layers, balance, m, checkpointed)
+            self.run = _plain(self.layers, balance, m, {"never": 0, "except_last": m - 1, "always": m}[checkpoint])
         elif device == "cpu":
             self.run = on_cpu(self.layers, balance, way, chunks=m, checkpoint=checkpoint)
         else:
@@ -64,12 +63,9 @@ def _plain(layers: nn.Sequential, balance: list[int], m: int, checkpointed: int)
     def run(x: Tensor) -> Tensor:
         outputs = []
         for i, y in enumerate(x.chunk(m)):
-            if i < checkpointed:
-                for partition in partitions:
-                    y = plain_checkpoint(partition, y, use_reentrant=False)
-            else:
-                y = layers(y)
-            outputs.append(y)
+            for partition in partitions if i < checkpointed else ():
+                y = plain_checkpoint(partition, y, use_reentrant=False)
+            outputs.append(y if i < checkpointed else layers(y))
         return torch.cat(outputs)
 
     return run

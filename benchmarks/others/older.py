@@ -21,7 +21,7 @@ class Older(Pipe):
         options = {name: getattr(self.row, name) for name in names}
         self.pipeline = GPipe(layers, balance, devices=["cpu"] * len(balance), **options)
         # Names in its state dict begin with the partition, so they change with the balance.
-        return Named(self.pipeline)
+        return nn.Sequential(OrderedDict(item for part in self.pipeline.partitions for item in part.named_children()))
 
     def call(self, x: Any) -> Any:
         self.pipeline.train(self.module.training)
@@ -29,10 +29,3 @@ class Older(Pipe):
 
     def load_model(self, whole: dict[str, Tensor]) -> None:
         raise NotOffered("names of its state begin with the partition, and fit one balance")
-
-
-class Named(nn.Sequential):
-    """The layers of all partitions, under the names of the whole model."""
-
-    def __init__(self, pipeline: Any) -> None:
-        super().__init__(OrderedDict(item for part in pipeline.partitions for item in part.named_children()))

@@ -15,11 +15,10 @@ from torchgpipe.distributed import DistributedGPipe
 class Layers(Pipe):
     """The layers without a pipeline, on each micro-batch in turn."""
 
-    def build(self, layers: Any, balance: list[Any]) -> nn.Module:
+    def build(self, layers: Any, balance: list[Any]) -> Any:
         deferred = self.row.deferred_batch_norm
         self.plain = Plain(nn.Sequential(layers), chunks=self.row.chunks, deferred_batch_norm=deferred)
-        module: nn.Module = layers
-        return module
+        return layers
 
     def call(self, x: Any) -> Any:
         return self.plain(x)
@@ -32,7 +31,10 @@ class Threads(Pipe):
     engine: Any = "workers"
 
     def build(self, layers: Any, balance: list[Any]) -> nn.Module:
-        layers, balance = as_layers(layers, balance, self.row.sample)
+        if self.row.sample is not None:  # a module that is not a sequence
+            with torch.random.fork_rng():
+                layers = sequential(layers, self.row.sample)
+            balance = evenly(layers, len(balance) + 1)
         names = ("chunks", "checkpoint", "deferred_batch_norm")
         return self.piped(layers, balance, **{name: getattr(self.row, name) for name in names})
 
@@ -54,12 +56,3 @@ class Ranks(Threads):
 
     def clip_gradients(self, norm: float) -> None:
         self.pipeline.clip_grad_norm_(norm)
-
-
-def as_layers(layers: Any, balance: list[Any], sample: Tensor | None) -> tuple[Any, list[int]]:
-    """Return layers and balance; with a `sample`, trace a module that is not a sequence, and balance it evenly."""
-    if sample is None:
-        return layers, balance
-    with torch.random.fork_rng():
-        traced = sequential(layers, sample)
-    return traced, evenly(traced, len(balance) + 1)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import pipelining
 
 from tests.behaviours.pipe import NotOffered, Pipe, rank
 
@@ -17,7 +18,6 @@ class OneInput(nn.Module):
         self.layers = layers
 
     def forward(self, *args: Any) -> Any:
-        """Run the layers."""
         return self.layers(args if len(args) > 1 else args[0])
 
 
@@ -27,9 +27,7 @@ class TorchGPipe(Pipe):
     package, ranks = "torch/distributed/pipelining", True
     schedule_name = "ScheduleGPipe"
 
-    def build(self, layers: Any, balance: list[Any]) -> nn.Module:
-        from torch.distributed import pipelining
-
+    def build(self, layers: Any, balance: list[Any]) -> Any:
         row = self.row
         if row.checkpoint != "never":
             raise NotOffered("a schedule has no option for recomputation")
@@ -37,16 +35,15 @@ class TorchGPipe(Pipe):
             raise NotOffered("a schedule has no option for batch norm over a mini-batch")
         if row.sample is None:
             begin = sum(balance[: rank()])
-            part = nn.Sequential(*layers)[begin : begin + balance[rank()]]  # a slice has the names of the whole
-            module: nn.Module = part
-            stage: Any = pipelining.PipelineStage(OneInput(part), rank(), len(balance), torch.device("cpu"))
+            module: Any = nn.Sequential(*layers)[begin : begin + balance[rank()]]  # with the names of the whole
+            stage: Any = pipelining.PipelineStage(OneInput(module), rank(), len(balance), torch.device("cpu"))
         else:
             cuts = {name: pipelining.SplitPoint.BEGINNING for name in balance}
             sample = row.sample.chunk(row.chunks)[0]
             stage = pipelining.pipeline(layers, (sample,), split_spec=cuts).build_stage(rank(), torch.device("cpu"))
             module = stage.submod
-        kind = getattr(pipelining, self.schedule_name)
-        self.schedule = kind(stage, row.chunks, loss_fn=row.criterion, scale_grads=row.mean)
+        schedule = getattr(pipelining, self.schedule_name)
+        self.schedule = schedule(stage, row.chunks, loss_fn=row.criterion, scale_grads=row.mean)
         return module
 
     def step(self, *given: Any) -> Pipe:
@@ -61,8 +58,7 @@ class TorchGPipe(Pipe):
     def evaluate(self, *given: Any) -> Pipe:
         self.module.eval()
         output = self._run(self.schedule.eval, given or self.row.given(), [])
-        if output is not None:
-            self.outputs.append(output)
+        self.outputs += [] if output is None else [output]
         return self
 
     def _run(self, call: Any, given: Any, losses: list[Tensor]) -> Any:

@@ -64,13 +64,6 @@ class Outcome(NamedTuple):
     said: str = ""
 
 
-class RowResult(NamedTuple):
-    """A row's result on one rank: tensors and numbers by name; or how it failed."""
-
-    found: Found
-    outcome: Outcome | None
-
-
 def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
     """Run a row with an adapter, and compare its result with that of the plain layers."""
     expected = run_ranks(row, PLAIN, limit)
@@ -97,7 +90,7 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
     """Run a row on a rank per partition; return the result of each rank, or how the row failed."""
     get_context("forkserver").set_forkserver_preload(PRELOADED)
     ranks = row.partitions if adapter.ranks else 1
-    left: dict[int, RowResult] = {}
+    left: dict[int, tuple[Found, Outcome | None]] = {}  # of a rank: its result, or how it failed
     ended: dict[int, str] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -111,10 +104,10 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
                     ended[k] = f"{said.how.split(maxsplit=1)[1]}{_printed(Path(folder, f'{k}.log').read_text())}"
                 else:
                     left[k] = torch.load(io.BytesIO(said), weights_only=False)
-                if k in ended or left[k].outcome is not None:
+                if k in ended or left[k][1] is not None:
                     end = min(end, time.monotonic() + AFTER)
     # Report the original failure, not the error of a rank that only learned of it.
-    errors = [each.outcome for each in left.values() if each.outcome is not None]
+    errors = [outcome for _, outcome in left.values() if outcome is not None]
     first = min(errors, key=_after_another, default=None)
     if first is not None and (not ended or (first.kind == "refused" and not _after_another(first))):
         return first
@@ -122,7 +115,7 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
         return Outcome("ends", next(iter(ended.values()))[:300])
     if running:
         return Outcome("hangs", f"not finished after {limit:g} seconds")
-    return [left[k].found for k in range(ranks)]
+    return [left[k][0] for k in range(ranks)]
 
 
 def _after_another(outcome: Outcome) -> bool:
@@ -162,7 +155,7 @@ def _rank(number: int, link: Connection, name: str, adapter: Adapter, ranks: int
         traceback.print_exc()
         outcome = judged(error, package)
     content = io.BytesIO()
-    torch.save(RowResult(found, outcome), content)
+    torch.save((found, outcome), content)
     link.send(content.getvalue())
     if outcome is None:
         link.poll(None)  # wait to be killed: other ranks would fail if connections closed now

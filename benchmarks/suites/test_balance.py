@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from reproduce.models import amoebanetd, unet
+from reproduce.models.built import amoebanetd, unet
 from torchgpipe.balance import balance_by_size, balance_by_time
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.balance.profile import profile_times

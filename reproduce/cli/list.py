@@ -5,15 +5,16 @@ import textwrap
 
 import click
 
-from reproduce.cli.shared import devices, examples, known, on
+from reproduce.cli.shared import command, devices, known, on, style
 from reproduce.error import Error
-from reproduce.experiments import EXPERIMENTS, PUBLISHED_BALANCE, Experiment, Row, Scale
+from reproduce.experiments import EXPERIMENTS
 from reproduce.experiments.choose import choose_scale, why_not
+from reproduce.experiments.row import PUBLISHED_BALANCE, Experiment, Row, Scale
 from reproduce.machine.devices import Devices, find_devices
 from reproduce.records.places import MEASURED, RUNS
-from reproduce.records.record import readable
-from reproduce.run.engines import engines
+from reproduce.records.record import ranked, readable
 from reproduce.tables.layout import Column, Table, many, table
+from reproduce.tables.output import of_cells, written
 
 SHOWS = 38  # width of the column "what it shows", in characters
 NOTES = (
@@ -23,7 +24,7 @@ NOTES = (
     "python -m reproduce list NAME shows all rows; run --all runs all of them",
 )
 # A run with one of these options does not tell how long a usual run takes.
-PARTIAL = ("--row", "--all", "--steps", "--engine", "--emulate", "--no-emulate", "--seeds")
+PARTIAL = ("--row", "--all", "--steps", "--engine", "--emulate", "--no-emulate", "--seeds", "--resume")
 SUFFIXES = "run --all or --row: .../mb, at equal micro-batch size, and .../pb, in the published balance"
 COLUMNS: list[Column[Row]] = [
     Column("row", lambda row: row.name, left=True),
@@ -36,20 +37,23 @@ COLUMNS: list[Column[Row]] = [
 ]
 
 
-@click.command("list", epilog=examples("list", "list unet-speed"))
-@click.argument("experiments", nargs=-1, callback=known("experiment", lambda: EXPERIMENTS))
+@command("list", "list unet-speed", name="list", cls=click.Command)
+@click.argument("experiments", nargs=-1, **known("experiment", lambda: EXPERIMENTS))
 @on
 @devices
-def list_experiments(experiments: list[str], on: str | None, devices: int | None) -> None:
+@style
+def list_experiments(experiments: list[str], on: str | None, devices: int | None, style: str) -> None:
     """List experiments on one screen, or the rows of EXPERIMENTS.
 
     Of each row it says what it needs and what it reproduces, and of each scale whether it can run here.
     """
     found = find_devices(on, devices)
-    if not experiments:
-        return click.echo(_overview(found).text())
     both = [(EXPERIMENTS[name], scale) for name in experiments for scale in EXPERIMENTS[name].scales]
-    click.echo("\n\n".join(_table(experiment, scale, found).text() for experiment, scale in both))
+    tables = [_table(experiment, scale, found) for experiment, scale in both] or [_overview(found)]
+    text, markdown = ("\n\n".join(getattr(each, kind)() for each in tables) for kind in ("text", "markdown"))
+    abouts = [{"experiment": experiment.name, "scale": scale.name} for experiment, scale in both] or [{}]
+    numbers = [x for each, about in zip(tables, abouts, strict=True) for x in of_cells(each, **about)]
+    click.echo(written(style, numbers, f"{text}\n", f"{markdown}\n"), nl=False)
 
 
 def _overview(devices: Devices) -> Table:
@@ -67,7 +71,7 @@ def _overview(devices: Devices) -> Table:
 def _minutes(name: str, scale: str) -> str:
     """Return how many minutes the newest known run of the experiment took, in the notation that `NOTES` explains."""
     for folder, form in ((RUNS, "{}"), (MEASURED, "({})")):
-        for record in reversed(readable(folder)):
+        for record in ranked(readable(folder), name):
             run, names = record.run, {result.experiment for result in record.results}
             if run is None or run.state != "finished" or any(word.startswith(PARTIAL) for word in run.command):
                 continue
@@ -79,6 +83,8 @@ def _minutes(name: str, scale: str) -> str:
 def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
     """Return a table of the scale's rows, and say whether they can run here."""
     reason = why_not(scale, devices)
+    from reproduce.run.engines import engines
+
     here = f"can run; all {len(scale.rows)} rows"
     if reason:
         here = f"cannot run; {reason}"

@@ -1,52 +1,48 @@
 """Offer the commands that predict: `predict`, published tables, and `plan`, the best setup or the largest model."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
-import torch
 from msgspec.structs import replace
 
-from reproduce.cli.shared import COUNT, PATH, autocast, examples, fp32_precision, hardware, known, parsed, precision
+from reproduce.cli.shared import COUNT, HERE, PATH, autocast, command, fp32_precision, hardware, known, parsed, style
+from reproduce.error import Error
+from reproduce.experiments import predictable
 from reproduce.machine.devices import Devices, find_devices
-from reproduce.models import MODELS as BUILT
-from reproduce.models import titled
-from reproduce.predict.asked import MODELS, PAPERS_SIZES, Asked, find_given, largest, parameters
-from reproduce.predict.rows import predict_run, predict_table, predictable
 from reproduce.records.places import OUT, find_record
 from reproduce.records.record import load, save
 from reproduce.run.recorder import prepare_folder
-from reproduce.tables.all import tables
 from reproduce.tables.layout import many
-from reproduce.tables.predicted import beside_emulated
-from torchgpipe.plan import Hardware
-from torchgpipe.plan import plan as make_plan
-from torchgpipe.plan.amount import amount, parse_amount
-from torchgpipe.plan.count.optimizer import OPTIMIZERS
-from torchgpipe.plan.hardware.headroom import HEADROOM, room
-from torchgpipe.plan.planner import HERE
 
 ALL = "all"
-ELSEWHERE = "predicted"  # in the example, so that whoever copies it leaves the committed results/predicted alone
+OPTIMIZERS = ("none", "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw")  # as the planner has them
+HEADROOM = 0.15  # the planner's default
 
 
-@click.command(epilog=examples("predict all", f"predict unet-speed --hardware h100x8 --out {ELSEWHERE}"))
-@click.argument(
-    "experiments", nargs=-1, callback=known("experiment that can be predicted", lambda: [*predictable(), ALL])
-)
+@command("predict all", "predict unet-speed --hardware h100x8 --out predicted")  # not the committed results/predicted
+@click.argument("experiments", nargs=-1, **known("experiment that can be predicted", lambda: [*predictable(), ALL]))
 @click.option("--run", "run", metavar="RECORD", help="Show the emulated rows of this run beside their predictions.")
 @hardware(f"or, with --run, {HERE}: time the run's models")
 @autocast
 @fp32_precision
+@style
 @click.option("--out", type=PATH, metavar="DIR", help="Where to put the records of published tables. "
               "Default: results/predicted in a checkout, else predicted.")  # fmt: skip
 def predict(
-    experiments: list[str], run: str | None, hardware: Hardware | None, autocast: str | None,
-    fp32_precision: str | None, out: Path | None,
+    experiments: list[str], run: str | None, hardware: Any, autocast: str | None,
+    fp32_precision: str | None, style: str, out: Path | None,
 ) -> None:  # fmt: skip
     """Predict published tables without running anything.
 
     EXPERIMENTS, or all, are predicted at scale paper. No GPU is needed.
     """
+    from reproduce.predict.rows import predict_run, predict_table
+    from reproduce.tables.all import written_records
+    from reproduce.tables.predicted import beside_emulated
+
     if bool(experiments) == (run is not None):
         raise click.UsageError("name either experiments, or a run by --run")
     if run is not None:
@@ -60,9 +56,7 @@ def predict(
         found = find_devices(None, None)
         with found.in_use():
             predicted = predict_run(emulated, hardware or found.first(1)[0])
-        for table in beside_emulated(emulated, predicted):
-            click.echo(f"\n{table.text()}")
-        return
+        return click.echo(written_records([emulated, predicted], style, beside_emulated(emulated, predicted)), nl=False)
 
     if hardware is None:
         raise click.BadParameter(
@@ -77,20 +71,42 @@ def predict(
         )
     out = out or OUT / "predicted"
     prepare_folder(out)
+    records = []
     names = list(predictable()) if ALL in experiments else experiments
     for name in names:
         with precision(fp32_precision, autocast):
             record = predict_table(name, hardware)
         if other:
             record = replace(record, name="-".join([record.name, *other]), title=", ".join([record.title, *other]))
-        for table in tables(record):
-            click.echo(f"\n{table.text()}")
+        records.append(record)
         save(record, out / f"{record.name}.json")
+    click.echo(written_records(records, style), nl=False)
     click.echo(f"written: {many(len(names), 'record')} to {out}", err=True)
 
 
-PROFILED = 4
-"""Default size of the largest micro-batch that layers are timed with, in samples."""
+@contextlib.contextmanager
+def precision(fp32_precision: str | None, autocast: str | None = None) -> Iterator[None]:
+    """Set float32's precision and CUDA autocast where they are given, and restore both at the end."""
+    import torch
+
+    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = [kind.fp32_precision for kind in kinds]
+    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    try:
+        for kind in kinds if fp32_precision else ():
+            kind.fp32_precision = fp32_precision
+        if autocast is not None:  # `torch.autocast` would disable itself on a machine without a GPU
+            torch.set_autocast_enabled("cuda", True)
+            torch.set_autocast_dtype("cuda", getattr(torch, autocast))
+        yield
+    finally:
+        for kind, was in zip(kinds, before, strict=True):
+            kind.fp32_precision = was
+        torch.set_autocast_enabled("cuda", enabled)
+        torch.set_autocast_dtype("cuda", dtype)
+
+
+PROFILED = 4  # default size of the largest micro-batch that layers are timed with, in samples
 IN_FLOAT32 = "the largest model is found for training in float32; leave it out"
 
 
@@ -102,18 +118,17 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, sizes))
 
 
-@click.command(epilog=examples("plan unet --size 48 160 --memory 24GiB", "plan torchvision:resnet50 --hardware a100x8"))
+@command("plan unet --size 48 160 --memory 24GiB", "plan torchvision:resnet50 --hardware a100x8")
 @click.argument("model", metavar="MODEL")
 @click.option("--size", type=(int, int), metavar="N N", help="(L, D) of amoebanet, (B, C) of unet.")
-@click.option("--input", "shape", callback=parsed(_shape), metavar="3x224x224", help="Shape of a sample, for models "
-              "other than the papers'.")  # fmt: skip
+@click.option("--input", "shape", callback=parsed(_shape), metavar="3x224x224", help="A sample's, for other models.")
 @click.option("--devices", type=COUNT, metavar="N", help="Default: as many as the hardware has.")
-@click.option("--memory", callback=parsed(parse_amount), metavar="24GiB", help="Of each device. Default: the "
+@click.option("--memory", metavar="24GiB", help="Of each device. Default: the "
               "hardware's.")  # fmt: skip
 @click.option("--headroom", type=click.FloatRange(min=0), metavar="SHARE", help="Memory to leave to the allocator, as "
               f"a share of the tensors' bytes. Default: {HEADROOM} on a GPU, 0 on a CPU.")  # fmt: skip
 @click.option("--batch-size", type=COUNT, metavar="N", help="Default: the papers', else 128.")
-@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), metavar="NAME", help=f"{', '.join(OPTIMIZERS)}. "
+@click.option("--optimizer", type=click.Choice(OPTIMIZERS), metavar="NAME", help=f"{', '.join(OPTIMIZERS)}. "
               "Default: the papers', else sgd.")  # fmt: skip
 @autocast
 @click.option("--master-weights", is_flag=True, help="The optimizer keeps a float32 copy.")
@@ -122,27 +137,38 @@ def _shape(text: str) -> tuple[int, ...]:
 @click.option("--profile", "profiled", type=click.IntRange(min=2), metavar="N",
               help=f"With --hardware {HERE}: time layers with micro-batches of at most N samples; more take longer "
               f"and say more. Default: {PROFILED}.")  # fmt: skip
+@style
 @click.option("--largest", "grows", type=click.Choice(["depth", "width"]), help="Find the largest model that fits: "
               "grow its first or its second size.")  # fmt: skip
 def plan(
-    model: str, size: tuple[int, int] | None, shape: tuple[int, ...] | None, devices: int | None, memory: float | None,
+    model: str, size: tuple[int, int] | None, shape: tuple[int, ...] | None, devices: int | None, memory: str | None,
     headroom: float | None, batch_size: int | None, optimizer: str | None, autocast: str | None, master_weights: bool,
-    fp32_precision: str | None, hardware: Hardware | None, profiled: int | None, grows: str | None,
+    fp32_precision: str | None, hardware: Any, profiled: int | None, style: str, grows: str | None,
 ) -> None:  # fmt: skip
     """Find the best setup for MODEL on a node, by prediction.
 
     MODEL is amoebanet, unet, resnet101, torchvision:NAME, or package.module:function of your own, which returns the
-    model, or the model and a batch. A setup is a balance, a number of micro-batches and a checkpoint mode.
+    model, or the model and a batch.
     """
-    sizes_of = f"only {' and '.join(PAPERS_SIZES)} have sizes to choose; leave"
+    import torch
+
+    from reproduce.predict.asked import PAPERS, Asked, find_given, tell_largest
+    from reproduce.tables.output import of_plan, written
+    from torchgpipe.plan import plan as make_plan
+    from torchgpipe.plan.amount import parse_amount
+    from torchgpipe.plan.hardware.headroom import room
+
+    sized = [name for name, paper in PAPERS.items() if paper.sizes]
+    sizes_of = f"only {' and '.join(sized)} have sizes to choose; leave"
     timed = f"nothing is timed with a description; leave it out, or say --hardware {HERE}"
     alone = "the largest model is a question of memory alone, nothing is timed for it: name a description"
     against = {
-        "--size": size and model not in PAPERS_SIZES and f"{sizes_of} --size out",
-        "--largest": grows and model not in PAPERS_SIZES and f"{sizes_of} --largest out",
-        "--input": shape and model in MODELS and f"{model} has samples of its own; leave --input out",
+        "--size": size and model not in sized and f"{sizes_of} --size out",
+        "--largest": grows and model not in sized and f"{sizes_of} --largest out",
+        "--input": shape and model in PAPERS and f"{model} has samples of its own; leave --input out",
         "--autocast": grows and autocast and IN_FLOAT32,
         "--master-weights": grows and master_weights and IN_FLOAT32,
+        f"--format {style}": grows and style != "text" and "the largest model is told in words; leave it out",
         "--profile": profiled and hardware and timed,
         f"--hardware {HERE}": grows and hardware is None and alone,
     }
@@ -154,7 +180,7 @@ def plan(
         batch_size, optimizer = batch_size or given.batch_size, optimizer or given.optimizer
         if grows is None:
             numbers_as = (autocast and f"autocast {autocast}", fp32_precision, "master weights" * master_weights)
-            click.echo(", ".join([given.title, f"batch size {batch_size}", optimizer, *filter(None, numbers_as)]))
+            title = ", ".join([given.title, f"batch size {batch_size}", optimizer, *filter(None, numbers_as)])
             found = Devices("meta", devices or 1) if hardware else find_devices(None, None)
             with found.in_use(), precision(fp32_precision):
                 module, sample = given.built(min(batch_size, profiled or PROFILED), found.first(1)[0])
@@ -163,31 +189,13 @@ def plan(
                     memory=memory, headroom=headroom, hardware=hardware or HERE, optimizer=optimizer,
                     autocast=None if autocast is None else getattr(torch, autocast), master_weights=master_weights,
                 )  # fmt: skip
-            click.echo(f"\n{planned}")
+            markdown = f"{title}\n\n```\n{planned}\n```\n"
+            click.echo(written(style, of_plan(planned, title), f"{title}\n\n{planned}\n", markdown), nl=False)
         else:
             assert hardware is not None
-            tensors = room(memory or hardware.memory, hardware, headroom)
-            sizes = size or PAPERS_SIZES[model]
-            asked = Asked(model, sizes, batch_size, devices or hardware.devices, tensors, optimizer, hardware)
-            _tell_largest(MODELS[model][0], asked, ("depth", "width").index(grows))
+            tensors = room(parse_amount(memory) if memory else hardware.memory, hardware, headroom)
+            paper, count = PAPERS[model], devices or hardware.devices
+            asked = Asked(paper, size or paper.sizes, batch_size, count, tensors, optimizer, hardware)
+            tell_largest(asked, ("depth", "width").index(grows), click.echo)
     except (TypeError, ValueError) as error:  # a size that the model cannot have, or a plan that is impossible
-        raise click.ClickException(str(error)) from None
-
-
-def _tell_largest(name: str, asked: Asked, axis: int) -> None:
-    click.echo(
-        f"largest {name} on {asked.devices} device(s) with {amount(asked.memory)} for tensors, batch size "
-        f"{asked.batch_size}, {asked.optimizer}:"
-    )
-    for how in ("naive", "pipelined"):
-        found, beyond = largest(asked, how, axis, lambda sizes: click.echo(f"  trying {titled(name, sizes)}", err=True))
-        if found is None:
-            click.echo(f"  {how:10} none: not even {titled(name, beyond or ())} fits")
-            continue
-        count = f"{parameters(asked.model, found) / 1e6:,.1f} M parameters"
-        click.echo(f"  {how:10} {'at least ' if beyond is None else ''}{titled(name, found)}: {count}")
-    click.echo(
-        f"Only {BUILT[name].sizes[axis]} grows. naive: one micro-batch, nothing recomputed;\n"
-        "pipelined: micro-batches of one, all but the last recomputed.\n"
-        "Predicted bytes allocated to tensors, not measured."
-    )
+        raise Error(str(error)) from None

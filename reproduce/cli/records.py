@@ -1,5 +1,6 @@
 """Offer the commands about records: `show`, `compare`, `publish`, `import-paper`, `render` and `report`."""
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,37 +9,34 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
-from reproduce.cli.shared import FILE, PATH, alpha, examples, parsed, shown, style, threshold
+from reproduce.cli.shared import FILE, PATH, alpha, command, shown, style, threshold
+from reproduce.error import Error, Worse
 from reproduce.machine.description import ROOT
+from reproduce.machine.git import commit_file
 from reproduce.records.places import MEASURED, OUT, RESULTS, RUNS, find_record, need_checkout
 from reproduce.records.published import import_tables
-from reproduce.records.record import Record, Run, load, save, write_atomically
+from reproduce.records.record import Record, Run, load, readable, save, write_atomically
 from reproduce.run.recorder import prepare_folder
-from reproduce.tables.all import document, tables
-from reproduce.tables.render import Maker, stale
-from reproduce.tables.render import render as rendered
 
 PREDICTED = "results/predicted/unet-speed-p40x8.json"  # of the examples
+HISTORY = "history.jsonl"
 A_RUN = "unet-speed-small-20200421T100205Z"
 
 
-@click.command(epilog=examples(f"show {PREDICTED}", f"show --markdown {PREDICTED}"))
+@command(f"show {PREDICTED}", f"show --json {PREDICTED}")
 @click.argument("records", nargs=-1, required=True)
-@click.option("--markdown", is_flag=True, help="Write Markdown, with the circumstances of the run.")
-def show(records: tuple[str, ...], markdown: bool) -> None:
+@style
+def show(records: tuple[str, ...], style: str) -> None:
     """Print the tables of records.
 
-    RECORDS are files, or names of runs in runs or results/measured.
+    RECORDS are files, or names of runs in runs or results/measured. Markdown has the circumstances of a run, too.
     """
-    for name in records:
-        record = load(find_record(name))
-        if markdown:
-            click.echo(document(record), nl=False)
-        for table in [] if markdown else tables(record):
-            click.echo(f"\n{table.text()}")
+    from reproduce.tables.all import written_records
+
+    click.echo(written_records([load(find_record(name)) for name in records], style), nl=False)
 
 
-@click.command(epilog=examples(f"publish {A_RUN}", f"publish runs/{A_RUN}.json"))
+@command(f"publish {A_RUN}", f"publish runs/{A_RUN}.json")
 @click.argument("record")
 @click.option("--force", is_flag=True, help="Publish it in spite of the reasons against it.")
 def publish(record: str, force: bool) -> None:
@@ -46,8 +44,10 @@ def publish(record: str, force: bool) -> None:
 
     RECORD is a file or the name of a run; its tables are copied, too. Its name there is made of its experiments, scale,
     devices and time. Of absolute paths in its command only the last part is kept. A run is refused if it was not
-    finished, if it ran changed or unknown source code, or if it would replace another of the same name.
+    finished, ran changed or unknown source code or was disturbed, or if it would replace another of the same name.
     """
+    from reproduce.tables.all import document
+
     need_checkout("publish")
     found = load(find_record(record))
     if found.kind != "measured" or found.run is None:
@@ -57,11 +57,12 @@ def publish(record: str, force: bool) -> None:
         f"the run was not finished ({found.run.state})": found.run.state != "finished",
         "it is not known which git revision ran": found.run.git is None,
         "the source code had changes that are in no commit": found.run.git is not None and found.run.git.dirty,
+        "others disturbed rows of it (*)": any(result.disturbed for result in found.results),
         f"{shown(path)} is there already": path.exists(),
     }
     if any(against.values()) and not force:
         reasons = "; ".join(reason for reason, holds in against.items() if holds)
-        raise click.ClickException(f"{record}: {reasons}; run it again, or use --force")
+        raise Error(f"{record}: {reasons}; run it again, or use --force")
     # The folders of the machine that ran it are private.
     command = [re.sub(r"^(--[a-z]+=)?/.*/(?=.)", r"\1", word) for word in found.run.command]
     renamed = replace(found, name=path.stem, run=replace(found.run, command=command))
@@ -80,7 +81,7 @@ def published_name(record: Record, run: Run) -> str:
     return f"{experiments}-{record.scale}-{run.devices}x{name}-{time}"
 
 
-@click.command("import-paper", epilog=examples("import-paper tables.json", "import-paper tables.json --out paper"))
+@command("import-paper tables.json", "import-paper tables.json --out paper", name="import-paper", hidden=True)
 @click.argument("source", type=PATH)
 @click.option("--out", type=PATH, default=OUT / "paper", metavar="DIR", help="Where to put them. Default: "
               "results/paper in a checkout, else paper.")  # fmt: skip
@@ -94,21 +95,23 @@ def import_paper(source: Path, out: Path) -> None:
         click.echo(shown(path))
 
 
-@click.command(epilog=examples("render", "render --check"))
+@command("render", "render --check", hidden=True)  # for maintainers, as is import-paper
 @click.option("--check", is_flag=True, help="Write nothing; fail if anything is stale.")
 @click.pass_obj
-def render(benchmarks: Maker | None, check: bool) -> None:
+def render(benchmarks: Any, check: bool) -> None:
     """Rewrite the tables that are made from records.
 
     These are the pages in results/, and the marked blocks of README.md and docs/; the blocks of benchmarks only by
     python -m benchmarks.render.
     """
+    from reproduce.tables import render
+
     need_checkout("render")
-    files = rendered(ROOT, benchmarks)
-    changed = stale(files)
+    files = render.render(ROOT, benchmarks)
+    changed = render.stale(files)
     if check and changed:
         named = ", ".join(str(path.relative_to(ROOT)) for path in changed)
-        raise click.ClickException(f"stale: {named}; run 'make results'")
+        raise Worse(f"stale: {named}; run 'make results'")
     for path in changed:
         write_atomically(path, files[path])
         click.echo(str(path.relative_to(ROOT)))
@@ -116,7 +119,7 @@ def render(benchmarks: Maker | None, check: bool) -> None:
         click.echo(f"{len(files)} files are as their records say")
 
 
-@click.command(epilog=examples("report", "report --results results --out report.html"))
+@command("report", "report --results results --out report.html")
 @click.option("--results", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
               help="Folder of the folders paper, predicted and measured. Default: results, with the runs in "
               "runs.")  # fmt: skip
@@ -127,42 +130,67 @@ def render(benchmarks: Maker | None, check: bool) -> None:
 def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> None:
     """Write a page with all numbers, figures and machines.
 
-    It shows published, predicted, emulated and measured numbers beside each other.
+    It shows published, predicted, emulated and measured numbers beside each other, and draws history.jsonl, in DIR or
+    here. Files that cannot be read are skipped, and named.
     """
     from reproduce.report.page import page
     from reproduce.report.subjects import FOLDERS
     from reproduce.report.trace import read_trace
+    from reproduce.tables.history import read_history
 
     folder = results or RESULTS
     folders = [*(folder / name for name in FOLDERS), *([] if results else [RUNS])]
-    records = [load(path) for folder in folders for path in sorted(folder.glob("*.json"))]
+    broken: list[Error] = []
+    records = [record for folder in folders for record in readable(folder, broken.append)]
+    kept = (results or Path()) / HISTORY
+    found = read_history(kept.read_bytes() if kept.exists() else b"", str(kept), broken.append)
+    lines = [line for _, line in found if line]
+    for error in broken:
+        click.echo(f"skipped: {error}", err=True)
     if not records:
         raise click.UsageError(f"--results {folder}: no record (*.json) in its folders {', '.join(FOLDERS)}")
     path = out or (results or OUT) / "report.html"
-    write_atomically(path, page(records, [each for trace in traces for each in read_trace(trace)]))
+    write_atomically(path, page(records, [each for trace in traces for each in read_trace(trace)], lines))
     click.echo(f"written: {path}")
 
 
-fields = parsed(lambda names: names.split(",") if names else [])
+@command("history runs benchmarks/gates/counts.json", "history benchmark.json --branch history --json")
+@click.argument("sources", nargs=-1, required=True)
+@click.option("--file", type=FILE, default=HISTORY, show_default=True, metavar="FILE", help="Where.")
+@click.option("--branch", metavar="NAME", help="Commit FILE to this branch instead. Files here stay as they are.")
+@click.option("--json", "listed", is_flag=True, help="Print the numbers of which less is better, as "
+              "github-action-benchmark takes them for customSmallerIsBetter.")  # fmt: skip
+def history(sources: tuple[str, ...], file: Path, branch: str | None, listed: bool) -> None:
+    """Keep a line for each revision, for the report to draw.
+
+    SOURCES are as for compare, or counts, all of one revision and machine. Numbers that were disturbed are left out.
+    """
+    from reproduce.tables.history import added, line_of, smaller_is_better
+
+    line, said = line_of(sources), list[str]()
+    if branch is None:
+        write_atomically(file, added(file.read_bytes() if file.exists() else b"", line, str(file), said.append))
+    else:
+        commit_file(Path(), branch, str(file), lambda old: added(old, line, f"{branch}:{file}", said.append))
+    said.append(f"written: {len(line.numbers)} numbers of {line.git.name(7)} to {f'{branch}:' * bool(branch)}{file}")
+    click.echo("\n".join(said), err=True)
+    if listed:
+        click.echo(json.dumps(smaller_is_better(line), indent=1))
 
 
-@click.command(epilog=examples("compare results/paper results/predicted", "compare HEAD~1 HEAD --all"))
+@command("compare results/paper results/predicted", "compare HEAD~1 HEAD --all")
 @click.argument("sides", nargs=-1, required=True, metavar="A B [C ...]")
 @click.option("--all", "every", is_flag=True, help="Name the rows that are on one side only.")
 @click.option("--metric", metavar="NAME", help="throughput, speedup, time, memory, reserved or another value. Default: "
               "the first of these that two sides have.")  # fmt: skip
 @click.option("--filter", "filters", multiple=True, metavar="FIELD=VALUE",
               help="Only such rows; n=2,4 takes both values; may be repeated.")  # fmt: skip
-@click.option("--row", "down", metavar="FIELD[,...]", default="", callback=fields,
-              help="With --col: print a grid of ratios.")  # fmt: skip
-@click.option("--col", "across", metavar="FIELD[,...]", default="", callback=fields,
-              help="Its columns, as in --row n --col m.")  # fmt: skip
 @threshold(0.05)
 @alpha("in each row")
 @style
 @click.option("--force", is_flag=True, help="Compare absolute numbers even of different machines.")
 @click.option("--fail-on-regression", is_flag=True,
-              help="Exit with 1 if a side is worse than A, or if no row can be compared.")  # fmt: skip
+              help="Exit with 1 if a side is worse than A, with 2 if no row can be compared.")  # fmt: skip
 def compare(sides: Sequence[str], fail_on_regression: bool, **options: Any) -> None:
     """Compare results with those of A, row by row.
 
@@ -171,13 +199,9 @@ def compare(sides: Sequence[str], fail_on_regression: bool, **options: Any) -> N
     """
     if not 2 <= len(sides) <= 26:
         raise click.UsageError(f"compare at least two sides, and at most 26; given: {len(sides)}")
-    if bool(options["down"]) != bool(options["across"]):
-        raise click.UsageError("--row and --col go together, as in --row n --col m")
-    if options["down"] and options["style"] not in ("text", "markdown"):
-        raise click.UsageError(f"--row and --col make a grid for --format text or markdown, not {options['style']}")
     from reproduce.tables.comparison import compared
 
     text, complaint = compared(sides, **options)
     click.echo(text, nl=False)
     if fail_on_regression and complaint is not None:
-        raise click.ClickException(complaint)
+        raise complaint

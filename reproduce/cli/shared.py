@@ -1,30 +1,58 @@
 """Hold the options that several commands share, and helpers for their paths and names."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import signal
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
-import torch
+from click.shell_completion import CompletionItem
 
+from reproduce.error import Error, leave, missing
 from reproduce.experiments.choose import suggestion
-from torchgpipe.plan.hardware.hardware import hardware_names, load_hardware
-from torchgpipe.plan.planner import HERE
+from reproduce.machine.description import ROOT
 
 T = TypeVar("T")
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Option = Callable[[Callable[..., None]], Callable[..., None]]
 
 COUNT = click.IntRange(min=1)
 PATH = click.Path(path_type=Path)
 FILE = click.Path(path_type=Path, dir_okay=False)
+HERE = "here"  # as `torchgpipe.plan.planner` has it
+HARDWARE = sorted(path.stem for path in (ROOT / "torchgpipe" / "plan" / "hardware").glob("*.json"))
+
+
+class Command(click.Command):
+    """Import torch, which takes seconds, and run a command: after its arguments were found right."""
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run the command's function."""
+        need_torch()
+        return super().invoke(context)
+
+
+def need_torch() -> None:
+    """Import torch, or raise `Error`. It can swallow a KeyboardInterrupt, so meanwhile Ctrl-C ends the process."""
+    if "torch" not in sys.modules:
+        handler = signal.signal(signal.SIGINT, leave)
+        problem = missing("torch")
+        signal.signal(signal.SIGINT, handler)
+        if problem is not None:
+            raise Error(problem)
+
+
+def _described(name: str) -> Any:
+    need_torch()
+    from torchgpipe.plan.hardware.hardware import load_hardware
+
+    return load_hardware(name)
 
 
 on = click.option("--on", type=click.Choice(["cpu", "cuda", "meta"]), help="Kind of devices. Default: cuda if there is "
                   "any, else cpu. On meta, memory is counted without data.")  # fmt: skip
 devices = click.option("--devices", type=COUNT, metavar="N", help="Default: all. A CPU device is a share of the cores.")
-style = click.option("--format", "style", type=click.Choice(["text", "markdown", "csv", "json"]), default="text",
-                     show_default=True, metavar="FORMAT", help="text, markdown, csv or json.")  # fmt: skip
 autocast = click.option("--autocast", type=click.Choice(["bfloat16", "float16"]), metavar="TYPE", help="Train under "
                         "autocast to bfloat16 or float16.")  # fmt: skip
 fp32_precision = click.option("--fp32-precision", type=click.Choice(["ieee", "tf32"]), metavar="TYPE", help="How GPUs "
@@ -32,9 +60,24 @@ fp32_precision = click.option("--fp32-precision", type=click.Choice(["ieee", "tf
                               "products in ieee, as PyTorch does.")  # fmt: skip
 
 
+def style(command: Decorated) -> Decorated:
+    """Add the option `--format`, and short spellings of it. Versions of click differ in which default they take."""
+    more: dict[str, Any] = {"callback": lambda _, __, asked: asked or "text"}
+    for name in ("csv", "json"):
+        command = click.option(f"--{name}", "style", flag_value=name, hidden=True, **more)(command)
+    more |= {"type": click.Choice(["text", "markdown", "csv", "json"]), "metavar": "FORMAT"}
+    more["help"] = "text, markdown, csv or json; in short --csv, --json."
+    return click.option("--format", "style", **more)(command)
+
+
 def examples(*commands: str) -> str:
     """Return the end of a command's help: commands to copy, a line each."""
     return "\n".join(["\b", "Examples:", *(f"  python -m reproduce {command}" for command in commands)])
+
+
+def command(*lines: str, cls: type[click.Command] = Command, **how: Any) -> Callable[..., click.Command]:
+    """Make a command with these examples."""
+    return click.command(cls=cls, epilog=examples(*lines), **how)
 
 
 def threshold(default: float) -> Option:
@@ -53,8 +96,8 @@ def alpha(where: str) -> Option:
 def hardware(here: str) -> Option:
     """Return the option `--hardware`. `here` is the part of its help about timing on this machine."""
     return click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE",
-                        callback=parsed(lambda name: None if name == HERE else load_hardware(name)),
-                        help=f"{', '.join(hardware_names())}, a file (.json), {here} on this machine.")  # fmt: skip
+                        callback=parsed(lambda name: None if name == HERE else _described(name)),
+                        help=f"{', '.join(HARDWARE)}, a file (.json), {here} on this machine.")  # fmt: skip
 
 
 def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
@@ -69,8 +112,11 @@ def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Paramete
     return callback
 
 
-def known(what: str, offered: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
-    """Return a callback that refuses names which are not offered, and drops repeated ones."""
+described = parsed(_described)
+
+
+def known(what: str, offered: Callable[[], Iterable[str]]) -> dict[str, Any]:
+    """Return how an argument refuses names which are not offered, drops repeated ones, and how a shell completes it."""
 
     def callback(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[str]:
         for name in names:
@@ -78,27 +124,10 @@ def known(what: str, offered: Callable[[], Iterable[str]]) -> Callable[..., list
                 raise click.BadParameter(f"no {what} is called {name!r}; {suggestion(name, offered())}")
         return list(dict.fromkeys(names))
 
-    return callback
+    def complete(_: click.Context, __: click.Parameter, start: str) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in offered() if name.startswith(start)]
 
-
-@contextlib.contextmanager
-def precision(fp32_precision: str | None, autocast: str | None = None) -> Iterator[None]:
-    """Set float32's precision and CUDA autocast where they are given, and restore both at the end."""
-    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before = [kind.fp32_precision for kind in kinds]
-    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    try:
-        for kind in kinds if fp32_precision else ():
-            kind.fp32_precision = fp32_precision
-        if autocast is not None:  # `torch.autocast` would disable itself on a machine without a GPU
-            torch.set_autocast_enabled("cuda", True)
-            torch.set_autocast_dtype("cuda", getattr(torch, autocast))
-        yield
-    finally:
-        for kind, was in zip(kinds, before, strict=True):
-            kind.fp32_precision = was
-        torch.set_autocast_enabled("cuda", enabled)
-        torch.set_autocast_dtype("cuda", dtype)
+    return {"callback": callback, "shell_complete": complete}
 
 
 def shown(path: Path) -> str:

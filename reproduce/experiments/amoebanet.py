@@ -52,10 +52,6 @@ SIZES: Sizes = (
 )
 
 MEMORY = memory_experiment(
-    "amoebanet-memory",
-    "AmoebaNet-D: parameters and memory over model size",
-    "tg-amoebanetd-memory",
-    MEMORY_BASE,
-    replace(MEMORY_BASE, batch_size=16),
-    SIZES,
-)
+    "amoebanet-memory", "AmoebaNet-D: parameters and memory over model size", "tg-amoebanetd-memory",
+    MEMORY_BASE, replace(MEMORY_BASE, batch_size=16), SIZES,
+)  # fmt: skip

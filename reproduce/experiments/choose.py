@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from reproduce.error import USAGE, Error
+from reproduce.error import Error
 from reproduce.experiments.row import Experiment, GiB, Scale
 from reproduce.machine.devices import Devices
 
@@ -16,15 +16,14 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def choose_rows(experiments: Sequence[Experiment], names: Sequence[str], *, extra: bool = False) -> list[Experiment]:
-    """Return the experiments with only the rows of these names. Without names: all rows, the extra ones only if asked.
+    """Return the experiments with only the rows of these names; an experiment without any raises `Error`.
 
-    Raises:
-        Error: a name is no row of any experiment, or an experiment has no row of these names.
+    Without names, they have all rows, the extra ones only if asked.
     """
     known = {row.name: None for each in experiments for scale in each.scales for row in scale.rows}
     for name in names:
         if name not in known:
-            raise Error(f"--row {name!r}: no row is called so; {suggestion(name, known)}", USAGE)
+            raise Error(f"--row {name!r}: no row is called so; {suggestion(name, known)}")
 
     chosen = []
     for each in experiments:
@@ -33,23 +32,19 @@ def choose_rows(experiments: Sequence[Experiment], names: Sequence[str], *, extr
             for at in each.scales
         )
         if not any(scale.rows for scale in scales):
-            raise Error(f"--row: {each.name} has none of the rows {', '.join(names)}; leave it out", USAGE)
+            raise Error(f"--row: {each.name} has none of the rows {', '.join(names)}; leave it out")
         chosen.append(replace(each, scales=tuple(scale for scale in scales if scale.rows)))
     return chosen
 
 
 def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str | None) -> str:
-    """Return `asked`; if it is None, the first scale that all experiments have and that fits on the machine.
-
-    Raises:
-        Error: an experiment has no such scale, or the machine cannot hold it.
-    """
+    """Return `asked`, or the first scale that all experiments have; raise `Error` if the machine cannot hold it."""
     names = [[scale.name for scale in experiment.scales] for experiment in experiments]
     common = [name for name in names[0] if all(name in others for others in names)]
     if not common:
-        raise Error("the rows that were chosen have no scale in common; run them apart", USAGE)
+        raise Error("the rows that were chosen have no scale in common; run them apart")
     if asked is not None and asked not in common:
-        raise Error(f"--scale {asked}: no such scale of {experiments[0].name}; there are {', '.join(common)}", USAGE)
+        raise Error(f"--scale {asked}: no such scale of {experiments[0].name}; there are {', '.join(common)}")
 
     reasons = []
     for name in common if asked is None else [asked]:
@@ -59,7 +54,7 @@ def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str
         reasons.append(f"--scale {name}: {reason}")
     others = [name for name in common if name != asked]
     advice = f"; use --scale {others[-1]}" if asked is not None and others else ""
-    raise Error(reasons[-1] + advice, USAGE)
+    raise Error(reasons[-1] + advice)
 
 
 def why_not(scale: Scale, devices: Devices) -> str | None:

@@ -23,16 +23,10 @@ BASE = Row(model="ResNet-101", batch_size=192)
 SMALL = replace(BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32)
 
 SPEED = speed_experiment(
-    "resnet101-speed",
-    "ResNet-101: speed over n partitions",
-    "tg-resnet101-speed",
-    BASE,
-    published_rows(BASE, PUBLISHED_SPEED, SAMPLES),
-    micro_batch=15,
-    small=SMALL,
-    batch_sizes=(16, 32, 1667 * 8, 256 * 8, 150 * 8),
-    seconds=200,
-)
+    "resnet101-speed", "ResNet-101: speed over n partitions", "tg-resnet101-speed",
+    BASE, published_rows(BASE, PUBLISHED_SPEED, SAMPLES), micro_batch=15,
+    small=SMALL, batch_sizes=(16, 32, 1667 * 8, 256 * 8, 150 * 8), seconds=200,
+)  # fmt: skip
 
 # --- accuracy: trained by pipelines and data-parallel, to the end ------------------------------------------------
 

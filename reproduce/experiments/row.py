@@ -1,14 +1,16 @@
 """Define an experiment as data: its rows, and scales, each a list of rows and the machine that they need."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
-
-from reproduce.models import MODELS
 from reproduce.records.places import Json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from reproduce.models.built import SizedModel
 
 Checkpoint = Literal["always", "except_last", "never"]
 Component = Literal["dependency", "streams", "portals"]
@@ -48,6 +50,7 @@ class Row:
     pipelined). `options` are what a record keeps of the model beside its size. `components` are the parts of the
     pipeline that are switched on. The steps of the first `skip_epochs` epochs are not timed. `link` names a hardware
     description: an emulation takes the time of copies between devices from it. Without one, copies take no time.
+    `loss(output, target)` is a mean over samples, or the name of such a function of `torch.nn.functional`.
     """
 
     name: str = ""
@@ -61,7 +64,7 @@ class Row:
     checkpoint: Checkpoint | None = None
     balance: tuple[int, ...] | None = None
     optimizer: Optimizer = SGD
-    loss: str = "cross_entropy"
+    loss: "str | Callable[[Any, Any], Tensor]" = "cross_entropy"
     num_classes: int | None = 1000
     options: Mapping[str, Json] = field(default_factory=dict)
     components: tuple[Component, ...] = COMPONENTS
@@ -103,36 +106,40 @@ class Row:
         """Guess the relative cost of a step. It has no unit and is only good for estimating the time left."""
         return self.batch_size * math.prod(self.size) * (1.3 if self.checkpoint in ("always", "except_last") else 1)
 
-    def build(self) -> nn.Sequential:
-        """Build the model on PyTorch's default device."""
-        classes = {} if self.num_classes is None else {"num_classes": self.num_classes}
-        return MODELS[self.model].build(*self.size, **classes)
+    @property
+    def sized(self) -> "SizedModel":
+        """Name the model in the row's sizes, which can build it and draw mini-batches for it."""
+        from reproduce.models.built import SizedModel
+
+        return SizedModel(self.model, self.size, self.input_shape, self.num_classes)
+
+    @property
+    def criterion(self) -> Callable[[Any, Any], "Tensor"]:
+        """Return the loss as a function."""
+        from torch.nn import functional
+
+        return getattr(functional, self.loss) if isinstance(self.loss, str) else self.loss
 
     def config(self) -> dict[str, Json]:
         """Return the row as a record's `config`, under the names of the published tables."""
+        from reproduce.models.built import MODELS
+
         return {
-            "configuration": self.configuration,
-            "equal": self.equal,
-            "model": self.model,
+            "configuration": self.configuration, "equal": self.equal, "model": self.model,
             **dict(zip(MODELS[self.model].sizes, self.size, strict=True)),
             **self.options,
             "input_shape": list(self.input_shape),
-            "batch_size": self.batch_size,
-            "chunks": self.chunks,
-            "micro_batches_effective": self.micro_batches,
-            "micro_batch_size": self.micro_batch_size,
-            "partitions": self.partitions,
+            "batch_size": self.batch_size, "chunks": self.chunks, "micro_batches_effective": self.micro_batches,
+            "micro_batch_size": self.micro_batch_size, "partitions": self.partitions,
             "balance": None if self.balance is None else list(self.balance),
             "checkpoint": self.checkpoint,
             **({} if self.partitions is None else {"components": list(self.components)}),
-            "optimizer": self.optimizer.name,
-            **self.optimizer.options,
-            "loss": self.loss,
+            "optimizer": self.optimizer.name, **self.optimizer.options,
+            "loss": getattr(self.criterion, "__name__", type(self.loss).__name__),
             **({} if self.num_classes is None else {"num_classes": self.num_classes}),
             **({"steps_per_epoch": self.steps_per_epoch, "skip_epochs": self.skip_epochs} if self.skip_epochs else {}),
-            "dtype": "float32",
-            "dataset": "fake",
-        }
+            "dtype": "float32", "dataset": "fake",
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

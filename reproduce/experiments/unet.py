@@ -61,13 +61,9 @@ SIZES: Sizes = (
 )
 
 MEMORY = memory_experiment(
-    "unet-memory",
-    "U-Net: parameters and memory over model size",
-    "tg-unet-memory",
-    replace(BASE, batch_size=32),
-    replace(BASE, batch_size=16, input_shape=(3, 64, 64)),
-    SIZES,
-)
+    "unet-memory", "U-Net: parameters and memory over model size", "tg-unet-memory",
+    replace(BASE, batch_size=32), replace(BASE, batch_size=16, input_shape=(3, 64, 64)), SIZES,
+)  # fmt: skip
 
 # --- ablation --------------------------------------------------------------------------------------------------
 

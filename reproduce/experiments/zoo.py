@@ -9,17 +9,13 @@ from dataclasses import replace
 
 from reproduce.experiments.controls import PARTITIONS
 from reproduce.experiments.row import EQUAL_LAYERS, PAPER_SCALE, PLANNED, SMALL_SCALE, Experiment, GiB, Optimizer, Row
-from reproduce.models.resnet import ZOO
+from reproduce.models.sizes import ZOO
 
 CHUNKS = 8
 BASE = Row(
-    configuration="plain",
-    model="",
-    size=(224,),
-    batch_size=128,
+    configuration="plain", model="", size=(224,), batch_size=128, equal="model",
     optimizer=Optimizer(name="SGD", options={"lr": 0.01, "momentum": 0.0}, state=0),
-    equal="model",
-)
+)  # fmt: skip
 SMALL = replace(BASE, size=(64,), input_shape=(3, 64, 64), batch_size=32)
 
 

@@ -6,10 +6,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
-import torch
 from msgspec import Struct
 
-import torchgpipe
 from reproduce.machine.devices import cores, info
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout
@@ -45,6 +43,8 @@ class Machine(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
 
 def machine() -> Machine:
     """Return what the machine consists of."""
+    import torch
+
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         cpu=_cpu_model(),
@@ -57,6 +57,10 @@ def machine() -> Machine:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python, of the packages in use and of the libraries below them."""
+    import torch
+
+    import torchgpipe
+
     packages: dict[str, str | None] = {"python": platform.python_version(), "torchgpipe": torchgpipe.__version__}
     for package in PACKAGES:
         try:
@@ -89,6 +93,8 @@ def _memory() -> int | None:
 
 def _gpu(index: int) -> Gpu:
     """Describe a CUDA device of this process. It is looked up by UUID: the driver may use other indices than CUDA."""
+    import torch
+
     properties = torch.cuda.get_device_properties(index)
     handle = _ask_driver("nvmlDeviceGetHandleByUUID", f"GPU-{properties.uuid}")
     if handle is None:
@@ -101,13 +107,9 @@ def _gpu(index: int) -> Gpu:
     links = [f"PCIe {generation}.0 x{width}"] if generation and width else []
     links += [f"{nvlinks} x NVLink"] if nvlinks else []
     return Gpu(
-        properties.name,
-        properties.total_memory,
-        clock=clock and float(clock),
-        memory_clock=memory_clock and float(memory_clock),
-        power_limit=milliwatts and milliwatts / 1000,
-        link=", ".join(links) or None,
-    )
+        properties.name, properties.total_memory, clock and float(clock), memory_clock and float(memory_clock),
+        milliwatts and milliwatts / 1000, ", ".join(links) or None,
+    )  # fmt: skip
 
 
 def _ask_driver(function: str, *arguments: object) -> Any:

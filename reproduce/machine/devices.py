@@ -2,17 +2,21 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from reproduce.error import Error
 
-from reproduce.error import USAGE, Error
+if TYPE_CHECKING:
+    import torch
 
 MOST_DEVICES = 8  # as many as the papers' largest machine has
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MEMORY = Path("/proc/meminfo")
+GPU_DRIVERS = [Path("/dev", name) for name in ("nvidiactl", "nvidia0", "nvmap", "dxg", "kfd")]  # on Linux
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,10 @@ class Devices:
     count: int
     threads: int | None = None
 
-    def first(self, n: int) -> list[torch.device]:
+    def first(self, n: int) -> "list[torch.device]":
         """Return the first `n` devices. Where CUDA has fewer, return its first device n times, in place of all."""
+        import torch
+
         if self.kind != "cuda":
             return [torch.device(self.kind)] * n
         return [torch.device("cuda", i if n <= self.count else 0) for i in range(n)]
@@ -37,17 +43,23 @@ class Devices:
         if self.kind == "cpu":
             free = info(MEMORY, "MemAvailable")
             return None if free is None else int(free.removesuffix("kB")) * 1024
+        import torch
+
         return min(torch.cuda.get_device_properties(device).total_memory for device in self.first(self.count))
 
     def synchronize(self) -> None:
         """Wait until the CUDA devices have finished."""
         if self.kind == "cuda":
+            import torch
+
             for device in self.first(self.count):
                 torch.cuda.synchronize(device)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Set the number of threads of a CPU device, and restore it afterwards."""
+        import torch
+
         before = torch.get_num_threads()
         if self.kind == "cpu" and self.threads is not None:
             torch.set_num_threads(self.threads)
@@ -68,12 +80,12 @@ class Devices:
 
 
 def find_devices(kind: str | None, count: int | None) -> Devices:
-    """Return `count` devices of a kind. Default: all of them; CUDA devices if there are any, else CPU devices.
+    """Return so many devices, or raise `Error`. Default: all; CUDA devices if there are any, else CPU devices."""
+    cuda = 0
+    if "torch" in sys.modules or sys.platform != "linux" or any(path.exists() for path in GPU_DRIVERS):
+        import torch  # it takes seconds: `list` does without where there is no driver
 
-    Raises:
-        Error: there are fewer than `count`.
-    """
-    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind is None:
         kind = "cuda" if cuda else "cpu"
 
@@ -82,17 +94,16 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
 
     if kind == "cuda":
         if not cuda:
-            raise Error("--on cuda: this machine has no CUDA device that PyTorch can use; use --on cpu", USAGE)
+            raise Error("--on cuda: this machine has no CUDA device that PyTorch can use; use --on cpu")
         if count is not None and count > cuda:
-            raise Error(f"--devices {count}: this machine has {cuda} CUDA device(s); use at most {cuda}", USAGE)
+            raise Error(f"--devices {count}: this machine has {cuda} CUDA device(s); use at most {cuda}")
         return Devices("cuda", count or cuda)
 
     have = cores()
     count = count or min(have, MOST_DEVICES)
     if count > have:
         raise Error(
-            f"--devices {count}: a CPU device is at least one core and this machine offers {have}; use at most {have}",
-            USAGE,
+            f"--devices {count}: a CPU device is at least one core and this machine offers {have}; use at most {have}"
         )
     return Devices("cpu", count, threads=have // count)
 

@@ -126,15 +126,6 @@ class PairSum(nn.Module):
         return total
 
 
-def fit_older_state(inputs: int, channels: int, after_reduction: bool) -> nn.Module:
-    """Build what gives the output of the cell before the last the image size and channels of the last cell's."""
-    if after_reduction:
-        return FactorizedReduction(inputs, channels)
-    if inputs != channels:
-        return relu_conv_bn(inputs, channels)
-    return nn.Identity()
-
-
 class Cell(nn.Module):
     """Map the last two states `(s1, s2)` to `(output, s1)`, the last two states for the next cell.
 
@@ -148,7 +139,11 @@ class Cell(nn.Module):
         self.output = genotype.output
         self.out_channels = channels * len(genotype.output)
         self.fit1 = relu_conv_bn(inputs[0], channels)
-        self.fit2 = fit_older_state(inputs[1], channels, after_reduction)
+        self.fit2: nn.Module = nn.Identity()  # gives the cell before the last the image size and channels of the last
+        if after_reduction:
+            self.fit2 = FactorizedReduction(inputs[1], channels)
+        elif inputs[1] != channels:
+            self.fit2 = relu_conv_bn(inputs[1], channels)
         self.sums = nn.ModuleList(PairSum(pair, channels, genotype.stride) for pair in genotype.pairs)
 
     def forward(self, last: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -187,10 +182,7 @@ def amoebanetd(num_layers: int, num_filters: int, num_classes: int = 1000) -> nn
     """Build AmoebaNet-D (`num_layers`, `num_filters`), known as (L, D), for 224 x 224 images.
 
     Shapes: (N, 3, 224, 224) to (N, num_classes). Between cells runs a pair of tensors, otherwise one tensor.
-
-    Raises:
-        TypeError: a size that is not an int.
-        ValueError: L is not a positive multiple of 3, D not of 8, or there is no class.
+    Sizes raise as `check_size` does: L is a positive multiple of 3, and D of 8.
     """
     check_size("num_layers", num_layers, multiple_of=3, why="the normal cells stand in three equal groups")
     check_size("num_filters", num_filters, multiple_of=8, why="the narrowest convolutions have D/8 channels")

@@ -5,31 +5,31 @@ from typing import Any
 
 import torch
 
-from reproduce.models import MODELS
+from reproduce.models.built import SizedModel
 from torchgpipe.plan.count.alike import Alike
 from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict import Setup
+from torchgpipe.trace.layer import flat
 
-ALIKE = Alike()
-"""A cache of counted layers: models of one family share many."""
+ALIKE = Alike()  # counted layers: models of one family share many
 
 
-def counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], *, memory: bool = True) -> Counts:
-    """Count the layers of a model of these sizes, for samples of that shape; their memory only if asked for.
+def counted(model: SizedModel, *, memory: bool = True) -> Counts:
+    """Count the layers of a model; their memory only if asked for.
 
     The result depends on PyTorch's current settings: CUDA autocast, and the precision of float32.
     """
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    return _counted(model, sizes, input_shape, memory, autocast, *(kind.fp32_precision for kind in kinds))
+    return _counted(model, memory, autocast, *(kind.fp32_precision for kind in kinds))
 
 
 @functools.cache
-def _counted(model: str, sizes: tuple[int, ...], input_shape: tuple[int, ...], memory: bool, *_: object) -> Counts:
+def _counted(model: SizedModel, memory: bool, *_: object) -> Counts:
     with torch.device("meta"):
-        module, sample = MODELS[model].build(*sizes), torch.empty(1, *input_shape)
-    return count(module, sample, memory=memory, alike=ALIKE)
+        module = model.layers()
+    return count(module, flat(module, model.batch(1, device="meta")[0]), memory=memory, alike=ALIKE)
 
 
 def setup_of(config: dict[str, Any], layers: int, *, zeroed: bool = False) -> Setup:

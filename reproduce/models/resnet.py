@@ -12,8 +12,6 @@ Source: He et al., "Deep Residual Learning for Image Recognition" (arXiv:1512.03
 
 from __future__ import annotations
 
-import copy
-import functools
 import importlib
 import inspect
 import re
@@ -25,7 +23,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-import torchgpipe
 from reproduce.error import Error
 from reproduce.models.sizes import check_size
 from reproduce.models.unet import Stash
@@ -75,11 +72,7 @@ def layers(model: ResNet) -> Iterator[tuple[str, nn.Module]]:
 
 
 def import_torchvision(module: str = "models.resnet", needed_by: str = "ResNet-101") -> ModuleType:
-    """Import a module of torchvision, only when it is needed: all else must work without torchvision.
-
-    Raises:
-        Error: torchvision is missing, or broken, for example built for another PyTorch; in one line.
-    """
+    """Import a module of torchvision when it is needed, or raise `Error`: all else must work without torchvision."""
     try:
         return importlib.import_module(f"torchvision.{module}")
     except Exception as error:
@@ -93,16 +86,10 @@ def import_torchvision(module: str = "models.resnet", needed_by: str = "ResNet-1
 def resnet(blocks: Sequence[int], width: int = 64, expansion: int = 4, num_classes: int = 1000) -> nn.Sequential:
     """Build a ResNet of bottlenecks with random weights, by torchvision.
 
-    Args:
-        blocks: bottlenecks in each of the four stages.
-        width: channels within the first stage's bottlenecks, doubled by every stage.
-        expansion: channels of a first-stage bottleneck's output, in units of 64, doubled by every stage.
-        num_classes: outputs.
+    `blocks` are the bottlenecks in each of the four stages. Every stage doubles `width`, the channels within
+    bottlenecks, and `expansion`, the channels of their outputs in units of 64.
 
-    Shapes: (N, 3, H, W), both at least 32 or so, to (N, num_classes).
-
-    Raises:
-        TypeError, ValueError: a size is not an int, or below 1.
+    Shapes: (N, 3, H, W), both at least 32 or so, to (N, num_classes). Sizes raise as `check_size` does.
     """
     for count in blocks:
         check_size("blocks", count)
@@ -137,16 +124,8 @@ def torchvision_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {re.sub(r"^(layer\d)_(\d+)_(?:add\.)?", r"\1.\2.", key): value for key, value in state.items()}
 
 
-ZOO = ("resnet18", "resnet50", "alexnet", "densenet121", "mobilenet_v3_large", "efficientnet_b0", "convnext_tiny",
-       "vit_b_16", "swin_t", "regnet_y_1_6gf")  # fmt: skip
-
-
 def torchvision_model(name: str, pixels: int, **options: int) -> nn.Module:
-    """Build the model of that name with random weights, for images of `pixels` x `pixels`.
-
-    Raises:
-        ValueError: torchvision has no such model.
-    """
+    """Build that model with random weights for `pixels` x `pixels`, or raise `ValueError` if torchvision has none."""
     builder = import_torchvision("models", f"torchvision:{name}").get_model_builder(name)
     # Without weights nothing is downloaded.
     given = {key: None for key in inspect.signature(builder).parameters if key.startswith("weights")}
@@ -157,17 +136,3 @@ def torchvision_model(name: str, pixels: int, **options: int) -> nn.Module:
     with torch.device("cpu" if name.startswith("regnet_") else device):
         model: nn.Module = builder(**given, **options)
     return model.to(device)
-
-
-def layers_of(name: str, pixels: int, num_classes: int = 1000) -> nn.Sequential:
-    """Build the model of that name as `torchgpipe.sequential` splits it. The same seed gives the same weights.
-
-    Shapes: (N, 3, pixels, pixels) to (N, num_classes).
-    """
-    return copy.deepcopy(_traced(name, pixels, num_classes, torch.get_default_device(), torch.initial_seed()))
-
-
-@functools.lru_cache(maxsize=1)  # rows of one model are built one after another, and tracing takes seconds
-def _traced(name: str, pixels: int, num_classes: int, device: torch.device, seed: int) -> nn.Sequential:
-    model = torchvision_model(name, pixels, num_classes=num_classes)
-    return torchgpipe.sequential(model, torch.rand(2, 3, pixels, pixels))

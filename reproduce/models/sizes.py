@@ -1,12 +1,13 @@
 """Check a model's sizes before any layer is built, so that the error names the caller's argument."""
 
+ZOO = ("resnet18", "resnet50", "alexnet", "densenet121", "mobilenet_v3_large", "efficientnet_b0", "convnext_tiny",
+       "vit_b_16", "swin_t", "regnet_y_1_6gf")  # fmt: skip
+
 
 def check_size(name: str, value: int, *, multiple_of: int = 1, least: int = 1, why: str = "") -> None:
     """Raise in one line unless `value` is a whole number, at least `least` and divisible by `multiple_of`.
 
-    Raises:
-        TypeError: not an int.
-        ValueError: too small or not divisible; the message names the nearest size that is allowed.
+    It is a `TypeError`, or a `ValueError` that names the nearest size that is allowed.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be a whole number (int), got {value!r}")

@@ -94,10 +94,7 @@ def unet(
 
     Shapes: (N, input_channels, H, W) to (N, output_channels, H, W), for H and W of at least 2**depth,
     one of them at least twice that, since a lone pixel cannot be normalized.
-
-    Raises:
-        TypeError: a size that is not an int.
-        ValueError: a size below 1, or below 2 for `base_channels`, which the last cell halves.
+    Other sizes than whole numbers from 1, or from 2 for `base_channels`, raise as `check_size` does.
     """
     check_size("depth", depth)
     check_size("num_convs", num_convs)

@@ -5,19 +5,20 @@ numbers are first divided by those of a baseline row of the same side, and these
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from typing import Literal
 
 from reproduce.numbers.match import Line, differing, same_work
-from reproduce.numbers.metrics import DEFAULTS, Reading, available, better, outcome, over, read
+from reproduce.numbers.metrics import DEFAULTS, DISTURBED, Reading, available, better, outcome, over, read
 from reproduce.numbers.significance import Decision, Rule, compare_samples
 from reproduce.numbers.sources import Entry, Side
 from reproduce.records.record import SUCCESS
 
 TIMES = ("throughput", "speedup", "time", "step_time")
-Verdict = Literal["better", "worse", "differs", "~", "too few", "untested"]
+Verdict = Literal["better", "worse", "differs", "~", "too few", "untested", "disturbed"]
 HINT = "; --all names them"
+IN_TURN = "python -m reproduce regression --base REV --head REV runs the code of two revisions, in turn"
 Readings = Mapping[int, Reading]  # a row's reading on each side that has one, by the side's number
 
 
@@ -25,14 +26,12 @@ Readings = Mapping[int, Reading]  # a row's reading on each side that has one, b
 class ComparedRow:
     """Hold a line of the table: each side's reading, and how each side compares with the first.
 
-    `readings` has None for a side without a number, `decisions` for one that cannot be compared. `base` marks the
-    baseline row, by which the others were divided.
+    `readings` has None for a side without a number, `decisions` for one that cannot be compared.
     """
 
     line: Line
     readings: list[Reading | None]
     decisions: list[Decision | None]
-    base: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,10 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     together: Decision | None = None
 
-    @property
-    def what(self) -> str:
-        """Name the metric, and say whether ratios of it are compared."""
-        return f"{self.metric}, each side over its own" if self.relative else self.metric
-
     def mean(self, side: int) -> tuple[float, int] | None:
         """Return the geometric mean of a side's ratios, from `together` if known, and their number; None if none."""
-        ratios = [decision.ratio for row in self.rows if (decision := row.decisions[side])]
+        decisions = [each for row in self.rows if (each := row.decisions[side]) and each.outcome != "disturbed"]
+        ratios = [decision.ratio for decision in decisions]
         if not ratios:
             return None
         return geometric_mean(ratios) if self.together is None else self.together.ratio, len(ratios)
@@ -70,12 +65,12 @@ def verdict(decision: Decision, metric: str) -> Verdict:
 
 def compare(
     sides: Sequence[Side], lines: Sequence[Line], *, metric: str | None, rule: Rule, force: bool = False,
-    every: bool = False,
+    every: bool = False, among: Sequence[Line] = (),
 ) -> tuple[list[Comparison], list[str]]:  # fmt: skip
     """Return a comparison for each experiment of which two sides have numbers, and notes about the others.
 
     Without a `metric`, an experiment is compared in the first of `DEFAULTS` that two sides share. Notes count the rows
-    that only one side has, or name them if `every`.
+    that only one side has, or name them if `every`. The baselines of speed-ups may be other lines, `among` which.
     """
     comparisons, notes = [], []
     on_one_side: dict[str, list[str]] = {}
@@ -84,7 +79,8 @@ def compare(
         for name in [metric] if metric else DEFAULTS:
             readings = [_readings(line, name) for line in own]
             if any(len(each) > 1 for each in readings):
-                comparisons.append(_compare(sides, own, readings, name, rule, force, every))
+                bases = [(line, _readings(line, name)) for line in among or lines if line.experiment == experiment]
+                comparisons.append(_compare(sides, own, readings, bases, name, rule, force, every))
                 break
         else:
             holders = {number for line in own for number in line.entries}
@@ -103,8 +99,8 @@ def _readings(line: Line, metric: str) -> Readings:
 
 
 def _compare(
-    sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Readings], metric: str, rule: Rule, force: bool,
-    every: bool,
+    sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Readings],
+    among: Sequence[tuple[Line, Readings]], metric: str, rule: Rule, force: bool, every: bool,
 ) -> Comparison:  # fmt: skip
     shared = [(line, own) for line, own in zip(lines, readings, strict=True) if len(own) > 1]
     unfair = _unfair([line for line, _ in shared], metric)
@@ -114,13 +110,13 @@ def _compare(
     for line, own in shared:
         is_base = False
         if relative:
-            base, theirs = _base(line, own, shared)
+            base, theirs = _base(line, own, among)
             bases.append(base.label)
             is_base = base is line
             own = {side: over(reading, theirs[side]) for side, reading in own.items() if side in theirs}
         values = [own.get(side) for side in range(len(sides))]
         decisions = [None if is_base or not i else _decision(values[0], values[i], rule) for i in range(len(sides))]
-        rows.append(ComparedRow(line, values, decisions, is_base))
+        rows.append(ComparedRow(line, values, decisions))
     notes = []
     if relative:
         notes.append(f"each side's {metric.replace('speedup', 'throughput')} is divided by its own {_once(bases)}")
@@ -129,7 +125,10 @@ def _compare(
     elif unfair:
         notes.append(f"absolute numbers are not compared: {' and '.join(unfair)}")
     notes += [*_other_differences([line for line, _ in shared]), *_missing(sides, lines, readings, every)]
-    units = {reading.unit for row in rows for reading in row.readings if reading is not None}
+    notes += _other_times(sides, [line for line, _ in shared]) if metric in TIMES else []
+    known = [reading for row in rows for reading in row.readings if reading is not None]
+    notes += [DISTURBED] if any(reading.disturbed for reading in known) else []
+    units = {reading.unit for reading in known}
     return Comparison(lines[0].experiment, metric, " or ".join(sorted(units)), relative, rows, notes)
 
 
@@ -137,9 +136,10 @@ def _decision(base: Reading | None, head: Reading | None, rule: Rule) -> Decisio
     if base is None or head is None or base.unit != head.unit:
         return None
     try:
-        return compare_samples(base.measurement, head.measurement, rule)
+        found = compare_samples(base.measurement, head.measurement, rule)
     except ValueError:  # zeros have no ratios
         return None
+    return replace(found, outcome="disturbed") if base.disturbed or head.disturbed else found
 
 
 def _base(line: Line, own: Readings, lines: Sequence[tuple[Line, Readings]]) -> tuple[Line, Readings]:
@@ -200,6 +200,17 @@ def _other_differences(lines: Sequence[Line]) -> list[str]:
                     versions.setdefault(name, []).extend([str(version), str(theirs.get(name))])
     notes = [f"matched rows also differ in: {_once(fields)}"] if fields else []
     return notes + [f"{name} differs: {' / '.join(dict.fromkeys(both))}" for name, both in versions.items()]
+
+
+def _other_times(sides: Sequence[Side], lines: Sequence[Line]) -> list[str]:
+    """Say what a verdict between runs of different times shows, if there is one, and what it does not."""
+    started = [{x.record.run and x.record.run.started for x in pair} for pair in _pairs(lines)]
+    if not any(len(times) > 1 and None not in times for times in started):
+        return []
+    runs = {side.letter: [result for x in side.records if x.run for result in x.results] for side in sides}
+    unknown = [letter for letter, found in runs.items() if found and not any("others" in x.samples for x in found)]
+    how = f"; how busy others kept the machine is not known of {' and '.join(unknown)}" if unknown else ""
+    return [f"the sides ran at different times: a verdict says that these runs differ, not why{how}; {IN_TURN}"]
 
 
 def _missing(sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Readings], every: bool) -> list[str]:

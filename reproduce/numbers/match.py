@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from reproduce.error import USAGE, Error
+from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
 from reproduce.numbers.sources import Entry, Side
 
@@ -84,37 +84,23 @@ def value_text(line: Line, name: str) -> str:
     return "-"
 
 
-def values_of(name: str, lines: Sequence[Line], option: str) -> list[str]:
-    """Return all values of a field among the lines. `option`, which the user typed, is for the error.
-
-    Raises:
-        Error: no line has it; the message names the fields that there are.
-    """
-    values = dict.fromkeys(value_text(line, name) for line in lines)
-    values.pop("-", None)
-    if not values:
-        fields = dict.fromkeys(field for line in lines for field in line.first.result.config)
-        raise Error(f"{option}: no row has {name}; there are {', '.join((*FIELDS, *fields))}", USAGE)
-    return list(values)
-
-
 def pick(lines: Sequence[Line], filters: Sequence[str]) -> list[Line]:
-    """Return the lines that pass all filters, such as `n=2,4`: a field and its allowed values.
-
-    Raises:
-        Error: a filter is not of that form, or no line is left.
-    """
+    """Return the lines that pass all filters, such as `n=2,4`: a field and its values; raise `Error` if none does."""
     wanted: dict[str, list[str]] = {}
     for text in filters:
         name, _, values = text.partition("=")
         if not (name and values):
-            raise Error(f"--filter {text}: give a field and its values, as in --filter n=2,4", USAGE)
+            raise Error(f"--filter {text}: give a field and its values, as in --filter n=2,4")
         wanted.setdefault(name, []).extend(values.split(","))
     for name, allowed in wanted.items():
-        known = values_of(name, lines, f"--filter {name}=...")
+        known = dict.fromkeys(value_text(line, name) for line in lines)
+        known.pop("-", None)
+        if not known:
+            fields = dict.fromkeys(field for line in lines for field in line.first.result.config)
+            raise Error(f"--filter {name}=...: no row has {name}; there are {', '.join((*FIELDS, *fields))}")
         lines = [line for line in lines if value_text(line, name) in allowed]
         if not lines:
-            raise Error(f"--filter {name}={','.join(allowed)}: no row is left; {name} is {', '.join(known)}", USAGE)
+            raise Error(f"--filter {name}={','.join(allowed)}: no row is left; {name} is {', '.join(known)}")
     return list(lines)
 
 

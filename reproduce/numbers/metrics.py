@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from reproduce.machine.load import LIMITS
 from reproduce.numbers.sources import Entry
 from reproduce.records.places import Json
 from reproduce.records.record import Result
@@ -16,6 +17,12 @@ HIGHER = ("throughput", "speedup", "utilization", "top1_accuracy")
 LOWER = ("time", "step_time", "memory", "reserved", "loss", "top1_error", "model_bytes", "bubble")
 BYTES = {"bytes": 1, "MiB": 2**20, "MB": 10**6, "GiB": 2**30, "GB": 10**9}
 
+MARK = "*"
+DISTURBED = (
+    f"{MARK}: disturbed, and so no evidence: in a round of it, other programs had more than {LIMITS['others']:.0%} of "
+    f"the cores, or other virtual machines more than {LIMITS['stolen']:.0%}; run it again when the machine is quiet"
+)
+
 Round = tuple[str, float]  # a run, and the number of a round of it
 
 
@@ -23,13 +30,16 @@ Round = tuple[str, float]  # a run, and the number of a round of it
 class Reading:
     """Hold a row's value of a metric: an exact number, or samples and the rounds in which they were taken.
 
-    The middle of samples is their median, or with `mean` their mean.
+    The middle of samples is their median, or with `mean` their mean, or `typical` if that was chosen for a side of
+    pairs. `disturbed`: others had too much of the machine.
     """
 
     measurement: Measurement
     unit: str = ""
     rounds: Sequence[Round] = ()
     mean: bool = False
+    disturbed: bool = False
+    typical: float | None = None
 
     @property
     def listed(self) -> Sequence[float]:
@@ -39,6 +49,8 @@ class Reading:
     @property
     def middle(self) -> float:
         """Give the number itself, or the median or mean of the samples."""
+        if self.typical is not None:
+            return self.typical
         return float(statistics.mean(self.listed) if self.mean else statistics.median(self.listed))
 
     @property
@@ -95,7 +107,8 @@ def throughput(result: Result, run: str = "") -> Reading | None:
     """Return samples per second of every step, or one exact number if only that is recorded; None without either."""
     steps = result.samples.get("step_time")
     if steps:
-        return Reading([result.config["batch_size"] / each for each in steps], "samples/s", _rounds(result, run))
+        speeds = [result.config["batch_size"] / each for each in steps]
+        return Reading(speeds, "samples/s", _rounds(result, run), disturbed=result.disturbed)
     return _exact(result.values.get("throughput"), "samples/s")
 
 
@@ -115,7 +128,8 @@ def speed_up(result: Result | None, base: Result | None) -> Reading | None:
     if ours is None or theirs is None:
         return None
     ratios = over(ours, theirs)
-    return ratios if ratios.rounds and result is not base else Reading(ours.middle / theirs.middle)
+    paired = ratios.rounds and result is not base
+    return ratios if paired else Reading(ours.middle / theirs.middle, disturbed=ratios.disturbed)
 
 
 def speed_ups(results: Iterable[Result], first: Result) -> dict[str, float]:
@@ -136,13 +150,14 @@ def over(reading: Reading, base: Reading) -> Reading:
     """
     mine, other = dict(zip(reading.rounds, reading.listed)), dict(zip(base.rounds, base.listed))  # noqa: B905
     shared = sorted(mine.keys() & other.keys())
+    disturbed = reading.disturbed or base.disturbed
     if shared:
-        return Reading([mine[at] / other[at] for at in shared], "", shared)
+        return Reading([mine[at] / other[at] for at in shared], "", shared, disturbed=disturbed)
     if reading.samples is None and base.samples is None:
-        return Reading(reading.middle / base.middle)
+        return Reading(reading.middle / base.middle, disturbed=disturbed)
     count = max(len(reading.listed), len(base.listed))
     ours, theirs = (each.listed if each.samples else [each.middle] * count for each in (reading, base))
-    return Reading([one / two for one, two in zip(ours, theirs)])  # noqa: B905
+    return Reading([one / two for one, two in zip(ours, theirs)], disturbed=disturbed)  # noqa: B905
 
 
 def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
@@ -154,7 +169,8 @@ def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
     theirs = None if measured is None else throughput(measured)
     if not steps or theirs is None:
         return None
-    ours = Reading([emulated.config["batch_size"] / step for step in steps], rounds=_rounds(emulated, ""))
+    speeds = [emulated.config["batch_size"] / step for step in steps]
+    ours = Reading(speeds, rounds=_rounds(emulated, ""), disturbed=emulated.disturbed)
     return over(ours, theirs)
 
 
@@ -202,7 +218,8 @@ def read(entry: Entry, metric: str) -> Reading | None:
         return Reading(errors, "%", mean=True) if errors else None
     for name in ("step_time", "time") if metric == "time" else (metric,):
         if result.samples.get(name):
-            return Reading(result.samples[name], "s" if metric == "time" else unit.get(name, ""), _rounds(result, run))
+            own, timed = ("s", True) if metric == "time" else (unit.get(name, ""), name.endswith("_time"))
+            return Reading(result.samples[name], own, _rounds(result, run), disturbed=timed and result.disturbed)
     if metric == "time":
         return _exact(result.values.get("step_time", result.values.get("time")), "s")
     value = result.values.get(metric)

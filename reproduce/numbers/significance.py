@@ -22,7 +22,7 @@ from scipy import stats
 
 from reproduce.numbers.metrics import Measurement
 
-Outcome = Literal["higher", "lower", "~", "too few", "untested"]
+Outcome = Literal["higher", "lower", "~", "too few", "untested", "disturbed"]
 Array = NDArray[numpy.float64]
 MOST_SAMPLES = 400  # of each side: the number of pairs grows quadratically
 
@@ -45,7 +45,8 @@ class Decision:
 
     `ratio` estimates head / base, and lies between `low` and `high` with a confidence of 1 - alpha. '~' means
     that no real difference was found, which does not prove that there is none. 'untested': both are exact numbers,
-    which have a ratio but no spread. `needed`, for 'too few': the number of samples on each side that would be enough.
+    which have a ratio but no spread. 'disturbed': a side is no evidence, whatever its numbers. `needed`, for 'too few':
+    the number of samples on each side that would be enough.
     """
 
     outcome: Outcome
@@ -62,9 +63,7 @@ def compare_samples(base: Measurement, head: Measurement, rule: Rule = Rule(), *
     Samples are independent (Mann-Whitney test), or `paired`: the i-th samples of both ran together (Wilcoxon's
     signed-rank test). Samples against an exact number are tested by signed ranks, too. The ratio is the Hodges-Lehmann
     estimate (1963): the median ratio over all pairs of samples, or over all means of two pairs.
-
-    Raises:
-        ValueError: a number is not positive, a side has no sample, or paired sides differ in length.
+    A number that is not positive, or a side without samples, raises `ValueError`.
     """
     exact = [isinstance(side, (int, float)) for side in (base, head)]
     old, new = _logs(base), _logs(head)

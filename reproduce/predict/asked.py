@@ -4,22 +4,25 @@ A model is one of the papers' or of torchvision's, or a function of the user ret
 model, too: for naive model parallelism and for a pipeline.
 """
 
+import bisect
 import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import torchgpipe
-from reproduce import models
+from reproduce.models import built as models
 from reproduce.models.counted import counted
 from reproduce.models.resnet import torchvision_model
 from torchgpipe.plan import Hardware, Impossible
+from torchgpipe.plan.amount import amount
 from torchgpipe.plan.count.count import Counts
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor
@@ -29,19 +32,29 @@ from torchgpipe.trace.layer import Layers
 
 Sizes = tuple[int, ...]
 
-# name on the command line -> name of the model, the papers' batch size, optimizer
-MODELS = {
-    "amoebanet": ("AmoebaNet-D", 128, "rmsprop"),
-    "unet": ("U-Net", 32, "sgd"),
-    "resnet101": ("ResNet-101", 128, "sgd"),
+IMAGE = (3, 224, 224)  # a sample's shape for torchvision's models, unless told otherwise
+
+
+class Paper(NamedTuple):
+    """Hold a model of the papers and, where its sizes can be chosen, theirs, the steps to try and the largest."""
+
+    name: str
+    batch_size: int
+    optimizer: str
+    sizes: Sizes = ()
+    steps: Sizes = ()
+    most: Sizes = ()
+
+    def counts(self, sizes: Sizes) -> Counts:
+        """Count the layers of the model in these sizes."""
+        return counted(models.SizedModel(self.name, sizes, models.MODELS[self.name].input_shape))
+
+
+PAPERS = {  # by the name on the command line
+    "amoebanet": Paper("AmoebaNet-D", 128, "rmsprop", (18, 256), (3, 16), (384, 8192)),
+    "unet": Paper("U-Net", 32, "sgd", (5, 64), (1, 8), (384, 4096)),
+    "resnet101": Paper("ResNet-101", 128, "sgd"),
 }
-STEPS = {"amoebanet": (3, 16), "unet": (1, 8)}
-"""The steps by which sizes grow."""
-MOST = {"amoebanet": (384, 8192), "unet": (384, 4096)}
-"""The largest sizes that the search tries."""
-PAPERS_SIZES: dict[str, tuple[int, ...]] = {"amoebanet": (18, 256), "unet": (5, 64)}
-IMAGE = (3, 224, 224)
-"""The shape of a sample for torchvision's models, unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +68,7 @@ class Given:
     optimizer: str = "sgd"
 
     def built(self, samples: int, device: torch.device) -> tuple[nn.Sequential, Any]:
-        """Return the model on `meta` as an `nn.Sequential`, and an input of so many samples on `device`.
-
-        Raises:
-            ValueError: the model is no `nn.Sequential` and cannot be split into one.
-        """
+        """Return the model on `meta` as a sequence, and so many samples; raise `ValueError` if it cannot be split."""
         with torch.device("meta"):
             module, sample = self.build()
             if not isinstance(module, nn.Sequential):
@@ -77,20 +86,15 @@ class Given:
 
 
 def find_given(name: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Given:
-    """Find a model by its name. `sizes` are for the papers' models, `shape` (of a sample) for the others.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    if name in MODELS:
-        paper, batch_size, optimizer = MODELS[name]
-        family, sizes = models.MODELS[paper], sizes or PAPERS_SIZES.get(name, ())
-        title = models.titled(paper, sizes)
-        return Given(title, lambda: (family.build(*sizes), torch.empty(1, *family.input_shape)), batch_size, optimizer)
+    """Find a model, or raise `ValueError`. `sizes` are for the papers' models, `shape` (of a sample) for the others."""
+    if paper := PAPERS.get(name):
+        model, sizes = models.MODELS[paper.name], sizes or paper.sizes
+        title = models.titled(paper.name, sizes)
+        return Given(title, lambda: (model.build(*sizes), torch.empty(1, *model.input_shape)), *paper[1:3])
     where, _, what = name.partition(":")
     if not where or not what:
         raise ValueError(
-            f"no model is called {name!r}; there are {', '.join(MODELS)}, torchvision's, such as torchvision:resnet50, "
+            f"no model is called {name!r}; there are {', '.join(PAPERS)}, torchvision's, such as torchvision:resnet50, "
             "and yours: package.module:function, which returns the model"
         )
     if where == "torchvision":
@@ -129,45 +133,61 @@ def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module,
 
 @dataclass(frozen=True)
 class Asked:
-    """The question which model fits: its name, sizes and training, and the devices that it must fit on."""
+    """The question which model fits: its sizes and training, and devices that have `memory` bytes for tensors each."""
 
-    model: str
+    paper: Paper
     sizes: Sizes
     batch_size: int
     devices: int
     memory: float
-    """The bytes that tensors may take on each device."""
     optimizer: str
     hardware: Hardware
 
 
-def largest(asked: Asked, how: str, axis: int, notice: Callable[[Sizes], None]) -> tuple[Sizes | None, Sizes | None]:
+def largest(asked: Asked, axis: int, fit: Callable[[Sizes], bool]) -> tuple[Sizes | None, Sizes | None]:
     """Return the largest sizes that fit, or None, and the next larger ones, which do not fit, or None.
 
-    The size of `axis` is doubled until the model does not fit, then bisected. `notice` is called with the sizes tried.
+    The size of `axis` is doubled until the model does not fit, then bisected.
     """
-    step, most = STEPS[asked.model][axis], MOST[asked.model][axis]
+    step, most = asked.paper.steps[axis], asked.paper.most[axis]
 
     def sizes(steps: int) -> Sizes:
         return tuple(steps * step if i == axis else size for i, size in enumerate(asked.sizes))
 
-    def fits(steps: int) -> bool:
-        notice(sizes(steps))
-        return _fits(asked, how, sizes(steps))
-
     low, high = 0, max(1, asked.sizes[axis] // step)  # low fits, high does not
-    while fits(high):
+    while fit(sizes(high)):
         low, high = high, 2 * high
         if high * step > most:
             return sizes(low), None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return sizes(low) if low else None, sizes(high)
+    low += bisect.bisect_left(range(low + 1, high), True, key=lambda steps: not fit(sizes(steps)))
+    return sizes(low) if low else None, sizes(low + 1)
 
 
-def _fits(asked: Asked, how: str, sizes: Sizes) -> bool:
-    predictor = Predictor(_counts(asked.model, sizes), asked.hardware)
+def tell_largest(asked: Asked, axis: int, tell: Callable[..., None]) -> None:
+    """Answer the question for both papers' ways, where size `axis` grows. `tell` is `click.echo`."""
+    name = asked.paper.name
+    tell(
+        f"largest {name} on {asked.devices} device(s) with {amount(asked.memory)} for tensors, batch size "
+        f"{asked.batch_size}, {asked.optimizer}:"
+    )
+    for how in ("naive", "pipelined"):
+        found, beyond = largest(asked, axis, partial(_fit, asked, how, tell))
+        if found is None:
+            tell(f"  {how:10} none: not even {models.titled(name, beyond or ())} fits")
+            continue
+        millions = sum(layer.parameters for layer in asked.paper.counts(found).low) / 4 / 1e6
+        least = "at least " if beyond is None else ""
+        tell(f"  {how:10} {least}{models.titled(name, found)}: {millions:,.1f} M parameters")
+    tell(
+        f"Only {models.MODELS[name].sizes[axis]} grows. naive: one micro-batch, nothing recomputed;\n"
+        "pipelined: micro-batches of one, all but the last recomputed.\n"
+        "Predicted bytes allocated to tensors, not measured."
+    )
+
+
+def _fit(asked: Asked, how: str, tell: Callable[..., None], sizes: Sizes) -> bool:
+    tell(f"  trying {models.titled(asked.paper.name, sizes)}", err=True)
+    predictor = Predictor(asked.paper.counts(sizes), asked.hardware)
     try:
         search(
             predictor, batch_size=asked.batch_size, memory=asked.memory, close=inf,
@@ -179,13 +199,3 @@ def _fits(asked: Asked, how: str, sizes: Sizes) -> bool:
     except Impossible:
         return False
     return True
-
-
-def parameters(model: str, sizes: Sizes) -> int:
-    """Count the parameters of a model of these sizes."""
-    return sum(layer.parameters for layer in _counts(model, sizes).low) // 4
-
-
-def _counts(model: str, sizes: Sizes) -> Counts:
-    name, *_ = MODELS[model]
-    return counted(name, sizes, models.MODELS[name].input_shape)

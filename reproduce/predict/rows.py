@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from msgspec import structs
 
-from reproduce.experiments import EXPERIMENTS
-from reproduce.models import MODELS
+from reproduce.experiments import predictable
+from reproduce.models.built import MODELS, SizedModel
 from reproduce.models.counted import counted, setup_of
 from reproduce.records.places import Json
 from reproduce.records.published import published
@@ -20,9 +20,9 @@ from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.profiled import predictor_here
+from torchgpipe.trace.layer import flat
 
-SPEED_TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
-"""The experiments whose predicted speed-ups are checked against the published ones."""
+SPEED_TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")  # of which errors are told
 
 UNITS = {
     "throughput": "samples/s, over an epoch where the published one is",
@@ -36,15 +36,7 @@ DIGITS = 6  # significant digits to keep; more would be rounding noise
 RESERVED = ("memory", "peak_activation_memory")
 """Names of published memory values. They are GiB reserved by the caching allocator, summed over devices."""
 
-Model = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""A row's model, its sizes, and a sample's shape."""
-
 UNORDERED = "without the dependency nothing orders backward, so there is no one schedule to replay"
-
-
-def predictable() -> dict[str, str]:
-    """Return the experiments that can be predicted, each with its published table."""
-    return {each.name: each.table for each in EXPERIMENTS.values() if each.table and each.measures != "accuracy"}
 
 
 def predict_table(experiment: str, hardware: Hardware) -> Record:
@@ -60,7 +52,7 @@ def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
     Layers are timed with the run's largest micro-batch, on one device while the others are idle, as in emulation.
     """
     rows = [row for row in record.results if row.status == "emulated"]
-    largest: dict[Model, int] = {}
+    largest: dict[SizedModel, int] = {}
     for row in rows:
         key = _model(row.config)
         largest[key] = max(largest.get(key, 0), row.config["micro_batch_size"] or row.config["batch_size"])
@@ -75,29 +67,21 @@ def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
 
 
 def _record(name: str, title: str, scale: str | None, hardware: Hardware, results: list[Result]) -> Record:
-    return Record(
-        name=f"{name}-{hardware.name}",
-        title=f"{title}: predicted, on {hardware.name}",
-        kind="predicted",
-        unit=UNITS,
-        results=results,
-        scale=scale,
-        hardware=_described(hardware),
-    )
+    name, title = f"{name}-{hardware.name}", f"{title}: predicted, on {hardware.name}"
+    return Record(name, title, "predicted", UNITS, results, scale, hardware=_described(hardware))
 
 
-def _model(config: dict[str, Json]) -> Model:
+def _model(config: dict[str, Json]) -> SizedModel:
     sizes = tuple(config[name] for name in MODELS[config["model"]].sizes if name in config)
-    return config["model"], sizes, tuple(config["input_shape"])
+    return SizedModel(config["model"], sizes, tuple(config["input_shape"]), config.get("num_classes"))
 
 
-def _predictor(key: Model, samples: int, on: Hardware | torch.device) -> Predictor:
+def _predictor(model: SizedModel, samples: int, on: Hardware | torch.device) -> Predictor:
     if isinstance(on, Hardware):
-        return Predictor(counted(*key, memory=False), on)
-    model, sizes, input_shape = key
+        return Predictor(counted(model, memory=False), on)
     with torch.device("meta"):
-        module = MODELS[model].build(*sizes)
-    sample = torch.rand(samples, *input_shape, device=on)
+        module = model.layers()
+    sample = flat(module, model.batch(samples, device=on)[0])
     return predictor_here(module, sample, count(module, sample, device=on.type), devices=1)
 
 
@@ -119,7 +103,7 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
     if components is not None and "dependency" not in components:
         return structs.replace(result, status="not run", reason=UNORDERED)
     with_memory = any(name in row.values for name in RESERVED)
-    counts = counted(*_model(config), memory=with_memory)
+    counts = counted(_model(config), memory=with_memory)
     values: dict[str, Json] = {}
     if "throughput" in row.values:
         values.update(_speed(Predictor(counts, hardware), config))

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from reproduce.error import USAGE, Error
+from reproduce.error import Error
 from reproduce.machine.description import ROOT
 
 RUNS = Path("runs")  # in the current folder; git ignores it
@@ -15,10 +15,10 @@ MEASURED = RESULTS / "measured"
 OUT = Path() if RESULTS == PACKAGED else RESULTS  # for generated files; nothing is written into an installed package
 
 
-def need_checkout(command: str) -> None:
+def need_checkout(command: str, instead: str = "") -> None:
     """Raise `Error` where this program is an installed package."""
     if RESULTS == PACKAGED:
-        raise Error(f"{command} needs a checkout of the repository: run 'python -m reproduce {command}' there", USAGE)
+        raise Error(f"{command} needs a checkout of the repository: run 'python -m reproduce {command}' there{instead}")
 
 
 def find_record(name: str) -> Path:
@@ -33,11 +33,7 @@ Json = Any  # None, bool, int, float, str, and lists and dicts of them
 
 
 def read_json(path: Path) -> Json:
-    """Read the JSON file at `path`.
-
-    Raises:
-        Error: it cannot be read, or is not JSON.
-    """
+    """Read the JSON file at `path`, or raise `Error` if it cannot be read, or is not JSON."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -46,11 +42,7 @@ def read_json(path: Path) -> Json:
 
 
 def parse_json(content: bytes, where: str) -> Json:
-    """Parse the content of the JSON file called `where`.
-
-    Raises:
-        Error: it is not JSON, which has neither NaN nor infinity.
-    """
+    """Parse the content of the file `where`, or raise `Error` if it is not JSON, which has no NaN or infinity."""
     try:
         return msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -58,10 +50,10 @@ def parse_json(content: bytes, where: str) -> Json:
 
 
 def decode(kind: type[T], data: Json, where: str) -> T:
-    """Convert parsed JSON to the type `kind` by msgspec. `where` names the file in errors.
+    """Convert parsed JSON to the type `kind` by msgspec.
 
-    Raises:
-        Error: something does not fit. The message names the place of the first such thing, as in `results[3].status`.
+    If something does not fit, it raises `Error`, which names the file, `where`, and the place, as in
+    `results[3].status`.
     """
     try:
         return msgspec.convert(data, kind)

@@ -52,20 +52,12 @@ class _Table(Struct, forbid_unknown_fields=True):
 
 @functools.cache
 def published(table: str) -> Record:
-    """Return a published table by its id.
-
-    Raises:
-        Error: there is none, or its file is broken.
-    """
+    """Return a published table by its id, or raise `Error` if there is none, or its file is broken."""
     return load(PAPER / f"{table}.json")
 
 
 def import_tables(source: Path, to: Path) -> list[Path]:
-    """Write a record for each table in the JSON file `source`, and return their paths.
-
-    Raises:
-        Error: the file is not what it should be, or a record cannot be written.
-    """
+    """Write a record for each table in the JSON file `source`; return their paths, or raise `Error`."""
     tables = decode(list[_Table], read_json(source), str(source))
     discrepancies = [result for table in tables if table.id == DISCREPANCIES for result in table.results()]
     paths = []

@@ -9,9 +9,9 @@ A record is a JSON file that says everything needed to read it later. Its requir
 - another kind of file, or a broken one, is refused with one line that says what is wrong and where.
 """
 
-import contextlib
 import json
 import os
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from msgspec import Struct
 from reproduce.error import Error
 from reproduce.machine.description import Machine
 from reproduce.machine.git import Git
+from reproduce.machine.load import LIMITS, too_busy
 from reproduce.records.places import Json, decode, read_json
 from reproduce.records.upgrade import UPGRADES, upgrade
 
@@ -30,18 +31,18 @@ VERSION = 3
 TIME = "%Y-%m-%dT%H:%M:%SZ"  # in UTC
 WIDTH = 120  # of a line
 DIGITS = 10  # significant digits of a float: 0.1 ns in 1 s, finer than any clock
-FREED_MEMORY = "freed_memory"
-"""The setting that says whether the C library kept freed memory in a run (`reproduce.machine.allocator`)."""
+FREED_MEMORY = "freed_memory"  # the setting that says whether the C library kept freed memory (`machine.allocator`)
 
-Status = Literal[
-    "measured", "emulated", "published", "predicted", "out of memory", "needs devices", "failed", "not run"
-]
-SUCCESS = ("measured", "emulated", "published", "predicted")
-"""The statuses of rows that have numbers."""
+Status = Literal["measured", "emulated", "published", "predicted", "out of memory", "needs devices", "failed",
+                 "not run", "interrupted"]  # fmt: skip
+SUCCESS = ("measured", "emulated", "published", "predicted")  # the statuses of rows that have numbers
 
 
 Engine = Literal["threads", "ranks", "ScheduleGPipe", "Schedule1F1B"]
 """What runs the partitions of a measured row in parallel (`reproduce.run.engines.engines`)."""
+SCHEDULES: tuple[Engine, ...] = ("ScheduleGPipe", "Schedule1F1B")
+OFFERED: dict[str, tuple[Engine, ...]] = {"threads": ("threads",), "ranks": ("ranks",), "torch": SCHEDULES}
+"""The choices of the option --engine, and the engines that each means."""
 
 
 class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -66,6 +67,11 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     def key(self) -> tuple[str | bool | None, ...]:
         """Give the fields that identify a result within a record."""
         return (self.experiment, self.scale, self.device, self.row, self.emulated, self.engine, self.hardware)
+
+    @property
+    def disturbed(self) -> bool:
+        """Say whether others had too much of the machine in a round of its steps; not if that is not known."""
+        return too_busy({name: max(self.samples[name]) for name in LIMITS if self.samples.get(name)})
 
 
 class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -111,29 +117,38 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
 
 def load(path: Path) -> Record:
-    """Read the record at `path`.
-
-    Raises:
-        Error: no such file, not JSON, not a record, a version that cannot be read, or invalid content.
-    """
+    """Read the record at `path`, or raise `Error` if there is none, or none of a version that can be read."""
     return parse(read_json(path), str(path))
 
 
-def readable(folder: Path) -> list[Record]:
-    """Return the records of runs in a folder, the oldest first. Files that cannot be read are skipped."""
+RULE = "a finished run counts, then most rows that were not disturbed, then the newest"
+
+
+def ranked(records: Iterable[Record], experiment: str) -> list[Record]:
+    """Return the records that have rows of the experiment, the one to show first: the one rule for all pages."""
+
+    def merit(record: Record) -> tuple[bool, int, int, str]:
+        run, own = record.run, [x for x in record.results if x.experiment == experiment and x.status in SUCCESS]
+        whole = run is None or run.state == "finished"
+        return whole, sum(not each.disturbed for each in own), len(own), "" if run is None else run.started
+
+    having = [record for record in records if any(each.experiment == experiment for each in record.results)]
+    return sorted(having, key=merit, reverse=True)
+
+
+def readable(folder: Path, tell: Callable[[Error], object] = lambda error: None) -> list[Record]:
+    """Return the records in a folder, by name. Files that cannot be read are skipped; `tell` is called with why."""
     records = []
     for path in sorted(folder.glob("*.json")):
-        with contextlib.suppress(Error):
+        try:
             records.append(load(path))
-    return sorted((each for each in records if each.run), key=lambda record: record.run.started if record.run else "")
+        except Error as error:
+            tell(error)
+    return records
 
 
 def parse(data: Json, where: str) -> Record:
-    """Turn the parsed file called `where` into a record. Older versions are upgraded.
-
-    Raises:
-        Error: it is not a record, has a version that cannot be read, or invalid content.
-    """
+    """Turn the parsed file called `where` into a record, upgraded if it is older, or raise `Error` if it is none."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise Error(f'{where}: not a record (its "format" is not "{FORMAT}")')
     fields = {name: item for name, item in data.items() if name not in ("format", "version")}
@@ -147,11 +162,7 @@ def parse(data: Json, where: str) -> Record:
 
 
 def save(record: Record, path: Path) -> None:
-    """Write `record` to `path` atomically.
-
-    Raises:
-        Error: the file cannot be written, or could not be read again.
-    """
+    """Write `record` to `path` atomically, or raise `Error` if it could not be written, or not be read again."""
     _check(record, f"{path}: cannot be written")
     try:
         fields = rounded(msgspec.to_builtins(record), DIGITS)
@@ -200,11 +211,7 @@ def _format(value: Json, indent: str = "") -> str:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace the file at `path`. If the program is killed meanwhile, the old file or the new one is there.
-
-    Raises:
-        Error: it cannot be written.
-    """
+    """Replace the file at `path`, or raise `Error`. If the program is killed, the old file or the new one is there."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         try:

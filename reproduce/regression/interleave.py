@@ -1,14 +1,14 @@
-"""Time the same work with several versions of torchgpipe, in turn: a sample of one, then of the next.
+"""Time the same work with several versions of a package, in turn: a sample of one, then of the next.
 
-`reproduce.regression.job` runs this as a separate program. A *side* is a process with the torchgpipe of one folder;
-all else is this checkout's. A *way* is a side and the arguments that it is sent. For each case of each restart, the
+`reproduce.regression.job` runs this as a separate program. A *side* is a process with the package of one folder;
+all else is this program's. A *way* is a side and the arguments that it is sent. For each case of each restart, the
 program prints a line of JSON with the samples of each way; their i-th samples were taken next to each other.
 
 - Only one way runs at a time. The order of a case's rounds is random, A B B A or B A A B: what slows the machine down
   for a tenth of a second slows all ways down. The order in which sides start and warm up is random, too.
-- If all processes share one core, differences between cores do not matter, and CPU time does not count other programs.
+- What is timed says on which cores. On one, differences between cores do not matter to CPU time.
 - Every process has its own speed: its memory layout makes it faster or slower for as long as it lives. So all sides are
-  forked from one process, which has imported torch but not torchgpipe, and start with the same layout. They are forked
+  forked from one process, which has imported torch but not the package, and start with the same layout. They are forked
   again at each restart, so what differs nevertheless is random.
 - All ways are warmed up before any is sampled.
 """
@@ -35,27 +35,18 @@ from reproduce.run.engines.launch import Launched
 from reproduce.run.turns import turns
 
 Way = tuple[int, Sequence[Any]]
-Cases = Mapping[str, Mapping[str, Way]]
-"""Case name -> way name -> way."""
+Cases = Mapping[str, Mapping[str, Way]]  # case name -> way name -> way
 
 
 def interleave(
-    start: Callable[[int], AbstractContextManager[Connection]],
-    cases: Cases,
-    *,
-    rounds: int,
-    restarts: int = 1,
-    seed: int = 0,
-    first: int = 0,
-    least: int = 2,
-) -> Iterator[dict[str, Any]]:
+    start: Callable[[int], AbstractContextManager[Connection]], cases: Cases, *, rounds: int, restarts: int = 1,
+    seed: int = 0, first: int = 0, least: int = 2,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yield a case's samples at each restart. If ways cannot run a case, yield once which, and why.
 
     A case with fewer than `least` ways left is dropped. `start(i)` starts side i, as `fork` does. `first` is the number
     of the first restart: earlier jobs may have run the ones before.
-
-    Raises:
-        Error: a way that ran before fails.
+    If a way that ran before fails, it raises `Error`.
     """
     draw = random.Random(f"{seed} {first}")
     running = {case: dict(ways) for case, ways in cases.items()}
@@ -97,14 +88,14 @@ def _no_longer(case: str, way: str, why: str) -> Error:
 
 
 @contextlib.contextmanager
-def fork(folder: Path, maker: str) -> Iterator[Connection]:
-    """Fork a process that imports the torchgpipe in `folder`, and yield the connection to it.
+def fork(folder: Path, package: str, maker: str) -> Iterator[Connection]:
+    """Fork a process that imports the package in `folder`, and yield the connection to it.
 
     `maker` names a function, as in "package.module:function", that returns a function. When it gets arguments for the
     first time, the process calls `maker` with them and sends None; later it calls the result and sends what that
     returns. If either fails, it sends the reason, a string.
     """
-    process = Launched("fork", 1, _serve, folder, maker)
+    process = Launched("fork", 1, _serve, folder, package, maker)
     try:
         yield process.links[0]
     except (EOFError, OSError) as error:
@@ -115,9 +106,9 @@ def fork(folder: Path, maker: str) -> Iterator[Connection]:
         process.close()
 
 
-def _serve(_: int, link: Connection, folder: Path, maker: str) -> None:
+def _serve(_: int, link: Connection, folder: Path, package: str, maker: str) -> None:
     """Answer requests until the connection is closed."""
-    os.dup2(2, 1)  # stdout is for the job's lines, not for what torchgpipe prints
+    os.dup2(2, 1)  # stdout is for the job's lines, not for what the package prints
     sys.path.insert(0, str(folder))
     torch.set_num_threads(1)
     module, name = maker.split(":")
@@ -132,11 +123,12 @@ def _serve(_: int, link: Connection, folder: Path, maker: str) -> None:
             if str(asked) in made:
                 answer = made[str(asked)]()
             else:
-                import torchgpipe
-
-                assert Path(torchgpipe.__file__).is_relative_to(folder), torchgpipe.__file__
+                found = importlib.import_module(package)
+                where = found.__file__ or next(iter(found.__path__))  # a namespace has no file
+                if not Path(where).is_relative_to(folder):
+                    raise ImportError(f"{package} comes from {where}: this program needs it itself")
                 made[str(asked)] = getattr(importlib.import_module(module), name)(*asked)
-        except Exception as error:  # an older torchgpipe may lack what is asked for
+        except Exception as error:  # an older version may lack what is asked for
             answer = f"{type(error).__name__}: {error}".splitlines()[0]
         link.send(answer)
 
@@ -145,11 +137,9 @@ def main(job: dict[str, Any]) -> None:
     """Print a line for each case of each restart."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # import lazy modules now, not again in each fork
     gc.freeze()
-    folders, maker = [Path(folder) for folder in job.pop("folders")], job.pop("maker")
-    if job.pop("one_core", False) and hasattr(os, "sched_setaffinity"):  # not on macOS
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # the last core: the first serves most interrupts
+    folders, (package, maker) = [Path(folder) for folder in job.pop("folders")], map(job.pop, ("package", "maker"))
     try:
-        for line in interleave(lambda i: fork(folders[i], maker), **job):
+        for line in interleave(lambda i: fork(folders[i], package, maker), **job):
             print(json.dumps(line), flush=True)
     except Error as error:
         raise SystemExit(str(error)) from None

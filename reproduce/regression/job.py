@@ -11,15 +11,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from reproduce.error import Error
 from reproduce.machine.allocator import KEEP_FREED
 from reproduce.machine.description import ROOT
-from reproduce.regression.cases import Clock
-from reproduce.regression.trees import Tree
+from reproduce.regression.timed import Clock
+from reproduce.regression.trees import TORCHGPIPE, Project, Tree
 
 RESTARTS_OF_A_PARENT = 7  # few, but a parent takes seconds to import torch
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
@@ -27,46 +27,40 @@ ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENB
 
 @dataclass(frozen=True)
 class Settings:
-    """Say what is measured, and for how long. `slow_down` delays the steps of head by that share of a step."""
+    """Say what is measured, and how long. `clock` replaces the cases' own; `slow_down` is a share of head's steps."""
 
-    cases: Sequence[str]
+    cases: Mapping[str, Clock]
     restarts: int = 20
     rounds: int = 8
-    clock: Clock = "cpu"
+    clock: Clock | None = None
     slow_down: float = 0.0
     seed: int = 0
+    project: Project = TORCHGPIPE
 
 
 @dataclass
 class Samples:
-    """Hold a case's seconds per step: for each restart, paired lists of base and head. `unable`: why a side fails."""
+    """Hold a case's seconds per step, in each restart those of both sides paired; its clock; why a side fails."""
 
     base: list[list[float]] = field(default_factory=list)
     head: list[list[float]] = field(default_factory=list)
     unable: dict[str, str] = field(default_factory=dict)
+    clock: Clock = "cpu"
 
 
 def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[str, Any], None, None]:
-    """Yield the lines of all jobs, one job per parent. The job's processes always end with this generator.
-
-    Raises:
-        Error: it ended before it was done.
-    """
-    clock, delay = settings.clock, settings.slow_down
-    cases = {case: {"base": (0, (case, clock, 0.0)), "head": (1, (case, clock, delay))} for case in settings.cases}
+    """Yield the lines of all jobs, one per parent, or raise `Error`. Their processes always end with this generator."""
+    file, clock, delay = str(settings.project.cases), settings.clock, settings.slow_down
+    cases = {x: {"base": (0, (file, x, clock, 0.0)), "head": (1, (file, x, clock, delay))} for x in settings.cases}
     for first in range(0, settings.restarts, RESTARTS_OF_A_PARENT):
         if not cases:
             return
         job = {
             "folders": [str(base.folder), str(head.folder)],
-            "maker": "reproduce.regression.cases:Timed",
-            "cases": cases,
-            "restarts": min(RESTARTS_OF_A_PARENT, settings.restarts - first),
-            "rounds": settings.rounds,
-            "seed": settings.seed,
-            "first": first,
-            "one_core": clock == "cpu",
-        }
+            "package": settings.project.package, "maker": "reproduce.regression.timed:Timed", "cases": cases,
+            "restarts": min(RESTARTS_OF_A_PARENT, settings.restarts - first), "first": first,
+            "rounds": settings.rounds, "seed": settings.seed,
+        }  # fmt: skip
         with contextlib.closing(in_turn(job, KEEP_FREED)) as lines:
             for line in lines:
                 if "unable" in line:
@@ -75,11 +69,7 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[st
 
 
 def in_turn(job: Mapping[str, Any], environment: Mapping[str, str]) -> Generator[dict[str, Any], None, None]:
-    """Run one job of `interleave.main` and yield its lines. All its restarts are forked from one parent.
-
-    Raises:
-        Error: it ended before it was done.
-    """
+    """Run a job of `interleave.main` in one parent, and yield its lines. Raise `Error` if it ends before it is done."""
     command = [sys.executable, "-W", "ignore", "-m", "reproduce.regression.interleave", json.dumps(job)]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(

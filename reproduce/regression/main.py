@@ -3,11 +3,14 @@
 Samples of one process are not independent: if one process happens to be faster than another, all of its samples are.
 So each restart gives one number, the median of head / base over its pairs of samples, and the rank test compares these
 numbers. Their geometric mean over all cases is tested in the same way: it is less noisy than a single case, and shows
-a change that slows all of them. Alpha is the risk of a false alarm in all tests together: each gets an equal share
-(Bonferroni).
+a change that slows all of them. Cases that are timed by the wall clock, to see overlap, are a family with a table and
+a mean of their own. Alpha is the risk of a false alarm in all tests of a family together: each gets an equal share of
+the larger family's (Bonferroni).
 """
 
 import contextlib
+import math
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 from scipy import stats
 
-from reproduce.error import USAGE, Error
+from reproduce.error import Error, Worse
 from reproduce.machine.devices import Devices
 from reproduce.machine.git import Git
 from reproduce.numbers.compare import ComparedRow, Comparison, verdict
@@ -24,24 +27,24 @@ from reproduce.numbers.metrics import Reading, median_ratio
 from reproduce.numbers.significance import Decision, Rule, compare_samples, needed
 from reproduce.numbers.sources import Side
 from reproduce.records.record import Record
-from reproduce.regression.cases import CASES
 from reproduce.regression.job import Samples, Settings, interleaved
-from reproduce.regression.trees import Tree, trees
+from reproduce.regression.timed import Clock, load
+from reproduce.regression.trees import Project, Tree, trees
 from reproduce.run.recorder import new_run, now
 from reproduce.tables.comparison import write_comparisons
 from reproduce.tables.layout import many
 
-METRIC, TOGETHER = "time", "all together"
-Progress = Callable[[int], None]
-Answer = tuple[Callable[[str], str], str | None]
-"""A function that writes the table in a format ('text', 'markdown', ...), and why head fails, or None."""
+METRIC, TOGETHER, WALL_TOGETHER = "time", "all together", "all by wall clock"
+Tell = Callable[[str], None]  # shows how far the job is
+Answer = tuple[Callable[[str], str], Error | None]
+"""A function that writes the table in a format ('text', 'markdown', ...), and what to raise, if head fails."""
 
 
 @dataclass(frozen=True)
 class Judgement:
     """Hold the samples of every case, and the tests' decisions. `rule` is that of a single test.
 
-    `decisions` has the cases that both sides ran and, if there are several, `TOGETHER` for all of them.
+    `decisions` has the cases that both sides ran and, if a family has several, `TOGETHER` or `WALL_TOGETHER`.
     """
 
     samples: Mapping[str, Samples]
@@ -55,64 +58,73 @@ class Judgement:
 
 
 def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
-    """Compare head with base in every case and in all together. `rule.alpha` is the risk over all tests."""
-    of_cases = {
-        case: [median_ratio(head, base) for base, head in zip(samples.base, samples.head, strict=True)]
-        for case, samples in found.items()
-        if not samples.unable
-    }
-    if len(of_cases) > 1:
-        of_cases[TOGETHER] = stats.gmean(list(of_cases.values()), axis=0).tolist()
-    rule = _share(rule, len(of_cases))
-    decisions = {case: compare_samples([1.0] * len(own), own, rule, paired=True) for case, own in of_cases.items()}
+    """Compare head with base in every case and in each family. `rule.alpha` is the risk over the tests of a family."""
+    ratios: dict[str, list[float]] = {}
+    most = 0
+    for together, cases in families({case: samples.clock for case, samples in found.items()}).items():
+        of_family = {
+            case: [median_ratio(head, base) for base, head in zip(found[case].base, found[case].head, strict=True)]
+            for case in cases
+            if not found[case].unable
+        }
+        if len(of_family) > 1:
+            of_family[together] = stats.gmean(list(of_family.values()), axis=0).tolist()
+        ratios |= of_family
+        most = max(most, len(of_family))
+    rule = Rule(rule.alpha / max(1, most), rule.threshold)
+    decisions = {case: compare_samples([1.0] * len(own), own, rule, paired=True) for case, own in ratios.items()}
     return Judgement(found, decisions, rule)
 
 
-def answer(base: str, head: str | None, settings: Settings, rule: Rule, progress: Progress) -> Answer:
+def families(cases: Mapping[str, Clock]) -> dict[str, list[str]]:
+    """Return the cases of each family, by the name of all its cases together. `cases` has the clock of each."""
+    found: dict[str, list[str]] = {}
+    for case, clock in cases.items():
+        found.setdefault(TOGETHER if clock == "cpu" else WALL_TOGETHER, []).append(case)
+    return found
+
+
+def answer(base: str, head: str | None, settings: Settings, rule: Rule, tell: Tell) -> Answer:
     """Compare `head`, a revision or None for the working tree as it is, with the revision `base`.
 
-    Raises:
-        Error: with so few restarts nothing could ever be significant, a revision cannot be had, or the measuring job
-            ended before it was done.
+    It raises `Error` if with so few restarts nothing could ever be significant, a revision cannot be had, or the
+    measuring job ended before it was done.
     """
     check_restarts(settings, rule)
     run = new_run(Devices("cpu", 2, 1), settings.seed, ["python", "-m", "reproduce", *sys.argv[1:]])
-    with trees(base, head) as both:
-        judged = measure(*both, settings, rule, progress)
+    with trees(base, head, settings.project) as both:
+        judged = measure(*both, settings, rule, tell)
     run = replace(run, state="finished", ended=now())
     sides = []
     for letter, tree in zip("AB", both, strict=True):
         of_tree = replace(run, git=None if tree.commit is None else Git(tree.commit, tree.dirty))
         # A side as `compare` loads it, but without rows: the comparison holds the times.
         sides.append(Side(letter, tree.name, [], [Record(tree.name, tree.name, "measured", {}, [], run=of_tree)]))
-    comparison = _comparison(judged, settings, rule.alpha)
+    parts = families(settings.cases).items()
+    comparisons = [_comparison(judged, together, cases, settings, rule.alpha) for together, cases in parts]
     complaint = _complaint(judged, both[0].name, both[1].name)
-    return lambda style: write_comparisons([comparison], sides, judged.rule, [], style), complaint
+    return lambda style: write_comparisons(comparisons, sides, judged.rule, [], style), complaint
 
 
 def check_restarts(settings: Settings, rule: Rule) -> None:
     """Raise `Error` if there are too few restarts for anything to be significant."""
-    least = least_restarts(rule, len(settings.cases))
+    most = max(map(len, families(settings.cases).values()), default=0)
+    least = least_restarts(rule, most)
     if settings.restarts < least:
         raise Error(
-            f"--restarts {settings.restarts}: with {many(len(settings.cases), 'case')} and --alpha {rule.alpha:g}, "
-            f"nothing could be called significant; give at least {least}",
-            USAGE,
+            f"--restarts {settings.restarts}: with {many(most, 'case')} and --alpha {rule.alpha:g}, "
+            f"nothing could be called significant; give at least {least}"
         )
 
 
 def least_restarts(rule: Rule, cases: int) -> int:
     """Return the smallest number of restarts with which anything can be significant."""
-    return needed(_share(rule, cases + (cases > 1)).alpha, paired=True)
+    return needed(rule.alpha / max(1, cases + (cases > 1)), paired=True)
 
 
-def _share(rule: Rule, tests: int) -> Rule:
-    return Rule(rule.alpha / max(1, tests), rule.threshold)
-
-
-def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, progress: Progress) -> Judgement:
-    """Run the job on two trees and judge every case; `progress` is told how many restarts are done."""
-    found = {case: Samples() for case in settings.cases}
+def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, tell: Tell) -> Judgement:
+    """Run the job on two trees and judge every case; `tell` is called with how many restarts are done."""
+    found = {case: Samples(clock=clock) for case, clock in settings.cases.items()}
     with contextlib.closing(interleaved(base, head, settings)) as lines:
         for line in lines:
             samples = found[line["case"]]
@@ -121,58 +133,62 @@ def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, progress: Pr
                 continue
             samples.base.append(line["samples"]["base"])
             samples.head.append(line["samples"]["head"])
-            progress(line["restart"] + 1)
+            tell(f"restart {line['restart'] + 1} of {settings.restarts} done")
     return judge(found, rule)
 
 
-def choose_cases(wanted: Sequence[str]) -> list[str]:
-    """Return the cases whose names contain one of the texts; without texts, all.
-
-    Raises:
-        Error: no case's name contains a text.
-    """
-    names = [case.name for case in CASES]
+def choose_cases(project: Project, wanted: Sequence[str]) -> dict[str, Clock]:
+    """Return the cases whose names contain a text, or all, with their clocks; raise `Error` if a text is in none."""
+    cases = load(project.cases)
     for text in wanted:
-        if not any(text.lower() in name.lower() for name in names):
-            raise Error(f"--case {text}: no case's name contains it; there are {', '.join(names)}", USAGE)
-    return [name for name in names if not wanted or any(text.lower() in name.lower() for text in wanted)]
+        if not any(text.lower() in name.lower() for name in cases):
+            raise Error(f"--case {text}: no case's name contains it; there are {', '.join(cases)}")
+    return {name: case.clock for name, case in cases.items() if any(x.lower() in name.lower() for x in wanted or [""])}
 
 
-def _complaint(judged: Judgement, base: str, head: str) -> str | None:
+def _complaint(judged: Judgement, base: str, head: str) -> Error | None:
     """Say what is slower or does not run any more, or that nothing was compared."""
     broken = {case: samples.unable["head"] for case, samples in judged.samples.items() if "head" in samples.unable}
     if judged.worse:
-        return f"slower than {base}: {', '.join(judged.worse)}"
+        return Worse(f"slower than {base}: {', '.join(judged.worse)}")
     if broken:
-        return f"{many(len(broken), 'case')} cannot run in {head}: {', '.join(broken)}: {next(iter(broken.values()))}"
+        cases = f"{many(len(broken), 'case')} cannot run in {head}: {', '.join(broken)}"
+        return Error(f"{cases}: {next(iter(broken.values()))}")
     if not judged.decisions:
-        return f"no case runs in {base}, so nothing shows that there is no regression"
+        return Error(f"no case runs in {base}, so nothing shows that there is no regression")
     return None
 
 
-def _comparison(judged: Judgement, settings: Settings, alpha: float) -> Comparison:
-    """Return the content of the table, and notes on how to read it."""
-    seen = {
-        "cpu": "times are CPU time on one core; waiting and overlap are seen only with --clock wall",
-        "wall": "times are wall-clock times on all cores",
-    }
+def _comparison(judged: Judgement, together: str, cases: Sequence[str], settings: Settings, alpha: float) -> Comparison:
+    """Return the content of a family's table, and notes on how to read it."""
+    waits = together == WALL_TOGETHER
+    by_wall_clock = waits if settings.clock is None else settings.clock == "wall"
+    family = "regression by wall clock" if waits else "regression"
+    of_family = {case: judged.samples[case] for case in cases}
+    tests = round(alpha / judged.rule.alpha)  # of the larger family
     planted = f" WITH A PLANTED DELAY of {settings.slow_down:.0%} in each step of B" if settings.slow_down else ""
-    rows = [_row(case, samples, judged.decisions.get(case)) for case, samples in judged.samples.items()]
+    rows = [_row(case, samples, judged.decisions.get(case)) for case, samples in of_family.items()]
     notes = [
-        seen[settings.clock],
+        "times are wall-clock times on two cores"
+        if by_wall_clock
+        else "times are CPU time on one core, which sees no waiting",
         f"{many(settings.restarts, 'restart')} of both sides; in each, {many(settings.rounds, 'pair')} of samples of "
-        "every case, in turn; a restart counts as one number, the median ratio of its pairs",
-        f"the risk of calling noise significant, {alpha:g}, is shared by {many(len(judged.decisions), 'test')}",
-        *_unable(judged.samples),
+        "every case, in turn; a restart counts as one number, the median ratio of its pairs; "
+        "A and B: the pair that is nearest to the ratio",
+        f"the risk of calling noise significant, {alpha:g}, is shared by {many(tests, 'test')}",
+        *_unable(of_family),
     ]
-    return Comparison(f"regression{planted}", METRIC, "ms", False, rows, notes, judged.decisions.get(TOGETHER))
+    return Comparison(f"{family}{planted}", METRIC, "ms", False, rows, notes, judged.decisions.get(together))
 
 
 def _row(case: str, samples: Samples, decision: Decision | None) -> ComparedRow:
-    readings = [
-        None if decision is None else Reading([1000 * seconds for restart in restarts for seconds in restart], "ms")
-        for restarts in (samples.base, samples.head)
-    ]
+    base, head = ([1000 * x for restart in side for x in restart] for side in (samples.base, samples.head))
+    readings: list[Reading | None] = [None, None]
+    if decision is not None:  # show a pair that has the ratio, and of those the one of the most usual times
+        usual, ratio = statistics.median(base), decision.ratio
+        apart = [(round(abs(math.log(y / x / ratio)), 3), abs(x - usual)) for x, y in zip(base, head, strict=True)]
+        pair = apart.index(min(apart))
+        readings = [Reading(side, "ms", typical=side[pair]) for side in (base, head)]
     return ComparedRow(Line("regression", label=case), readings, [None, decision])
 
 

@@ -1,6 +1,6 @@
 """Draw a subject's numbers by source: speed-ups as curves, memory and the ablation's components as bars."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
@@ -8,7 +8,10 @@ from matplotlib.patches import Patch
 
 from reproduce.numbers.metrics import BYTES, over
 from reproduce.report.figure import BACK, DEVICES, FAINT, SERIES, new_figure, styled, svg
-from reproduce.report.subjects import Source, Subject
+from reproduce.report.subjects import RUN, Source, Subject
+from reproduce.tables.history import Line, name_of
+from reproduce.tables.output import Number
+from torchgpipe.plan.report import figure as figure_text
 
 COLORS = {"published": SERIES[0], "predicted": SERIES[1], "emulated": SERIES[3], "measured": SERIES[2]}
 LOOKS = {"published": "-o", "predicted": "--s", "emulated": "-.^", "measured": "-D"}
@@ -67,6 +70,29 @@ def _figure(subject: Subject, curves: Curves, places: list[Place], base: float) 
     caption = f"Speed-up over the table's first row{f', {title}' if fixed else ''}. Ideal: n·m/(n+m-1)."
     name = f"{subject.name}-speed-up-{title}"
     return svg(figure, name, f"Speed-up over n, {title}: {'; '.join(described)}"), caption
+
+
+@styled
+def history_figures(lines: Sequence[Line]) -> list[tuple[str, str]]:
+    """Return a figure, and its caption, for each number of a run that differs between revisions."""
+    found: dict[tuple[str, str], list[tuple[str, Number]]] = {}
+    for line in sorted(lines, key=lambda line: line.date):
+        for number in (each for each in line.numbers if each["kind"] in RUN):
+            found.setdefault((name_of(number), line.machine), []).append((line.git.name(7), number))
+    drawn = []
+    for (name, machine), points in found.items():
+        values, step = [number["value"] for _, number in points], len(points) // 6 + 1
+        if len({*values}) > 1:
+            figure, axes = new_figure(1.5)
+            axes.grid(axis="y")
+            low, high = ([x[end if end in x else "value"] for _, x in points] for end in ("lower", "upper"))
+            axes.vlines(range(len(points)), low, high, color=FAINT, linewidth=4)
+            axes.plot(values, LOOKS[points[0][1]["kind"]], color=COLORS[points[0][1]["kind"]])
+            axes.set_xticks(range(0, len(points), step), [revision for revision, _ in points[::step]])
+            axes.set_ylabel(points[0][1]["unit"])
+            said = ", ".join(f"{revision} {figure_text(number['value'], 3)}" for revision, number in points)
+            drawn.append((svg(figure, f"history-{name}-{machine}", f"{name}: {said}"), f"{name}; on {machine}."))
+    return drawn
 
 
 KINDS = {"peak_reserved": "reserved", "peak_allocated": "allocated"}
@@ -149,9 +175,11 @@ def _stacked(name: str, source: Source, stacks: Stacks, kind: str) -> str:
     bars, described = {}, []
     for row, sizes in stacks.items():
         known = {what: size / BYTES[word] for what, size in sizes.items() if size is not None}
-        text = f"{sum(known.values()):.3g}" + ("" if len(known) == len(sizes) else " + ?")
+        text = figure_text(sum(known.values()), 3) + ("" if len(known) == len(sizes) else " + ?")
         bars[row] = [Bar(text, [(size, PALETTE[what]) for what, size in known.items()])]
-        each = (f"{what} {known[what]:.3g} {word}" if what in known else f"{what} unknown" for what in sizes)
+        each = (
+            f"{what} {figure_text(known[what], 3)} {word}" if what in known else f"{what} unknown" for what in sizes
+        )
         described.append(f"{row} {', '.join(each)}")
     labels = {what: PALETTE[what] for sizes in stacks.values() for what in sizes}
     figure = _bars(bars, f"{kind} memory, {word}", labels, columns=4, title=source.label)

@@ -9,6 +9,7 @@ from matplotlib.patches import Patch
 
 from reproduce.report.figure import BACK, FAINT, SERIES, new_figure, styled, svg
 from torchgpipe.plan.replay import Costs, Timeline, replay
+from torchgpipe.plan.report import duration
 
 KINDS = {"forward": "forward", "recompute": "recomputation", "backward": "backward", "copy": "copy"}
 PAGE_COLORS = (*SERIES[:3], FAINT, BACK)  # of the kinds of task, and of the background
@@ -32,8 +33,8 @@ def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
     figure = Figure(figsize=(FILE_WIDTH, MARGIN + LINE * timeline.partitions), layout="constrained")
     axes = figure.add_subplot()
     start, end = timeline.window
-    bubble = f"bubble {timeline.bubble:.0%} of {timeline.partitions} x {_duration(end - start)}"
-    _draw(figure, axes, timeline, f"{title}\n{bubble}; the whole step took {_duration(timeline.seconds)}", FILE_COLORS)
+    bubble = f"bubble {timeline.bubble:.0%} of {timeline.partitions} x {duration(end - start)}"
+    _draw(figure, axes, timeline, f"{title}\n{bubble}; the whole step took {duration(timeline.seconds)}", FILE_COLORS)
     axes.set_xlabel("seconds since the first task began; white is the bubble")
     picture = io.BytesIO()
     figure.savefig(picture, format=kind, dpi=150)
@@ -44,7 +45,7 @@ def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> Iterator[tuple[str,
     """Yield a figure for each recorded step, with its caption. The title says whether it was emulated."""
     for i, (title, timeline) in enumerate(traces):
         start, end = timeline.window
-        caption = f"{title}; the devices wait {timeline.bubble:.0%} of {_duration(end - start)}."
+        caption = f"{title}; the devices wait {timeline.bubble:.0%} of {duration(end - start)}."
         yield _page_figure(f"trace-{i}", title, timeline), caption
 
 
@@ -108,7 +109,3 @@ def _draw(figure: Figure, axes: Axes, timeline: Timeline, title: str, colors: Se
     kinds = [kind for kind in KINDS if any(event.kind == kind for event in timeline.events)]
     handles = [Patch(color=color[kind], label=KINDS[kind]) for kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=1, frameon=False)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

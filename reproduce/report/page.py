@@ -10,12 +10,12 @@ import jinja2
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import Gpu
 from reproduce.numbers.match import grouped
-from reproduce.records.places import Json
 from reproduce.records.record import Record
-from reproduce.report.figures import ablation_figures, memory_figures, speed_up_figures
+from reproduce.report.figures import ablation_figures, history_figures, memory_figures, speed_up_figures
 from reproduce.report.gantt import schedule_figures, trace_figures
 from reproduce.report.subjects import RUN, Subject, find_subjects, side_by_side
 from reproduce.tables.all import about_run, tables
+from reproduce.tables.history import Line
 from reproduce.tables.layout import GiB, Table, many
 from reproduce.tables.predicted import errors_table
 from torchgpipe.plan.replay import Timeline
@@ -31,8 +31,8 @@ KINDS = {
 }
 
 
-def page(records: Sequence[Record], traces: Sequence[tuple[str, Timeline]] = ()) -> str:
-    """Return the page about all records, and about the timelines (with titles) of recorded steps."""
+def page(records: Sequence[Record], traces: Sequence[tuple[str, Timeline]] = (), history: Sequence[Line] = ()) -> str:
+    """Return the page about all records, the timelines (with titles) of recorded steps, and a history."""
     subjects = find_subjects(records)
     # Published tables without an experiment or other numbers come last, collapsed.
     others = [x for x in subjects if x.name not in EXPERIMENTS and all(y.kind == "published" for y in x.sources)]
@@ -40,12 +40,9 @@ def page(records: Sequence[Record], traces: Sequence[tuple[str, Timeline]] = ())
     shown = {source.record.name: source.record for each in subjects for source in each.sources}
     made = sorted(shown.values(), key=lambda record: list(reversed(KINDS)).index(record.kind))
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+        loader=jinja2.FileSystemLoader(FOLDER), undefined=jinja2.StrictUndefined, autoescape=True,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     environment.filters |= {"many": many, "zip": zip}
     text = environment.get_template("page.html").render(
         title=TITLE,
@@ -57,6 +54,7 @@ def page(records: Sequence[Record], traces: Sequence[tuple[str, Timeline]] = ())
         errors=errors_table([record for record in records if record.kind == "predicted"]),
         sections=[_section(subject) for subject in subjects if subject not in others],
         traces=list(trace_figures(traces)),
+        history=history_figures(history),
         schedules=list(schedule_figures()),
         machines=grouped(made, lambda record: tuple(provenance(record).items())),
         others=[_other(subject) for subject in others],
@@ -86,7 +84,7 @@ def _other(subject: Subject) -> Table:
 def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1e6 else f"{value:g}"
-    return "-" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "-" if value is None else ", ".join(map(_value, value)) if isinstance(value, list) else str(value)
 
 
 def provenance(record: Record) -> dict[str, str]:
@@ -110,24 +108,11 @@ def provenance(record: Record) -> dict[str, str]:
 
 
 def _gpu(gpu: Gpu) -> str:
-    parts = [
-        gpu.name,
-        f"{gpu.memory / GiB:.0f} GiB",
-        f"{gpu.clock:.0f} MHz" if gpu.clock else None,
-        f"{gpu.memory_clock:.0f} MHz memory" if gpu.memory_clock else None,
-        f"{gpu.power_limit:.0f} W" if gpu.power_limit else None,
-        gpu.link,
-    ]
-    return ", ".join(filter(None, parts))
+    units = {"MHz": gpu.clock, "MHz memory": gpu.memory_clock, "W": gpu.power_limit}
+    known = [f"{value:.0f} {unit}" for unit, value in units.items() if value]
+    return ", ".join([gpu.name, f"{gpu.memory / GiB:.0f} GiB", *known, *filter(None, [gpu.link])])
 
 
-def _listed(fields: Mapping[str, Json] | None) -> str:
-    return "; ".join(
-        f"{name.replace('_', ' ')}: {', '.join(map(_text, value)) if isinstance(value, list) else _text(value)}"
-        for name, value in (fields or {}).items()
-        if value is not None
-    )
-
-
-def _text(value: Json) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _listed(fields: Mapping[str, object] | None) -> str:
+    known = {name.replace("_", " "): _value(x) for name, x in (fields or {}).items() if x is not None}
+    return "; ".join(f"{name}: {text}" for name, text in known.items())

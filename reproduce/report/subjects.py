@@ -1,7 +1,7 @@
 """Gather what the report shows: of each experiment its published, predicted, emulated and measured numbers, by source.
 
-A measured or emulated source is one run of the experiment at one scale, on one kind of device, with one engine. Of
-several runs it is the one with most rows, or the newest of those. So rows that are compared come from one run.
+A measured or emulated source is one run of the experiment at one scale, on one kind of device, with one engine: of
+several runs, the first of `ranked`. So rows that are compared come from one run.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -10,10 +10,10 @@ from typing import Literal
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.numbers.match import CHOSEN, differing, grouped
-from reproduce.numbers.metrics import BYTES, Reading, final_error, outcome, read, speed_up
+from reproduce.numbers.metrics import BYTES, DISTURBED, MARK, Reading, final_error, outcome, read, speed_up
 from reproduce.numbers.sources import Entry
 from reproduce.records.places import Json
-from reproduce.records.record import SUCCESS, Record, Result, hardware_name
+from reproduce.records.record import SUCCESS, Record, Result, hardware_name, ranked
 from reproduce.tables.layout import number, ratio, reading_text, with_quartiles
 
 FOLDERS = ("paper", "predicted", "measured")
@@ -28,11 +28,6 @@ class Source:
     label: str
     record: Record
     results: list[Result]
-
-    @property
-    def finished(self) -> int:
-        """Count the rows that have numbers."""
-        return sum(result.status in SUCCESS for result in self.results)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +104,7 @@ def _predicted(experiment: str, records: Sequence[Record]) -> Iterator[Source]:
 
 def _run(experiment: str, records: Sequence[Record]) -> list[Source]:
     best: dict[tuple[str | bool | None, ...], Source] = {}
-    runs = [record for record in records if record.kind == "measured"]
-    for record in sorted(runs, key=lambda record: record.run.started if record.run else ""):
+    for record in ranked([record for record in records if record.kind == "measured"], experiment):
         own = [result for result in record.results if result.experiment == experiment]
         for key, results in grouped(own, lambda each: (each.scale, each.device, each.emulated, each.engine)).items():
             scale, device, emulated, engine = key
@@ -118,11 +112,9 @@ def _run(experiment: str, records: Sequence[Record]) -> list[Source]:
             verb = "counted" if device == "meta" else kind
             by = None if engine == "threads" else engine
             where = ", ".join(filter(None, [scale, device.upper() if device and device != "meta" else None, by]))
-            source = Source(kind, f"{verb} ({where})" if where else verb, record, results)
-            other = best.setdefault(key, source)
-            if source.finished >= other.finished:
-                best[key] = source
-    return [source for source in best.values() if source.finished]
+            if any(each.status in SUCCESS for each in results):
+                best.setdefault(key, Source(kind, f"{verb} ({where})" if where else verb, record, results))
+    return sorted(best.values(), key=lambda source: source.record.run.started if source.record.run else "")
 
 
 METRICS = {  # metric -> what stands above its columns
@@ -162,7 +154,8 @@ def side_by_side(subject: Subject) -> SideBySide:
             if readings := subject.readings(source, metric):
                 texts = {row: _text(subject.find(source, row), readings.get(row), metric) for row in rows}
                 metrics.setdefault(heading, []).append((source, texts))
-    return SideBySide(list(rows), fields, metrics, list(_notes(subject, metrics)))
+    marked = any(MARK in text for own in metrics.values() for _, texts in own for text in texts.values())
+    return SideBySide(list(rows), fields, metrics, [*_notes(subject, metrics), *[DISTURBED] * marked])
 
 
 def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
@@ -176,7 +169,7 @@ def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
         return str(final_error(entry.result))
     if reading.unit in BYTES:
         return reading_text(reading)
-    return with_quartiles(reading, ratio) if metric == "speedup" else number(reading.middle)
+    return with_quartiles(reading, ratio) if metric == "speedup" else number(reading)
 
 
 def _notes(subject: Subject, metrics: Container[str]) -> Iterator[str]:
@@ -191,7 +184,12 @@ def _notes(subject: Subject, metrics: Container[str]) -> Iterator[str]:
             "Memory: the peak, summed over devices. Allocated: bytes of tensors. Reserved: what the caching allocator "
             "holds, which is what the papers publish. The two are not to be compared."
         )
-    for source in (source for source in subject.sources if source.kind in RUN):
+    run = [source for source in subject.sources if source.kind in RUN]
+    for sources in grouped(run, lambda each: (each.results[0].scale, each.results[0].device)).values():
+        names = dict.fromkeys(source.record.name for source in sources)
+        if len(names) > 1:
+            yield f"Of different runs, which did not run in turn: {', '.join(x.label for x in sources)}."
+    for source in run:
         both = [(subject.find(subject.sources[0], row), subject.find(source, row)) for row in subject.rows]
         pairs = [(theirs, ours) for theirs, ours in both if theirs and ours and theirs.result is not ours.result]
         fields = dict.fromkeys(name for pair in pairs for name in differing(*pair) if name not in CHOSEN)

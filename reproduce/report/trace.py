@@ -49,11 +49,7 @@ class _Trace(Struct, rename="camel"):
 
 
 def read_trace(path: Path) -> list[tuple[str, Timeline]]:
-    """Return titles and timelines of the mini-batches in a trace that `perfetto` wrote.
-
-    Raises:
-        Error: the file cannot be read, or is not such a trace.
-    """
+    """Return titles and timelines of the mini-batches in a trace that `perfetto` wrote, or raise `Error`."""
     trace = decode(_Trace, read_json(path), f"{path}: not a trace of a step")
     title, steps = path.stem, defaultdict(list)
     for event in trace.trace_events:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from reproduce.experiments import Row
+from reproduce.experiments.row import Row
 from reproduce.machine.devices import Devices
 from reproduce.models.counted import counted, setup_of
 from reproduce.records.places import Json
@@ -42,14 +42,13 @@ MOST_EXECUTED = 4  # micro-batches to run per step; the others are assumed to ta
 class Executed:
     """The times of one step: the seconds of each task, of computing the loss, and of each partition's update.
 
-    In total the step took `work` seconds of the device, and `wall` seconds. `value` is the loss.
+    In total the step took `work` seconds of the device. `value` is the loss.
     """
 
     tasks: Mapping[Task, float]
     loss: float
     updates: Sequence[float]
     work: float
-    wall: float
     value: float
 
 
@@ -82,20 +81,14 @@ def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
 
 
 class Emulation:
-    """Emulate steps of one row.
-
-    Attributes:
-        row: the row with all micro-batches, and with the balance that is used.
-        runs: the times of its steps so far.
-    """
+    """Emulate steps of a `row` in the balance that is used; `runs` has the times of its steps so far."""
 
     def __init__(
         self, row: Row, devices: Devices, data: FakeData, balancer: Balancer, seed: int, link: Link | None = None
     ) -> None:
-        """Build everything.
+        """Build everything. With a `link`, copies take its times, and recomputation starts early, as on GPUs.
 
-        With a `link`, copies between devices take its times, and recomputation starts early, as on GPUs. Without one,
-        devices are like this machine's, and copies take no time.
+        Without one, devices are like this machine's, and copies take no time.
         """
         self.training = Training(shortened(row), devices, data, balancer, seed, emulates=row)
         self.row = replace(row, balance=self.training.row.balance)
@@ -127,7 +120,6 @@ class Emulation:
             loss=since(first, last),
             updates=[since(end, start) for start, end in pairwise(updated)],
             work=since(updated[-1], started),
-            wall=updated[-1].since(started),
             value=float(losses[0]),
         )
         self.runs.append(run)
@@ -170,7 +162,6 @@ class Emulation:
             "step_time": [step.seconds * run.work / step.work for run in runs],
             "here_time": [step.here * run.work / step.work for run in runs],
             "work_time": [run.work for run in runs],
-            "wall_time": [run.wall for run in runs],
             "loss": [run.value for run in runs],
         }
 
@@ -196,7 +187,7 @@ class Emulation:
 def memory_needed(row: Row) -> str:
     """Say how much memory the row's partitions take together, as counted on `meta`."""
     ran = shortened(row)
-    counts = counted(ran.model, ran.size, ran.input_shape)
+    counts = counted(ran.sized)
     setup = setup_of({**ran.config(), "components": None}, len(counts))
     peak = sum(device.peak for device in setup_memory(counts, setup))
     return f"its {ran.devices} partition(s) take {peak / 2**30:.0f} GiB on the one device that plays all"
@@ -213,7 +204,7 @@ class Link:
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
         self.hardware, self.papers = hardware, papers
         self.title = hardware.name if papers is None else f"{hardware.name}, in proportion to the tasks"
-        self._predictor = functools.cache(lambda *model: Predictor(counted(*model, memory=False), hardware))
+        self._predictor = functools.cache(lambda model: Predictor(counted(model, memory=False), hardware))
 
     def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
         """Return the seconds of each boundary's copy and of each skip's, if a micro-batch's forward takes `forward`.
@@ -223,7 +214,7 @@ class Link:
         paper = row
         if self.papers is not None:
             paper = self.papers.get(row.name.partition("/")[0]) or next(iter(self.papers.values()))
-        predictor = self._predictor(paper.model, paper.size, paper.input_shape)
+        predictor = self._predictor(paper.sized)
         setup = Setup(
             batch_size=paper.batch_size,
             balance=row.balance or (),

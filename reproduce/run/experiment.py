@@ -13,7 +13,7 @@ MEMORY_STEPS = 2  # of an ablation: an optimizer allocates its state at the end 
 
 
 def plan(session: Session) -> None:
-    """Tell the progress display what is to come."""
+    """Tell the progress display what is to come, and record it as interrupted, which holds until it has run."""
     WAYS[session.experiment.measures][0](session)
 
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from reproduce.experiments import Row
+from reproduce.experiments.row import Row
 from reproduce.machine.devices import Devices
 from reproduce.records.places import Json
 from reproduce.run.failure import explain
 from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
 from reproduce.run.session import Session
 from reproduce.run.training import FakeData, Training
+from torchgpipe.trace.parts import tensors_in
 
 FLOAT_BYTES = 4
 Peak = dict[str, list[int]]  # name of the count -> peak bytes on each of the training's devices
@@ -58,8 +59,8 @@ def _measure_live(training: Training, run: Callable[[], None]) -> Peak:
     counter = LiveBytes(len(training.devices))
     for device, partition in enumerate(training.partitions):
         counter.add([*partition.parameters(), *partition.buffers()], device)
-    counter.add([training.input], 0)
-    counter.add([training.target], len(training.devices) - 1)
+    counter.add(tensors_in(training.input), 0)
+    counter.add(tensors_in(training.target), len(training.devices) - 1)
 
     pipelined = training.row.partitions is not None
     observed = training.observed(lambda task: LiveBytesMode(counter, task.partition))
@@ -71,17 +72,18 @@ def _measure_live(training: Training, run: Callable[[], None]) -> Peak:
 def plan_memory(session: Session) -> None:
     """Tell the progress display how many steps are to come."""
     for row in session.scale.rows:
+        session.recorder.put(session.result(row, status="interrupted"))
         session.progress.plan(session.job(row.name), session.scale.steps, row.work())
 
 
 def run_memory(session: Session) -> Iterator[tuple[str, bool]]:
     """Record sizes and peaks of every row, even if others fail; at the end yield their only group's name, ""."""
-    on_meta = session.devices.kind == "meta"  # on meta, the rows run at the published size anyway
-    for row in () if on_meta else session.experiment.scale("paper").rows:
+    counts = session.devices.kind != "meta" and session.experiment.table  # meta runs rows of the published size anyway
+    for row in session.experiment.scale("paper").rows if counts else ():
         session.start(f"{row.name}, counting parameters")
         session.recorder.put(session.result(row, scale="paper", device="meta", values=_model_values(row)))
 
-    for row in session.put_not_run():
+    for row in session.scale.rows:  # one device may stand for several, as nothing is timed
         try:
             used, values = measure_memory(session, row, session.scale.steps)
         except Exception as error:
@@ -112,5 +114,5 @@ def measure_memory(session: Session, row: Row, steps: int) -> tuple[Row, dict[st
 def _model_values(row: Row) -> dict[str, Json]:
     """Count the model's parameters, exactly, and the bytes of parameters, gradients and optimizer state."""
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in row.build().parameters())
+        parameters = sum(parameter.numel() for parameter in row.sized.layers().parameters())
     return {"parameters": parameters, "model_bytes": parameters * FLOAT_BYTES * (2 + row.optimizer.state)}

@@ -1,5 +1,6 @@
 """Show how far a run is: on a terminal by a bar, elsewhere by a plain line now and then."""
 
+import math
 import shutil
 import statistics
 import sys
@@ -50,29 +51,20 @@ class Progress:
         self.bar: tqdm[Any] | None = None
         self.shown_at: float | None = None
 
-    def plan(self, job: str, steps: int, guess: float, group: str = "") -> None:
-        """Expect `steps` steps of a job, which may belong to a group."""
+    def plan(self, job: str, steps: int, guess: float, group: str = "", limit: float = math.inf) -> None:
+        """Expect `steps` steps of a job, which may belong to a group that ends `limit` seconds after it begins."""
         self.jobs[job] = Job(steps, steps, guess, group)
+        self.limits[group] = limit
 
-    def skip(self, job: str, steps: int) -> None:
-        """Expect so many fewer steps of a job, because they were done in an earlier run."""
-        if job in self.jobs:
-            self.jobs[job].left = max(0, self.jobs[job].left - steps)
-
-    def finish(self, name: str) -> None:
-        """Expect no more steps of the job, or of the jobs of the group, that has this name."""
+    def finish(self, name: str, steps: int | None = None) -> None:
+        """Expect no more steps, or so many fewer, of the job, or of the jobs of the group, that has this name."""
         for job, planned in self.jobs.items():
             if name in (job, planned.group):
-                planned.left = 0
-
-    def limit(self, group: str, seconds: float) -> None:
-        """Expect a group to take no more than so many seconds after it begins."""
-        self.limits[group] = seconds
+                planned.left = 0 if steps is None else max(0, planned.left - steps)
 
     def begin(self, group: str) -> None:
         """Say that a group begins now."""
-        if group in self.limits:
-            self.ends[group] = self.clock() + self.limits[group]
+        self.ends[group] = self.clock() + self.limits.get(group, math.inf)
 
     def start(self, job: str, text: str) -> None:
         """Say that a step of a job starts now; it ends when the next one starts."""
@@ -101,7 +93,7 @@ class Progress:
             step = statistics.median(job.seconds) if job.seconds else job.guess * unit
             groups[job.group] = groups.get(job.group, 0.0) + job.left * step
         most = self.limits | {group: max(0.0, end - self.clock()) for group, end in self.ends.items()}
-        return sum(min(seconds, most.get(group, seconds)) for group, seconds in groups.items())
+        return sum(min(seconds, most[group]) for group, seconds in groups.items())
 
     def show(self, text: str) -> None:
         """Show a status line in place of the last one; where the output is no terminal, only now and then."""

@@ -6,14 +6,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 from msgspec.structs import replace
 
 from reproduce.error import Error
 from reproduce.machine.description import load_average, machine, versions
 from reproduce.machine.devices import Devices
 from reproduce.machine.git import checkout
+from reproduce.machine.load import other_runs
 from reproduce.records.places import Json
-from reproduce.records.record import TIME, Record, Result, Run, save
+from reproduce.records.record import TIME, Record, Result, Run, readable, save
 
 
 class Recorder:
@@ -51,6 +53,26 @@ def new_recorder(out: Path, names: Sequence[str], title: str, scale: str, unit: 
     return Recorder(path, Record(path.stem, title, "measured", unit, [], scale=scale, run=run))
 
 
+def resumed(out: Path, run: Run) -> Recorder:
+    """Go on with the newest run of this command in `out` that was broken off; raise `Error` if it ran elsewhere."""
+    words = [word for word in run.command if word != "--resume"]
+    # A run that was killed says that it is running.
+    states = ("interrupted",) if " ".join(words[2:]) in other_runs().values() else ("interrupted", "running")
+    found = [(record, before) for record in readable(out) if (before := record.run) and before.state in states]
+    found = [each for each in found if [word for word in each[1].command if word != "--resume"] == words]
+    if not found:
+        raise Error(f"--resume: no run of this command in {out} was broken off; leave --resume out")
+    record, before = max(found, key=lambda each: each[1].started)
+    names, encode = ("device", "devices", "threads_per_device", "machine", "versions", "git"), msgspec.json.encode
+    apart = [x for x in (*names, "settings") if encode(getattr(before, x)) != encode(getattr(run, x))]
+    if apart:
+        raise Error(f"--resume: {record.name} ran with other {', '.join(apart)}; start anew, without --resume")
+    again = replace(before, state="running", ended=None, command=run.command)
+    recorder = Recorder(out / f"{record.name}.json", replace(record, results=[], run=again))
+    recorder.results = {result.key: result for result in record.results}
+    return recorder
+
+
 def new_run(devices: Devices, seed: int, command: Sequence[str], settings: dict[str, Json] | None = None) -> Run:
     """Describe a run that starts now, on this machine."""
     return Run(
@@ -61,11 +83,7 @@ def new_run(devices: Devices, seed: int, command: Sequence[str], settings: dict[
 
 
 def prepare_folder(folder: Path, option: str = "--out") -> None:
-    """Create `folder` if needed, and check that files can be written there.
-
-    Raises:
-        Error: they cannot.
-    """
+    """Create `folder` if needed; raise `Error` if files cannot be written there."""
     trial = folder / f".trial.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from reproduce.experiments import Experiment, Row, Scale
+from reproduce.experiments.row import Experiment, Row, Scale
 from reproduce.machine.devices import MOST_DEVICES, Devices
+from reproduce.machine.load import Load, other_runs
 from reproduce.records.places import Json
 from reproduce.records.record import Engine, Result
 from reproduce.run.accuracy.datasets import AccuracyNeeds
@@ -24,10 +25,13 @@ UNITS = {
     "step_time": "s; of an emulated row replayed over the times of its tasks",
     "here_time": "s of the emulated step on devices like this machine's, where step_time is of ones behind a link",
     "work_time": "s that running the tasks of an emulated step took: on a CPU its thread's CPU time",
-    "wall_time": "s that running the tasks of an emulated step took on the clock",
     "executed": "micro-batches of an emulated step that were run; the rest take as long as these",
     "loss": "1",
     "round": "number of the round, from 0; steps of one round ran next to each other",
+    "others": "share of the cores that other programs had in the step's round, from 0 to 1",
+    "stolen": "share of the cores that other virtual machines had in the step's round, from 0 to 1",
+    "pressure": "share of the round in which any program, also this one, waited for a core, from 0 to 1",
+    "disturbed_rounds": "count, of rounds that are left out",
     "parameters": "count",
     "model_bytes": "bytes",
     "peak_allocated": "bytes, of each device",
@@ -54,7 +58,7 @@ class Session:
     devices are emulated, with copies as on `hardware` if it is given. Measured rows run with each of `engines`.
     `rounds` counts the rounds run so far.
     `check` is called between steps; it raises to end the run. `trace` is called with experiment, row and timeline of
-    a step of every speed row. Accuracy experiments need `accuracy`.
+    a step of every speed row. Accuracy experiments need `accuracy`. `load` tells how much others have of the machine.
     """
 
     experiment: Experiment
@@ -73,12 +77,7 @@ class Session:
     trace: Callable[[str, str, Timeline], None] | None = None
     accuracy: AccuracyNeeds | None = None
     links: dict[str, Link] = field(default_factory=dict)
-
-    def put_not_run(self) -> Sequence[Row]:
-        """Record every row as not run, and return all rows: without timing, one device may stand for several."""
-        for row in self.scale.rows:
-            self.put(row, status="not run")
-        return self.scale.rows
+    load: Load = field(default_factory=Load)
 
     def link(self, row: Row) -> Link | None:
         """Return the times of the row's copies in an emulation; None if they take no time.
@@ -107,15 +106,9 @@ class Session:
     def result(self, row: Row, **fields: Any) -> Result:
         """Return a result for `row` with these fields. By default it is measured, with threads."""
         found = Result(
-            experiment=self.experiment.name,
-            row=row.name,
-            status="emulated" if fields.get("emulated") else "measured",
-            scale=self.scale.name,
-            device=self.devices.kind,
-            config=row.config(),
-            over=row.over,
-            published=None if row.published is None else f"{self.experiment.table}/{row.published}",
-        )
+            self.experiment.name, row.name, "emulated" if fields.get("emulated") else "measured", self.scale.name,
+            self.devices.kind, row.config(), row.over, row.published and f"{self.experiment.table}/{row.published}",
+        )  # fmt: skip
         return replace(found, **fields)
 
     def put(self, row: Row, **fields: Any) -> None:
@@ -124,8 +117,8 @@ class Session:
         self.recorder.save()
 
     def recorded(self, row: Row, **how: Any) -> Result:
-        """Return the recorded result of the row, run in this way; a result "not run" if there is none."""
-        empty = self.result(row, **how, status="not run")
+        """Return the recorded result of the row, run in this way; a result "interrupted" if there is none."""
+        empty = self.result(row, **how, status="interrupted")
         return self.recorder.results.get(empty.key, empty)
 
     def add_values(self, row: Row, values: dict[str, Json], **how: Any) -> None:
@@ -133,6 +126,13 @@ class Session:
         result = self.recorded(row, **how)
         self.recorder.put(replace(result, values={**result.values, **values}))
         self.recorder.save()
+
+    def tell_others(self) -> None:
+        """Tell of other runs on this machine, once of each."""
+        for pid, said in other_runs().items():
+            if said not in self.load.told:  # its processes have one command
+                self.progress.say(f"process {pid} runs here, too, and both disturb each other: python -m {said[:99]}")
+            self.load.told.add(said)
 
     def free(self) -> None:
         """Give back the memory of what is no longer used."""

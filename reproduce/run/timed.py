@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from reproduce.error import Error
-from reproduce.experiments import Row
+from reproduce.experiments.row import Row
 from reproduce.machine.devices import Devices
 from reproduce.records.places import Json
 from reproduce.run.failure import explain
@@ -27,10 +27,7 @@ class MeasuredSteps:
     """Time steps of a row on its devices.
 
     `timed` runs a step and returns its seconds and its loss. `watch` runs one or more further steps, which are not
-    timed, and returns utilization, or why it is not known.
-
-    Attributes:
-        losses: of all steps so far, with those that were removed from `runs`.
+    timed, and returns utilization, or why it is not known. `losses` are of all steps, also those removed from `runs`.
     """
 
     def __init__(
@@ -76,11 +73,7 @@ def record_step(training: Training, devices: Devices) -> Timeline:
 
 def watch(training: Training, devices: Devices) -> Watched:
     """Return utilization and bubble of a row, or why they are not known, and the timeline of one step."""
-
-    def step() -> None:
-        training.step()
-        devices.synchronize()
-
+    step = partial(time_step, training, devices)
     driver = partial(ask_driver, training.devices, step) if devices.kind == "cuda" else None
     return watched(lambda: record_step(training, devices), driver)
 
@@ -115,10 +108,7 @@ def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> l
     """Run steps for some seconds, and return each CUDA device's mean utilization meanwhile, from 0 to 1.
 
     The driver (NVML) reports the share of a short period in which any kernel ran. It is sampled as often as in the
-    published runs.
-
-    Raises:
-        Error: the driver does not report it, or its Python bindings are not installed.
+    published runs. If it does not, or its Python bindings are not installed, `Error` is raised.
     """
     samples: list[list[int]] = [[] for _ in devices]
     try:

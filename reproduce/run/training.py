@@ -4,15 +4,15 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reproduce.experiments import EQUAL_LAYERS, PLANNED, Row
+from reproduce.experiments.row import EQUAL_LAYERS, PLANNED, Row
 from reproduce.machine.devices import MOST_DEVICES, Devices
+from reproduce.models.built import MODELS, changed
 from reproduce.run.engines.engines import Work
 from torchgpipe import GPipe
 from torchgpipe.balance.minimise import minimise_heaviest
@@ -21,6 +21,7 @@ from torchgpipe.gpipe import EngineName
 from torchgpipe.plan import plan
 from torchgpipe.tensors.observe import Observer, observed
 from torchgpipe.timeline.stopwatch import Stopwatch
+from torchgpipe.trace.layer import flat
 
 PROFILE_SECONDS = 1.0  # for each model and input
 PROFILE_SAMPLES = 16  # at most; enough to compare layers
@@ -28,28 +29,23 @@ NO_LIMIT = 2.0**60  # bytes; a row that does not fit runs out of memory when it 
 
 
 class FakeData:
-    """Draw inputs once. A row gets the first samples of them, so rows of all batch sizes share one tensor."""
+    """Draw mini-batches once. A row gets the first samples, so rows of all batch sizes share their tensors."""
 
     def __init__(self, rows: Sequence[Row], seed: int) -> None:
         self.rows, self.seed = rows, seed
-        self.inputs: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+        self.drawn: dict[tuple[object, ...], Any] = {}
 
-    def input(self, row: Row, device: torch.device) -> Tensor:
-        """Return the row's mini-batch, uniform in 0 to 1, (batch_size, *input_shape) on `device`."""
-        key = (row.input_shape, device)
-        if key not in self.inputs:
-            most = max(other.batch_size for other in self.rows if other.input_shape == row.input_shape)
-            generator = torch.Generator().manual_seed(self.seed)
-            self.inputs[key] = torch.rand(most, *row.input_shape, generator=generator).to(device)
-        return self.inputs[key][: row.batch_size]
+    def part(self, part: int, row: Row, device: torch.device) -> Any:
+        """Return the row's input (0) or its target (1) on `device`."""
+        alike, *others = [(MODELS[x.model].sample, x.input_shape, x.num_classes) for x in (row, *self.rows)]
+        if alike not in self.drawn:
+            most = max(x.batch_size for x, other in zip(self.rows, others, strict=True) if other == alike)
+            self.drawn[alike] = row.sized.batch(most, self.seed)
+        if (part, alike, device) not in self.drawn:
+            self.drawn[part, alike, device] = changed(lambda x: x.to(device), self.drawn[alike][part])
+        return changed(lambda x: x[: row.batch_size], self.drawn[part, alike, device])
 
-    def target(self, row: Row, device: torch.device) -> Tensor:
-        """Return targets for the row's loss on `device`: a class per sample, or masks of 0 and 1."""
-        generator = torch.Generator().manual_seed(self.seed)
-        if row.num_classes is not None:
-            return torch.randint(row.num_classes, (row.batch_size,), generator=generator).to(device)
-        shape = (row.batch_size, row.options["output_channels"], *row.input_shape[1:])
-        return torch.randint(2, shape, generator=generator).float().to(device)
+    input, target = partialmethod(part, 0), partialmethod(part, 1)
 
 
 class Balancer:
@@ -75,18 +71,19 @@ class Balancer:
 
         # Rows at equal batch size share a balance. Profile a quarter of the batch: between their micro-batch sizes.
         samples = math.ceil(row.batch_size / 4) if row.equal == "batch" else row.micro_batch_size or 1
-        sample = data.input(row, self.device)[: min(samples, PROFILE_SAMPLES)]
-        key = (row.model, row.size, len(sample))
+        samples = min(samples, PROFILE_SAMPLES, row.batch_size)
+        sample = changed(lambda x: x[:samples], data.input(row, self.device))
+        key = (row.sized, samples)
         if row.configuration == PLANNED:
             if key not in self.plans:
                 self.plans[key] = planned_balances(row, model, sample)
             return replace(row, balance=self.plans[key][row.partitions])
         if key not in self.profiles:
-            self.profiles[key] = profile_times(model, sample, PROFILE_SECONDS, self.device)
+            self.profiles[key] = profile_times(model, flat(model, sample), PROFILE_SECONDS, self.device)
         return replace(row, balance=tuple(minimise_heaviest(self.profiles[key], row.partitions)))
 
 
-def planned_balances(row: Row, model: nn.Sequential, sample: Tensor) -> dict[int, tuple[int, ...]]:
+def planned_balances(row: Row, model: nn.Sequential, sample: Any) -> dict[int, tuple[int, ...]]:
     """Profile the model on the sample's device; return the best balance for each number of partitions."""
     found = plan(
         model, sample, batch_size=row.batch_size, devices=MOST_DEVICES, memory=NO_LIMIT, chunks=row.micro_batches,
@@ -111,9 +108,9 @@ def work_of(row: Row, seed: int) -> Work:
     torch.manual_seed(seed)
     data, device = FakeData([row], seed), torch.device("cpu")
     return Work(
-        layers=row.build(), balance=row.balance or (), chunks=row.chunks or 1, checkpoint=row.checkpoint or "never",
-        deferred_batch_norm=row.deferred_batch_norm, input=data.input(row, device), target=data.target(row, device),
-        loss=getattr(F, row.loss), optimizer=partial(make_optimizer, row),
+        layers=row.sized.layers(), balance=row.balance or (), chunks=row.chunks or 1,
+        checkpoint=row.checkpoint or "never", deferred_batch_norm=row.deferred_batch_norm, loss=row.criterion,
+        input=data.input(row, device), target=data.target(row, device), optimizer=partial(make_optimizer, row),
     )  # fmt: skip
 
 
@@ -136,7 +133,7 @@ class Training:
         """
         torch.manual_seed(seed)
         with torch.device("meta") if devices.kind == "meta" else contextlib.nullcontext():
-            model = row.build()
+            model = row.sized.layers()
         self.row = replace(row, balance=balancer.balanced(emulates or row, model, data).balance)
         self.devices = devices.first(1) * row.devices if emulates else devices.first(row.devices)
         self.observer: Observer | None = None
@@ -144,7 +141,6 @@ class Training:
         self.partitions = list(self.model.partitions) if isinstance(self.model, GPipe) else [self.model]
         self.input = data.input(row, self.devices[0])
         self.target = data.target(row, self.devices[-1])
-        self.loss: Callable[[Tensor, Tensor], Tensor] = getattr(F, row.loss)
         self.optimizer = make_optimizer(row, self.model)
 
     @contextlib.contextmanager
@@ -166,8 +162,8 @@ class Training:
     def forward_and_backward(self) -> Tensor:
         """Return the loss, still on its device. Gradients are in the parameters' `.grad`."""
         with observed(self.observer, "forward", 0, 0):
-            output = self.model(self.input)
-        loss = self.loss(output, self.target)
+            output = self.model(**self.input) if isinstance(self.input, dict) else self.model(self.input)
+        loss = self.row.criterion(output, self.target)
         del output
         with observed(self.observer, "backward", 0, 0):
             loss.backward()

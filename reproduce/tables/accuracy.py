@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from reproduce.experiments import Experiment
+from reproduce.experiments.row import Experiment
 from reproduce.numbers.metrics import FinalError, epoch_throughput, final_error, final_errors, outcome
 from reproduce.records.places import Json
 from reproduce.records.record import Result

@@ -4,12 +4,15 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from reproduce.experiments import EXPERIMENTS, Experiment
+from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments.row import Experiment
+from reproduce.numbers.sources import Entry
 from reproduce.records.record import FREED_MEMORY, Record, Result, Run
 from reproduce.tables.accuracy import accuracy_tables
 from reproduce.tables.engines import engines_tables
 from reproduce.tables.layout import Table, bullets, many
 from reproduce.tables.memory import memory_tables
+from reproduce.tables.output import of_entry, written
 from reproduce.tables.predicted import measured_rows, predicted_tables
 from reproduce.tables.speed import ablation_tables, speed_tables
 
@@ -29,7 +32,9 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
     for name in dict.fromkeys(result.experiment for result in record.results):
         if name in EXPERIMENTS and experiment in (None, name):
             measures = EXPERIMENTS[name].measures
+            under_way = record.run is not None and record.run.state == "running"
             results = [each for each in record.results if each.experiment == name]
+            results = [each for each in results if not (under_way and each.status == "interrupted")]
             threads = [each for each in results if each.engine == "threads"]
             own = MAKERS[measures](EXPERIMENTS[name], threads) if threads else []
             own += engines_tables(EXPERIMENTS[name], results)
@@ -43,7 +48,8 @@ def _about_times(record: Record) -> Iterator[str]:
     run = record.run
     if run is None or run.device != "cpu":
         return
-    if run.load is not None and run.load[0] > run.machine.cores / 4:
+    known = any("others" in result.samples for result in record.results)
+    if run.load is not None and run.load[0] > run.machine.cores / 4 and not known:
         yield (
             f"load {run.load[0]:.2f} on {many(run.machine.cores, 'core')} in the minute before the start: unless that "
             "was another run of these, the machine was busy"
@@ -53,6 +59,15 @@ def _about_times(record: Record) -> Iterator[str]:
         yield (
             f"a measured device is {threads} threads and an emulated one is one: their samples/s are not to be compared"
         )
+
+
+def written_records(records: Sequence[Record], style: str, made: Sequence[Table] | None = None) -> str:
+    """Return records' tables as text or Markdown, or their numbers as CSV or JSON. `made` are other tables of them."""
+    own = [table for record in records for table in tables(record)] if made is None else made
+    text = "".join(f"\n{table.text()}\n" for table in own)
+    markdown = "\n".join(map(document, records)) if made is None else "\n\n".join(x.markdown() for x in own) + "\n"
+    entries = [Entry(record, result) for record in records for result in record.results]
+    return written(style, [number for entry in entries for number in of_entry(entry)], text, markdown)
 
 
 def document(record: Record) -> str:
@@ -71,7 +86,7 @@ def about_run(record: Record, run: Run) -> dict[str, str]:
     gpus = "".join(f", {gpu.name} ({gpu.memory / 2**30:.0f} GiB)" for gpu in machine.gpus)
     memory = "" if machine.memory is None else f", {machine.memory / 2**30:.0f} GiB of memory"
     freed = "; the C library kept freed memory" if run.settings.get(FREED_MEMORY) == "kept" else ""
-    revision = "none" if run.git is None else run.git.revision[:12] + (" with changes" if run.git.dirty else "")
+    revision = "none" if run.git is None else run.git.name(12, " with changes ")
     programs = ", ".join(f"{program} {version}" for program, version in run.versions.items() if version)
     load = "unknown" if run.load is None else " ".join(f"{value:.2f}" for value in run.load)
     return {

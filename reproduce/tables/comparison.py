@@ -1,70 +1,67 @@
 """Answer `python -m reproduce compare`: find the sides, compare them, and write it as text, Markdown, CSV or JSON."""
 
-import csv
-import io
-import json
 import string
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
-from reproduce.error import USAGE, Error
-from reproduce.numbers.compare import ComparedRow, Comparison, compare, verdict
-from reproduce.numbers.match import match, pick, values_of
-from reproduce.numbers.metrics import BYTES, Reading, available, better, outcome
+from reproduce.error import Error, Worse
+from reproduce.numbers.compare import IN_TURN, ComparedRow, Comparison, compare, verdict
+from reproduce.numbers.match import grouped, match, pick
+from reproduce.numbers.metrics import BYTES, available, better, outcome
 from reproduce.numbers.significance import Decision, Rule
 from reproduce.numbers.sources import Side, load_side
 from reproduce.records.places import Json
-from reproduce.records.record import SUCCESS
+from reproduce.records.record import RULE, SUCCESS
 from reproduce.tables.layout import Table, bullets, many, reading_text
-from reproduce.tables.pivot import pivot
+from reproduce.tables.output import Number, of_reading, written
 
 LABEL_WIDTH = 30  # longer names of rows are wrapped
-FIELDS = ("experiment", "row", "metric", "unit", "relative", "side", "name", "value", "samples", "ratio", "low", "high",
-          "p", "verdict", "needed")  # fmt: skip
 
 
 def compared(
-    names: Sequence[str], *, metric: str | None, filters: Sequence[str], down: Sequence[str], across: Sequence[str],
-    alpha: float, threshold: float, style: str, force: bool, every: bool,
-) -> tuple[str, str | None]:  # fmt: skip
-    """Return the comparison as text, and why it fails as a check for regressions, or None.
+    names: Sequence[str], *, metric: str | None, filters: Sequence[str], alpha: float, threshold: float, style: str,
+    force: bool, every: bool,
+) -> tuple[str, Error | None]:  # fmt: skip
+    """Return the comparison as text, and what to raise, if it fails as a check for regressions.
 
-    `down` and `across` are the fields of a grid, or empty. The other arguments are the command's options.
-
-    Raises:
-        Error: a side cannot be found or is broken, or there is no such metric, field or row.
+    The arguments are those of the command. It raises `Error` if a side cannot be read, or has no such metric or field.
     """
     rule = Rule(alpha, threshold)
     sides = [load_side(letter, name) for letter, name in zip(string.ascii_uppercase, names, strict=False)]
-    lines = pick(match(sides), filters)
+    matched = match(sides)
+    lines = pick(matched, filters)
     metrics = available([entry for line in lines for entry in line.entries.values()])
     if metric is not None and metric not in metrics:
-        raise Error(f"--metric {metric}: no row has it; there are {', '.join(metrics) or 'none'}", USAGE)
-    for option, fields in (("--row", down), ("--col", across)):
-        for field in fields:
-            values_of(field, lines, f"{option} {field}")
-    comparisons, notes = compare(sides, lines, metric=metric, rule=rule, force=force, every=every or style == "json")
-    grids = [grid for each in comparisons for grid in pivot(each, sides, down, across)] if down else None
-    return write_comparisons(comparisons, sides, rule, notes, style, grids), _complaint(comparisons)
+        raise Error(f"--metric {metric}: no row has it; there are {', '.join(metrics) or 'none'}")
+    alike = [side.letter for side in sides[1:] if side.records == sides[0].records]
+    every |= style == "json"
+    comparisons, notes = compare(sides, lines, metric=metric, rule=rule, force=force, every=every, among=matched)
+    if alike:
+        notes.insert(0, f"A and {' and '.join(alike)} hold the same records, of the same runs; {IN_TURN}")
+    complaint = _complaint(comparisons) if len(alike) < len(sides) - 1 else Error(f"{notes[0]}")
+    return write_comparisons(comparisons, sides, rule, notes, style), complaint
 
 
 def write_comparisons(
-    comparisons: Sequence[Comparison], sides: Sequence[Side], rule: Rule, notes: Sequence[str], style: str,
-    grids: Sequence[Table] | None = None,
-) -> str:  # fmt: skip
-    """Format comparisons and notes as 'text', 'markdown', 'csv' or 'json'; the first two with `grids`, if given."""
-    if style == "csv":
-        return _as_csv(comparisons, sides)
-    if style == "json":
-        return _as_json(comparisons, sides, rule, notes)
-    terminal = style == "text"
-    tables = [_table(comparison, sides) for comparison in comparisons] if grids is None else grids
-    parts = [(each.text() if terminal else each.markdown()).rstrip() for each in tables]
-    nothing = "no row has numbers on two sides" if grids is None else "no row has all of the grid's fields"
-    return "\n\n".join([*(parts or [nothing]), bullets([*_legend(sides, rule), *notes], wrap=terminal)]) + "\n"
+    comparisons: Sequence[Comparison], sides: Sequence[Side], rule: Rule, notes: Sequence[str], style: str
+) -> str:
+    """Format comparisons and notes as 'text', 'markdown', 'csv' or 'json'."""
+    tables = [_table(comparison, sides) for comparison in comparisons]
+    below = [*_legend(sides, rule), *notes]
+    pages = [[each.text() for each in tables], [each.markdown().rstrip() for each in tables]]
+    text, markdown = (
+        "\n\n".join([*(page or ["no row has numbers on two sides"]), bullets(below, page is pages[0])]) + "\n"
+        for page in pages
+    )
+    said = [*(note for each in comparisons for note in each.notes), *below]
+    numbers = (found for each in comparisons for found in _numbers(each, sides))
+    named = {side.letter: side.name for side in sides}
+    more = {"sides": named, "alpha": rule.alpha, "threshold": rule.threshold, "notes": said}
+    return written(style, numbers, text, markdown, **more)
 
 
-def _complaint(comparisons: Sequence[Comparison]) -> str | None:
+def _complaint(comparisons: Sequence[Comparison]) -> Error | None:
     """Say which rows are worse, or that no row could be tested: a check that tested nothing must not pass."""
     verdicts = [
         (f"{row.line.label} ({comparison.experiment})", verdict(decision, comparison.metric))
@@ -75,9 +72,9 @@ def _complaint(comparisons: Sequence[Comparison]) -> str | None:
     ]
     worse = dict.fromkeys(row for row, found in verdicts if found == "worse")
     if worse:
-        return f"{many(len(worse), 'row')} worse than in A: {', '.join(worse)}"
-    if all(found in ("too few", "untested") for _, found in verdicts):
-        return "no row could be decided, so nothing shows that there is no regression"
+        return Worse(f"{many(len(worse), 'row')} worse than in A: {', '.join(worse)}")
+    if all(found in ("too few", "untested", "disturbed") for _, found in verdicts):
+        return Error("no row could be decided, so nothing shows that there is no regression")
     return None
 
 
@@ -86,7 +83,10 @@ def _legend(sides: Sequence[Side], rule: Rule) -> Iterator[str]:
     for side in sides:
         yield f"{side.letter}: {side.name} ({many(len(side.records), 'record')}, {_origin(side)})"
         if side.superseded:
-            yield f"{side.letter}: {many(side.superseded, 'row')} left out, as newer runs have them, too"
+            yield f"{side.letter}: {many(side.superseded, 'row')} of other runs left out: {RULE}"
+        for experiment, entries in grouped(side.entries, lambda each: each.result.experiment).items():
+            if len(runs := {each.record.name for each in entries if each.record.run}) > 1:
+                yield f"{side.letter}: {experiment}: rows of {len(runs)} runs, not in turn: {', '.join(sorted(runs))}"
         unfinished = [record.name for record in side.records if record.run and record.run.state != "finished"]
         if unfinished:
             yield f"{side.letter}: not finished: {', '.join(unfinished)}"
@@ -116,9 +116,10 @@ def _table(comparison: Comparison, sides: Sequence[Side]) -> Table:
     if comparison.together is not None:
         ratios = [_ratio(comparison.together, comparison.metric)]
     rows.append(_line(label, [""] * len(sides), ratios))
-    unit = "" if comparison.relative or comparison.unit in ("", *BYTES) else f" in {comparison.unit}"
+    unit = "" if comparison.unit in ("", *BYTES) else f" in {comparison.unit}"
+    of = ", each side over its own" if comparison.relative else unit
     way = better(comparison.metric)
-    title = f"{comparison.experiment}: {comparison.what}{unit}" + (f"; {way} is better" if way else "")
+    title = f"{comparison.experiment}: {comparison.metric}{of}" + (f"; {way} is better" if way else "")
     return Table(title, headings, rows, comparison.notes)
 
 
@@ -134,46 +135,22 @@ def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -
     return [label, first, *below]
 
 
-def _as_csv(comparisons: Sequence[Comparison], sides: Sequence[Side]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(line for comparison in comparisons for line in _flat(comparison, sides))
-    return text.getvalue()
+def _numbers(comparison: Comparison, sides: Sequence[Side]) -> Iterator[Number]:
+    """Yield a line for each row and side, and one for each side's geometric mean."""
 
+    def line(row: str, i: int, decision: Decision | None, **found: Json) -> Number:
+        tested = {} if decision is None else {**asdict(decision), "verdict": verdict(decision, comparison.metric)}
+        about = {name: getattr(comparison, name) for name in ("experiment", "metric", "relative")}
+        return {"row": row, "side": sides[i].letter, "name": sides[i].name, **about, **tested, **found}
 
-def _as_json(comparisons: Sequence[Comparison], sides: Sequence[Side], rule: Rule, notes: Sequence[str]) -> str:
-    tables = [
-        {
-            **{name: getattr(comparison, name) for name in ("experiment", "metric", "unit", "relative")},
-            "rows": _flat(comparison, sides),
-            "geometric_mean": {x.letter: m[0] for i, x in enumerate(sides) if (m := comparison.mean(i)) is not None},
-            "notes": comparison.notes,
-        }
-        for comparison in comparisons
-    ]
-    named = {side.letter: side.name for side in sides}
-    data = {"sides": named, "alpha": rule.alpha, "threshold": rule.threshold, "tables": tables, "notes": list(notes)}
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
-
-
-def _flat(comparison: Comparison, sides: Sequence[Side]) -> list[dict[str, Json]]:
-    """Return the `FIELDS` of each row and side, with unrounded numbers."""
-    lines: list[tuple[str, Side, Reading | None, Decision | None]] = [
-        (row.line.label, *each)
-        for row in comparison.rows
-        for each in zip(sides, row.readings, row.decisions, strict=True)
-    ]
-    if comparison.together is not None:
-        lines.append(("geometric mean", sides[1], None, comparison.together))
-    flat = []
-    for row, side, reading, decision in lines:
-        means = None if decision is None else verdict(decision, comparison.metric)
-        said = comparison.experiment, row, comparison.metric, reading and reading.unit, comparison.relative
-        value = side.letter, side.name, reading and reading.middle, reading and reading.samples
-        test = [decision and getattr(decision, name) for name in ("ratio", "low", "high", "p")]
-        flat.append(dict(zip(FIELDS, [*said, *value, *test, means, decision and decision.needed], strict=True)))
-    return flat
+    for row in comparison.rows:
+        for i, (reading, decision) in enumerate(zip(row.readings, row.decisions, strict=True)):
+            found = of_reading(reading, row.line.entries[i].result if i in row.line.entries else None)
+            reason = None if reading else _number(row, i).replace("\n", " ")
+            yield line(row.line.label, i, decision, **found, reason=reason)
+    for i in range(1, len(sides)):
+        if (mean := comparison.mean(i)) is not None:
+            yield line("geometric mean", i, comparison.together, ratio=mean[0])
 
 
 def _number(row: ComparedRow, side: int) -> str:
@@ -205,6 +182,6 @@ def _origin(side: Side) -> str:
             gpus = ", ".join({gpu.name for gpu in machine.gpus}) if record.run.device == "cuda" else ""
             done = dict.fromkeys("emulated" if each.emulated else "measured" for each in record.results)
             origin = f"{' and '.join(done) or record.kind} on {gpus or machine.cpu}"
-            origin += f", git {git.revision[:7]}{'+' if git.dirty else ''}" if git else ""
+            origin += f", git {git.name(7)}" if git else ""
         origins[origin] = None
     return "; ".join(origins) or "no row"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from reproduce.experiments import Experiment
+from reproduce.experiments.row import Experiment
 from reproduce.numbers.match import grouped
 from reproduce.numbers.metrics import outcome, speed_up, throughput
 from reproduce.records.record import Engine, Result

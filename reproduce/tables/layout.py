@@ -9,14 +9,18 @@ from typing import Any, Generic, TypeVar
 import tabulate
 
 from reproduce.numbers.match import grouped
-from reproduce.numbers.metrics import BYTES, Reading
+from reproduce.numbers.metrics import BYTES, DISTURBED, MARK, Reading
 
 MiB, GiB = BYTES["MiB"], BYTES["GiB"]
 
 
 def number(value: float | Reading) -> str:
-    """Format a number, or a reading's middle, with three significant digits or as an integer: 0.850, 12.0, 4,224."""
-    value = value.middle if isinstance(value, Reading) else value
+    """Format a number, or a reading's middle, with three significant digits or as an integer: 0.850, 12.0, 4,224.
+
+    A reading that was disturbed has a mark.
+    """
+    if isinstance(value, Reading):
+        return number(value.middle) + MARK * value.disturbed
     if 999.5 <= abs(value) < 1e13:
         return f"{value:,.0f}"
     if 1e-3 <= abs(value) < 1e13:
@@ -26,7 +30,8 @@ def number(value: float | Reading) -> str:
 
 def ratio(value: float | Reading) -> str:
     """Format a ratio as a number, but from 0.1 to 1 with two decimals, to fit in a column with 1.25: 0.85."""
-    value = value.middle if isinstance(value, Reading) else value
+    if isinstance(value, Reading):
+        return ratio(value.middle) + MARK * value.disturbed
     return f"{value:.2f}" if 0.1 <= abs(value) < 1 else number(value)
 
 
@@ -41,7 +46,7 @@ def reading_text(reading: Reading) -> str:
 def with_quartiles(reading: Reading, write: Callable[[float], str] = number) -> str:
     """Format a reading's middle and its quartiles, if any, as in `12.0 (11.8-12.3)`."""
     between = "" if reading.quartiles is None else f" ({'-'.join(map(write, reading.quartiles))})"
-    return write(reading.middle) + between
+    return write(reading.middle) + MARK * reading.disturbed + between
 
 
 WIDTH = 80
@@ -116,13 +121,14 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]], style: str, left: i
 
 
 def table(title: str, columns: Iterable[Column[Row]], rows: Iterable[Row], notes: Iterable[str | None] = ()) -> Table:
-    """Make a table. Columns that are empty in every row are left out, and so are empty notes."""
+    """Make a table. Columns that are empty in every row are left out, and so are empty notes; a mark is explained."""
     rows = list(rows)
     texts = [(column, [column.text(row) for row in rows]) for column in columns]
     kept = [(column, cells) for column, cells in texts if any(cells)]
     lines = list(zip(*(cells for _, cells in kept), strict=True))
     headings, left = [column.heading for column, _ in kept], sum(column.left for column, _ in kept)
-    return Table(title, headings, lines, list(filter(None, notes)), left)
+    marked = [DISTURBED] if any(MARK in cell for line in lines for cell in line) else []
+    return Table(title, headings, lines, [*filter(None, notes), *marked], left)
 
 
 def in_lines(numbers: Sequence[float], form: str, gap: str = "  ") -> str:

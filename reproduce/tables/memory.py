@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from reproduce.experiments import Experiment
+from reproduce.experiments.row import Experiment
 from reproduce.numbers.metrics import outcome
 from reproduce.records.record import Result
 from reproduce.tables.layout import Column, GiB, MiB, Table, in_lines, span

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from reproduce.experiments import AS_PUBLISHED
-from reproduce.numbers.metrics import errors, read, speed_ups, throughput
+from reproduce.experiments.row import AS_PUBLISHED
+from reproduce.numbers.metrics import MARK, errors, read, speed_ups, throughput
 from reproduce.numbers.sources import Entry
 from reproduce.predict.rows import SPEED_TABLES
 from reproduce.records.places import MEASURED
 from reproduce.records.published import published
-from reproduce.records.record import Record, Result, Run, readable
+from reproduce.records.record import Record, Result, Run, ranked, readable
 from reproduce.tables.layout import Column, GiB, Table, by_value, in_lines, number, ratio, table
 from reproduce.tables.rows import ROW, by_row
 from torchgpipe.plan.planner import HERE
@@ -26,15 +26,16 @@ class MeasuredRow:
     machine: str
     throughput: float | None = None
     allocated: float | None = None
+    disturbed: bool = False
 
 
 Measured = dict[str, MeasuredRow]  # by the published row's name
 
 
 def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
-    """Return the newest measurement of each published row of the experiment that was measured."""
+    """Return the measurement that is shown of each published row of the experiment, if there is one."""
     found: Measured = {}
-    for record in readable(folder):
+    for record in reversed(ranked(readable(folder), experiment)):
         for result in record.results:
             if result.experiment == experiment and record.run and (row := _measured(result, record.run)) is not None:
                 found[(result.published or "").rpartition("/")[2]] = row
@@ -51,7 +52,7 @@ def _measured(result: Result, run: Run) -> MeasuredRow | None:
         return None
     names = dict.fromkeys(gpu.name for gpu in run.machine.gpus[: run.devices])
     machine = f"{run.devices} x {', '.join(names)}" if run.device == "cuda" else run.machine.cpu
-    return MeasuredRow(machine, speed.middle if speed else None, sum(peaks) if peaks else None)
+    return MeasuredRow(machine, speed.middle if speed else None, sum(peaks) if peaks else None, result.disturbed)
 
 
 def predicted_tables(record: Record, measured: Measured) -> list[Table]:
@@ -77,7 +78,7 @@ def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
         ratios = {row: foreseen[row] / speed for row, speed in speeds.items()}
         columns = [
             ROW,
-            by_row("samples/s\nemulated", speeds, number),
+            Column("samples/s\nemulated", throughput, number),
             by_row("predicted", foreseen, number),
             by_row("predicted/\nemulated", ratios, ratio),
         ]
@@ -109,16 +110,10 @@ def errors_table(records: Sequence[Record]) -> Table:
     chosen = [each for each in records if each.results[0].experiment in SPEED_TABLES and _same_hardware(each)]
     speeds = [abs(error) for record in chosen for error in throughput_errors(record).values()]
     ratios = [abs(error) for record in chosen for error in speed_up_errors(record).values()]
-    columns: list[Column[str]] = [
-        Column("rows of", str, left=True),
-        Column("number", lambda _: len(speeds)),
-        Column("samples/s:\nmedian error", lambda _: median(speeds), "{:.1%}"),
-        Column("largest", lambda _: max(speeds), "{:.1%}"),
-        Column("speed-ups:\nmedian error", lambda _: median(ratios), "{:.1%}"),
-        Column("within 10%", lambda _: _within(ratios)),
-    ]
-    rows = ["the papers' speed tables"] if chosen else []
-    return table("How far predictions are from what was published", columns, rows)
+    headings = ["rows of", "number", "samples/s:\nmedian error", "largest", "speed-ups:\nmedian error", "within 10%"]
+    percents = [f"{error:.1%}" for error in (median(speeds), max(speeds), median(ratios))] if chosen else []
+    rows = [["the papers' speed tables", str(len(speeds)), *percents, _within(ratios)]] if chosen else []
+    return Table("How far predictions are from what was published", headings, rows)
 
 
 def _speed(record: Record, measured: Measured) -> Table:
@@ -136,7 +131,7 @@ def _speed(record: Record, measured: Measured) -> Table:
         by_row("speed-up\npublished", {r.row: theirs[r.row] for r in predicted}, "{:.2f}"),
         by_row("predicted", speed_ups(predicted, first), "{:.2f}"),
         by_row("error", off_speed_up if same else {}, "{:+.1%}"),
-        by_row("measured", {name: row.throughput for name, row in run.items()}, "{:.1f}", "not run"),
+        by_row("measured", {x: f"{row.throughput:.1f}{MARK * row.disturbed}" for x, row in run.items()}, "", "not run"),
     ]
     far, apart = ([abs(x) for x in each.values()] for each in (off, off_speed_up))
     epochs = any("last_batch_size" in result.config for result in record.results)

@@ -6,8 +6,7 @@ A block is the text between two comments, the first of which names its content:
     ...
     <!-- end -->
 
-- an experiment's name: the tables of its finished run with most rows (the newest of those); followed by "/short", only
-  two of them;
+- an experiment's name: the tables of its run that `ranked` puts first; followed by "/short", only two of them;
 - a name such as "benchmarks/overlap": the table of that record in results/benchmarks, made by `benchmarks/render.py`.
 
 If there is no record yet, the block says so.
@@ -21,28 +20,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from reproduce.error import Error
-from reproduce.experiments import EXPERIMENTS, LIKE_PUBLISHED
-from reproduce.records.record import Record, load
+from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments.row import LIKE_PUBLISHED
+from reproduce.numbers.metrics import DISTURBED
+from reproduce.records.record import Record, load, ranked
 from reproduce.tables.all import about_run, document, tables
 
 FOLDERS = ("measured", "predicted")
 SHORT = (LIKE_PUBLISHED, "batch")  # the groups of rows that the README shows
-RUN = ("measured", "emulated")
 NOTHING = "Nothing measured is committed yet.\n"
 MARK = re.compile(r"(?P<begin><!-- from records: (?P<name>.*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
-Maker = Callable[[Path, str], str]
-"""A function that makes a block from its page and the part of its name after the slash."""
+Maker = Callable[[Path, str], str]  # makes a block from its page and the part of its name after the slash
 
 
 def render(root: Path, benchmarks: Maker | None = None) -> dict[Path, str]:
     """Return every file below `root` that is generated, or has a generated block, with its new text.
 
     `benchmarks` makes the blocks of that folder. It is an argument because that folder imports this package.
-
-    Raises:
-        Error: a record is broken, or a block's name is unknown.
+    It raises `Error` if a record is broken, or a block's name is unknown.
     """
     records = {path: load(path) for name in FOLDERS for path in sorted((root / "results" / name).rglob("*.json"))}
     files = {path.with_suffix(".md"): document(record) for path, record in records.items()}
@@ -72,25 +69,23 @@ def stale(files: Mapping[Path, str]) -> list[Path]:
 
 
 def _experiment_block(experiment: str, records: Mapping[Path, Record], page: Path, part: str) -> str:
-    """Return the tables of the finished run with most rows of the experiment, the newest if there are several.
+    """Return the tables of the run of the experiment that counts.
 
     The part "short" has the rows like the published ones and those at equal batch size, without notes.
     """
-    runs = {}
-    for path, record in records.items():
-        rows = len({each.row for each in record.results if each.experiment == experiment and each.status in RUN})
-        if rows and record.run is not None and record.run.state == "finished":
-            runs[rows, record.run.started] = path, record, record.run
-    if not runs:
+    record = next(iter(ranked([each for each in records.values() if each.run], experiment)), None)
+    if record is None or record.run is None:
         return NOTHING
-    path, record, run = runs[max(runs)]
+    run, path = record.run, next(path for path, each in records.items() if each is record)
     if part == "short":
         chosen = [each for group in SHORT for each in tables(record, experiment, group)]
-        parts = [replace(each, notes=()).markdown(level=3).strip() for each in chosen]
+        kept = [replace(each, notes=[note for note in each.notes if note == DISTURBED]) for each in chosen]
+        parts = [each.markdown(level=3).strip() for each in kept]
     else:
         parts = [table.markdown(level=3) for table in tables(record, experiment)]
     about = about_run(record, run)
-    under = f"Run on {run.started[:10]} with torch {run.versions.get('torch')}, {about['devices']}; {about['machine']}"
+    when = run.started[:10] + f" ({run.state})" * (run.state != "finished")
+    under = f"Run on {when} with torch {run.versions.get('torch')}, {about['devices']}; {about['machine']}"
     return "\n\n".join([*parts, f"{under}; [more of this run]({link(page, path.with_suffix('.md'))})"]) + "\n\n"
 
 

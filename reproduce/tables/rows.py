@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from statistics import median
 
-from reproduce.experiments import AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE, Experiment
-from reproduce.models import MODELS
+from reproduce.experiments.row import AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE, Experiment
+from reproduce.machine.load import LIMITS
+from reproduce.models.built import MODELS
 from reproduce.numbers.metrics import Reading, outcome, over_measured, speed_up, throughput, utilization
 from reproduce.records.places import Json
 from reproduce.records.published import published
@@ -16,7 +16,6 @@ WHAT_BUSY_IS = {
     "cpu": "busy: share of a step's time in which the device was in a task",
     "cuda": "busy: GPU utilization as the driver (NVML) reports it, mean over some steps",
 }
-MOST_WAITING = 1.1  # ratio of wall time to CPU time of emulated tasks above which a table warns
 
 
 def is_published(result: Result) -> bool:
@@ -81,8 +80,8 @@ class Rows:
     def paper(self, result: Result | None) -> Result | None:
         """Return the published row that a row reproduces; None if there is none."""
         link = None if result is None else result.published
-        papers = (paper for paper in self.publication.results if f"{self.experiment.table}/{paper.row}" == link)
-        return next(papers, None)
+        papers = self.publication.results if link else ()
+        return next((paper for paper in papers if f"{self.experiment.table}/{paper.row}" == link), None)
 
     def speed_up(self, result: Result) -> Reading | str | None:
         """Return the speed-up over the row's baseline; None if one of the two was not timed."""
@@ -166,13 +165,6 @@ class Rows:
             yield f"emulated copies: as on {'; '.join(links)}, and recomputation starts early as there{here}"
         elif any(each.device == "cuda" for each in self):
             yield "emulated copies take no time: the links of these GPUs are not known; --link can name a description"
-        times = [(each.samples["wall_time"], each.samples["work_time"]) for each in self if "work_time" in each.samples]
-        waiting = median([sum(wall) / sum(work) for wall, work in times]) if times else 1.0
-        if waiting > MOST_WAITING:
-            yield (
-                f"the machine was busy: emulated tasks took {waiting:.1f} times their CPU time, which is what counts; "
-                "measured times are too long"
-            )
 
     def circumstances(self) -> str:
         """Say what the rows have in common: scale, model (if there is only one), batch sizes and steps."""
@@ -186,6 +178,10 @@ class Rows:
             f"batch size {span([each['batch_size'] for each in configs])}",
             f"{span(steps)} step{'' if max(steps) == 1 else 's'} per row" if steps else "no step timed",
         ]
+        if again := max((result.values.get("disturbed_rounds", 0) for result in self), default=0):
+            parts.append(f"{many(again, 'disturbed round')} left out")
+        if steps and all(LIMITS.keys().isdisjoint(result.samples) for result in self):
+            parts.append("whether others disturbed them is not known")
         return "; ".join(parts)
 
     def about_publication(self) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from reproduce.experiments import COMPONENTS, EQUAL_LAYERS, PLANNED, PUBLISHED_BALANCE, Experiment
+from reproduce.experiments.row import COMPONENTS, EQUAL_LAYERS, PLANNED, PUBLISHED_BALANCE, Experiment
 from reproduce.numbers.match import grouped
 from reproduce.numbers.metrics import outcome
 from reproduce.records.record import Result

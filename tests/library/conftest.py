@@ -2,10 +2,11 @@
 
 import pytest
 
+from benchmarks.simulated import Streams
 from torchgpipe.balance import profile
 from torchgpipe.plan.hardware import timing
 
-from .simulated import CLOCK, Clock, Streams
+from .simulated import CLOCK, Clock
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.simulated import Streams, working
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.plan.replay import Costs, Event, replay
@@ -24,7 +25,7 @@ from torchgpipe.tensors.checkpoint import MODES, Mode, checkpointed
 from ..behaviours.parts.layers import Do
 from .distributed.threads import GPUS, World, simulate_ranks
 from .layers import partitions
-from .simulated import Streams, backward_by_threads, working
+from .simulated import backward_by_threads
 
 # Seconds of a forward by micro-batch and partition. They are whole numbers, so that sums are exact.
 TIMES: dict[str, Callable[[int, int], int]] = {

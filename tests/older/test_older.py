@@ -1,4 +1,4 @@
-"""What revision 414bf55 wrote loads: pickled pipelines, states, saves, a record. Its seeds draw the same numbers."""
+"""What revision 414bf55 wrote loads: pickled pipelines and saves. Its seeds draw the same numbers."""
 
 import shutil
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from reproduce.records.record import load, save
 from torchgpipe.state.saves import Saves
 
 from .make import DATA, X, adam, drawn, piped
@@ -36,13 +35,6 @@ def test_a_pickled_pipeline(name: str, alone: None) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_a_state() -> None:
-    model, state = piped(), torch.load(DATA / "state.pt")
-    model.load_state_dict(state["model"])
-    adam(model).load_state_dict(state["optimizer"])
-    assert_close(model.eval()(X), RETURNED["pipeline"])
-
-
 def test_a_save(tmp_path: Path) -> None:
     folder = tmp_path / "saves"
     shutil.copytree(DATA / "saves", folder)
@@ -60,13 +52,3 @@ def test_a_save(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["graph", "workers"])
 def test_seeds_draw_the_same(engine: str) -> None:
     assert torch.equal(drawn(engine), RETURNED["drawn"][engine])
-
-
-def test_a_record(tmp_path: Path) -> None:
-    record = load(DATA / "record.json")
-    assert record.results
-    save(record, tmp_path / "record.json")
-    again = load(tmp_path / "record.json")
-    assert [each.status for each in again.results] == [each.status for each in record.results]
-    for new, old in zip(again.results, record.results, strict=True):
-        assert_close(new.samples, old.samples, rtol=1e-9, atol=0.0)  # they are written with ten digits

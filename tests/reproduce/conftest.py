@@ -8,7 +8,8 @@ import pytest
 import reproduce.machine.devices
 import reproduce.run.training
 from reproduce.cli.main import main
-from reproduce.experiments import EXPERIMENTS, Experiment
+from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments.row import Experiment
 from reproduce.tables.layout import WIDTH
 
 from ..start import python
@@ -18,7 +19,11 @@ from .tiny import CORES, PROFILE_SECONDS, TINY
 
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a made-up machine and terminal: the output is wrapped according to their names and width."""
+    """Use a made-up machine and terminal: the output is wrapped according to their names and width.
+
+    What others have of the machine is not known, and nothing else runs.
+    """
+    monkeypatch.setattr("reproduce.machine.load.PROC", Path("/nowhere"))
     monkeypatch.setattr("reproduce.run.recorder.machine", lambda: RUN.machine)
     monkeypatch.setenv("COLUMNS", str(WIDTH))
 

@@ -5,32 +5,25 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from reproduce.experiments import EXPERIMENTS, Row
+from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments.row import Row
 from reproduce.machine.description import Machine
 from reproduce.records.record import Record, Result, Run
 
 RUN = Run(
-    state="finished",
-    command=["python", "-m", "reproduce"],
-    seed=0,
-    started="2020-04-21T10:02:05Z",
-    ended=None,
-    device="cpu",
-    devices=2,
-    threads_per_device=1,
-    machine=Machine("Linux", "a CPU", 2, 2, 8 << 30),
-    versions={"torch": "2.11.0"},
-    git=None,
-    load=None,
-)
+    "finished", ["python", "-m", "reproduce"], seed=0, started="2020-04-21T10:02:05Z", ended=None, device="cpu",
+    devices=2, threads_per_device=1, machine=Machine("Linux", "a CPU", 2, 2, 8 << 30), versions={"torch": "2.11.0"},
+    git=None, load=None,
+)  # fmt: skip
 STEADY = (0.999, 1.001, 0.99, 1.01, 0.995, 1.005, 0.998, 1.002)
 
 
 def row(name: str, seconds: float | Sequence[float] | None = None, **changes: Any) -> Result:
-    """Make a measured row of eight steady steps of so many seconds, or of the steps given."""
+    """Make a measured row of eight steady steps of so many seconds, or of the steps given; `others` are of the load."""
     config = {"model": "AmoebaNet-D", "batch_size": 8, **changes.pop("config", {"row": name})}
     steps = [seconds * step for step in STEADY] if isinstance(seconds, float) else list(seconds or [])
     samples = {"step_time": steps, "round": [float(i) for i in range(len(steps))]} if steps else {}
+    samples |= {"others": changes.pop("others")} if "others" in changes else {}
     base = Result("e", name, "measured", "small", "cpu", config, samples=samples)
     return replace(base, **changes)
 
@@ -52,7 +45,7 @@ def ran(
         own = {k: v(row) if callable(v) else v for k, v in values.items()} if status == good else {}
         samples = {"step_time": steps, "round": [float(i) for i in range(len(steps))]} if steps else {}
         if emulated and steps:
-            samples |= dict.fromkeys(("here_time", "work_time", "wall_time"), steps)
+            samples |= dict.fromkeys(("here_time", "work_time"), steps)
         made.append(Result(
             name, row.name, status, scale, device, row.config(), row.over,  # type: ignore[arg-type]
             f"{EXPERIMENTS[name].table}/{row.published}" if row.published else None, f"needs {row.devices} devices",

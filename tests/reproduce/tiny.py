@@ -6,9 +6,17 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
 import reproduce.machine.devices
 import reproduce.run.training
-from reproduce.experiments import EXPERIMENTS, AccuracyScale, Experiment, Scale
+from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments.controls import controls
+from reproduce.experiments.recipe import AccuracyScale
+from reproduce.experiments.row import Experiment, Row, Scale
+from reproduce.models.built import MODELS, Model
 
 PROFILE_SECONDS = 0.05
 CORES = 2  # independent of this machine: tests are small, and two threads run anywhere
@@ -25,12 +33,8 @@ def tiny(experiment: Experiment, name: str) -> Experiment:
 
     def smaller(scale: Scale) -> Scale:
         rows = (row for row in scale.rows if row.name in KEPT or experiment.measures != "speed")
-        return replace(
-            scale,
-            rows=tuple(
-                replace(row, balance=None if row.balance is None else BALANCE, **SIZES[row.model]) for row in rows
-            ),
-        )
+        sized = (replace(row, balance=row.balance and BALANCE, **SIZES[row.model]) for row in rows)
+        return replace(scale, rows=tuple(sized))
 
     paper = experiment.scale("paper")
     small = replace(smaller(experiment.scale("small")), memory=0, warmup=0, steps=2)
@@ -41,17 +45,43 @@ def tiny_accuracy(experiment: Experiment, name: str) -> Experiment:
     """Return the experiment as `name`, with a scale `small` of two epochs of two steps."""
     small = experiment.scale("small")
     assert isinstance(small, AccuracyScale) and small.made is not None
-    rows = tuple(
-        replace(row, batch_size=16, recipe=replace(row.recipe, epochs=2, lr_decay_epochs=(1,)))
-        for row in small.rows
-        if row.name in ("plain", "GPipe n8m4")
-    )
+    plain, *_, pipeline = small.rows
+    recipe = replace(plain.recipe, epochs=2, lr_decay_epochs=(1,))
     made = {**small.made, "train_size": 32, "val_size": 16}
+    rows = tuple(replace(row, batch_size=16, recipe=recipe) for row in (plain, pipeline))
     scale = replace(small, rows=rows, made=made, memory=0, seeds=2)
     return replace(experiment, name=name, scales=(experiment.scale("paper"), scale))
 
 
+class Words(nn.Module):
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(num_classes, width), nn.Linear(width, num_classes)
+        self.block = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True)
+
+    def forward(self, words: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        return {"scores": self.head(self.block(self.words(words) * weights))}
+
+
+def sentence(shape: tuple[int, ...], classes: int, generator: Generator) -> tuple[dict[str, Tensor], Tensor]:
+    words = torch.randint(classes, (shape[0] + 1,), generator=generator)
+    return {"words": words[:-1], "weights": torch.rand(*shape, 1, generator=generator)}, words[1:]
+
+
+def next_word(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    return F.cross_entropy(output["scores"].flatten(0, 1), target.flatten())
+
+
+MODELS["words"] = Model(Words, ("width",), (5,), sentence)
+ROW = Row(model="words", size=(8,), input_shape=(5,), num_classes=11, batch_size=4, loss=next_word)
+ROWS = tuple(row for row in controls(ROW, 1, (2,), None) if row.devices < 4)
+SCALE = Scale(name="small", rows=ROWS, memory=0, cuda=False, steps=2)
+WORDS = Experiment(name="tiny-words", title="Words", measures="speed", scales=(SCALE,))
+
 TINY = {
+    "tiny-words": WORDS,
+    "tiny-words-memory": replace(WORDS, name="tiny-words-memory", measures="memory"),
+    "tiny-words-ablation": replace(WORDS, name="tiny-words-ablation", measures="ablation"),
     "tiny-speed": tiny(EXPERIMENTS["amoebanet-speed"], "tiny-speed"),
     "tiny-memory": tiny(EXPERIMENTS["amoebanet-memory"], "tiny-memory"),
     "tiny-ablation": tiny(EXPERIMENTS["unet-ablation"], "tiny-ablation"),

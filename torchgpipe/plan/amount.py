@@ -7,19 +7,19 @@ UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1
 
 
 def parse_amount(text: str | float) -> float:
-    """Return bytes from a number of them, or from text such as `24GiB`.
+    """Return bytes from a number of them, or from text with a unit, such as `24GiB`.
 
     Raises:
         ValueError: it is neither.
     """
-    units = {"": 1, **{unit.lower(): size for unit, size in UNITS.items()}}
+    units = {unit.lower(): size for unit, size in UNITS.items()}
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*)\s*", str(text))
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         nbytes = float(text)
     elif match is not None and match[2].lower() in units:
         nbytes = float(match[1]) * units[match[2].lower()]
     else:
-        raise ValueError(f"memory must be bytes, or text such as '24GiB' or '80GB', got {text!r}")
+        raise ValueError(f"memory must be bytes, or text with a unit such as '24GiB' or '80GB', got {text!r}")
     if not 0 < nbytes < float("inf"):
         raise ValueError(f"memory must be more than nothing, got {text!r}")
     return nbytes

@@ -224,7 +224,7 @@ def plan(
     candidates = sorted((each.best for each in found.values() if each.best is not None), key=lambda c: c.seconds)
     bound = min(each.bound for each in found.values())
     beside = [data_parallel(predictor, batch_size, n, state) for n in found]
-    words = reason(predictor, found, tensors)
+    words = reason(predictor, found, tensors, beside)
     return Plan(candidates, bound, each, tensors, node, source, found, beside, words, module)
 
 

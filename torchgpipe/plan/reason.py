@@ -1,10 +1,11 @@
 """Say in words what holds a plan back, and what would help."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Predictor
+from torchgpipe.plan.search.beside import DataParallel
 from torchgpipe.plan.search.search import Found
 from torchgpipe.plan.search.trial import Candidate
 
@@ -12,14 +13,25 @@ MUCH = 0.1
 """The least share of time that is worth a sentence."""
 
 
-def reason(predictor: Predictor, found: Mapping[int, Found], memory: float) -> str:
-    """Return a sentence or two on the fastest setup: what the bubble takes, what more samples or memory would do."""
+def reason(predictor: Predictor, found: Mapping[int, Found], memory: float, beside: Sequence[DataParallel] = ()) -> str:
+    """Return a sentence or two on the fastest setup: what the bubble takes, what more samples or memory would do.
+
+    The last one is on data parallel training, where that has room and is faster.
+    """
     best = min((each.best for each in found.values() if each.best is not None), key=lambda x: x.seconds)
     n = len(best.setup.balance)
     sentences = [_bubble(predictor, best, found, memory)]
     if best.seconds > found[n].unlimited * (1 + MUCH):
         faster = best.seconds / found[n].unlimited - 1
         sentences.append(f"Memory is in the way: with enough of it, n = {n} would be {faster:.0%} faster.")
+    faster_ways = [each for each in beside if each.peak <= memory and each.seconds * 1.005 < best.seconds]
+    if faster_ways:
+        other = min(faster_ways, key=lambda each: each.seconds)
+        gain = best.seconds / other.seconds - 1
+        sentences.append(
+            f"Data parallel training on {other.devices} devices has room, and is {gain:.0%} faster: take "
+            "DistributedDataParallel in place of a pipeline."
+        )
     return " ".join(filter(None, sentences))
 
 
@@ -29,7 +41,7 @@ def _bubble(predictor: Predictor, best: Candidate, found: Mapping[int, Found], m
     if len(found) == 1:
         return f"The bubble takes {best.bubble:.0%}." if n > 1 else ""
     if n == 1:
-        return "One device is the fastest: what a second one saves, it loses to the bubble and to copies."
+        return "Of pipelines, one device is the fastest: what a second one saves, it loses to the bubble and to copies."
     more = replace(setup, batch_size=2 * setup.batch_size, chunks=2 * len(setup.sizes))
     text = f"At n = {n} the bubble takes {best.bubble:.0%}"
     if max(device.peak for device in setup_memory(predictor.counts, more)) > memory:

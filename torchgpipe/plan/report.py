@@ -14,7 +14,12 @@ INDENT = " " * 12
 
 def duration(seconds: float) -> str:
     """Return `1.23 s`, or milliseconds below one second."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{figure(seconds, 3)} s" if seconds >= 1 else f"{figure(seconds * 1e3, 3)} ms"
+
+
+def figure(value: float, digits: int = 4) -> str:
+    """Return a number with so many significant digits, or from a thousand as an integer: 12.34, 10,540."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.{digits}g}"
 
 
 def balance_text(balance: Sequence[int], width: int = WIDTH) -> str:
@@ -31,7 +36,7 @@ def describe_setup(best: Candidate, bound: float, memory: float, room: float, so
         f"balance     {balance_text(setup.balance, WIDTH - 12)}",
         f"chunks      {len(setup.sizes)}, each a micro-batch of {setup.sizes[0]}",
         f"checkpoint  {setup.checkpoint}",
-        f"step        {duration(best.seconds)} predicted, {setup.batch_size / best.seconds:.4g} samples/s",
+        f"step        {duration(best.seconds)} predicted, {figure(setup.batch_size / best.seconds)} samples/s",
         f"{INDENT}no balance, chunks or checkpoint can be "
         + (f"more than {gap:.1%} faster" if gap >= 0.0005 else "faster"),
         f"bubble      {best.bubble:.1%} of the devices' time",
@@ -68,10 +73,10 @@ def describe_numbers(
         if candidate is not None:
             setup = candidate.setup
             cells = (
-                f"{batch_size / candidate.seconds:>9.4g}{len(setup.sizes):>8}{setup.checkpoint:>13}"
+                f"{figure(batch_size / candidate.seconds):>9}{len(setup.sizes):>8}{setup.checkpoint:>13}"
                 f"{candidate.peak / GiB:>7.2f}{candidate.bubble:>8.1%}"
             )
-        rate = f"{batch_size / other.seconds:.4g}" if other.peak <= room else "no room"
+        rate = figure(batch_size / other.seconds) if other.peak <= room else "no room"
         lines.append(f"{n:>7}  {cells:<45}  |{rate:>14}{other.peak / GiB:>7.2f}")
     lines += textwrap.wrap(
         "(GiB of the fullest device. Data parallel: the whole model and a share of the batch on each device, nothing "

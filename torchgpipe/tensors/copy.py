@@ -116,9 +116,9 @@ class CopyPath:
         sender, device = self._ends[back], self.source if back else self.target
         here, there = (self._inbound, self._outbound) if back else (self._outbound, self._inbound)
         departure.hold(here, tensors)
-        to_device = device.type == "cuda"
+        ahead = self.streams[not back] is not None
         with observed(self._observer, "copy", i, sender):
-            moved = tuple([None if x is None else carrying(x.to(device, non_blocking=to_device), x) for x in tensors])
+            moved = tuple([None if x is None else carrying(x.to(device, non_blocking=ahead), x) for x in tensors])
         arrival.expect(there)
         return moved
 

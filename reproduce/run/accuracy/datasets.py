@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reproduce.error import USAGE, Error
-from reproduce.experiments import AccuracyScale
+from reproduce.error import Error
+from reproduce.experiments.recipe import AccuracyScale
 from reproduce.models.resnet import import_torchvision
 
 Batch = tuple[Tensor, Tensor]  # images (N, 3, H, W) and classes (N,), on the CPU
@@ -34,21 +34,16 @@ class AccuracyNeeds(NamedTuple):
 
 
 def prepare(name: str, scale: AccuracyScale, folder: Path | None, seed: int, seeds: int | None) -> AccuracyNeeds:
-    """Find the experiment's data in `folder`, or generate them from the seed if the scale says how.
-
-    Raises:
-        Error: the data are missing or invalid, or `folder` is given although they are generated.
-    """
+    """Find the experiment's data in `folder`, or generate them if the scale says how; raise `Error` if they are bad."""
     trained = range(seed, seed + (seeds or scale.seeds))
     if scale.made is not None:
         if folder is not None:
-            raise Error(f"--data {folder}: scale {scale.name} makes its own data; leave --data out", USAGE)
+            raise Error(f"--data {folder}: scale {scale.name} makes its own data; leave --data out")
         return AccuracyNeeds(Gratings(**scale.made, seed=seed), trained)
     if folder is None:
         raise Error(
             f"{name} at scale {scale.name} trains on ImageNet: name its folder by --data DIR, "
-            f"which must have {LAYOUT}; or use --scale small",
-            USAGE,
+            f"which must have {LAYOUT}; or use --scale small"
         )
     row = scale.rows[0]
     return AccuracyNeeds(ImageNet(folder, row.num_classes, dict(row.data)["dataloader_workers"]), trained)
@@ -84,10 +79,7 @@ class Gratings:
         return images + noise * torch.randn(images.shape, generator=generator), labels
 
     def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
-        """Yield one epoch's mini-batches, shuffled and randomly cropped.
-
-        All have the same size: an incomplete last one is dropped.
-        """
+        """Yield one epoch's mini-batches of equal size, shuffled and randomly cropped; an incomplete one is dropped."""
         generator = torch.Generator().manual_seed(seed * MOST_EPOCHS + epoch)
         images, labels = self.train
         order = torch.randperm(self.train_size, generator=generator)
@@ -111,9 +103,7 @@ class ImageNet:
 
     Training images are cropped at random to 224 x 224 (8 to 100 % of the area) and flipped at random; validation images
     are resized to 256 and cropped in the middle, as published.
-
-    Raises:
-        Error: there is no such folder, it has another layout, or torchvision is missing; in one line.
+    If there is no such folder, it has another layout, or torchvision is missing, it raises `Error`.
     """
 
     def __init__(self, folder: Path, classes: int, workers: int) -> None:
@@ -126,7 +116,7 @@ class ImageNet:
         self.val = find_images(folder, "val", classes, transforms.Compose([*val, *normalize]))
         self.train_size, self.val_size = len(self.train), len(self.val)
         if missing := sorted({*self.train.classes} - {*self.val.classes}):
-            raise Error(f"--data {folder}: val/ has no folder {missing[0]}, and train/ has; put it there", USAGE)
+            raise Error(f"--data {folder}: val/ has no folder {missing[0]}, and train/ has; put it there")
 
     def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
         """Yield one epoch's mini-batches, as `Gratings` does."""
@@ -167,7 +157,7 @@ def find_images(folder: Path, part: str, classes: int, transform: Any) -> Any:
         problem = f"has {len(found.classes)} folders of classes, not {classes}"
     except OSError as error:
         problem = f"cannot be used ({error.strerror or str(error).partition('. Supported')[0]})"
-    raise Error(f"--data {folder}: {part}/ {problem}; put ImageNet there as {LAYOUT}", USAGE)
+    raise Error(f"--data {folder}: {part}/ {problem}; put ImageNet there as {LAYOUT}")
 
 
 def load_image(path: str) -> Any:

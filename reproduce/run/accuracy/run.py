@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reproduce.error import Error
-from reproduce.experiments import AccuracyRow
+from reproduce.experiments.recipe import AccuracyRow
 from reproduce.machine.devices import Devices
 from reproduce.records.record import write_atomically
 from reproduce.run.accuracy.datasets import AccuracyNeeds, Batch
@@ -34,6 +34,7 @@ def plan_accuracy(session: Session) -> None:
     """Tell the progress display how many training steps to expect. Evaluation takes little time in comparison."""
     seeds = len(_needs(session).seeds)
     for row in cast("list[AccuracyRow]", session.scale.rows):
+        session.recorder.put(session.result(row, status="interrupted"))
         session.progress.plan(session.job(row.name), seeds * row.recipe.epochs * _steps(session, row), row.work())
 
 
@@ -42,7 +43,7 @@ def run_accuracy(session: Session) -> Iterator[tuple[str, bool]]:
 
     At the end, yield the name of their only group, "", and True.
     """
-    rows = cast("list[AccuracyRow]", session.put_not_run())
+    rows = cast("list[AccuracyRow]", session.scale.rows)
     ended: dict[str, str] = {}  # rows that have failed, and their status
     paths = []
     for seed, row in itertools.product(_needs(session).seeds, rows):
@@ -70,7 +71,7 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
     done: list[Epoch] = saved["epochs"] if saved else []
     if saved:
         session.progress.say(f"{row.name}, seed {seed}: goes on after epoch {len(done)} of {epochs}, in\n{path}")
-        session.progress.skip(session.job(row.name), len(done) * steps)
+        session.progress.finish(session.job(row.name), len(done) * steps)
         _put(session, row, done)
     session.start(f"{row.name}, building")
     training = AccuracyTraining(row, session.devices, seed, steps)
@@ -165,11 +166,10 @@ class AccuracyTraining:
     """Train a row's model on its devices. Rows with the same seed start from the same parameters."""
 
     def __init__(self, row: AccuracyRow, devices: Devices, seed: int, steps_per_epoch: int) -> None:
-        """Build everything."""
         torch.manual_seed(seed)
         self.row, self.steps_per_epoch, self.steps = row, steps_per_epoch, 0
         self.devices = devices.first(row.devices)
-        self.layers = on_devices(row, row.build(), self.devices)  # its state dict has no prefix of DataParallel
+        self.layers = on_devices(row, row.sized.layers(), self.devices)  # its state dict has no prefix of DataParallel
         shared = row.partitions is None and row.gpus > 1
         self.model = nn.DataParallel(self.layers, self.devices) if shared else self.layers
         self.optimizer = make_optimizer(row, self.model, lr=self.learning_rate)
@@ -192,10 +192,7 @@ class AccuracyTraining:
 
     @torch.no_grad()
     def top1_error(self, batches: Iterable[Batch]) -> float:
-        """Return the top-1 error in %.
-
-        Shapes: batches of (N, 3, H, W) and (N,).
-        """
+        """Return the top-1 error in % over batches of images (N, 3, H, W) and classes (N,)."""
         wrong = total = 0
         self.model.eval()
         for images, labels in batches:

@@ -16,22 +16,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from reproduce.error import Error
-from reproduce.experiments import Row
-from reproduce.experiments.row import COMPONENTS
+from reproduce.experiments.row import COMPONENTS, Row
 from reproduce.machine.devices import Devices
-from reproduce.models import MODELS
-from reproduce.records.record import Engine
+from reproduce.models.built import SizedModel
+from reproduce.records.record import SCHEDULES, Engine
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.skip.layout import skip_layout
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
+from torchgpipe.tensors.microbatch import tensors_of
+from torchgpipe.trace.layer import flat
 
 FEW = "it needs at least as many micro-batches as partitions"  # Schedule1F1B
 FIRST = 2  # steps to compare: one before and one after an update; later, rounding errors add up
 ROUNDING = 1e-4  # relative tolerance: processes round a convolution's gradient differently
-SCHEDULES: tuple[Engine, ...] = ("ScheduleGPipe", "Schedule1F1B")
-OFFERED: dict[str, tuple[Engine, ...]] = {"threads": ("threads",), "ranks": ("ranks",), "torch": SCHEDULES}
-"""The choices of the option --engine, and the engines that each means."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +42,9 @@ class Work:
     layers: nn.Sequential
     balance: Sequence[int]
     chunks: int
-    input: Tensor | None
-    target: Tensor
-    loss: Callable[[Tensor, Tensor], Tensor]
+    input: Any
+    target: Any
+    loss: Callable[[Any, Any], Tensor]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     checkpoint: Mode = "never"
     deferred_batch_norm: bool = False
@@ -55,9 +53,7 @@ class Work:
 class Trainer:
     """Train some work on an engine, a step at a time. With an engine of processes, each process makes a `Trainer`.
 
-    Attributes:
-        steps: number of steps done.
-        pipeline: the pipeline, whose timeline can be recorded; `None` for PyTorch's schedules.
+    `steps` were done so far. `pipeline` is what a timeline can be recorded of; `None` for PyTorch's schedules.
     """
 
     def __init__(self, engine: Engine, work: Work) -> None:
@@ -107,7 +103,7 @@ def _scheduled(engine: Engine, work: Work) -> Made:
     first, end = [*pairwise([0, *accumulate(work.balance)])][rank]
     part, recomputed = work.layers[first:end], checkpointed(work.checkpoint, work.chunks)
     made = schedule(engine, part, chunks=work.chunks, checkpointed=recomputed, loss=work.loss)
-    inputs = [work.input] if rank == 0 else []
+    inputs = [*tensors_of(flat(work.layers, work.input))] if rank == 0 else []
     losses: list[Tensor] = []
     more = {"target": work.target, "losses": losses} if rank + 1 == n else {}
 
@@ -123,10 +119,9 @@ def _scheduled(engine: Engine, work: Work) -> Made:
 
 
 def check_same(losses: Sequence[float | None], others: Sequence[float | None], what: str) -> None:
-    """Check that the same work has the same losses on two engines, in the first steps that both have done.
+    """Raise `Error` if losses on two engines differ by more than rounding, in the first steps that both have done.
 
-    Raises:
-        Error: they differ by more than rounding, so the engines do different work and times are not comparable.
+    Then the engines do different work, and their times are not comparable.
     """
     count = min(len(losses), len(others), FIRST)
     ours, theirs = (torch.tensor(each[:count], dtype=torch.float64) for each in (losses, others))
@@ -136,28 +131,21 @@ def check_same(losses: Sequence[float | None], others: Sequence[float | None], w
 
 def why_not(engine: Engine, row: Row, devices: Devices) -> str | None:
     """Return why an engine cannot run a row; `None` if it can."""
-    if engine == "threads":
-        return None
-    if row.partitions is None:
-        return "there is no pipeline"
-    if row.partitions == 1:
-        return "there is one partition only"
-    if devices.kind != "cpu":
-        return "processes are measured on CPUs only"
-    if row.components != COMPONENTS:
-        return "only GPipe can do without a component"
-    if engine == "ranks":
-        return None
-    if row.deferred_batch_norm:
-        return "PyTorch's schedules know no deferred batch norm"
-    if row.batch_size % (row.chunks or 1):
-        return "PyTorch's schedules need micro-batches of equal size"
-    if engine == "Schedule1F1B" and (row.chunks or 1) < row.partitions:
-        return FEW
-    return "PyTorch's schedules know no skips" if _has_skips(row.model, row.size) else None
+    partitions, chunks, theirs = row.partitions or 0, row.chunks or 1, engine in SCHEDULES
+    against = {
+        "there is no pipeline": row.partitions is None,
+        "there is one partition only": partitions == 1,
+        "processes are measured on CPUs only": devices.kind != "cpu",
+        "only GPipe can do without a component": row.components != COMPONENTS,
+        "PyTorch's schedules know no deferred batch norm": theirs and row.deferred_batch_norm,
+        "PyTorch's schedules need micro-batches of equal size": theirs and row.batch_size % chunks,
+        FEW: engine == "Schedule1F1B" and chunks < partitions,
+        "PyTorch's schedules know no skips": theirs and partitions > 1 and _has_skips(row.sized),
+    }
+    return None if engine == "threads" else next((reason for reason, holds in against.items() if holds), None)
 
 
 @functools.cache
-def _has_skips(model: str, sizes: tuple[int, ...]) -> bool:
+def _has_skips(model: SizedModel) -> bool:
     with torch.device("meta"):
-        return bool(skip_layout(MODELS[model].build(*sizes)))
+        return bool(skip_layout(model.layers()))

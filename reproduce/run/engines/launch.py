@@ -18,11 +18,7 @@ class Launched:
     """`count` processes, each of which calls `run(k, link, *arguments)` with its number and its link, and then ends.
 
     `method` is multiprocessing's start method: `spawn` starts a new Python, `forkserver` forks a server process that
-    has imported some modules, and `fork` forks this process. `close()` ends all of them.
-
-    Attributes:
-        links: the connections to them.
-        processes: the processes.
+    has imported some modules, and `fork` forks this process. `links` are the connections. `close()` ends all of them.
     """
 
     def __init__(self, method: str, count: int, run: Callable[..., None], *arguments: Any, daemon: bool = True) -> None:

@@ -99,7 +99,7 @@ scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 normed = between(lambda: nn.BatchNorm1d(6))
 dropped = between(nn.Dropout, lambda: nn.Linear(6, 6), nn.Dropout)
 NORMED = "Running statistics are what evaluation uses."
-RAISES = "Every rank raises, the failing one the layer's own error; none hangs or is killed."
+RAISES = "Every rank raises, and none hangs or is killed."
 T = Training
 
 ROWS = [

@@ -10,6 +10,7 @@ import pytest
 import benchmarks.gates.counts
 import torchgpipe.engine.relay
 from benchmarks.gates.counts import ADVICE, CONFIGURATIONS, FILE, Counts, count, differences, main
+from reproduce.error import Error
 from torchgpipe.task.task_graph import TaskGraph
 
 relay: Any = torchgpipe.engine.relay
@@ -58,7 +59,7 @@ def test_update_then_compare(file: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_broken_file_is_refused_in_one_line(content: str | None, file: Path) -> None:
     if content is not None:
         file.write_text(content)
-    with pytest.raises(SystemExit, match=f"^counts: {file}.*; write it by python -m benchmarks.gates.counts --update$"):
+    with pytest.raises(Error, match=f"^counts: {file}.*; write it by python -m benchmarks.gates.counts --update$"):
         main([])
 
 

@@ -45,6 +45,18 @@ def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert said in capsys.readouterr().out and f"- graph, HEAD: {cases[16]['graph'].reason}" in said
 
 
+OLD = "from torch import nn\nGPipe = lambda layers, balance, **_: nn.Sequential(*layers)\n"
+
+
+def test_a_version_that_has_little_but_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (package := tmp_path / "torchgpipe").mkdir()
+    (package / "__init__.py").write_text(OLD)
+    (package / "__version__.py").write_text("__version__ = '0.0.1'")
+    (package / "trace.py").touch()  # it has none of this library's packages
+    main(f"--partitions 1 --chunks 1 --checkpoint never --rounds 1 --steps 2 --against {tmp_path}".split())
+    assert "0.0.1" in (said := capsys.readouterr().out) and "Error" not in said
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [("--against nowhere", "nowhere: no such git revision here; name a commit, a branch or a tag, or a folder with"),

@@ -1,13 +1,12 @@
-"""The workers engine: partitions really run in parallel, forward and backward, and recompute in time.
+"""The workers engine: its threads, and that no task comes before there is a use for it.
 
-Errors are tested in tests/failures, the end of threads in tests/library/test_leaks.py, and forked processes in
-tests/behaviours/rows/tools.py.
+That tasks run at once, as early as they may, is tested in tests/benchmarks/gates/test_meeting.py, errors in
+tests/failures, the end of threads in tests/library/test_leaks.py, forked processes in tests/behaviours/rows/tools.py.
 """
 
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
@@ -17,7 +16,6 @@ import pytest
 import torch
 
 from torchgpipe import GPipe
-from torchgpipe.engine.schedule import clock_cycles
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.observe import Task
 
@@ -38,36 +36,6 @@ def step(model: GPipe, observer: Callable[[Task], AbstractContextManager[object]
     """Run a mini-batch of one sample for each micro-batch, with an observer that may return a context."""
     model.observer = lambda task: observer(task) or nullcontext()
     model(torch.ones(model.chunks, 2)).sum().backward()
-
-
-@pytest.mark.parametrize("m, n", [(2, 2), (4, 2), (2, 4), (4, 3), (5, 4)])
-def test_every_clock_cycle_runs_at_once(m: int, n: int, checkpoint: str) -> None:
-    """Each task waits for all others of its cycle, in forward and in backward."""
-    tasks = [len(cycle) for cycle in clock_cycles(m, n)]
-    cycles = {direction: [threading.Barrier(parties) for parties in tasks] for direction in ("forward", "backward")}
-    met: list[str] = []
-
-    def meet(task: Task) -> None:
-        if task.kind != "recompute":
-            cycles[task.kind][task.micro_batch + task.partition].wait(WAIT)
-            met.append(task.kind)
-
-    step(pipeline(n, chunks=m, checkpoint=checkpoint), meet)
-    assert Counter(met) == {"forward": m * n, "backward": m * n}
-
-
-def test_recomputation_starts_before_its_gradient_arrives() -> None:
-    """Partition 0 recomputes while partition 1 is still in the backward that the gradient comes from."""
-    barrier = threading.Barrier(2)
-    met: list[Task] = []
-
-    def meet(task: Task) -> None:
-        if task in (("recompute", 1, 0), ("backward", 1, 1)):
-            barrier.wait(WAIT)
-            met.append(task)
-
-    step(pipeline(2, chunks=2, checkpoint="always"), meet)
-    assert len(met) == 2
 
 
 @pytest.mark.parametrize("chunks, n, workers", [(3, 3, 2), (1, 3, 0), (4, 1, 0)])

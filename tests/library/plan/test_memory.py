@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe.partitioned
-from reproduce.models import unet
+from reproduce.models.built import unet
 from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
 from torchgpipe import GPipe
 from torchgpipe.plan.count.count import Counts, count

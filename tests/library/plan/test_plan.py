@@ -45,6 +45,14 @@ def test_leaves_headroom_to_the_allocator(node: Hardware, headroom: float | None
     assert ("left to the allocator" in str(found)) == (found.room < found.memory)
 
 
+@pytest.mark.parametrize(("memory", "better"), [("8MiB", False), ("64MiB", True)])
+def test_the_last_sentence_is_as_the_table_says(memory: str, better: bool) -> None:
+    arguments: dict[str, Any] = {"batch_size": 1024, "devices": 2, "optimizer": "adam", "chunks": 8}
+    table, words = str(plan(model(), X, hardware=NODE, memory=memory, **arguments)).split("\n\n")[-2:]
+    ours, theirs = (float(table.splitlines()[2].split()[i].replace(",", "")) for i in (1, 7)) if better else (1, 0)
+    assert (f"2 devices has room, and is {theirs / ours - 1:.0%} faster" in " ".join(words.split())) == better
+
+
 def test_describes_a_pipeline_and_itself() -> None:
     layers = model()
     found = plan(layers, X, batch_size=64, devices=2, memory="1GiB", hardware="h100x8", optimizer="adam")
@@ -90,9 +98,10 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(monkeypatch: pyt
         ({"memory": "4MiB", "devices": 1, "optimizer": "adam"}, Impossible, "what its step makes need 4.2 MiB"),
         ({"memory": "400KiB", "devices": 8, "batch_size": 8}, Impossible, r"layer 4 \(4\) alone needs .* of 400.0 KiB"),
         ({**ASKED, "devices": 1, "batch_size": 3000}, Impossible, "what was .*=1 .*'never'.*=3000 .*'always' needs"),
+        ({"memory": "lots"}, ValueError, "text with a unit such as '24GiB'"),
+        ({"memory": "24"}, ValueError, "text with a unit such as '24GiB'"),
         ({"hardware": "here", "sample": X.to("meta")}, ValueError, "nothing takes time .* such as hardware='h100x8'"),
         ({"hardware": "here", "module": FULL}, ValueError, "layer 1 .* on cpu with 2 samples, .* no memory: give a"),
-        ({"memory": "lots"}, ValueError, "text such as '24GiB'"),
         ({"hardware": "h100"}, ValueError, "no hardware is called 'h100'; there are a100x8"),
         ({"headroom": -0.1}, ValueError, "headroom must be a share of the tensors' bytes, from 0 on"),
         ({"headroom": "15%"}, ValueError, "such as 0.15 for 15 %; got '15%'"),
@@ -118,7 +127,7 @@ def test_refuses_in_one_line(change: dict[str, Any], error: type[Exception], mes
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("24GiB", 24 * 2**30), ("80 GB", 80e9), ("1.5mib", 1.5 * 2**20), (1024, 1024), ("7", 7)]
+    ("text", "nbytes"), [("24GiB", 24 * 2**30), ("80 GB", 80e9), ("1.5mib", 1.5 * 2**20), (1024, 1024), ("7B", 7)]
 )
 def test_amounts(text: str | float, nbytes: float) -> None:
     assert parse_amount(text) == nbytes

@@ -12,15 +12,20 @@ import pytest
 from msgspec.structs import replace
 
 import reproduce.__main__ as program
-from reproduce.cli.main import COMMANDS
-from reproduce.cli.run import INTERRUPTED
+from reproduce.cli.main import COMMANDS, main
+from reproduce.cli.predict import HEADROOM, OPTIMIZERS
+from reproduce.cli.shared import HARDWARE, HERE
+from reproduce.error import INTERRUPTED, missing
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import ROOT
-from reproduce.machine.devices import Devices
+from reproduce.machine.devices import GPU_DRIVERS, Devices
 from reproduce.records.places import RESULTS
 from reproduce.records.record import save
 from reproduce.report.page import TITLE
 from reproduce.tables.layout import WIDTH
+from torchgpipe.plan import hardware_names, planner
+from torchgpipe.plan.count import optimizer
+from torchgpipe.plan.hardware import headroom
 
 from ..made import record, row
 
@@ -29,9 +34,7 @@ PATIENCE = 300  # seconds; only a hang takes as long
 
 
 @pytest.mark.parametrize("arguments", [[], *([command.name, "--help"] for command in COMMANDS)])
-def test_help_fits_a_screen_and_ends_with_two_examples(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, command: Any
-) -> None:
+def test_help_fits_a_screen_and_ends_with_two_examples(arguments: list[str], monkeypatch: Any, command: Any) -> None:
     lines = command(*arguments)[0].splitlines()
     commands = {command.name: command for command in COMMANDS}
     many_options = arguments and len(commands[arguments[0]].params) > 8
@@ -56,7 +59,6 @@ def test_the_list_is_one_screen(devices: Devices, monkeypatch: pytest.MonkeyPatc
 
 
 RUN_HERE = {"state": "finished", "command": ["run"], "started": "2020-04-21T10:00:00Z", "ended": "2020-04-21T10:07:00Z"}
-
 LATER = {"started": "2020-04-21T10:02:00Z"}
 
 
@@ -65,7 +67,7 @@ LATER = {"started": "2020-04-21T10:02:00Z"}
     [
         ([], "?"),
         ([{}], "7"),
-        ([{}, {"started": "2020-04-21T10:02:00Z"}], "5"),  # the newer one
+        ([{}, LATER], "5"),  # the newer one
         ([{}, {**LATER, "command": ["run", "--row", "n2m1"]}, {**LATER, "state": "interrupted"}], "7"),
         ([{"folder": "measured"}], "(7)"),
         ([{}, {**LATER, "folder": "measured"}], "7"),
@@ -111,8 +113,10 @@ def test_the_report_is_written_where_told(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     Path("paper").mkdir()
     shutil.copy(RESULTS / "paper" / "tg-unet-speed.json", "paper")
+    Path("paper/broken.json").write_text("{}")
+    skipped = 'skipped: paper/broken.json: not a record (its "format" is not "torchgpipe-reproduce")\n'
     for options, name in (([], "report.html"), (["--out", "other.html"], "other.html")):
-        assert command("report", "--results", ".", *options) == (f"written: {name}\n", "")
+        assert command("report", "--results", ".", *options) == (f"written: {name}\n", skipped)
         assert f"<title>{TITLE}</title>" in Path(name).read_text() and ">88.5<" in Path(name).read_text()
     assert sorted(os.listdir()) == ["other.html", "paper", "report.html"]
 
@@ -120,7 +124,7 @@ def test_the_report_is_written_where_told(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_reader_who_leaves_early_sees_no_traceback(start: Callable[..., Any]) -> None:
     process = start("-u", "-m", "reproduce", "list", "--on", "cpu")
     process.stdout.close()
-    assert process.wait(timeout=PATIENCE) == 1
+    assert process.wait(timeout=PATIENCE) == 2
     assert process.stderr.read() == ""
     process.stderr.close()
 
@@ -128,50 +132,72 @@ def test_a_reader_who_leaves_early_sees_no_traceback(start: Callable[..., Any]) 
 PAPER = "results/paper"
 ABSENT = "raise ModuleNotFoundError('No module', name={!r})"
 LIBRARY = "raise OSError('libcudart.so.12: cannot open\\nshared object')"
+# Ctrl-C must end the program even during an import that swallows the interrupt, as PyTorch's does.
+SWALLOWED = "import os\ntry:\n    os.kill(os.getpid(), 2)\n    [0] * 9\nexcept BaseException:\n    pass"
 
 
 @pytest.mark.parametrize(
     ("command", "module", "statement", "said"),
     [
-        ("list", "torch", LIBRARY, "torch is broken (libcudart.so.12"),
-        ("list", "torch", "import no_such_module", "torch is broken (No module named 'no_such_module')"),
-        *(("list", name, ABSENT.format(name), f"{name} is not installed")
-          for name in ("torch", "click", "msgspec", "tabulate", "tqdm")),
+        ("show x", "torch", SWALLOWED, "interrupted"),
+        ("show x", "torch", LIBRARY, "torch is broken (libcudart.so.12"),
+        ("plan unet", "torch", "import no_such_module", "torch is broken (No module named 'no_such_module')"),
+        *((command, name, ABSENT.format(name), f"{name} is not installed")
+          for command, name in (("show x", "torch"), *(("list", x) for x in ("click", "msgspec", "tabulate", "tqdm")))),
         *(pytest.param(command, name, ABSENT.format(name), f"{name} is not installed: run 'make setup', or 'pip insta",
                        marks=pytest.mark.slow)
           for command, name in ((f"compare {PAPER} {PAPER}", "scipy"), ("report", "matplotlib"), ("report", "jinja2"))),
     ],
 )  # fmt: skip
-def test_a_missing_package_is_one_line(
+def test_an_import_that_ends_the_program_is_one_line(
     command: str, module: str, statement: str, said: str, start: Callable[..., Any], broken_modules: Callable[..., Path]
 ) -> None:
-    packages = {module: statement} if command != "list" else {"torch": "__version__ = '2.11.0'", module: statement}
-    process = start("-m", "reproduce", *command.split(), first=broken_modules(**packages))
+    process = start("-m", "reproduce", *command.split(), first=broken_modules(**{module: statement}))
     out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (1, "")
+    assert (process.returncode, out) == (INTERRUPTED if statement == SWALLOWED else 2, "")
     assert err.startswith(f"reproduce: {said}") and err.count("\n") == 1
+
+
+FAST = ["--help", *(f"{x.name} --help" for x in COMMANDS), "--version", "list", "run --wrong", "plan x --devices 0"]
+WITHOUT = """import sys; from reproduce.cli.main import main
+for words in sys.argv[1:]: main(words.split())
+print('torch' in sys.modules)"""
+
+
+def test_no_torch_where_nothing_is_run(start: Callable[..., Any]) -> None:
+    """It takes seconds. So options repeat what the planner knows."""
+    out, err = start("-c", WITHOUT, *FAST).communicate(timeout=PATIENCE)
+    assert out.endswith("\nFalse\n") or GPU_DRIVERS[0].exists(), err
+    assert (planner.HERE, hardware_names(), tuple(optimizer.OPTIMIZERS)) == (HERE, HARDWARE, OPTIMIZERS)
+    assert HEADROOM == headroom.HEADROOM
+
+
+def test_a_shell_completes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"_REPRODUCE_COMPLETE": "bash_complete", "COMP_WORDS": "reproduce run unet-sp", "COMP_CWORD": "2"}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out == "plain,unet-speed\n"
 
 
 @pytest.mark.parametrize(("version", "old"), [("2.10.1+cpu", True), ("2.11.0", False), ("3.0.0a0+git1", False)])
 def test_a_version_of_pytorch(version: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.__version__", version)
-    assert program.missing() == (f"torch {version} is too old: install torch 2.11 or newer" if old else None)
+    assert missing("torch") == (f"torch {version} is too old: install torch 2.11 or newer" if old else None)
 
 
-def test_ctrl_c_while_pytorch_is_imported(start: Callable[..., Any], broken_modules: Callable[..., Path]) -> None:
-    """Ctrl-C must end the program even during an import that swallows the interrupt, as PyTorch's does."""
-    swallow = "import os\ntry:\n    os.kill(os.getpid(), 2)\n    [0] * 9\nexcept BaseException:\n    pass"
-    process = start("-m", "reproduce", "list", first=broken_modules(torch=swallow))
-    out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out, err) == (INTERRUPTED, "", "reproduce: interrupted\n")
+def test_a_bug_does_not_say_worse(start: Callable[..., Any], broken_modules: Callable[..., Path]) -> None:
+    process = start("-m", "reproduce", "show", "x", first=broken_modules(torch="raise ValueError('a bug')"))
+    assert process.communicate(timeout=PATIENCE)[1].endswith("ValueError: a bug\n") and process.returncode == 2
 
 
 @pytest.mark.parametrize(("command", "started_over"), [("run", 1), ("list", 0)])
 def test_a_run_keeps_freed_memory(command: str, started_over: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(program, "keep_freed_memory", lambda: calls.append(1))
-    monkeypatch.setattr(program, "missing", lambda: "stop here")
+    monkeypatch.setattr(program, "missing", lambda *_: "stop here")
     monkeypatch.setattr(program, "signal", SimpleNamespace(SIGINT=2, signal=lambda *arguments: None))
     monkeypatch.setattr(sys, "argv", ["reproduce", command])
-    assert program.main() == 1
+    assert program.main() == 2
     assert len(calls) == started_over

@@ -29,11 +29,12 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def keep(**changes: Any) -> tuple[Record, Run]:
     """Save a publishable run in runs/, with the given changes."""
-    record = load(max(MEASURED.glob("resnet101-speed-small-*.json")))
+    record, stolen = load(max(MEASURED.glob("resnet101-speed-small-*.json"))), changes.pop("stolen", 0.0)
     assert record.run is not None
     machine = replace(record.run.machine, cpu="A fast(R) CPU R-5000 @ 3.0GHz", gpus=changes.pop("gpus", []))
     run = replace(record.run, **{"machine": machine, "git": GIT, "started": "2020-04-21T10:02:05Z", **changes})
-    record = replace(record, run=run)
+    results = [replace(each, samples={**each.samples, "stolen": [stolen]}) for each in record.results]
+    record = replace(record, run=run, results=results)
     save(record, Path("runs/mine.json"))
     return record, run
 
@@ -47,7 +48,7 @@ def test_a_run_is_published_and_found_by_its_new_name(named: str, measured: Path
     assert load(measured / f"{NAME}.json") == replace(made, name=NAME, run=private)
     assert sorted(path.name for path in measured.iterdir()) == [f"{NAME}.json", f"{NAME}.md"]
     assert find_record(NAME) == measured / f"{NAME}.json"
-    page, _ = command("show", "--markdown", NAME)
+    page, _ = command("show", "--format", "markdown", NAME)
     assert (measured / f"{NAME}.md").read_text() == page and f"record: `{NAME}.json`" in page
 
 
@@ -56,6 +57,7 @@ def test_a_run_is_published_and_found_by_its_new_name(named: str, measured: Path
     [
         ({"state": "interrupted"}, "the run was not finished (interrupted); run it again, or use --force"),
         ({"state": "running", "git": None}, "not finished (running); it is not known which git revision ran"),
+        ({"stolen": 0.03}, "mine: others disturbed rows of it (*); run it again, or use --force"),
         ({"git": replace(GIT, dirty=True)}, "the source code had changes that are in no commit"),
         ({"started": "2020-04-21T10:02:59Z"}, f"{NAME}.json is there already"),
     ],
@@ -66,7 +68,7 @@ def test_refused_unless_forced(changes: dict[str, Any], said: str, measured: Pat
         command("publish", "mine")
     before = [path.read_text() for path in measured.iterdir()]
     keep(**changes)
-    _, err = command("publish", "mine", code=1)
+    _, err = command("publish", "mine", code=2)
     assert err.startswith("reproduce: mine: ") and said in err and err.count("\n") == 1
     assert [path.read_text() for path in measured.iterdir()] == before
     command("publish", "mine", "--force")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shlex
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -10,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from reproduce.cli.regression import regression
-from reproduce.error import USAGE, Error
+from reproduce.cli.regression import WORKFLOW, regression
+from reproduce.error import Error
 from reproduce.machine.description import ROOT
 from reproduce.regression import bisect
 from reproduce.regression import main as asked
-from reproduce.regression.cases import CASES
+from reproduce.regression.cases import CASES, OVERLAP
 from reproduce.regression.job import Settings
-from reproduce.regression.trees import Tree
+from reproduce.regression.trees import Project, Tree
 
 from ..repository import commit
 
@@ -32,7 +33,7 @@ def made_up(
     """Replace trees, job and bisection: cases are slower by a factor, fail on a side, or the job ends with an error."""
 
     @contextlib.contextmanager
-    def trees(base: str, head: str | None) -> Iterator[tuple[Tree, Tree]]:
+    def trees(base: str, head: str | None, project: Project) -> Iterator[tuple[Tree, Tree]]:
         yield Tree(ROOT, base, "0" * 40), Tree(ROOT, head or "the working tree", "1" * 40, dirty=True)
 
     def interleaved(base: Tree, head: Tree, settings: Settings) -> Iterator[dict[str, object]]:
@@ -65,6 +66,8 @@ def test_an_unchanged_tree_passes(monkeypatch: pytest.MonkeyPatch, command: Any)
     assert mean.split()[4] == "1.00" and mean.endswith("~"), "it is judged, too"
     assert "A: v1 (" in out and "git 0000000" in out and "B: the working tree (" in out and "git 1111111+" in out
     assert "20 restarts of both sides; in each, 8 pairs" in said and "0.01, is shared by 9 tests" in said
+    assert "\nregression by wall clock: time in ms; lower is better\n" in out and "wall-clock times on two" in said
+    assert f"geometric mean of {len(OVERLAP)} " in said
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -80,14 +83,15 @@ ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
     ({}, "--base v1 --case gpipe --case x", 2, None, "--case x: no case's name contains it; there are machinery"),
     ({}, "--base v1 --restarts 5", 2, None, "with 8 cases and --alpha 0.01, nothing could be called significant"),
     ({"base": ["machinery never"]}, "--base v1", 0, "~", ""),
-    ({"head": [CASE]}, "--base v1", 1, "missing", f"1 case cannot run in the working tree: {CASE}: ImportError: gone"),
-    ({"base": NAMES}, "--base v1", 1, "missing", "no case runs in v1, so nothing shows that there is no regression"),
-    ({"ends": Error("it broke")}, "--base v1", 1, None, "it broke"),
-    ({"ends": Error("it broke", USAGE)}, "--base v1", 2, None, "it broke"),
+    ({"head": [CASE]}, "--base v1", 2, "missing", f"1 case cannot run in the working tree: {CASE}: ImportError: gone"),
+    ({"base": NAMES}, "--base v1", 2, "missing", "no case runs in v1, so nothing shows that there is no regression"),
+    ({"ends": Error("it broke")}, "--base v1", 2, None, "it broke"),
     ({"ends": KeyboardInterrupt()}, "--base v1", 130, None, "interrupted"),
     ({}, "--bisect v1 v2", 0, None, "the first commit that is slower than v1: 12ab it"),
     *(({}, wrong, 2, None, "give --base REV, or --bisect GOOD BAD, which takes no --head")
       for wrong in ("", *(f"--bisect v1 v2 {more}" for more in ("--base v1", "--head v1", "--markdown FILE")))),
+    *(({}, f"--base v1 {wrong}", 2, None, "give --package mypackage --cases bench/cases.py: ")
+      for wrong in ("--build make", "--package mine", f"--cases {__file__}", f"--package my-own --cases {__file__}")),
 ]  # fmt: skip
 
 
@@ -110,23 +114,52 @@ def test_formats(style: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, co
     options = ["--slow-down", "0.1", "--format", style, "--markdown", str(file)]
     out, err = command("regression", "--base", "v1", *options, code=1)
     said = " ".join(out.split())
-    assert "WITH A PLANTED DELAY of 10%" in said and err.endswith("all together\n")
-    assert file.read_text().startswith("## regression") and (style == "markdown") == (file.read_text() == out)
+    assert "WITH A PLANTED DELAY of 10%" in said and err.endswith("all by wall clock\n")
+    verdict, table = file.read_text().split("\n\n", 1)
+    assert verdict.startswith("**slower than v1: ") and table.startswith("## regression")
+    assert (style == "markdown") == (table == out)
     if style in ("text", "markdown"):
         assert f"not in base (A): machinery never, {CASE}: ImportError: gone" in said
     if style == "json":
-        (table,) = json.loads(out)["tables"]
-        last = table["rows"][-1]
-        assert (last["row"], last["verdict"]) == ("geometric mean", "worse")
-        assert table["geometric_mean"] == {"B": last["ratio"]} and last["ratio"] == pytest.approx(1.2, rel=0.01)
+        last = json.loads(out)["numbers"][-1]
+        assert (last["row"], last["side"], last["verdict"]) == ("geometric mean", "B", "worse")
+        assert last["ratio"] == pytest.approx(1.2, rel=0.01)
 
 
 def test_defaults_stand_in_one_place() -> None:
     """The command repeats the defaults: importing them would take seconds, also for `--help`."""
     offered = {option.name: option.default for option in regression.params}
-    settings = Settings([])
+    settings = Settings({})
     for name in ("restarts", "rounds", "clock", "slow_down"):
         assert offered[name] == getattr(settings, name)
+
+
+def test_the_workflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
+    """This repository's own is as `init-ci` writes it, and another's has its own commands."""
+    own = (ROOT / WORKFLOW).read_text()
+    asked = shlex.split(own.splitlines()[0].removeprefix("# Written by: reproduce "))
+    monkeypatch.setattr("sys.argv", ["reproduce", *asked])
+    monkeypatch.chdir(tmp_path)
+    command(*asked)
+    assert WORKFLOW.read_text() == own and "Check before" in own
+    assert "is there: change it by hand" in command(*asked, code=2)[1]
+    WORKFLOW.unlink()
+    Path("cases.py").touch()
+    command("init-ci", "--package", "mine", "--cases", "cases.py", "--build", "make it")
+    text = WORKFLOW.read_text()
+    assert "regression.md --package mine --cases cases.py --build 'make it'\n" in text and "Check before" not in text
+
+
+MINE = """
+from reproduce.regression.timed import Case
+
+def prepare():
+    import mine
+    return lambda: sum(range(mine.prepare.__code__.co_firstlineno))
+
+CASES = [Case("machinery never", prepare)]
+"""
+FOREIGN = "--package mine --cases mine.txt --build 'mkdir src; cp mine.txt src/mine.py'"
 
 
 @pytest.mark.slow
@@ -137,6 +170,7 @@ def test_defaults_stand_in_one_place() -> None:
         ("--base HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
         ("--base HEAD --restarts 100000", signal.SIGTERM, 143, ""),
         ("--bisect HEAD~1 HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
+        (f"--base HEAD --restarts 8 --rounds 1 {FOREIGN}", None, 0, "reproduce: "),
     ],
 )
 def test_for_real(
@@ -147,13 +181,14 @@ def test_for_real(
     copies.mkdir()
     for package in ("reproduce", "torchgpipe"):
         shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "mine.txt").write_text(MINE)
     for tag in ("1", "2", ""):
         with (root / "torchgpipe" / "__init__.py").open("a") as file:
             file.write("# changed\n")
         if tag:
             commit(root, tag)
     # No difference exceeds this threshold, so noise of the machine cannot fail the test.
-    options = ["--case", "machinery never", "--threshold", "1000", *asked.split()]
+    options = ["--case", "machinery never", "--threshold", "1000", *shlex.split(asked)]
     process = start("-m", "reproduce", "regression", *options, root=root, TMPDIR=str(copies))
     if ends is not None:
         assert process.stderr.readline(), "a restart is done"

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 
-from reproduce.cli.run import INTERRUPTED
-from reproduce.experiments import Experiment
+from reproduce.error import INTERRUPTED
+from reproduce.experiments.row import Experiment
 from reproduce.records.record import Record, load
 from reproduce.tables.layout import WIDTH
 from torchgpipe.tensors.observe import Kind
+
+from ..tiny import Words
 
 Tiny = Mapping[str, Experiment]
 SCRIPT = str(Path(__file__).parents[1] / "tiny.py")
@@ -77,14 +80,30 @@ def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
     assert set(out.splitlines()) <= set(command("show", str(record_path))[0].splitlines()), "nothing but tables"
     assert written == {str(path) for folder in (".", "new/folder") for path in Path(folder).glob("*.*")}
     assert {*err.splitlines()[-len(written) :]} == written and err.splitlines()[-len(written) - 1] == "written:"
-    assert command("show", "--markdown", str(record_path))[0] == page
+    assert command("show", "--format", "markdown", str(record_path))[0] == page
+
+
+def test_words_from_end_to_end(tiny: Tiny, command: Any) -> None:
+    """Rows of any engine have the loss of the module itself."""
+    command("run", "tiny-words", *SMALL, "--engine", "threads", "--engine", "ranks", "--steps", "1", "--out", "runs")
+    row = tiny["tiny-words"].scale("small").rows[0]
+    torch.manual_seed(0)
+    module, (input, target) = Words(8, 11), row.sized.batch(4)
+    losses = [each.samples["loss"] for each in the_record("runs").results if each.samples]
+    assert losses == [pytest.approx([row.criterion(module(**input), target).item()])] * (3 + 3 + 2)
+    (path,) = Path("runs").glob("*.json")
+    assert "GPipe n2m2" in command("predict", "--run", str(path))[0]
+    for measures, said in (("memory", "measured peak, live bytes"), ("ablation", "like the published rows")):
+        assert said in command("run", f"tiny-words-{measures}", *SMALL, "--out", "runs")[0]
+    command("report", "--out", "report.html")
+    assert Path("report.html").read_text().count("Words, ours at equal batch size") == 1
 
 
 def test_a_trace_that_cannot_be_written_ends_no_run(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.setattr("reproduce.cli.run.find_spec", lambda name: None)
     Path("t-naive-n2.json").mkdir()
     options = ("--row", "naive n2", "--steps", "1", "--out", "out", "--trace", "t")
-    out, err = command("run", "tiny-speed", *SMALL, *options, code=1)
+    out, err = command("run", "tiny-speed", *SMALL, *options, code=2)
     assert "at equal batch size" in " ".join(out.split())
     assert "no picture" in err and err.splitlines()[-1].startswith("reproduce: --trace: ")
     record = the_record()
@@ -101,7 +120,7 @@ def test_a_failed_row_is_told_at_the_end(tiny: Tiny, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("reproduce.run.emulation.Training", fail)
     rows = ("--row", "n2m1", "--row", "n8m4")
-    out, err = command("run", "tiny-speed", *SMALL, *rows, "--steps", "1", "--out", "out", code=1)
+    out, err = command("run", "tiny-speed", *SMALL, *rows, "--steps", "1", "--out", "out", code=2)
     said = "reproduce: 2 rows failed, the first being n2m1: ValueError: no such luck"
     assert "failed" in out and err.splitlines()[-1].startswith(said)
     assert {*states} == {"running"}, "what a kill leaves says that it was running"
@@ -116,8 +135,8 @@ def test_ctrl_c_keeps_what_was_finished(start: Any, broken_modules: Callable[...
     process = start(SCRIPT, *command, first=folder, TINY_SLEEP="0.05")
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
-        last = the_record().results[-1:] if list(Path("out").glob("*.json")) else []
-        if any(each.row == "n8m4" and "step_time" in each.samples for each in last):
+        found = the_record().results if list(Path("out").glob("*.json")) else []
+        if any(each.row == "n8m4" and "step_time" in each.samples for each in found):
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)

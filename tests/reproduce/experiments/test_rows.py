@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
 
 from reproduce.error import Error
-from reproduce.experiments import AS_PUBLISHED, EXPERIMENTS, Experiment
+from reproduce.experiments import EXPERIMENTS
 from reproduce.experiments.choose import choose_rows, choose_scale
 from reproduce.experiments.resnet import TRAINING
-from reproduce.experiments.row import PUBLISHED_NODE, GiB
+from reproduce.experiments.row import AS_PUBLISHED, PUBLISHED_NODE, Experiment, GiB
 from reproduce.machine.devices import Devices
 from reproduce.records.places import MEASURED
 from reproduce.records.published import published
@@ -39,7 +40,7 @@ def test_paper_scale_is_the_published_table(experiment: Experiment) -> None:
         known = {key: value for key, value in result.config.items() if key not in left_out}
         ours = row.config()
         assert {key: ours.get(key) for key in known} == known
-        assert (row.num_classes is None) == (row.loss == "binary_cross_entropy_with_logits")
+        assert (row.num_classes is None) == (row.criterion is F.binary_cross_entropy_with_logits)
         assert row.over is None or row.over in {other.name for other in exact}
 
 
@@ -79,18 +80,19 @@ def test_rows_of_ours_are_the_same_at_both_scales(name: str) -> None:
         assert all(row.balance is None or len(row.balance) == row.partitions for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "rates"),
-    [
-        (256, {0: 0.1, 29.99: 0.1, 30: 0.01, 60: 0.001, 80: 0.0001}),  # no warm-up, since the peak equals `base_lr`
-        (128, {5: 0.1}),  # "at least 1"
-        (1024, {0: 0.1, 1: 0.175, 4: 0.4}),
-        (4096, {2: 0.85, 89.9: 0.0016}),
-    ],
-)
-def test_the_learning_rate_is_warmed_up_and_decays(batch_size: int, rates: dict[float, float]) -> None:
-    assert {epoch: TRAINING.recipe.learning_rate(batch_size, epoch) for epoch in rates} == pytest.approx(rates)
-    assert replace(TRAINING.recipe, warmup_epochs=0).learning_rate(batch_size, 0) == TRAINING.recipe.peak_lr(batch_size)
+RATES: dict[int, dict[float, float]] = {
+    256: {0: 0.1, 29.99: 0.1, 30: 0.01, 60: 0.001, 80: 0.0001},  # no warm-up, since the peak equals `base_lr`
+    128: {5: 0.1},  # "at least 1"
+    1024: {0: 0.1, 1: 0.175, 4: 0.4},
+    4096: {2: 0.85, 89.9: 0.0016},
+}
+
+
+@pytest.mark.parametrize("batch_size", RATES)
+def test_the_learning_rate_is_warmed_up_and_decays(batch_size: int) -> None:
+    recipe, rates = TRAINING.recipe, RATES[batch_size]
+    assert {epoch: recipe.learning_rate(batch_size, epoch) for epoch in rates} == pytest.approx(rates)
+    assert replace(recipe, warmup_epochs=0).learning_rate(batch_size, 0) == recipe.peak_lr(batch_size)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +123,7 @@ def test_the_largest_scale_that_fits_is_chosen(
             choose_scale(ALL, devices, asked)
 
 
-@pytest.mark.parametrize(
-    ("names", "extra", "counts"), [((), False, (20, 20)), ((), True, (31, 40)), (("n2m4/pb",), False, (1,))]
-)
-def test_extra_rows_are_run_where_they_are_asked_for(names: tuple[str, ...], extra: bool, counts: Any) -> None:
-    (chosen,) = choose_rows([EXPERIMENTS["amoebanet-speed"]], names, extra=extra)
-    assert tuple(len(scale.rows) for scale in chosen.scales) == counts
+def test_extra_rows_are_run_where_they_are_asked_for() -> None:
+    for names, extra, counts in ([], False, [20, 20]), ([], True, [31, 40]), (["n2m4/pb"], False, [1]):
+        (chosen,) = choose_rows([EXPERIMENTS["amoebanet-speed"]], names, extra=extra)
+        assert [len(scale.rows) for scale in chosen.scales] == counts

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from reproduce.machine.allocator import KEEP_FREED
 from reproduce.machine.description import ROOT, Gpu, load_average, machine, versions
 from reproduce.machine.devices import MOST_DEVICES, Devices, cores, find_devices
 from reproduce.machine.git import Git, checkout, commit_of
+from reproduce.machine.load import Load, other_runs, too_busy
 
 from ..repository import commit
 from ..repository import git as run
@@ -35,6 +37,48 @@ def test_this_machine() -> None:
     assert torch.__version__.startswith(str(known["torch"]).split("+")[0])
     assert {"click", "tabulate", "torchvision", "cuda", "cudnn", "driver"} <= set(known)
     assert len(load_average() or (0, 0, 0)) == 3
+
+
+COMMANDS = {  # of processes with these numbers, and their parents; 0 is this one
+    0: (1, "python -m reproduce run x"), 70: (0, "python -m reproduce run y"), 71: (1, "time python -m reproduce run"),
+    72: (71, "/bin/python3 -W ignore -m reproduce run x --all"), 74: (1, "python -m reproduce show x"),
+    75: (1, "python -m benchmarks.gates.counts"), 76: (1, "/bin/python3 /bin/reproduce regression --base x"),
+    77: (1, "/bin/python3 /bin/benchmarks.py x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("have", "others"), [(2, 0.1), (1, 0.0)])  # a quota leaves a core to others
+def test_what_others_have_of_the_machine(have: int, others: float, tmp_path: Path, monkeypatch: Any) -> None:
+    def at(seconds: float, stat: str, own: int, waited: int) -> None:
+        """Write what Linux says. `own` are ticks of CPU time of this process, and of its child."""
+        monkeypatch.setattr("reproduce.machine.load.time", SimpleNamespace(monotonic=lambda: seconds))
+        lines = [f"cpu{core} {stat} 7 7" for core in range(3)]  # this program may use two of three
+        files = {"stat": "\n".join(["cpu 0", *lines, "intr 1"]), "pressure/cpu": f"some avg10=0 total={waited}\nx"}
+        for pid, (parent, command) in COMMANDS.items():
+            used = 10**6 if pid > 70 else own
+            line = f"(a) b) S {parent or os.getpid()} 0 0 0 0 0 0 0 0 0 {used} 0 0 0 0"
+            files |= {f"{pid or os.getpid()}/stat": line}
+            files |= {f"{pid or os.getpid()}/cmdline": "\0".join([*command.split(), ""])}
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("os.sysconf", lambda _: 100)
+    monkeypatch.setattr("reproduce.machine.load.cores", lambda: have)
+    monkeypatch.setattr("reproduce.machine.load.PROC", tmp_path)
+    load = Load()
+    at(5.0, "0 0 0 900 900 0 0 0", 0, 0)
+    load.begin()
+    at(5.5, "50 0 0 900 900 0 0 0", 0, 0)
+    assert load.round() == {}, "too short"
+    at(7.0, "100 20 10 900 900 10 10 4", 130, 500_000)  # 3 s, 2.6 of them ours
+    known = {"others": others, "stolen": 0.04 / have, "pressure": 0.25}
+    assert load.round() == known and too_busy(known) == (have == 1), "too much was stolen from one core"
+    at(7.5, "100 20 10 900 900 10 10 4", 130, 500_000)
+    assert load.round()["pressure"] == 0.2, "a short round is judged together with the one before it"
+    others_run = ["reproduce run x --all", "benchmarks.gates.counts", "reproduce regression --base x"]
+    assert other_runs() == dict(zip((72, 75, 76), others_run, strict=True))
 
 
 def told(answer: object) -> Callable[..., object]:
@@ -96,12 +140,10 @@ def test_devices_that_are_found(
     monkeypatch.setattr(reproduce.machine.devices, "cores", lambda: have)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
-    if isinstance(expected, Devices):
+    try:
         assert find_devices(kind, count) == expected
-    else:
-        with pytest.raises(Error) as caught:
-            find_devices(kind, count)
-        assert str(caught.value) == expected
+    except Error as error:
+        assert str(error) == expected
 
 
 @pytest.mark.parametrize(
@@ -120,12 +162,10 @@ def test_what_they_are(devices: Devices, text: str, first: list[str]) -> None:
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert Devices("meta", 3).memory is None
-    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:       7340032 kB\n")
     monkeypatch.setattr(reproduce.machine.devices, "MEMORY", tmp_path / "meminfo")
+    assert Devices("meta", 3).memory is None and Devices("cpu", 2, 1).memory is None
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:       7340032 kB\n")
     assert Devices("cpu", 2, 1).memory == 7 << 30
-    monkeypatch.setattr(reproduce.machine.devices, "MEMORY", tmp_path / "none")
-    assert Devices("cpu", 2, 1).memory is None
 
 
 @pytest.mark.parametrize(
@@ -187,8 +227,13 @@ def test_checkout(root: Path) -> None:
     assert checkout(root) == Git(head, dirty=False)
     (root / "record.json").write_text("{}")
     assert checkout(root) == Git(head, dirty=False), "a file that git does not know, such as a record, is no source"
-    (root / "file").write_text("edited")
-    assert checkout(root) == Git(head, dirty=True)
+    names = []
+    for text in ("edited", "otherwise", "edited"):
+        (root / "file").write_text(text)
+        found = checkout(root)
+        assert found is not None and found.dirty and found.changes and found.name(7) == f"{head[:7]}+{found.changes}"
+        names.append(found.name(7))
+    assert names[0] == names[2] != names[1], "two different changes are not the same revision"
 
 
 def test_no_checkout_is_none(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,17 +242,13 @@ def test_no_checkout_is_none(tmp_path: Path, root: Path, monkeypatch: pytest.Mon
     assert checkout(root / "venv") is None, "another project's, which has this one installed"
     run(tmp_path, "init")
     assert checkout(tmp_path) is None, "no commit"
+    old = run(root, "rev-parse", "old")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    assert commit_of(root, "old") == old, "the folder counts, not what the environment says"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert checkout(root) is None, "no git"
     with pytest.raises(Error, match="git is not installed"):
         commit_of(root, "HEAD")
-
-
-def test_git_dir_of_the_environment_is_not_used(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(tmp_path, "init")
-    old = run(root, "rev-parse", "old")
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
-    assert commit_of(root, "old") == old
 
 
 @pytest.mark.parametrize(
@@ -221,6 +262,5 @@ def test_git_dir_of_the_environment_is_not_used(root: Path, tmp_path: Path, monk
     ],
 )
 def test_a_revision_that_is_not_there(folder: str, revision: str, said: str, root: Path, tmp_path: Path) -> None:
-    with pytest.raises(Error, match=said) as caught:
+    with pytest.raises(Error, match=said):
         commit_of(tmp_path / folder, revision)
-    assert caught.value.exit_code == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reproduce.models import MODELS, amoebanetd, resnet101, unet
+from reproduce.models.built import MODELS, SizedModel, amoebanetd, resnet101, unet
 from reproduce.models.resnet import resnet
 
 from ...behaviours.row import tensors
@@ -27,19 +27,13 @@ SMALL: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], tuple[int, 
     "AmoebaNet-D": (lambda: amoebanetd(3, 8, num_classes=10), (2, 3, 224, 224), (2, 10), 3.398336042),
     "U-Net": (lambda: unet(3, num_convs=2, base_channels=4), (2, 3, 33, 47), (2, 1, 33, 47), 352.271286651),
     "U-Net of one block": (lambda: unet(1, 1, 4, 2, 7), (2, 2, 8, 8), (2, 7, 8, 8), 9.124446095),
-    "ResNet": (
-        lambda: resnet((2, 1, 3, 1), width=8, expansion=1, num_classes=10),
-        (2, 3, 64, 64),
-        (2, 10),
-        -1.115410356,
-    ),
+    "ResNet": (lambda: resnet((2, 1, 3, 1), 8, expansion=1, num_classes=10), (2, 3, 64, 64), (2, 10), -1.115410356),
 }
 
+THIRDS = "num_layers must be a positive multiple of 3 (the normal cells stand in three equal groups), got"
 MISUSES: list[tuple[Callable[[], nn.Sequential], type[Exception], str]] = [
-    (lambda: amoebanetd(7, 8), ValueError, "num_layers must be a positive multiple of 3 (the normal cells stand in "
-                                           "three equal groups), got 7: use 6, for example"),
-    (lambda: amoebanetd(0, 8), ValueError, "num_layers must be a positive multiple of 3 (the normal cells stand in "
-                                           "three equal groups), got 0: use 3, for example"),
+    (lambda: amoebanetd(7, 8), ValueError, f"{THIRDS} 7: use 6, for example"),
+    (lambda: amoebanetd(0, 8), ValueError, f"{THIRDS} 0: use 3, for example"),
     (lambda: amoebanetd(3, 30), ValueError, "num_filters must be a positive multiple of 8"),
     (lambda: amoebanetd(3, 8, 0), ValueError, "num_classes must be at least 1, got 0: use 1, for example"),
     *((lambda value=value: amoebanetd(value, 8), TypeError, f"num_layers must be a whole number (int), got {value!r}")
@@ -59,7 +53,7 @@ MISUSES: list[tuple[Callable[[], nn.Sequential], type[Exception], str]] = [
 @pytest.mark.parametrize(("name", "size", "parameters", "layers"), PUBLISHED)
 def test_sizes_are_the_published_ones(name: str, size: tuple[int, ...], parameters: int, layers: int) -> None:
     with torch.device("meta"):
-        model = MODELS[name].build(*size)
+        model = SizedModel(name, size, MODELS[name].input_shape).layers()
         assert sum(p.numel() for p in model.parameters()) == parameters
         assert len(model) == layers
 
@@ -83,9 +77,8 @@ def waves(*shape: int, start: float = 0) -> Tensor:
 
 
 # In a single channel, a gradient may be zero by chance.
-WIDER = {name: each[:2] for name, each in SMALL.items()} | {
-    "AmoebaNet-D": (lambda: amoebanetd(3, 32, num_classes=10), (2, 3, 224, 224))
-}
+WIDER = {name: each[:2] for name, each in SMALL.items()}
+WIDER["AmoebaNet-D"] = lambda: amoebanetd(3, 32, num_classes=10), (2, 3, 224, 224)
 
 
 @pytest.mark.parametrize(("build", "images"), WIDER.values(), ids=WIDER)

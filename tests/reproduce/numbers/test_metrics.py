@@ -112,9 +112,8 @@ def test_errors_are_those_after_the_last_epoch_of_each_seed_that_has_ended() -> 
     samples = {"epoch": [1.0, 2.0, 1.0, 2.0, 1.0], "top1_error": [50.0, 10.0, 60.0, 17.0, 5.0]}
     result = Result("e", "r", "measured", config={"epochs": 2}, samples=samples)
     reading = read(Entry(Record("r", "T", "measured", {}, [result]), result), "top1_error")
-    assert (
-        reading == Reading([10, 17], "%", mean=True) and reading.middle == 13.5 and reading.quartiles == (11.75, 15.25)
-    )
+    assert reading == Reading([10, 17], "%", mean=True)
+    assert (reading.middle, reading.quartiles) == (13.5, (11.75, 15.25))
     assert final_error(replace(result, samples={key: each[-1:] for key, each in samples.items()})) is None
     printed = Result("e", "r", "published", values={"top1_error": 22.0, "top1_error_spread": 0.1})
     assert final_error(printed) == (22.0, 0.1) and final_error(replace(printed, values={})) is None

@@ -1,4 +1,4 @@
-"""Records come from files, folders, pytest-benchmark and git revisions; of several results, the newest counts."""
+"""Records come from files, folders, pytest-benchmark and git revisions; of several runs, the one that is shown."""
 
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,14 @@ from msgspec.structs import replace
 
 from reproduce.error import Error
 from reproduce.machine.description import Gpu, Machine
+from reproduce.numbers.significance import Rule
 from reproduce.numbers.sources import load_side
 from reproduce.records.places import RESULTS
 from reproduce.records.record import Result, load, save
+from reproduce.tables.comparison import write_comparisons
 from reproduce.tables.predicted import MeasuredRow, measured_rows, predicted_tables
 
-from ..made import record, row
+from ..made import emulated, record, row
 from ..repository import commit
 
 FOREIGN = Path(__file__).parents[1] / "records" / "data" / "pytest-benchmark.json"
@@ -27,7 +29,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     measured.mkdir(parents=True)
     save(record(row("x", [2.0]), row("y", [2.0])), measured / "old.json")
     commit(tmp_path, "before")
-    save(record(row("x", [1.0]), started="2021-01-01T00:00:00Z"), measured / "new.json")
+    new = record(row("x", [1.0]), emulated(row("z", [1.0])), started="2021-01-01T00:00:00Z")
+    save(replace(new, name="new"), measured / "new.json")
     return measured
 
 
@@ -35,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("name", "rows", "superseded"),
     [
         ("results/measured/old.json", {"x": 2.0, "y": 2.0}, 0),
-        ("results/measured", {"y": 2.0, "x": 1.0}, 1),  # the newest run's
+        ("results/measured", {"y": 2.0, "x": 1.0, "z": 1.0}, 1),  # the newest run's of those with most rows
         ("before", {"x": 2.0, "y": 2.0}, 0),
         ("HEAD:results/measured", {"x": 2.0, "y": 2.0}, 0),
         ("before:results/measured/old.json", {"x": 2.0, "y": 2.0}, 0),
@@ -45,24 +48,14 @@ def test_a_side_has_each_row_once(folder: Path, name: str, rows: dict[str, float
     side = load_side("A", name)
     steps = {entry.result.row: entry.result.samples["step_time"] for entry in side.entries}
     assert (steps, side.superseded) == ({row: [seconds] for row, seconds in rows.items()}, superseded)
+    said = write_comparisons([], [side], Rule(), [], "text")
+    assert ("A: e: rows of 2 runs, not in turn: name, new" in said) == bool(superseded)
 
 
-NO_SUCH = "no such file or folder, and no git revision here; name a record, a folder or a revision"
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("", f": {NO_SUCH}"),
-        (":results", f":results: {NO_SUCH}"),
-        ("results", "results: no record (*.json) in this folder; there are some in results/measured"),
-        ("HEAD:docs", "HEAD:docs: that revision holds no record (*.json) in docs; name a place as HEAD:FOLDER"),
-    ],
-)
-def test_what_cannot_be_loaded_is_one_line(folder: Path, name: str, message: str) -> None:
-    with pytest.raises(Error) as caught:
-        load_side("A", name)
-    assert str(caught.value) == message
+@pytest.mark.usefixtures("folder")
+def test_a_revision_without_records() -> None:
+    with pytest.raises(Error, match=r"^HEAD:docs: that .* no record .* in docs; name a place as HEAD:FOLDER$"):
+        load_side("A", "HEAD:docs")
 
 
 def test_pytest_benchmark() -> None:
@@ -100,14 +93,17 @@ def test_only_rows_as_published_count(tmp_path: Path, changes: dict[str, Any]) -
     assert measured_rows("amoebanet-speed", tmp_path) == {}
 
 
-def test_the_newest_run_counts_whatever_its_file_is_called(tmp_path: Path) -> None:
+def test_the_run_that_is_shown_counts_whatever_its_file_is_called(tmp_path: Path) -> None:
     new = result(samples={"step_time": [4.0]})
     memory = result("pipeline-2", config={}, samples={}, values={"peak_allocated": [2**30, 2**31]})
-    save(record(new, started="2026-01-02T00:00:00Z", machine=GPUS, device="cuda"), tmp_path / "a.json")
+    many = [new, result("n4m4", samples={"step_time": [2.0], "others": [0.2]}), result("n8m4"), result("n8m1")]
+    save(record(*many, started="2026-01-02T00:00:00Z", machine=GPUS, device="cuda"), tmp_path / "a.json")
     save(record(result(), result("n4m1"), memory, started="2026-01-01T00:00:00Z"), tmp_path / "b.json")
     (tmp_path / "c.json").write_text("{")
     assert measured_rows("amoebanet-speed", tmp_path) == {
         "n2m1": MeasuredRow("2 x a GPU", 24.0),
+        "n4m4": MeasuredRow("2 x a GPU", 48.0, disturbed=True),
+        **dict.fromkeys(("n8m4", "n8m1"), MeasuredRow("2 x a GPU", 48.0)),
         "n4m1": MeasuredRow("a CPU", 48.0),
         "pipeline-2": MeasuredRow("a CPU", None, 3 * 2**30),
     }
@@ -122,7 +118,7 @@ def test_the_newest_run_counts_whatever_its_file_is_called(tmp_path: Path) -> No
 def test_tables_say_what_was_measured_and_where(name: str, said: str, epoch: bool) -> None:
     predicted = load(RESULTS / "predicted" / f"{name}-p40x8.json")
     last = predicted.results[-1].row
-    table, *_ = predicted_tables(predicted, {last: MeasuredRow("8 x a GPU", 123.4, 5 * 2**30)})
+    table, *_ = predicted_tables(predicted, {last: MeasuredRow("8 x a GPU", 123.4, 5 * 2**30, disturbed=True)})
     notes = " ".join(table.notes)
     assert said.format(last) in notes and ("an epoch, which ends in a smaller one" in notes) == epoch
-    assert name == "unet-memory" or [cells[-1] for cells in table.rows][-2:] == ["not run", "123.4"]
+    assert name == "unet-memory" or [cells[-1] for cells in table.rows][-2:] == ["not run", "123.4*"]

@@ -1,14 +1,15 @@
 """Predictions equal the committed ones, with errors as documented; the largest model that fits is found."""
 
 from statistics import median
+from unittest.mock import Mock
 
 import pytest
 
+from reproduce.experiments import predictable
 from reproduce.numbers.metrics import read
 from reproduce.numbers.sources import Entry
-from reproduce.predict import asked as module
-from reproduce.predict.asked import Asked, largest
-from reproduce.predict.rows import SPEED_TABLES, predict_row, predict_table, predictable
+from reproduce.predict.asked import PAPERS, Asked, largest
+from reproduce.predict.rows import SPEED_TABLES, predict_row, predict_table
 from reproduce.records.places import RESULTS
 from reproduce.records.published import published
 from reproduce.records.record import Record, load
@@ -92,11 +93,8 @@ def test_on_other_hardware_a_difference_is_no_error() -> None:
         ((5, 64), 10**6, (320, 64), None),
     ],
 )
-def test_the_largest_that_fits(
-    start: tuple[int, int], limit: int, sizes: tuple[int, int], beyond: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_fits", lambda asked, how, tried: tried[0] <= limit)
-    asked = Asked("unet", start, 32, 8, 2.0**30, "sgd", load_hardware("p40x8"))
-    tried: list[tuple[int, ...]] = []
-    assert largest(asked, "naive", 0, tried.append) == (sizes, beyond)
-    assert len(set(tried)) == len(tried) < 16
+def test_the_largest_that_fits(start: tuple[int, int], limit: int, sizes: object, beyond: object) -> None:
+    fit = Mock(side_effect=lambda tried: tried[0] <= limit)
+    asked = Asked(PAPERS["unet"], start, 32, 8, 2.0**30, "sgd", load_hardware("p40x8"))
+    assert largest(asked, 0, fit) == (sizes, beyond)
+    assert len({call.args for call in fit.mock_calls}) == fit.call_count < 16

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import multiprocessing
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -12,13 +11,12 @@ from typing import Any
 
 import pytest
 
-import reproduce.regression.interleave as interleaving
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
 from reproduce.regression import job
 from reproduce.regression.interleave import Cases, fork, interleave
 from reproduce.regression.job import Settings, interleaved
-from reproduce.regression.trees import Tree
+from reproduce.regression.trees import TORCHGPIPE, Tree
 
 HERE, OTHER = Tree(ROOT, "here", None), Tree(ROOT / "other", "other", None)
 
@@ -50,7 +48,7 @@ for i in range(job["first"], job["first"] + job["restarts"]):
     for case in job["cases"]:
         print(json.dumps({"case": case, "restart": i, "parent": os.getpid(), "job": job}))
 """)
-    settings = Settings(cases, restarts=12, rounds=3, clock="wall", slow_down=0.5, seed=4)
+    settings = Settings(dict.fromkeys(cases, "cpu"), restarts=12, rounds=3, clock="wall", slow_down=0.5, seed=4)
     lines = list(interleaved(OTHER, HERE, settings))
     assert [line["case"] for line in lines if "unable" in line] == ["b"]
     samples = [line for line in lines if "restart" in line]
@@ -58,13 +56,15 @@ for i in range(job["first"], job["first"] + job["restarts"]):
     assert len({line["parent"] for line in samples}) == (2 if "a" in cases else 0)
     for line in samples:
         assert line["job"]["folders"] == [str(OTHER.folder), str(HERE.folder)]
-        assert line["job"]["cases"] == {"a": {"base": [0, ["a", "wall", 0.0]], "head": [1, ["a", "wall", 0.5]]}}
-        assert (line["job"]["rounds"], line["job"]["seed"], line["job"]["one_core"]) == (3, 4, False)
+        file = str(TORCHGPIPE.cases)
+        ways = {"base": [0, [file, "a", "wall", 0.0]], "head": [1, [file, "a", "wall", 0.5]]}
+        assert line["job"]["cases"] == {"a": ways} and line["job"]["package"] == "torchgpipe"
+        assert (line["job"]["rounds"], line["job"]["seed"]) == (3, 4)
 
 
 def test_a_job_that_breaks_off_says_why(stand_in: Callable[[str], None]) -> None:
     stand_in("print(json.dumps({'case': 'a'}), flush=True)\nsys.exit('too bad\\nit broke')")
-    lines = interleaved(HERE, HERE, Settings(["a"]))
+    lines = interleaved(HERE, HERE, Settings({"a": "cpu"}))
     assert next(lines) == {"case": "a"}
     with pytest.raises(Error, match=r"^the measuring job ended with exit code 1: it broke$"):
         next(lines)
@@ -77,7 +77,7 @@ if os.fork():
     print(json.dumps({"case": "a"}), flush=True)
 time.sleep(1000)
 """)
-    with contextlib.closing(interleaved(HERE, HERE, Settings(["a"]))) as lines:
+    with contextlib.closing(interleaved(HERE, HERE, Settings({"a": "cpu"}))) as lines:
         assert next(lines)["case"] == "a"
 
 
@@ -178,9 +178,9 @@ def test_what_ran_before_and_no_longer_does_is_an_error(answer: int, first: int,
 
 def test_a_process_refuses_a_torchgpipe_of_another_folder(tmp_path: Path) -> None:
     """Here another one is imported already."""
-    with fork(tmp_path, "reproduce.regression.cases:Timed") as side:
-        side.send(("machinery never", "cpu", 0.0))
-        assert side.recv().startswith("AssertionError: ") and not side.poll()
+    with fork(tmp_path, "torchgpipe", "reproduce.regression.timed:Timed") as side:
+        side.send((str(TORCHGPIPE.cases), "machinery never", "cpu", 0.0))
+        assert side.recv().startswith("ImportError: torchgpipe comes from ") and not side.poll()
 
 
 @pytest.mark.parametrize("ask", [lambda side: side.send("a"), lambda side: side.recv()], ids=["asked", "to answer"])
@@ -190,21 +190,9 @@ def test_a_process_that_ended_by_itself(ask: Callable[[Connection], object], tmp
 
     gc.collect()
     before, others = buffers(), {*multiprocessing.active_children()}
-    with pytest.raises(Error, match="a measuring process ended by itself") as caught, fork(tmp_path, "") as side:
+    with pytest.raises(Error, match="a measuring process ended by itself") as caught, fork(tmp_path, "", "") as side:
         (process,) = {*multiprocessing.active_children()} - others
         process.kill()
         process.join()
         ask(side)
     assert buffers() <= before, caught  # the error may live long; its frames must not hold what was not sent
-
-
-def test_cpu_time_is_taken_on_one_core(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    before = os.sched_getaffinity(0)
-    monkeypatch.setattr(interleaving, "interleave", lambda *_, **__: [len(os.sched_getaffinity(0))])
-    try:
-        for one_core in (False, True):
-            interleaving.main({"folders": [], "maker": "", "one_core": one_core, "cases": {}, "rounds": 1})
-    finally:
-        os.sched_setaffinity(0, before)
-        gc.unfreeze()
-    assert capsys.readouterr().out == f"{len(before)}\n1\n"

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,14 @@ from reproduce.numbers.significance import Decision, Rule
 from reproduce.regression import bisect
 from reproduce.regression.job import Samples, Settings
 from reproduce.regression.main import TOGETHER, Judgement
-from reproduce.regression.trees import Tree, committed, snapshot, trees
+from reproduce.regression.timed import Clock
+from reproduce.regression.trees import Project, Tree, committed, snapshot, trees
 
 from ..repository import commit, git
+
+
+def of(root: Path, build: str | None = None) -> Project:
+    return Project("torchgpipe", Path("cases.py"), root, build)
 
 
 @pytest.fixture
@@ -38,27 +44,49 @@ def version(folder: Path) -> str:
 def test_a_revision(root: Path, tmp_path: Path) -> None:
     (root / "torchgpipe" / "__init__.py").write_text("version = 'edited'\n")
     before = git(root, "status", "--porcelain")
-    tree = committed(root, "HEAD~1", tmp_path / "base")
+    tree = committed(of(root), "HEAD~1", tmp_path / "base")
     assert (tree.name, tree.commit, tree.dirty) == ("HEAD~1", git(root, "rev-parse", "old"), False)
     assert [path.name for path in tree.folder.iterdir()] == ["torchgpipe"] and version(tree.folder) == "old"
     assert version(root) == "edited" and git(root, "status", "--porcelain") == before
 
 
 def test_a_snapshot_of_the_working_tree_as_it_is(root: Path, tmp_path: Path) -> None:
-    tree = snapshot(root, tmp_path / "one")
+    tree = snapshot(of(root), tmp_path / "one")
     assert (tree.name, tree.commit, tree.dirty) == ("the working tree", git(root, "rev-parse", "new"), False)
     (root / "torchgpipe" / "__init__.py").write_text("version = 'newer'\n")
-    tree = snapshot(root, tmp_path / "two")
+    tree = snapshot(of(root), tmp_path / "two")
     (root / "torchgpipe" / "__init__.py").write_text("version = 'edited meanwhile'\n")
     assert tree.dirty and version(tree.folder) == "newer"
 
 
-def test_what_cannot_be_had(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Error, match=r"^empty: that revision holds no folder torchgpipe$"):
-        committed(root, "empty", tmp_path / "base")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    tree = snapshot(root, tmp_path / "head")
-    assert tree.commit is None and version(tree.folder) == "new", "without git there is a tree all the same"
+@pytest.mark.parametrize(
+    ("revision", "build", "said"),
+    [("empty", None, r"empty holds no package torchgpipe and no src/torchgpipe below /"),
+     ("new", "rm -r torchgpipe", "new holds no package torchgpipe"),
+     ("new", "exit 3", "new: --build 'exit 3' ended with exit code 3; above is")],
+)  # fmt: skip
+def test_what_cannot_be_had(revision: str, build: str | None, said: str, root: Path, tmp_path: Path) -> None:
+    with pytest.raises(Error, match=f"^{said}"):
+        committed(of(root, build=build), revision, tmp_path / "base")
+
+
+@pytest.mark.parametrize(
+    ("place", "build", "where"),
+    [("src/parts/one.py", None, "src/parts/one.py"), ("parts/one/__init__.py", None, "parts/one/__init__.py"),
+     ("code/one.py", "mkdir -p src/parts && cp code/one.py src/parts", "src/parts/one.py")],
+    ids=["a file in src", "a folder", "built"],
+)  # fmt: skip
+def test_where_a_package_is(place: str, build: str | None, where: str, tmp_path: Path) -> None:
+    """What git ignores, such as an older build, is on neither side."""
+    root = tmp_path / "root"
+    for name, text in {place: "", ".gitignore": "*.so", "parts/one/old.so": ""}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    commit(root, "1")
+    project = Project("parts.one", Path("cases.py"), root, build)
+    for tree in committed(project, "1", tmp_path / "old"), snapshot(project, tmp_path / "new"):
+        top = tree.folder.parent if where.startswith("src") else tree.folder
+        assert top.parent == tmp_path and (top / where).is_file() and not list(top.rglob("*.so"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -67,7 +95,7 @@ def test_a_signal_is_an_end_unless_it_is_ignored(number: signal.Signals, before:
     own = signal.signal(number, before)  # the test suite may run under nohup
     ended = pytest.raises(SystemExit) if before is signal.SIG_DFL else contextlib.nullcontext()
     try:
-        with ended as exit, trees("old", "new", root) as (base, head):
+        with ended as exit, trees("old", "new", of(root)) as (base, head):
             assert (version(base.folder), version(head.folder)) == ("old", "new")
             os.kill(os.getpid(), number)
             if exit is not None:
@@ -79,7 +107,7 @@ def test_a_signal_is_an_end_unless_it_is_ignored(number: signal.Signals, before:
 
 
 SLOWER, SAME = Decision("higher", 1.1), Decision("~", 1.0)
-SETTINGS = Settings(["a", "b"])
+CASES: dict[str, Clock] = {"a": "cpu", "b": "cpu"}
 
 
 class History:
@@ -106,15 +134,14 @@ class History:
         decisions = {case: outcome if case in self.slower else SAME for case in [*settings.cases, TOGETHER]}
         return Judgement({case: Samples(unable=unable) for case in settings.cases}, decisions, rule)
 
-    def search(self, good: str = "v0", bad: str = "HEAD", settings: Settings = SETTINGS) -> str:
-        return bisect.bisected(good, bad, settings, Rule(), lambda restarts: None, self.said.append, self.root)
+    def search(self, good: str = "v0", bad: str = "HEAD", restarts: int = 20) -> str:
+        settings = Settings(CASES, restarts, project=of(self.root))
+        return bisect.bisected(good, bad, settings, Rule(), lambda restarts: None, self.said.append)
 
 
 @pytest.mark.parametrize("slower", [["b"], ["a", "b", TOGETHER], [TOGETHER]], ids=str)
 @pytest.mark.parametrize("culprit", [1, 5, 9])
-def test_the_first_slower_commit(
-    culprit: int, slower: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_slower_commit(culprit: int, slower: list[str], tmp_path: Path, monkeypatch: Any) -> None:
     history = History(tmp_path, monkeypatch, 10, culprit, slower)
     (tmp_path / "torchgpipe" / "__init__.py").write_text("version = 'edited'\n")
     before = git(tmp_path, "status", "--porcelain", "--branch")
@@ -142,4 +169,4 @@ def test_what_cannot_be_searched(
     history = History(tmp_path, monkeypatch, 3, culprit, ["a"])
     history.broken = broken
     with pytest.raises(Error, match=said):
-        history.search(good, bad, Settings(["a", "b"], restarts=restarts))
+        history.search(good, bad, restarts)

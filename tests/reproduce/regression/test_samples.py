@@ -1,23 +1,28 @@
 """Samples: what is timed, with which clock; tests compare restarts; real differences are significant and large."""
 
+import os
 import random
-import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from reproduce.error import Error
 from reproduce.numbers.compare import verdict
 from reproduce.numbers.significance import Rule
-from reproduce.regression import cases
-from reproduce.regression.cases import CASES, TRAINING, WARM_UP, Case, Clock, Timed, prepare
-from reproduce.regression.job import Samples, Settings
-from reproduce.regression.main import TOGETHER, judge, least_restarts
+from reproduce.regression import timed
+from reproduce.regression.cases import CASES, OVERLAP, TRAINING
+from reproduce.regression.job import Samples
+from reproduce.regression.main import TOGETHER, WALL_TOGETHER, _row, judge, least_restarts
+from reproduce.regression.timed import CORES, WARM_UP, Case, Clock, Timed
 
 
 @pytest.mark.parametrize("model", ["AmoebaNet-D", "U-Net"])
 def test_the_three_configurations_at_equal_batch_size(model: str) -> None:
-    three = [case for case in TRAINING if case.model == model]
+    three: list[Any] = [case.prepare for case in TRAINING if case.name.startswith(model)]
     micro_batches = three[-1].m
     expected = [(2, 1, "never"), (1, micro_batches, "always"), (2, micro_batches, "except_last")]
     assert [(len(case.balance), case.m, case.checkpoint) for case in three] == expected and micro_batches > 1
@@ -27,29 +32,33 @@ def test_the_three_configurations_at_equal_batch_size(model: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case_trains(case: Case) -> None:
     assert [each.name for each in CASES].count(case.name) == 1
-    step = prepare(case)
+    step: Any = case.prepare()
     first, second = float(step()), float(step())
     assert first != second, "the optimizer moved the parameters"
-    assert float(prepare(case)()) == first, "both sides start from the same parameters and data"
+    assert case.prepare()() == first, "both sides start from the same parameters and data"
 
 
-def busy_thread() -> None:
-    thread = threading.Thread(target=lambda: sum(range(10**6)))
-    thread.start()
-    thread.join()
+@pytest.mark.parametrize("text", ["", "1 / 0", "CASES = []", "CASES = [1]", "CASES = [Case('a', int), Case('a', id)]"])
+def test_a_file_without_cases_of_their_own_names(text: str, tmp_path: Path) -> None:
+    (file := tmp_path / "cases.py").write_text(f"from reproduce.regression.timed import Case\n{text}")
+    with pytest.raises(Error, match=r"^--cases /.*: .*Error: .*; it needs CASES, a list of"):
+        timed.load(file)
 
 
-@pytest.mark.parametrize(
-    ("clock", "step", "least", "most"),
-    [("cpu", lambda: time.sleep(0.05), 0.0, 0.01), ("cpu", busy_thread, 0.001, 50.0),
-     ("wall", lambda: time.sleep(0.05), 0.05, 50.0)],
-    ids=["waiting takes no CPU time", "CPU time is of all threads", "waiting takes time"],
-)  # fmt: skip
-def test_the_clocks(
-    clock: Clock, step: Callable[[], None], least: float, most: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cases, "prepare", lambda case: step)
-    assert least <= Timed(TRAINING[0].name, clock, 0.0)() <= most
+@pytest.mark.parametrize(("own", "clock", "cores"), [("cpu", None, 1), ("wall", None, 2), ("wall", "cpu", 1)])
+def test_each_case_has_its_clock_and_cores(own: Clock, clock: Clock | None, cores: int, monkeypatch: Any) -> None:
+    """Also if another one was timed before, in the same process. CPU time is of all threads, and none in waiting."""
+    before, found = os.sched_getaffinity(0), list[int]()
+    case = Case("a", lambda: lambda: found.append(len(os.sched_getaffinity(0))), clock=own)
+    monkeypatch.setattr(timed, "load", lambda _: {"a": case})
+    try:
+        one, other = Timed("", "a", clock, 0.0), Timed("", "a", "wall" if cores == 1 else "cpu", 0.0)
+        found.clear()
+        one()
+        other()
+    finally:
+        os.sched_setaffinity(0, before)
+    assert found[0] == min(cores, len(CORES)) and one.now == (time.process_time, time.perf_counter)[cores - 1]
 
 
 @pytest.mark.parametrize("slow_down", [0.0, 0.1, 0.5])
@@ -67,20 +76,17 @@ def test_a_planted_delay_is_a_share_of_the_usual_step(slow_down: float, monkeypa
         steps += 1
         now += 1.0 if steps > WARM_UP * case.steps else 9.0
 
-    case = CASES[0]
-    monkeypatch.setattr(cases, "prepare", lambda case: step)
-    monkeypatch.setitem(cases.CLOCKS, "cpu", clock)
-    assert case.steps > 1 and Timed(case.name, "cpu", slow_down)() == pytest.approx(1 + slow_down, rel=1e-3)
+    case = Case("a", lambda: step, steps=4)
+    monkeypatch.setattr(timed, "load", lambda _: {"a": case})
+    monkeypatch.setitem(timed.CLOCKS, "cpu", clock)
+    assert Timed("", "a", "cpu", slow_down)() == pytest.approx(1 + slow_down, rel=1e-3)
 
 
 Ratio = float | Callable[[random.Random, int], float]  # of every restart, or of the i-th
 SAME, SLOWER = 1.0, 1.1
-DEFAULT = Settings([])
 
 
-def made(
-    ratio: Ratio, noise: float, restarts: int = DEFAULT.restarts, rounds: int = DEFAULT.rounds, seed: int = 0
-) -> Samples:
+def made(ratio: Ratio, noise: float, restarts: int = 20, rounds: int = 8, seed: int = 0) -> Samples:
     """Make samples: a ratio per restart, a common level per pair, and noise per sample."""
     draw = random.Random(seed)
     samples = Samples()
@@ -121,9 +127,21 @@ def test_what_is_called_real(name: str) -> None:
         assert verdicts == {expected} or (noise > 0.2 and TOGETHER in found.worse), seed
 
 
+def test_overlap_is_a_family_of_its_own() -> None:
+    """What is slower there moves no other mean, and takes no share of alpha from more tests than it has itself."""
+    overlap = {case.name: replace(made(SLOWER, 0.01, seed=9 + k), clock="wall") for k, case in enumerate(OVERLAP)}
+    eight_and = eight(SAME, 0.01) | overlap
+    found = judge(eight_and, Rule())
+    assert found.worse == [*(case.name for case in OVERLAP), WALL_TOGETHER] and found.rule.alpha == Rule().alpha / 9
+    assert found.decisions[TOGETHER] == judge(eight(SAME, 0.01), Rule()).decisions[TOGETHER]
+
+
 def test_a_restart_gives_the_median_of_its_pairs() -> None:
     samples = Samples(base=[[1.0, 2.0, 4.0, 1.0]], head=[[2.0, 16.0, 400.0, 0.1]])
-    assert judge({"a": samples}, Rule()).decisions["a"].ratio == pytest.approx(4.0)
+    decision = judge({"a": samples}, Rule()).decisions["a"]
+    assert decision.ratio == pytest.approx(4.0)
+    shown = [reading and reading.middle for reading in _row("a", samples, decision).readings]
+    assert shown == [1000, 2000], "of a pair near the ratio; the medians are 1500 and 9000"
 
 
 @pytest.mark.parametrize(("cases", "alpha", "restarts"), [(1, 0.01, 8), (8, 0.01, 11), (8, 0.05, 9), (2, 0.5, 4)])

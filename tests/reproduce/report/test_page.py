@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from reproduce.records.record import Record, Result
+from reproduce.numbers.metrics import MARK
+from reproduce.numbers.sources import side_of
+from reproduce.records.record import SUCCESS, Record, Result
 from reproduce.report.figure import VARIABLES
 from reproduce.report.figures import ideal
 from reproduce.report.page import page
-from reproduce.report.subjects import find_subjects
+from reproduce.report.subjects import find_subjects, side_by_side
 
 from ..made import row
 from .conftest import RUN, TABLES
@@ -70,15 +72,15 @@ def test_it_is_made_the_same_each_time(records: list[Record]) -> None:
 SAYS: dict[str, list[str]] = {
     "amoebanet-speed": [
         "| row | n | m | batch | published | predicted (a<b) | measured (small, CUDA) | emulated (small, CUDA) | meas",
-        "| n2m1 | 2 | 1 | 96 | 26.7 | 28.4 | 13.9 | 16.5 | 11.0 | 15.3 | 1.00 | 1.00 | 1.00 |",
-        "| n2m4 | 2 | 4 | 256 | 41.1 | 44.2 | 26.0 | 26.4 | 19.6 | 23.9 | 1.54 | 1.56 | 1.88 (1.84-1.95) |",
+        "| n2m1 | 2 | 1 | 96 | 26.7 | 28.4 | 13.9 | 16.5 | 16.2 | 20.6 | 1.00 | 1.00 | 1.00 |",
+        "| n2m4 | 2 | 4 | 256 | 41.1 | 44.2 | 26.0 | 26.4 | 31.5 | 32.3 | 1.54 | 1.56 | 1.88 (1.84-1.95) |",
         "| n2m32 | 2 | 32 | 1280 | 47.4 | 48.4 | not run | 26.3 |",
-        "| n8m4 | 8 | 4 | 480 | 70.1 | 76.0 | - | 42.7 | - | 39.4 | 2.62 |",
+        "| n8m4 | 8 | 4 | 480 | 70.1 | 76.0 | - | 42.7 | - | 50.3 | 2.62 |",
         "over that of the first row, n2m1",
         "Measured (small, CUDA) did other work than published, with other batch_size, micro_batch_size, D.",
         *(f"Speed-up over the table's first row, {m} micro-batch" for m in (1, 4, 32)),
         "Speed-up over n, 32 micro-batches: published n=2 1.77, n=4 2.71, n=8 4.95; predicted (a<b) n=2 1.70",
-        "; emulated (small, CPU) n=2 1.75, n=4 2.81, n=8 4.77",
+        "; emulated (small, CPU) n=2 1.63, n=4 2.86, n=8 4.53",
         "ideal, of equal tasks published predicted (a<b) measured (small, CUDA) emulated (small, CUDA)",
     ],
     "unet-speed": [
@@ -161,13 +163,13 @@ def test_what_records_say_is_text_and_no_markup(text: str) -> None:
 LINK = "tg-amoebanetd-speed/n2m4"
 
 
-def run(started: str, *steps: int, **changes: Any) -> Record:
+def run(started: str, *steps: int, state: Any = "finished", **changes: Any) -> Record:
     """Make a run of rows with these numbers of steps."""
     results = [
         row(f"x{i}", [1.0] * count, **{"status": "measured" if count else "failed", "published": LINK, **changes})
         for i, count in enumerate(steps)
     ]
-    return Record(f"run {started}", "T", "measured", {}, results, run=replace(RUN, started=started))
+    return Record(f"run {started}", "T", "measured", {}, results, run=replace(RUN, started=started, state=state))
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,9 @@ def run(started: str, *steps: int, **changes: Any) -> Record:
         ([run("2021", 1, 1), run("2020", 1, 1)], ["run 2021"]),
         ([run("2020", 1, 1), run("2021", 1)], ["run 2020"]),  # a run of a single row does not hide the whole table
         ([run("2020", 1, 1), run("2021", 1, 0)], ["run 2020"]),
+        ([run("2020", 1, 1), run("2021", 1, 1, others=[0.2])], ["run 2020"]),
+        ([run("2020", 1, 1, 1, others=[0.2]), run("2021", 1, 1, others=[0.2])], ["run 2020"]),
+        ([run("2020", 1), run("2021", 1, 1, state="interrupted")], ["run 2020"]),
         ([run("2020", 0)], []),
         ([run("2020", 1), run("2021", 1, device="cuda")], ["run 2020", "run 2021"]),
         ([run("2020", 1), run("2021", 1, scale="paper")], ["run 2020", "run 2021"]),
@@ -184,5 +189,14 @@ def run(started: str, *steps: int, **changes: Any) -> Record:
         ([run("2020", 1), run("2021", 1, engine="ranks")], ["run 2020", "run 2021"]),
     ],
 )
-def test_the_run_that_ran_most(runs: list[Record], best: list[str]) -> None:
-    assert [source.record.name for each in find_subjects(runs) for source in each.sources] == best
+def test_one_rule_says_which_run_is_shown(runs: list[Record], best: list[str]) -> None:
+    """A side of a comparison follows it, too. What is of several runs says so."""
+    subjects = find_subjects(runs)
+    assert [source.record.name for each in subjects for source in each.sources] == best
+    side = side_of("A", "A", runs)
+    entries = [entry for entry in side.entries if entry.result.status in SUCCESS]
+    assert {*(entry.record.name for entry in entries)} >= {*best}
+    notes = " ".join(note for subject in subjects for note in side_by_side(subject).notes)
+    beside = len(best) > 1 and len({(entry.result.scale, entry.result.device) for entry in entries}) == 1
+    assert ("Of different runs, which did not run in turn: " in notes) == beside
+    assert (MARK in notes) == any(entry.result.disturbed for entry in entries)

@@ -37,7 +37,7 @@ class Runner:
             assert main(command) == status
         assert status == 130 or not progress.seconds_left(), "no time is left to tell"
         self.said, self.out = said.getvalue(), out.getvalue()
-        (path,) = {*self.folder.glob("*.json")} - known
+        (path,) = ({*self.folder.glob("*.json")} - known) or known  # a run that is resumed has its file
         self.record = load(path)
         return {
             each.row + " emulated" * each.emulated + f" {each.engine}" * (each.engine != "threads")

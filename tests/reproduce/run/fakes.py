@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from reproduce.experiments import Row
+from reproduce.experiments.row import Row
 from reproduce.machine.devices import Devices
 from reproduce.run.emulation import EmulatedStep, Emulation, Executed
 from reproduce.run.training import FakeData
@@ -55,7 +55,7 @@ class Emulated(Fake, Emulation):
         self.runs = []
 
     def run(self) -> Executed:
-        self.runs.append(Executed({}, 0.0, [], work=3.0, wall=4.0, value=float(Fake.step(self))))
+        self.runs.append(Executed({}, 0.0, [], work=3.0, value=float(Fake.step(self))))
         return self.runs[-1]
 
     def step(self) -> EmulatedStep:  # type: ignore[override]

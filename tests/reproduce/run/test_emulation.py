@@ -10,7 +10,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from reproduce.experiments import COMPONENTS, EXPERIMENTS, Row
+from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments.row import COMPONENTS, Row
 from reproduce.machine.devices import Devices
 from reproduce.run.emulation import Emulation, Executed, Link, own_links, shortened
 from reproduce.run.training import Balancer, FakeData
@@ -58,7 +59,7 @@ class Clocks:
         return float(self.marks**2)
 
 
-BARE = next(i for i, layer in enumerate(PLAIN.build()) if not [*layer.parameters()])
+BARE = next(i for i, layer in enumerate(PLAIN.sized.layers()) if not [*layer.parameters()])
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_every_task_is_run_once_and_timed(row: Row, updated: int, monkeypatch: p
     assert list(run.tasks.values()) == taken[first:last:2]
     assert run.loss == taken[first - 1 + 2 * m * row.devices], "from the last forward to the first backward"
     assert run.updates == taken[last : last + updated]
-    assert run.work == sum(taken[: last + updated]) and run.wall == run.work * 3 and emulated.runs == [run]
+    assert run.work == sum(taken[: last + updated]) and emulated.runs == [run]
 
 
 def cost(task: Task) -> float:
@@ -109,7 +110,7 @@ def ran(row: Row) -> Executed:
     m = shortened(row).micro_batches or 1
     counts: dict[Kind, int] = {"forward": m, "recompute": recomputed(row, m), "backward": m}
     tasks = [Task(kind, i, j) for kind, count in counts.items() for i in range(count) for j in range(row.devices)]
-    return Executed({task: cost(task) for task in tasks}, LOSS, UPDATES[: row.devices], work=9.0, wall=9.0, value=1.0)
+    return Executed({task: cost(task) for task in tasks}, LOSS, UPDATES[: row.devices], work=9.0, value=1.0)
 
 
 LONE = pipeline(3, m=1, checkpoint="always")
@@ -154,13 +155,13 @@ def test_a_task_takes_its_share_in_the_median_run() -> None:
     def run(slow: float = 1.0, disturbed: float = 0.0) -> Executed:
         taken = {task: slow * seconds for task, seconds in tasks.items()}
         taken[Task("forward", 0, 1)] += disturbed
-        return Executed(taken, slow * 0.5, [slow, slow * 0.5], work=slow * 8 + disturbed, wall=9.0, value=slow)
+        return Executed(taken, slow * 0.5, [slow, slow * 0.5], work=slow * 8 + disturbed, value=slow)
 
     emulated.runs = runs = [run(), run(slow=2), run(disturbed=5.0), run(), run(slow=0.5)]
     found, samples = emulated.step(), emulated.samples()
     assert (found.work, found.seconds, found.here) == (8, 1 + 2 + 0.5 + 2 + 1 + 1, 7.5)
     assert samples["step_time"] == [7.5, 15, 7.5 + 5.0 * 7.5 / 8, 7.5, 3.75], "as slow as all work was"
-    assert samples["work_time"] == [each.work for each in runs] and samples["wall_time"] == [9.0] * 5
+    assert samples["work_time"] == [each.work for each in runs]
     assert samples["loss"] == [1, 2, 1, 1, 0.5] and samples["here_time"] == samples["step_time"]
 
 
@@ -205,18 +206,15 @@ def test_copies_take_what_the_hardware_says_or_the_same_share_of_a_forward_as_in
 
     link = Link(HARDWARE, papers)
     copies, skips = link.copies(replace(small, name="pb/x"), 3.0)
-    forward = sum(link._predictor(large.model, large.size, large.input_shape).layers(2).forward)
+    forward = sum(link._predictor(large.sized).layers(2).forward)
     assert copies == pytest.approx([copy / forward * 3 for copy in own])
     assert skips == pytest.approx({route: skip / forward * 3 for route, skip in theirs.items()})
     first = link.copies(replace(small, name="first"), 3.0)
     assert link.copies(replace(small, name="none"), 3.0) == first != (copies, skips)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "expected"),
-    [("Tesla P40", "p40x8"), ("NVIDIA A100-SXM4-80GB", "a100x8"), ("NVIDIA A10", None)],
-)
-def test_gpus_have_the_links_of_a_shipped_node(gpu: str, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
-    assert own_links(Devices("cuda", 1)) == expected and expected in (None, *hardware_names())
+def test_gpus_have_the_links_of_a_shipped_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu, expected in {"Tesla P40": "p40x8", "NVIDIA A100-SXM4-80GB": "a100x8", "NVIDIA A10": None}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, gpu=gpu: gpu)
+        assert own_links(Devices("cuda", 1)) == expected and expected in (None, *hardware_names())
     assert own_links(CPU) is None

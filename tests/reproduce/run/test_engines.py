@@ -17,8 +17,8 @@ import torch
 from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.devices import Devices
-from reproduce.records.record import Engine
-from reproduce.run.engines.engines import FEW, OFFERED, Trainer, check_same, why_not
+from reproduce.records.record import OFFERED, Engine
+from reproduce.run.engines.engines import FEW, Trainer, check_same, why_not
 from reproduce.run.engines.processes import Processes
 from reproduce.run.timed import MeasuredSteps
 from torchgpipe.plan.replay import Event, Timeline
@@ -141,7 +141,7 @@ def test_a_row_is_measured_by_each_engine(run: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("reproduce.run.speed.Processes", processes)
     rows = tuple(row for row in TINY["tiny-speed"].scale("small").rows if row.name in ("naive n2", "GPipe n8m4"))
     options = ["--engine=threads", "--engine=ranks", "--engine=torch", "--no-emulate", f"--trace={run.folder}/t/t.png"]
-    found = run("tiny-speed", *options, "--steps=3", rows=rows, warmup=1, status=int(loss != 1.0))
+    found = run("tiny-speed", *options, "--steps=3", rows=rows, warmup=1, status=2 * (loss != 1.0))
     assert [each.close.call_count for each in made] == [1, 1], "ranks, and PyTorch's first schedule"
     assert found["naive n2"].samples["loss"] == [1] * 3, "others are compared with it"
     assert found["naive n2 Schedule1F1B"].reason == FEW

@@ -23,24 +23,20 @@ def gradient() -> object:
     return x, x.grad
 
 
-@pytest.mark.parametrize(
-    ("make", "live", "peak"),
-    [
-        pytest.param(lambda: torch.zeros(100).view(10, 10)[2:4].t(), 100 * FLOAT, 100 * FLOAT, id="a view"),
-        pytest.param(lambda: torch.zeros(100) + 1 + 1, 100 * FLOAT, 200 * FLOAT, id="temporary"),
-        pytest.param(lambda: torch.zeros(100).add_(1), 100 * FLOAT, 100 * FLOAT, id="in place"),
-        pytest.param(lambda: torch.zeros(1).resize_(100), 100 * FLOAT, 100 * FLOAT, id="grows"),
-        pytest.param(
-            lambda: (torch.zeros(100).max(dim=0, keepdim=True), torch.zeros(98)),
-            (98 + 1) * FLOAT + 8, (100 + 1) * FLOAT + 8, id="several at once",
-        ),
-        # The leaf and both results of exp are alive, the sum is not.
-        pytest.param(
-            lambda: (torch.zeros(50, requires_grad=True).exp() + 1).exp(), 150 * FLOAT, 200 * FLOAT, id="saved"
-        ),
-        pytest.param(gradient, 100 * FLOAT, 102 * FLOAT, id="gradient"),  # plus, at the peak, the sum and its gradient
-    ],
-)  # fmt: skip
+KNOWN: dict[str, tuple[Callable[[], object], int, int]] = {
+    "a view": (lambda: torch.zeros(100).view(10, 10)[2:4].t(), 100 * FLOAT, 100 * FLOAT),
+    "temporary": (lambda: torch.zeros(100) + 1 + 1, 100 * FLOAT, 200 * FLOAT),
+    "in place": (lambda: torch.zeros(100).add_(1), 100 * FLOAT, 100 * FLOAT),
+    "grows": (lambda: torch.zeros(1).resize_(100), 100 * FLOAT, 100 * FLOAT),
+    "several at once": (lambda: (torch.zeros(100).max(dim=0, keepdim=True), torch.zeros(98)),
+                        (98 + 1) * FLOAT + 8, (100 + 1) * FLOAT + 8),
+    # The leaf and both results of exp are alive, the sum is not.
+    "saved": (lambda: (torch.zeros(50, requires_grad=True).exp() + 1).exp(), 150 * FLOAT, 200 * FLOAT),
+    "gradient": (gradient, 100 * FLOAT, 102 * FLOAT),  # plus, at the peak, the sum and its gradient
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "live", "peak"), KNOWN.values(), ids=KNOWN)
 def test_known_cases(make: Callable[[], object], live: int, peak: int) -> None:
     counter = LiveBytes(1)
     with LiveBytesMode(counter, 0):

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from reproduce.experiments import Row
+from reproduce.experiments.row import Row
+from reproduce.machine.load import Load
+from reproduce.numbers.metrics import DISTURBED
 from reproduce.run.training import FakeData
 from torchgpipe.plan.replay import Event, Timeline
 
@@ -19,6 +21,8 @@ from ..tiny import TINY
 from .fakes import SECONDS, Fake
 
 ROWS = TINY["tiny-speed"].scale("small").rows
+EVERY = [f"{row.name}{how}" for row in ROWS for how in ("", " emulated")
+         if how or (row.devices <= 2 and "/pb" not in row.name)]  # fmt: skip
 PAPER, OWN, GIVEN = "p40x8, in proportion to the tasks", "a100x8", "h100x8, in proportion to the tasks"
 
 
@@ -40,9 +44,8 @@ def test_every_row_ends_in_a_result(
     found = run("tiny-speed", *([f"--emulate={most}"] if most else ["--no-emulate"]), *link, "--steps=3")
     emulated = {f"{row.name} emulated" for row in ROWS if row.devices <= most}
     assert {name for name, result in found.items() if result.status == "emulated"} == emulated
-    assert {name for name, result in found.items() if result.status == "measured"} == {
-        row.name for row in ROWS if row.devices <= 2
-    }
+    measured = {name for name, result in found.items() if result.status == "measured"}
+    assert measured == {row.name for row in ROWS if row.devices <= 2}
     assert {*found} - emulated == {row.name for row in ROWS if not (row.devices == 8 and most == 8)}
     for name, result in found.items():
         if not result.samples:
@@ -57,7 +60,7 @@ def test_every_row_ends_in_a_result(
     assert (found["n2m4"].over, found["n2m4"].published) == ("n2m1", "tg-amoebanetd-speed/n2m4")
     if most == 8:
         assert found["GPipe n8m4 emulated"].samples == {
-            "step_time": [SECONDS] * 3, "here_time": [0.5] * 3, "work_time": [3.0] * 3, "wall_time": [4.0] * 3,
+            "step_time": [SECONDS] * 3, "here_time": [0.5] * 3, "work_time": [3.0] * 3,
             "loss": [1] * 3, "round": found["naive n8 emulated"].samples["round"],
         }  # fmt: skip
         assert found["GPipe n8m4 emulated"].values == {"executed": 4, "bubble": 7 / 8, "utilization": [0.5, *[0] * 7]}
@@ -81,7 +84,7 @@ def test_a_row_that_fails_is_a_result(
     fake: type[Fake], run: Any, experiment: str, row: str, others: tuple[str, ...], at: int, error: Exception
 ) -> None:
     fake.raises[row] = lambda step: error if step >= at else None
-    found = run(experiment, "--steps=3", status=int(error is not NONE))
+    found = run(experiment, "--steps=3", status=2 * (error is not NONE))
     reason = r"ValueError: no \(fakes.py, line \d+\)"
     if error is NONE:
         reason = "out of memory" + r": its 2 partition\(s\) take \d+ GiB on the one device .*" * ("emulated" in row)
@@ -107,7 +110,22 @@ def test_an_interruption_keeps_every_step(
     found = run("tiny-speed", "--steps=5", status=130)
     kept = Counter({name: len(result.samples.get("step_time", [])) for name, result in found.items()})
     assert kept + Counter({row: int(not between)}) == Counter(fake.order)
-    assert (found[row].status == "not run") == (kept[row] == 0)
+    assert (found[row].status == "interrupted") == (kept[row] == 0)
+    assert {name for name, each in found.items() if each.status == "interrupted"} == {x for x in EVERY if not kept[x]}
+
+    fake.raises.clear()
+    monkeypatch.setattr("reproduce.cli.run.interruptible", lambda: contextlib.nullcontext(lambda: None))
+    run("tiny-speed", "--steps=4", "--resume", status=2)
+    again = run("tiny-speed", "--steps=5", "--resume")
+    assert run.record.run.state == "finished"
+    steps = {name: len(result.samples["step_time"]) for name, result in again.items() if result.samples}
+    assert {*steps} == {*EVERY} and {*steps.values()} <= {5, 6}, "a round that was broken off is run again"
+    ran = Counter(fake.order) - Counter({row: int(not between)})
+    anew = {name for name in steps if ran[name] != steps[name]}
+    assert bool(anew) == (kept[row] == 0) and all(kept[name] < 5 for name in anew), "what was done is kept"
+    assert {steps[name] for name in steps if kept[name] == 5} == {5}, "and is not run again"
+    for name, result in again.items():
+        assert len(set(result.samples.get("round", ()))) == steps.get(name, 0), "each round has its own number"
 
 
 def test_rows_appear_before_all_is_done(
@@ -186,6 +204,34 @@ def test_a_time_limit_bounds_steps_that_nobody_asked_for(
     assert {found[name].reason for name in ("n2m4", "naive n2")} == {said}
     assert len(found["n2m4 emulated"].samples["step_time"]) == timed
     assert fake.order.count("n2m4") == (timed + changes.get("warmup", 0) if said is None else 0)
+
+
+@pytest.mark.parametrize(
+    ("busy", "steps", "changes", "timed", "left_out"),
+    [
+        ([0, 0.2, 0, 0], ["--steps=3"], {}, 3, 1),  # run again
+        ([0.2] * 9, ["--steps=3"], {}, 6, 0),  # again and again
+        ([0, 0, 0, 0, 0.2], [], ENDED, 4, 0),
+        ([0, 0, 0, 0.2, 0], [], ENDED, 4, 0),  # there is no time
+        ([0, 0.2, 0, 0, 0], [], {**ENDED, "least_steps": 2, "seconds": 1e9, "steps": 4}, 4, 1),
+    ],
+)
+def test_a_disturbed_round_is_run_again_while_there_is_time(
+    fake: type[Fake], run: Any, busy: list[float], steps: list[str], changes: dict[str, Any], timed: int, left_out: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Otherwise its rows are marked."""
+    monkeypatch.setattr(Load, "begin", lambda self: setattr(self, "left", iter(busy)))
+    monkeypatch.setattr(Load, "round", lambda self: {"others": next(self.left, 0.0)})
+    monkeypatch.setattr("reproduce.run.session.other_runs", lambda: {77: "reproduce run x"})
+    found = run("tiny-speed", *steps, **changes)
+    marked, out = 0.2 in busy[:timed] and not left_out, " ".join(run.out.split())
+    for result in map(found.__getitem__, EVERY):
+        assert len(result.samples["step_time"]) == len(result.samples["others"]) == timed
+        assert (result.disturbed, result.values.get("disturbed_rounds", 0)) == (marked, left_out)
+    assert Counter(fake.order) == dict.fromkeys(EVERY, timed + left_out)
+    assert (DISTURBED in out) == marked and ("1 disturbed round left out" in out) == left_out
+    assert run.said.count("process 77 runs here, too") == 1
 
 
 def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(fake: type[Fake], run: Any) -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from reproduce.experiments import EQUAL_LAYERS, EXPERIMENTS, PLANNED, Row
+from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments.row import EQUAL_LAYERS, PLANNED, Row
 from reproduce.machine.devices import Devices
 from reproduce.run.emulation import Emulation
 from reproduce.run.training import Balancer, FakeData, Training
@@ -66,7 +67,7 @@ def test_balances_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reproduce.run.training.profile_times", profile)
     rows = [replace(NAIVE, balance=None, chunks=m, partitions=n) for n in (2, 3) for m in (1, 4)]
     data, balancer = FakeData(rows, 0), Balancer(CPU)
-    model = NAIVE.build()
+    model = NAIVE.sized.layers()
     found = [balancer.balanced(row, model, data).balance for row in (*rows, NAIVE)]
     assert found == [(3, 2), (3, 2), (2, 2, 1), (2, 2, 1), (4, 5)]
     assert [len(call.args[1]) for call in profile.call_args_list] == [1], "of a quarter of the batch"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reproduce.models import amoebanetd, resnet101, unet
+from reproduce.models.built import amoebanetd, resnet101, unet
 from torchgpipe import GPipe
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.counter import Counter

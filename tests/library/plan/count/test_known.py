@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gates.tally import tallied
-from reproduce.models import amoebanetd, resnet101, unet
+from reproduce.models.built import amoebanetd, resnet101, unet
 from torchgpipe.plan.count.alike import Alike
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.live import Live
@@ -37,17 +37,13 @@ class Pair(nn.Module):
 
 # No two of these behave alike.
 LAYERS: list[Callable[[], nn.Module]] = [
-    lambda: nn.Linear(6, 6),
-    lambda: nn.Linear(6, 7),
-    lambda: nn.Linear(6, 6, dtype=torch.float64),
-    lambda: nn.Linear(6, 6).requires_grad_(False),
-    lambda: nn.Linear(6, 6).eval(),
-    lambda: nn.Dropout(0.1),
-    lambda: nn.Dropout(0.2),
+    lambda: nn.Linear(6, 6), lambda: nn.Linear(6, 7), lambda: nn.Linear(6, 6, dtype=torch.float64),
+    lambda: nn.Linear(6, 6).requires_grad_(False), lambda: nn.Linear(6, 6).eval(),
+    lambda: nn.Dropout(0.1), lambda: nn.Dropout(0.2),
     lambda: Pair(lambda a, b: (a[:6], b[:6])),
     lambda: Pair(lambda a, b: (a[:6], a[:6])),
     lambda: Pair(lambda a, b: (a[:6], a[6:])),
-]
+]  # fmt: skip
 VALUES: list[Any] = [X, (X,), (X, X), (X, X.clone()), torch.empty(5, 6), torch.empty(6, 4).t(), X.double(),
           torch.empty(4, 6, requires_grad=True), torch.empty(8, 6)[:4], torch.empty(8, 6)[4:]]  # fmt: skip
 

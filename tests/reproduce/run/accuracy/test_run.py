@@ -91,9 +91,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_results_to_the_bit(
 
 def test_rows_and_seeds_may_be_chosen(run: Any, uninterrupted: dict[str, Result]) -> None:
     found = run(NAME, "--row=plain", "--seeds=1")
-    assert {**found["plain"].samples, "epoch_time": None} == {
-        **{name: each[:EPOCHS] for name, each in uninterrupted["plain"].samples.items()}, "epoch_time": None
-    }  # fmt: skip
+    first = {name: each[:EPOCHS] for name, each in uninterrupted["plain"].samples.items()}
+    assert {**found["plain"].samples, "epoch_time": None} == {**first, "epoch_time": None}
     settings = run.record.run.settings
     assert [*found] == ["plain"] and settings["seeds"] == 1 and settings[NAME]["made"]["train_size"] == 32
 
@@ -104,7 +103,7 @@ def test_only_a_whole_checkpoint_of_the_same_training_is_used(run: Any, monkeypa
     first = learnt(run(NAME))
     assert learnt(run(NAME, "--seed=1"))["plain"] != first["plain"] and "goes on" not in run.said
     min(run.folder.glob("checkpoints/*-GPipe-*-seed0-*.pt")).write_bytes(b"not a checkpoint")
-    reason = run(NAME, status=1)[GPIPE].reason
+    reason = run(NAME, status=2)[GPIPE].reason
     assert reason.endswith(" cannot be read as a checkpoint (UnpicklingError); delete it") and "\n" not in reason
 
 
@@ -120,7 +119,7 @@ def test_a_row_that_fails_is_a_result_and_keeps_its_epochs(
 ) -> None:
     with monkeypatch.context() as patch:
         fail(patch, error, STEPS, row=GPIPE)
-        found = run(NAME, status=int(status == "failed"))
+        found = run(NAME, status=2 * (status == "failed"))
     assert found[GPIPE].status == status and found[GPIPE].reason.startswith(reason)
     assert found[GPIPE].samples["epoch"] == [1] and len(found["plain"].samples["epoch"]) == 2 * EPOCHS
     assert any(run.folder.glob("checkpoints/*")) == (status == "failed"), "without memory, it would end so again"
@@ -129,7 +128,7 @@ def test_a_row_that_fails_is_a_result_and_keeps_its_epochs(
 
 def test_a_training_that_diverges_is_told(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AccuracyTraining, "step", lambda self, *batch: torch.tensor(float("nan")))
-    plain = run(NAME, status=1)["plain"]
+    plain = run(NAME, status=2)["plain"]
     assert (plain.status, plain.samples["epoch"]) == ("failed", [])
     assert "the loss is nan in epoch 1: the training has diverged" in plain.reason
 

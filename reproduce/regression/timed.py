@@ -1,0 +1,73 @@
+"""Time a project's cases. Their file is loaded by its path, so that both sides run the same one."""
+
+import os
+import runpy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from reproduce.error import Error
+
+Clock = Literal["cpu", "wall"]
+CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}  # CPU time of all threads of the process, or time
+WARM_UP = 2  # samples: the first one compiles and allocates, and takes several times as long
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []  # of this process; not on macOS
+
+
+@dataclass(frozen=True)
+class Case:
+    """Name what is timed: `prepare()` imports the package, makes what a step needs, and returns the step.
+
+    A sample is the mean of `steps` steps in a row, in CPU time on one core or, to see overlap, wall-clock time on two.
+    """
+
+    name: str
+    prepare: Callable[[], Callable[[], object]]
+    steps: int = 1
+    clock: Clock = "cpu"
+
+
+def load(path: Path) -> dict[str, Case]:
+    """Return the cases of a file, by name. Raise `Error` if it has no list `CASES` of cases with names of their own."""
+    try:
+        listed = runpy.run_path(str(path))["CASES"]
+        cases = {case.name: case for case in listed if isinstance(case, Case)}
+        assert 0 < len(cases) == len(listed), "CASES has something else, or a name twice, or nothing"
+        return cases
+    except Exception as error:
+        needed = "it needs CASES, a list of reproduce.regression.timed.Case, which import the package in prepare()"
+        raise Error(f"--cases {path}: {type(error).__name__}: {error}; {needed}") from None
+
+
+class Timed:
+    """Time a case by `clock`, or else by its own. `slow_down` adds a delay to each sample, as a share of the median."""
+
+    def __init__(self, file: str, name: str, clock: Clock | None, slow_down: float) -> None:
+        self.case = load(Path(file))[name]
+        clock = clock or self.case.clock
+        self.now = CLOCKS[clock]
+        self.cores = CORES[-1:] if clock == "cpu" else CORES[:1] + CORES[-1:]  # the first core serves most interrupts
+        self.step = self.case.prepare()
+        self.slow_down = slow_down
+        self.own: list[float] = []  # seconds of each sample, without the delay
+        for _ in range(WARM_UP):
+            self()
+        self.own.clear()
+
+    def __call__(self) -> float:
+        """Return the seconds per step of a sample."""
+        if self.cores:
+            os.sched_setaffinity(0, self.cores)  # of this thread; workers take it over when a first sample starts them
+        began = self.now()
+        for _ in range(self.case.steps):
+            self.step()
+        ran = self.now()
+        self.own.append(ran - began)
+        if self.slow_down:
+            until = ran + self.slow_down * statistics.median_low(self.own)
+            while self.now() < until:  # `sleep` uses no CPU time, and may take longer
+                pass
+        return (self.now() - began) / self.case.steps

@@ -1,0 +1,135 @@
+"""The gate of overlap: as it is, all tasks meet; whoever loses overlap is named."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.gates import meeting
+from benchmarks.gates.meeting import LOOKS, N, Scene, main, on_devices, on_rank, over_workers
+from reproduce.machine.description import ROOT
+from torchgpipe.distributed.links import Backward
+from torchgpipe.engine.program import Program
+from torchgpipe.engine.relay import Queues
+from torchgpipe.tensors.copy import CopyPath, CopyStreams
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def test_the_gate() -> None:
+    """In a process of its own: it forks."""
+    found = subprocess.run([sys.executable, "-m", "benchmarks.gates.meeting"], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
+def on_ranks(scene: Scene, looks: int) -> str | None:
+    default = dist.distributed_c10d._get_default_store()
+    return on_rank(scene, looks, dist.PrefixStore("meeting", default))  # type: ignore[attr-defined]
+
+
+def locked(tasks: str = "", locks: int = 1) -> Plant:
+    """Run tasks of this kind under a lock, of which partitions share so many."""
+    computes, made = Program.computes, [threading.RLock() for _ in range(locks)]
+
+    @contextmanager
+    def under(self: Program, task: str) -> Iterator[None]:
+        with made[self.stage.index % locks] if task.startswith(tasks) else nullcontext(), computes(self, task):
+            yield
+
+    return lambda patch: patch.setattr(Program, "computes", under)
+
+
+def late(links: Any) -> Plant:
+    """Announce a gradient only when it is there, so that its recomputation waits for it."""
+    announce, give, waiting = links.announce, links.give, list[Any]()
+
+    def give_both(self: Any, item: Any) -> None:
+        if self in waiting:
+            waiting.remove(self)
+            announce(self)
+        give(self, item)
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(links, "announce", lambda self: waiting.append(self))
+        patch.setattr(links, "give", give_both)
+
+    return plant
+
+
+def sent(self: Any, item: Any) -> None:
+    """Give an item, and wait until it is taken."""
+    self._after.put(item)
+    while not self._after.empty():
+        time.sleep(0.0001)
+
+
+def synchronous(patch: pytest.MonkeyPatch) -> None:
+    """Let the host wait for each copy."""
+    move = CopyPath.move
+
+    def moved(self: CopyPath, *given: Any, **options: Any) -> Any:
+        copies = move(self, *given, **options)
+        torch.cuda.synchronize()
+        return copies
+
+    patch.setattr(CopyPath, "move", moved)
+
+
+def among_tasks(patch: pytest.MonkeyPatch) -> None:
+    """Let copies have no streams of their own."""
+    patch.setattr(CopyStreams, "between", lambda *_: (None, None))
+
+
+ALWAYS, AHEAD = Scene("always"), Scene("never", ahead=True)
+COPY = "forward of micro-batch 1 on partition 0 did not begin while copy after forward of micro-batch 0"
+NEXT = "forward of micro-batch 2 on partition 0"
+LATE = "recompute of micro-batch 5 on partition 2 did not begin while backward of micro-batch 5 on partition 3 ran"
+ON_RANKS = pytest.mark.ranks(N)
+Row = tuple[Callable[..., str | None], Scene, Plant, str]
+
+# Who runs which scene, what is planted, and what is said. Where one of two is lost by chance: what both have in common.
+LOSSES: dict[str, Row] = {
+    "a lock around tasks": (over_workers, ALWAYS, locked(), "forward of micro-batch"),
+    "a lock around forwards": (over_workers, ALWAYS, locked("forward"), "forward of micro-batch"),
+    "a lock around backwards": (over_workers, AHEAD, locked("backward"), "backward of micro-batch"),
+    "a lock of two partitions": (over_workers, ALWAYS, locked(locks=3), "forward of micro-batch"),
+    "late recomputations": (over_workers, ALWAYS, late(Queues), LATE),
+    "late recomputations of ranks": (on_ranks, ALWAYS, late(Backward), LATE),
+    "a send that waits": (over_workers, AHEAD, lambda patch: patch.setattr(Queues, "give", sent), NEXT),
+    "a copy that the host waits for": (on_devices, ALWAYS, synchronous, COPY),
+    "a copy among the tasks": (on_devices, ALWAYS, among_tasks, COPY),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[ON_RANKS] * (row[0] is on_ranks)) for name, row in LOSSES.items()]
+)
+def test_a_planted_loss_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, scene, plant, said = LOSSES[name]
+    plant(monkeypatch)
+    line = run(scene, LOOKS)
+    assert line is not None and said in line and " did not begin while " in line
+
+
+def test_what_is_missed_once_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of what is missed for long, each engine's first is told."""
+
+    class Slow:
+        def run(self, scene: Scene, looks: int) -> str | None:
+            return "a did not begin while b ran" if looks == LOOKS else None
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(meeting, "Ranks", Slow)
+    monkeypatch.setattr(meeting, "over_workers", lambda scene, looks: "x" if scene.mode == "never" else None)
+    monkeypatch.setattr(meeting, "on_devices", lambda scene, looks: None)
+    with pytest.raises(SystemExit, match=r"^workers, never: x$"):
+        main([])
