@@ -2,7 +2,7 @@
 
     python -m benchmarks.any_model torchvision --json results/benchmarks/any_model.json
 
-What is compared, and how, is in docs/any-model.md. Models that are in the record already are skipped without `--again`,
+What is compared, and how, is in docs/any-model.md. Without `--again`, models that the record has already are skipped,
 so a stopped run can be resumed.
 """
 

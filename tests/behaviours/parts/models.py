@@ -27,8 +27,8 @@ INPUTS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "twice": lambda x: (x, x),
 }
 
-# How a step runs forward and backward -> layers not drawn with it: PyTorch refuses, miscomputes or warns, or they
-# use an unregistered parameter, which autograd.grad(…) and backward(inputs=…) do not find behind a `_Gate` node.
+# The ways to run a step. To each belong the layers that are not drawn together with it: PyTorch itself refuses them,
+# computes something wrong or warns; or they have an unregistered parameter, which autograd.grad(…) does not find.
 RUNS: dict[str, set[str]] = {
     "backward": set(),
     "no grad": set(),
