@@ -159,7 +159,9 @@ class _Done:
 
         found = self._model.on_all(run)
         gradients = {name: grad for _, part in found for name, grad in part.items()}
-        return [*found[0][0], *(gradients.get(name) for name in self.parameters)]
+        # Layers of other ranks stay where they were built, here.
+        theirs = [(gradients.get(name), p.device) for name, p in self.parameters.items()]
+        return [*found[0][0], *(grad if grad is None else grad.to(device) for grad, device in theirs)]
 
 
 def _leaves(model: nn.Module) -> dict[str, Tensor]:
