@@ -123,6 +123,8 @@ def test_an_error_arrives_and_the_next_call_works(engine: str, devices: list[str
         with pytest.raises(ZeroDivisionError, match="trouble"):
             model(x).sum().backward()
         torch.cuda.synchronize()  # nothing is left that waits for the rank that failed
+        if engine == "ranks":
+            model._pipeline.close()  # the last rank may have ended its backward by then
         model.zero_grad()
         model(x).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
