@@ -148,8 +148,8 @@ class _Done:
         outputs: list[Tensor] = [self._own]
         given: list[Tensor | None] = [None]
         if isinstance(self._own, list):
-            pairs = [(y, g) for y, g in zip(self._own, grads, strict=True) if g is not None]
-            outputs, given = [y for y, _ in pairs], [g for _, g in pairs]
+            kept = [(y, g) for y, g in zip(self._own, grads, strict=True) if g is not None]
+            outputs, given = [y for y, _ in kept], [g for _, g in kept]
         options = {"retain_graph": keep, "create_graph": torch.is_grad_enabled(), "allow_unused": True}
 
         def run() -> Any:
@@ -159,9 +159,8 @@ class _Done:
 
         found = self._model.on_all(run)
         gradients = {name: grad for _, part in found for name, grad in part.items()}
-        # Layers of other ranks stay where they were built, here.
-        theirs = [(gradients.get(name), p.device) for name, p in self.parameters.items()]
-        return [*found[0][0], *(grad if grad is None else grad.to(device) for grad, device in theirs)]
+        pairs = [(gradients.get(name), p) for name, p in self.parameters.items()]  # others' layers are on a CPU here
+        return [*found[0][0], *(g if g is None else g.to(p.device) for g, p in pairs)]
 
 
 def _leaves(model: nn.Module) -> dict[str, Tensor]:
