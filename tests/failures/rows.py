@@ -65,7 +65,7 @@ def hanging(task: str, rank: int = 1) -> str:
 ROWS = {
     "stopped in forward": Row(faults.stops, "forward", SILENT + IN_FORWARD, WOKEN),
     "stopped in backward": Row(faults.stops, "backward", SILENT + IN_BACKWARD, WOKEN),
-    "stopped outside": Row(faults.stops, "outside", SILENT + OUTSIDE, WOKEN),
+    "stopped outside": Row(faults.stops, "outside", SILENT + "outside", WOKEN),  # perhaps before it has told the number
     "cut off in forward": Row(faults.cuts_links, "forward", SILENT + IN_FORWARD, ALONE),
     "killed in backward": Row(faults.dies, "backward", DIED + IN_BACKWARD),
     "killed outside": Row(faults.dies, "outside", DIED + OUTSIDE),
