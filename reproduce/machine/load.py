@@ -9,9 +9,9 @@ from pathlib import Path
 from reproduce.machine.devices import cores
 
 PROC = Path("/proc")
-# Shares of the cores that this program may use. On two cores of a virtual machine, a step that used both was as fast
-# beside others' 7 to 11 % as beside 6 %, which was always taken there; beside 14 to 20 % it was 14 to 26 % slower, and
-# beside 50 % half as fast. Never more than 0.7 % was stolen; no other thread makes up for that.
+# Shares of the cores that this program may use. They were tried on a virtual machine, by a step that used both of its
+# cores. Others always took about 6 %. Where they took 7 to 11 %, the step was as fast; at 14 to 20 % it was 14 to 26 %
+# slower, and at 50 % half as fast. The host never took (stole) more than 0.7 %, so that limit was not tried.
 LIMITS = {"others": 0.1, "stolen": 0.02}
 LEAST_SECONDS = 1.0  # the kernel counts in ticks of 10 ms; shorter rounds are judged together with the one before
 A_RUN = re.compile(

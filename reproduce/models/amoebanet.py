@@ -182,7 +182,7 @@ def amoebanetd(num_layers: int, num_filters: int, num_classes: int = 1000) -> nn
     """Build AmoebaNet-D (`num_layers`, `num_filters`), known as (L, D), for 224 x 224 images.
 
     Shapes: (N, 3, 224, 224) to (N, num_classes). Between cells runs a pair of tensors, otherwise one tensor.
-    Sizes raise as `check_size` does: L is a positive multiple of 3, and D of 8.
+    L has to be a positive multiple of 3, and D one of 8, or `check_size` raises an error.
     """
     check_size("num_layers", num_layers, multiple_of=3, why="the normal cells stand in three equal groups")
     check_size("num_filters", num_filters, multiple_of=8, why="the narrowest convolutions have D/8 channels")

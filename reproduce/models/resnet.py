@@ -89,7 +89,7 @@ def resnet(blocks: Sequence[int], width: int = 64, expansion: int = 4, num_class
     `blocks` are the bottlenecks in each of the four stages. Every stage doubles `width`, the channels within
     bottlenecks, and `expansion`, the channels of their outputs in units of 64.
 
-    Shapes: (N, 3, H, W), both at least 32 or so, to (N, num_classes). Sizes raise as `check_size` does.
+    Shapes: (N, 3, H, W), both at least 32 or so, to (N, num_classes). `check_size` refuses other sizes.
     """
     for count in blocks:
         check_size("blocks", count)

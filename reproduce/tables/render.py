@@ -32,7 +32,7 @@ NOTHING = "Nothing measured is committed yet.\n"
 MARK = re.compile(r"(?P<begin><!-- from records: (?P<name>.*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
-Maker = Callable[[Path, str], str]  # makes a block from its page and the part of its name after the slash
+Maker = Callable[[Path, str], str]  # given a page and a block's name behind the slash, returns the block's text
 
 
 def render(root: Path, benchmarks: Maker | None = None) -> dict[Path, str]:

@@ -1,8 +1,8 @@
 """Run a pipeline's partitions in processes of their own, a step at a time.
 
-All ranks get the same requests: an engine and a function that makes its work; or `"step"` and the time at which it
-begins; or `"record"` and that time, for a step with a timeline. A rank replies `"answer"`, for a step with the time of
-its end, the loss and the timeline's events. A rank that fails replies `"failed"` with the reason, and ends.
+A request goes to all ranks. It is an engine and a function that makes its work; or `"step"` and the time at which that
+step begins; or `"record"` and that time, for a step with a timeline. A rank replies `"answer"`, and to a step with the
+time of its end, the loss and the timeline's events. A rank that fails replies `"failed"` with the reason, and ends.
 """
 
 import contextlib

@@ -94,7 +94,7 @@ LATE = "recompute of micro-batch 5 on partition 2 did not begin while backward o
 ON_RANKS = pytest.mark.ranks(N)
 Row = tuple[Callable[..., str | None], Scene, Plant, str]
 
-# Who runs which scene, what is planted, and what is said. Where one of two is lost by chance: what both have in common.
+# Of each loss: who runs, what they run, the fault that is planted, and words of the line that has to name the loss.
 LOSSES: dict[str, Row] = {
     "a lock around tasks": (over_workers, ALWAYS, locked(), "forward of micro-batch"),
     "a lock around forwards": (over_workers, ALWAYS, locked("forward"), "forward of micro-batch"),
