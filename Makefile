@@ -24,7 +24,7 @@ help:
 	@echo "make planted              plant each fault of tests/planted in a copy, and see whether tests find it (ARGS='--jobs 2')"
 	@echo "make lint                 ruff (its format, too), mypy, and whether tables are as their records say"
 	@echo "make docs                 build the site of these docs in build/docs; a broken link is an error"
-	@echo "make benchmark            time balancer, micro-batches, portals, the planner, the replay"
+	@echo "make benchmark            time the balancer, the planner and the replay"
 	@echo "make suites               run each of these once, untimed, to see that they work"
 	@echo "make regression BASE=REV  is the working tree slower than that revision?"
 	@echo "                          what a step does, by count: $(BIN)/python -m benchmarks.gates.counts"

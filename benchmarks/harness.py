@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from reproduce.cli.interrupt import interruptible
-from reproduce.error import INTERRUPTED, Error, fail
+from reproduce.error import INTERRUPTED, Error, fail, interruptible
 from reproduce.machine.allocator import freed_memory_is_kept
 from reproduce.machine.devices import Devices
 from reproduce.records.record import FREED_MEMORY, Record, Result

@@ -26,5 +26,9 @@ def on_cpu(layers: nn.Sequential, balance: Sequence[int], engine: str | None = N
     model = GPipe(layers, balance, devices=["cpu"] * len(balance), **options)
     if engine == "across":
         used: Any = model.__dict__["_engine"]
-        used.tied = used.copies.needed = True
+        used.tied = True
+        if used.copies is False:
+            used.copies = True
+        else:
+            used.copies.needed = True  # of older versions
     return model

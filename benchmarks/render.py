@@ -9,12 +9,12 @@ Benchmarks import `reproduce`, not the reverse. So they pass it the function tha
 import sys
 from pathlib import Path
 
-from benchmarks import any_model, works_with
+from benchmarks import any_model, schedules, works_with
 from benchmarks.gates import machinery
 from reproduce.cli.main import main
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
-from reproduce.records.record import FREED_MEMORY, Run, load
+from reproduce.records.record import FREED_MEMORY, load
 from reproduce.tables.render import NOTHING, link
 
 BENCHMARKS = ROOT / "results" / "benchmarks"
@@ -22,6 +22,7 @@ TABLES = {
     "any_model": any_model.table,
     "conformance": works_with.table,
     "machinery": machinery.table,
+    "schedules": schedules.table,
 }
 
 
@@ -38,23 +39,17 @@ def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
             return NOTHING
         record = load(path)
         assert record.run is not None
-        made, under = table(record, "pipe"), _circumstances(record.run)
+        made, run = table(record, "pipe"), record.run
+        machine, git = run.machine, run.git
+        gpu = f"{machine.gpus[0].name}, " if machine.gpus else ""
+        freed = ", freed memory kept" if run.settings.get(FREED_MEMORY) == "kept" else ""
+        before = "" if run.load is None else f", load {run.load[0]:.2f} before the start"
+        under = f"{run.started[:10]}, torch {run.versions['torch']}, Python {run.versions['python']}, "
+        under += f"{gpu}{machine.cpu}, {machine.cores} cores{freed}{before}, "
+        under += "no revision" if git is None else f"revision {git.name(9, ', with changes ')}"
     except (AssertionError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Error(f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})") from error
     return f"{made}\n\n{record.kind.capitalize()} {under}; [record]({link(page, path)})\n\n"
-
-
-def _circumstances(run: Run) -> str:
-    """Describe a run in a line: date, versions, machine and revision."""
-    machine, git = run.machine, run.git
-    gpu = f"{machine.gpus[0].name}, " if machine.gpus else ""
-    freed = ", freed memory kept" if run.settings.get(FREED_MEMORY) == "kept" else ""
-    load = "" if run.load is None else f", load {run.load[0]:.2f} before the start"
-    revision = "no revision" if git is None else f"revision {git.name(9, ', with changes ')}"
-    return (
-        f"{run.started[:10]}, torch {run.versions['torch']}, Python {run.versions['python']}, {gpu}{machine.cpu}, "
-        f"{machine.cores} cores{freed}{load}, {revision}"
-    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ both its devices.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,26 +18,6 @@ from torch import Tensor
 import torchgpipe.distributed.wires.cuda
 import torchgpipe.engine.graph
 import torchgpipe.tensors.copy
-from torchgpipe import is_recomputing
-
-
-def working(x: Tensor, work: Callable[[str], object], *parameters: Tensor) -> Tensor:
-    """Return `x`; call `work` with "forward", "recompute" or "backward" when it runs. Parameters have the size of x."""
-    y: Tensor = _Working.apply(x, work, *parameters)
-    return y
-
-
-class _Working(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, work: Callable[[str], object], *parameters: Tensor) -> Tensor:
-        ctx.work, ctx.taken = work, len(parameters)
-        work("recompute" if is_recomputing() else "forward")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.work("backward")
-        return grads[0], None, *grads * ctx.taken
 
 
 class Event(NamedTuple):

@@ -1,9 +1,12 @@
 """The exit codes of all commands; 0 is "as expected". The exceptions for what a user can do something about."""
 
 import atexit
+import contextlib
 import importlib
 import os
+import signal
 import sys
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
 WORSE = 1  # slower, worse, or not as its record says
@@ -57,3 +60,34 @@ def leave(signum: int, frame: FrameType | None) -> None:
     """End the program at once. It has done nothing yet that could be lost."""
     os.write(2, b"reproduce: interrupted\n")
     os._exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Callable[[], None]]:
+    """Make sure that Ctrl-C ends a run: yield a function to call between steps, which raises if there was a Ctrl-C.
+
+    `KeyboardInterrupt` is raised wherever the main thread happens to be. In a destructor or a weak reference's
+    callback, where tensors are often freed, Python prints it and goes on. So a flag remembers it.
+    """
+    asked = False
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt
+
+    def be_silent(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            hook(unraisable)
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    handler, hook = signal.signal(signal.SIGINT, interrupt), sys.unraisablehook
+    sys.unraisablehook = be_silent
+    try:
+        yield check
+    finally:
+        sys.unraisablehook = hook
+        signal.signal(signal.SIGINT, handler)

@@ -28,9 +28,10 @@ WRITTEN_DOWN = ("first", "second")  # by tests/behaviours/parts/draw.py
 
 
 class Everywhere(nn.Module):
-    """A `DistributedGPipe` over the first ranks, one for each partition; on ranks that are left over the test ends."""
+    """A `DistributedGPipe` over the first ranks, one for each device; on ranks that are left over the test ends."""
 
     _rank: Rank
+    rank: int
     _pipeline: DistributedGPipe
 
     def __init__(
@@ -40,18 +41,18 @@ class Everywhere(nn.Module):
         super().__init__()
         assert portals, "skips go straight from rank to rank"
         rank = current()
-        rank.join(len(balance))
+        rank.join(len(devices))
         pipeline = DistributedGPipe(layers, balance, device=devices[rank.index], **options)
         # Past `__setattr__`: the pipeline's layers are this module's own children already.
-        self.__dict__.update(_rank=rank, _pipeline=pipeline, training=pipeline.training)
+        self.__dict__.update(_rank=rank, rank=rank.index, _pipeline=pipeline, training=pipeline.training)
         self._modules.update({**layers._modules, **pipeline._modules})
-        self._n = len(balance)
-        owners = [j for j, count in enumerate(balance) for _ in range(count)]
+        self._n, self._placement = len(devices), pipeline.schedule.placement
+        owners = [rank for rank, count in zip(self._placement, balance, strict=True) for _ in range(count)]
         self._owner = dict(zip(self._modules, owners, strict=True))
 
     @property
-    def rank(self) -> int:
-        return self._rank.index
+    def schedule(self) -> Any:
+        return self._pipeline.schedule
 
     @property
     def observer(self) -> Any:
@@ -83,7 +84,7 @@ class Everywhere(nn.Module):
         inputs = [*{id(x): x for x in slots.tensors}.values()]
         given = {id(x): x.detach().requires_grad_(x.requires_grad) for x in inputs}
         args, kwargs = slots.put_back(arguments, [given[id(x)] for x in slots.tensors])
-        last = self.rank == self._n - 1
+        last = self.rank == self._placement[-1]
         own: Any = None
 
         def run() -> Any:
@@ -94,13 +95,30 @@ class Everywhere(nn.Module):
                 result, own = slots.taken(own), slots.tensors
                 return result, slots.again(), [y.detach() for y in own], [y.requires_grad for y in own]
 
-        result, slots, shown, needs = self.on_all(run)[-1]
+        result, slots, shown, needs = self.on_all(run)[self._placement[-1]]
         if last:
             shown = [y.detach() for y in own]  # the output's own memory
         if True in needs:
             done = _Done(self, own, [given[id(x)] for x in inputs])
             shown = _Shown.apply(done, needs, shown, TOKEN, *inputs, *done.parameters.values())
         return slots.put_back(result, shown)
+
+    def step(self, criterion: Any, x: Any, target: Any, **options: Any) -> Tensor:
+        self._rank.use(self._pipeline)
+        first, last = self.rank == self._placement[0], self.rank == self._placement[-1]
+
+        def run() -> Any:
+            loss = self._pipeline.step(criterion, x if first else None, target if last else None, **options)
+            return loss, getattr(x, "grad", None), {name: p.grad for name, p in self._pipeline.named_parameters()}
+
+        found, parameters = self.on_all(run), dict(self.named_parameters())
+        for name, grad in [item for _, _, grads in found for item in grads.items()]:
+            parameters[name].grad = grad
+        if isinstance(x, Tensor):
+            x.grad = found[self._placement[0]][1]
+        losses = [loss for loss, *_ in found]
+        assert all(torch.equal(loss, losses[0]) for loss in losses)
+        return losses[self.rank]
 
     def on_all(self, run: Callable[[], Any]) -> list[Any]:
         """Run something on each rank; return what each returns, or raise what one raises.
@@ -160,7 +178,8 @@ class _Done:
         found = self._model.on_all(run)
         gradients = {name: grad for _, part in found for name, grad in part.items()}
         pairs = [(gradients.get(name), p) for name, p in self.parameters.items()]  # others' layers are on a CPU here
-        return [*found[0][0], *(g if g is None else g.to(p.device) for g, p in pairs)]
+        first = found[self._model._placement[0]][0]
+        return [*first, *(g if g is None else g.to(p.device) for g, p in pairs)]
 
 
 def _leaves(model: nn.Module) -> dict[str, Tensor]:

@@ -1,11 +1,15 @@
-"""A layer that fails when it is told to."""
+"""A layer that fails when it is told to, and optimizers by the names that the planner knows."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from torchgpipe import is_recomputing
+
+KINDS = (optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adam, optim.AdamW)
+OPTIMIZERS: dict[str, Any] = {x.__name__.lower(): x for x in KINDS} | {"momentum": partial(optim.SGD, momentum=0.9)}
 
 
 class Fails(nn.Module):

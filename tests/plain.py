@@ -72,10 +72,14 @@ class Plain(nn.Sequential):
 
 
 def piped(
-    layers: nn.Sequential, balance: Sequence[int], chunks: int = 3, devices: Sequence[str] = ("cpu",), **options: Any
-) -> Any:
-    """Return a pipeline on these devices in turn; with `engine="ranks"` over the processes that run the test."""
-    places = [devices[j % len(devices)] for j in range(len(balance))]
+    layers: nn.Sequential, balance: Sequence[int], chunks: int = 3, devices: Sequence[str] = ("cpu",), v: int = 1,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Return a pipeline on these devices in turn, with v partitions on each.
+
+    With `engine="ranks"` it is over the processes that run the test.
+    """
+    places = [devices[j % len(devices)] for j in range(len(balance) // v)]
     if options.get("engine") == "ranks":
         options = {k: x for k, x in options.items() if k != "engine"}
         return Everywhere(layers, balance, places, chunks=chunks, **options)

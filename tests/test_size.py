@@ -7,21 +7,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDE_BY_SIDE = 15  # files of Python in a folder, beside its `__init__`
-STATEMENTS = 26_800  # in all; docstrings are none. Lines can be had by squeezing, and statements cannot.
+STATEMENTS = 27_200  # in all; docstrings are none. Lines can be had by squeezing, and statements cannot.
 
 # Lines of Python. A folder's limit holds for the folders within it together; "." is all.
 LIMITS = {
-    ".": 46_200,
-    "torchgpipe": 13_700,
-    "torchgpipe/tensors": 660,
-    "torchgpipe/task": 1_925,
+    ".": 46_500,
+    "torchgpipe": 14_000,
+    "torchgpipe/schedules": 600,
+    "torchgpipe/tensors": 650,
+    "torchgpipe/task": 1_900,
     "torchgpipe/engine": 1_100,
     "torchgpipe/skip": 310,
-    "torchgpipe/trace": 1_680,
+    "torchgpipe/trace": 1_700,
     "torchgpipe/balance": 480,
-    "torchgpipe/distributed": 2_110,
+    "torchgpipe/distributed": 2_100,
     "torchgpipe/state": 700,
-    "torchgpipe/plan": 3_700,
+    "torchgpipe/plan": 3_900,
     "torchgpipe/timeline": 380,
     "reproduce": 10_400,
     "benchmarks": 2_400,

@@ -3,16 +3,20 @@
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
 
+from torchgpipe.engine.batch import Batch, WorkersEngine, called
 from torchgpipe.engine.graph import GraphEngine
-from torchgpipe.engine.workers import WorkersEngine
+from torchgpipe.engine.schedule import arranged
 from torchgpipe.partition import Init, choose_devices, shared_buffers
 from torchgpipe.partitioned import Partitioned
+from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, skip_layout
+from torchgpipe.step import Goal, carried_out
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors, check, gather
 
@@ -32,8 +36,8 @@ class GPipe(Partitioned):
     Args:
         module: the layers. Their parameters are moved to the devices.
         balance: layers per partition; see `torchgpipe.balance`.
-        devices: one per partition; by default all CUDA devices, or the CPU where there is none. One device may
-            hold several partitions.
+        devices: one per partition, or per v of them, as the schedule says; by default all CUDA devices, or the CPU
+            where there is none. One device may be named several times.
         chunks: micro-batches per mini-batch, m. Dimension 0 of every input tensor is split by ⌈batch / m⌉.
         checkpoint: keep only the inputs of tasks, and recompute the rest in backward, for `"always"` all,
             `"except_last"` all but the last, or `"never"` any of the micro-batches.
@@ -46,17 +50,22 @@ class GPipe(Partitioned):
         portals: send skips straight to the partition that pops them, not through those in between.
         init: called as `init(k, layer)` for each layer k, with random numbers that depend on k and the default
             generator's seed alone. Layers on device `meta` need it.
+        schedule: the order of tasks: `"GPipe"`, `"1F1B"`, `"Interleaved1F1B"`, `"ZBH1"`, `"ZBH2"`, `"ZBVZeroBubble"`,
+            or a `torchgpipe.schedules.Schedule`. Of those with v stages on a device, n devices take a balance of n·v
+            partitions. `step` does what it says; `model(x)` does its forwards, and a backward, which comes after the
+            last one, the rest.
         silence: does nothing any more, and will go.
 
     Attributes:
         balance, devices, chunks, checkpoint, partitions: as above.
+        schedule: the one in use, with its `name`, `placement` and `report()`, a line for each stage.
         observer: called with each `torchgpipe.tensors.observe.Task`, returns a context to run it in; `None` by default.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`, its skips do not match, or `devices` is no list.
         ValueError: `chunks`, `checkpoint`, `engine` or `balance` is out of range; a layer, or a parameter on two
             devices, occurs twice; a layer is on `meta`, and there is no `init`.
-        IndexError: there are fewer devices than partitions.
+        IndexError: there are fewer devices than the partitions need.
     """
 
     devices: list[torch.device]
@@ -76,12 +85,18 @@ class GPipe(Partitioned):
         copy_streams: bool = True,
         portals: bool = True,
         init: Init | None = None,
+        schedule: str | Schedule = "GPipe",
         silence: float | None = None,
     ) -> None:
-        super().__init__(module, balance, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm)
+        options: dict[str, Any] = {"checkpoint": checkpoint, "deferred_batch_norm": deferred_batch_norm}
+        super().__init__(module, balance, chunks=chunks, schedule=schedule, **options)
         if silence is not None:
             warnings.warn("GPipe(silence=…) does nothing any more, and will go", DeprecationWarning, stacklevel=2)
-        self.devices = chosen = choose_devices(devices, len(self.balance))
+        stages = len(self.balance)
+        named = [*devices] if isinstance(devices, Iterable) and not isinstance(devices, str) else devices
+        arrangement = arranged(schedule, stages, len(named) if isinstance(named, list) else None)
+        self.devices = choose_devices(named, arrangement.n if stages else 0)
+        chosen = [self.devices[d] for d in arrangement.placement]
         if engine not in get_args(EngineName):
             allowed = ", ".join(map(repr, get_args(EngineName)))
             raise ValueError(f"engine must be one of {allowed}, but got {engine!r}")
@@ -94,32 +109,31 @@ class GPipe(Partitioned):
         super()._build()
         engine, dependency, copy_streams, _ = self._switches
         on_cpu = [stage.device.type == "cpu" for stage in self._stages]
-        if engine == "workers" or (engine == "auto" and len(on_cpu) > 1 and all(on_cpu)):
-            self._engine = WorkersEngine(self._stages)
-            # Only of the workers: the engine holds the layers, which may hold this module, so it would live forever.
-            weakref.finalize(self, self._engine.workers.close)
-        else:
-            self._engine = GraphEngine(self._stages, dependency=dependency, copy_streams=copy_streams)
+        threads = engine == "workers" or (engine == "auto" and len(on_cpu) > 1 and all(on_cpu))
+        arrangement = arranged(self._schedule, len(self._stages), len(self.devices))
+        self._engine = self._steps = WorkersEngine(self._stages, arrangement, threads=threads)
+        # Only of the workers: the engine holds the layers, which may hold this module, so it would live forever.
+        weakref.finalize(self, self._steps.workers.close)
+        if not threads:
+            options = {"dependency": dependency, "copy_streams": copy_streams}
+            self._engine = GraphEngine(self._stages, arrangement, **options)
 
     def _layout(self) -> list[Crossing]:
         self._shared_buffers = shared_buffers(self.partitions, self.partitions)
         return skip_layout(self.partitions, portals=self._switches[-1])
 
-    @property
-    def partitions(self) -> nn.ModuleList:
-        """The partitions, each an `nn.Sequential` of consecutive layers on its device."""
-        return self._partitions
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, _goal: Goal | None = None, **kwargs: Any) -> Any:
         """Run a mini-batch through the pipeline, as `forward` says; that of a traced module is called like the module.
 
         See `torchgpipe.sequential`.
         """
-        if self._signature is None:
-            return super().__call__(*args, **kwargs)
-        return self._signature.structured(super().__call__(self._signature.flat(args, kwargs)))
+        if self._signature is not None:
+            args, kwargs = (self._signature.flat(args, kwargs),), {}
+        if _goal is not None:
+            return super().__call__(*args, _goal=_goal, **kwargs)
+        return self._shown(super().__call__(*args, **kwargs))
 
-    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+    def forward(self, input: TensorOrTensors, *, _goal: Goal | None = None) -> TensorOrTensors:
         """Run a mini-batch through the pipeline.
 
         Args:
@@ -132,23 +146,31 @@ class GPipe(Partitioned):
             TypeError: `input`, or the output of a partition, is something else.
             ValueError: the tensors of `input` have no batch dimension, or disagree on it.
         """
-        outputs: TensorOrTensors = self._uncompiled(input)
-        return outputs
+        return cast(TensorOrTensors, self._uncompiled(self._run, input, _goal))
 
-    def _run(self, input: TensorOrTensors) -> TensorOrTensors:
+    def _run(self, input: TensorOrTensors, goal: Goal | None) -> TensorOrTensors:
         check(input)
         self._check()
         if not self._stages:
+            if goal is not None:
+                raise ValueError("there are no layers to train")
             return input
         micro_batches = self._micro_batches(input)
-        return gather(self._mini_batch(lambda: self._engine.run(micro_batches, self.checkpoint, self.observer)))
+        mode, observer = self.checkpoint, self.observer
+        batch = partial(Batch, self._steps, len(micro_batches), mode, observer)
+        if goal is not None:
+            sizes = self._sizes(micro_batches)
+            return self._mini_batch(lambda: carried_out(batch(), micro_batches, sizes, goal, self._shown))
+        if isinstance(engine := self._engine, GraphEngine):
+            return gather(self._mini_batch(lambda: engine.run(micro_batches, mode, observer)))
+        return gather(self._mini_batch(lambda: called(batch(), micro_batches)))
 
     def loss(self, criterion: Callable[[Any, Any], torch.Tensor], input: Any, target: Any) -> torch.Tensor:
-        """Return `criterion(output, target)` of a mini-batch: the step that `DistributedGPipe` takes in the same words.
+        """Return `criterion(output, target)` of a mini-batch; its backward begins when all forwards have ended.
 
-        The input of a traced module may be a dictionary of arguments.
+        `DistributedGPipe` has the same. The input of a traced module may be a dictionary of arguments.
         """
-        return criterion(self(**input) if isinstance(input, dict) else self(input), target)
+        return criterion(self._called(input), target)
 
     def __len__(self) -> int:
         return sum(self.balance)

@@ -33,19 +33,18 @@ AVERAGED = (
 
 
 def check_module(module: object) -> None:
-    """Check that `module` is an `nn.Sequential` of distinct layers, and no more than that.
-
-    Raises:
-        TypeError: it is something else, or does something of its own, which a pipeline would not do.
-        ValueError: one layer stands in it twice.
-    """
+    """Raise `TypeError` or `ValueError` if `module` is no `nn.Sequential` of distinct layers, or more than that."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"GPipe wraps an nn.Sequential, but got {type(module).__name__}; make one of any module's layers: "
             "torchgpipe.sequential(module, sample)"
         )
+    # What a subclass of nn.Sequential overrides, except methods that only show it.
+    classes = type(module).__mro__[: type(module).__mro__.index(nn.Sequential)]
+    names = [name for kind in classes for name in vars(kind) if callable(getattr(nn.Sequential, name, None))]
+    shown = {"extra_repr", "_get_name", *(n for n in names if n[:2] == "__" and n not in ("__call__", "__getattr__"))}
     has: dict[str, object] = {
-        **{f"a method {name}": True for name in _overridden(type(module))},
+        **{f"a method {name}": True for name in names if name not in shown},
         "a forward": "forward" in vars(module),
         "a compiled forward (compile the layers instead)": module._compiled_call_impl,
         "parameters": module._parameters,
@@ -68,23 +67,8 @@ def check_module(module: object) -> None:
             )
 
 
-def _overridden(kind: type) -> list[str]:
-    """Return the methods of `nn.Sequential` that a subclass overrides, except those that only show it."""
-    before = kind.__mro__[: kind.__mro__.index(nn.Sequential)]
-    names = dict.fromkeys(
-        name for each in before for name in vars(each) if callable(getattr(nn.Sequential, name, None))
-    )
-    shown = ("extra_repr", "_get_name")
-    return [n for n in names if n not in shown and (not n.startswith("__") or n in ("__call__", "__getattr__"))]
-
-
 def choose_devices(devices: Iterable[int | str | torch.device] | None, n: int) -> list[torch.device]:
-    """Return one device for each of `n` partitions: the first of those given, of all CUDA devices, or the CPU.
-
-    Raises:
-        TypeError: `devices` is a single device.
-        IndexError: there are fewer devices than partitions.
-    """
+    """Return one device for each of `n` partitions: the first of those given, of all CUDA devices, or the CPU."""
     if isinstance(devices, str | torch.device | int):
         raise TypeError(f"devices must be a list of devices, one per partition, but got {devices!r}")
     if devices is not None:
@@ -112,12 +96,7 @@ class Partition(nn.Sequential):
 
 
 def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Sequential]:
-    """Split `module` into partitions of `balance[j]` consecutive layers, which keep their names.
-
-    Raises:
-        TypeError: `balance` is no list.
-        ValueError: the balance does not fit the module.
-    """
+    """Split `module` into partitions of `balance[j]` consecutive layers, which keep their names."""
     if balance is None:
         raise ValueError("balance is required: the number of layers of each partition" + _ADVICE)
     if not isinstance(balance, Iterable):
@@ -191,21 +170,25 @@ def place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device | 
     """Move the partitions to their devices, except those that have none; fill their layers by `init`.
 
     Layers on `meta` get memory. The random numbers of layer k depend on k and the default generator's seed alone.
-
-    Raises:
-        ValueError: a layer is on `meta`, and there is no `init`.
     """
     placed = [(p, device) for p, device in zip(partitions, devices, strict=True) if device is not None]
+    made: dict[tuple[Tensor, torch.device], Tensor] = {}  # a tensor in two places stays one
     for partition, device in placed:
-        for name, x in (*partition.named_parameters(), *partition.named_buffers()):
-            if x.is_meta and device.type != "meta" and init is None:
-                raise ValueError(
-                    f"{name!r} is on device 'meta' and has no values: give init=..., which fills a layer, or build the "
-                    "layers on a real device"
-                )
-    made: dict[tuple[Tensor, torch.device], Tensor] = {}
+        for path, module in partition.named_modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, x in tensors.items():
+                    if x is None or not x.is_meta or device.type == "meta":
+                        continue
+                    if init is None:
+                        raise ValueError(
+                            f"'{path}.{name}' is on device 'meta' and has no values: give init=..., which fills a "
+                            "layer, or build the layers on a real device"
+                        )
+                    if (x, device) not in made:
+                        empty = torch.empty_like(x, device=device)
+                        made[x, device] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+                    tensors[name] = made[x, device]
     for partition, device in placed:
-        _give_memory(partition, device, made)
         partition.to(device)
     first, seed = 0, torch.initial_seed()
     for partition, here in zip(partitions, devices, strict=True):
@@ -216,15 +199,3 @@ def place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device | 
                         generator.manual_seed(seed + k)
                     init(k, layer)
         first += len(partition)
-
-
-def _give_memory(partition: nn.Module, device: torch.device, made: dict[tuple[Tensor, torch.device], Tensor]) -> None:
-    """Replace tensors on `meta` by empty ones, those that are `made` already by the same ones in every place."""
-    for module in partition.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, x in tensors.items():
-                if x is not None and x.is_meta and device.type != "meta":
-                    if (x, device) not in made:
-                        empty = torch.empty_like(x, device=device)
-                        made[x, device] = nn.Parameter(empty, x.requires_grad) if name in module._parameters else empty
-                    tensors[name] = made[x, device]  # type: ignore[assignment]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.norm import clip_grad_norm_
+from torchgpipe.batchnorm import DeferredBatchNorm, commit
+from torchgpipe.engine.batch import WorkersEngine
+from torchgpipe.engine.schedule import Arrangement
 from torchgpipe.partition import (
     AVERAGED,
     Elsewhere,
@@ -22,10 +24,10 @@ from torchgpipe.partition import (
     split,
     translate_old_state,
 )
-from torchgpipe.skip.layout import Crossing
-from torchgpipe.skip.verify import verify_skippables
+from torchgpipe.schedules import Schedule, make
+from torchgpipe.skip.layout import Crossing, verify_skippables
+from torchgpipe.step import Criterion, Goal
 from torchgpipe.task.ambient import Modes
-from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.task.contents import equal
 from torchgpipe.task.randomness import check_apart
 from torchgpipe.task.snapshot import begins_in_place
@@ -33,11 +35,30 @@ from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import averages_gradients
 from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.tensors.item import versions
-from torchgpipe.tensors.microbatch import TensorOrTensors, mapped, scatter
+from torchgpipe.tensors.microbatch import TensorOrTensors, mapped, scatter, tensors_of
 from torchgpipe.tensors.observe import Observer
 from torchgpipe.trace.layer import Layers, keep_names
 
 T = TypeVar("T")
+
+
+class InUse:
+    """The schedule of a pipeline, with its `name`; its `placement` is each stage's place in `devices`, or its rank."""
+
+    def __init__(self, arrangement: Arrangement, stages: Sequence[Stage]) -> None:
+        schedule, n, v, self.placement = arrangement
+        made = schedule if isinstance(schedule, Schedule) else make(schedule, n, 1, v)
+        self.name, self._stages = made.name, stages
+        self._splits = made.halves
+
+    def report(self) -> str:
+        """Return a line for each stage here: how its backward is split, as far as steps have shown, and if not, why."""
+        where = "rank" if len(self._stages) < len(self.placement) else "device"
+        lines = []
+        for stage in self._stages:
+            how = stage.halves if self._splits else f"whole: {self.name} splits none"
+            lines.append(f"stage {stage.index} on {where} {self.placement[stage.index]}: {how}")
+        return "\n".join(lines)
 
 
 class Partitioned(nn.Module, ABC):
@@ -51,8 +72,11 @@ class Partitioned(nn.Module, ABC):
     chunks: int
     checkpoint: Mode
     observer: Observer | None
+    rank: int = 0
     _partitions: nn.ModuleList
     _stages: list[Stage]
+    _steps: WorkersEngine
+    _schedule: str | Schedule = "GPipe"  # of pickles that have none
 
     def __init__(
         self,
@@ -62,6 +86,7 @@ class Partitioned(nn.Module, ABC):
         chunks: int,
         checkpoint: Mode,
         deferred_batch_norm: bool,
+        schedule: str | Schedule,
     ) -> None:
         super().__init__()
         check_module(module)
@@ -75,6 +100,7 @@ class Partitioned(nn.Module, ABC):
         self.__dict__["_partitions"] = nn.ModuleList(partitions)
         self.balance = list(map(len, partitions))
         self.chunks, self.checkpoint, self.observer = chunks, checkpoint, None
+        self._schedule = schedule
         self.training = module.training
         self._signature = module.signature if isinstance(module, Layers) else None
         self.register_load_state_dict_pre_hook(translate_old_state)  # type: ignore[no-untyped-call]
@@ -112,15 +138,86 @@ class Partitioned(nn.Module, ABC):
     def _layout(self) -> list[Crossing]:
         """Return the skips that cross from partition to partition."""
 
-    @abstractmethod
-    def _run(self, *args: Any) -> Any:
-        """Run a mini-batch."""
+    def _called(self, input: Any, **goal: Any) -> Any:
+        """Call this module as `step` does, also with a dictionary of arguments."""
+        args, kwargs = ((), input) if isinstance(input, dict) and self._signature is not None else ((input,), {})
+        return self(*args, **kwargs, **goal)
 
-    def _uncompiled(self, *args: Any) -> Any:
+    def _uncompiled(self, run: Callable[..., Any], *args: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             # torch.compile would follow the scheduler, and recompile for each task; layers may be compiled instead.
-            return torch.compiler.disable(self._run)(*args)
-        return self._run(*args)
+            return torch.compiler.disable(run)(*args)
+        return run(*args)
+
+    @property
+    def partitions(self) -> nn.ModuleList:
+        """The partitions of this process, each an `nn.Sequential` of consecutive layers on its device."""
+        return self._partitions
+
+    @property
+    def schedule(self) -> InUse:
+        """The schedule in use; its `report()` says how backwards are split."""
+        return InUse(self._steps.arrangement, self._stages)
+
+    def step(
+        self,
+        criterion: Criterion,
+        input: Any,
+        target: Any,
+        *,
+        reduction: str = "mean",
+        weight: Callable[[Any], Any] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Tensor:
+        """Run forward and backward of every micro-batch as the schedule says; return the loss, without a graph.
+
+            for i, (x, t) in enumerate(zip(micro_batches(input), micro_batches(target))):
+                (criterion(model(x), t) * samples[i] / sum(samples)).backward()
+
+        Gradients are added up in the order of the schedule's backwards, and added to `.grad` once, at the end: a step
+        that fails changes none. An input that takes a gradient gets one, too.
+
+        Over ranks all of them call it. The first stage's rank gives the input, the last stage's the target and the
+        criterion; others may give `None`. The loss is the same on all.
+
+        Args:
+            criterion: returns a scalar for a micro-batch's output and its part of the target. A module's parameters get
+                their gradients, too.
+            input: as for `forward`; of a traced module, perhaps a dictionary of arguments.
+            target: tensors with the batch as dimension 0, in tuples, lists and dictionaries; the rest is for all parts.
+            reduction: `"mean"` weighs micro-batches by their samples, and `"sum"` adds. `"none"` adds, too, but returns
+                the losses of all micro-batches, as one tensor.
+            weight: returns what a part of the target counts in a mean, in place of its samples.
+            scaler: scales what goes backward. Over ranks take `ShardedGradScaler` of `torch.distributed.fsdp`.
+
+        Raises:
+            RuntimeError: gradients are off, or a layer does what a pipeline cannot follow.
+            TypeError: the criterion does not return a scalar.
+            ValueError: the target is not of the input's batch size, or `reduction` is another.
+            RankFailed: another rank has failed.
+        """
+        return cast(Tensor, self._uncompiled(self._step, input, Goal(criterion, target, reduction, weight, scaler)))
+
+    def _step(self, input: Any, goal: Goal) -> Tensor:
+        loss: Tensor = self._called(input, _goal=goal)
+        loss.backward(torch.ones_like(loss))
+        return loss.detach()
+
+    def evaluate(
+        self,
+        criterion: Criterion,
+        input: Any,
+        target: Any,
+        *,
+        reduction: str = "mean",
+        weight: Callable[[Any], Any] | None = None,
+    ) -> Tensor:
+        """Return what `step` would return, of forwards alone, without a graph; the arguments are the same."""
+        with torch.no_grad():
+            return cast(Tensor, self._called(input, _goal=Goal(criterion, target, reduction, weight, backward=False)))
+
+    def _shown(self, output: Any) -> Any:
+        return output if self._signature is None else self._signature.structured(output)
 
     def _check(self) -> None:
         """Check, before a mini-batch, what may have been changed since the last one."""
@@ -147,12 +244,20 @@ class Partitioned(nn.Module, ABC):
             micro_batches = [mapped(torch.clone, x) for x in micro_batches]
         return micro_batches
 
+    def _sizes(self, micro_batches: Iterable[TensorOrTensors]) -> list[int]:
+        """Return the samples of each micro-batch."""
+        sizes = []
+        for tensors in map(tensors_of, micro_batches):
+            batched = [True] * len(tensors) if self._signature is None else self._signature.batched
+            sizes.append(next((len(x) for x, split in zip(tensors, batched, strict=True) if split and x.dim()), 1))
+        return sizes
+
     def _mini_batch(self, run: Callable[[], T]) -> T:
         """Call `run` for a whole mini-batch. Deferred batch norms commit it, or forget it if it fails."""
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
         shared = tuple([module._buffers.get(name) for module, name in self._shared_buffers])
         # Kernels may write without counting a version. One micro-batch goes through one process in the layers' order.
-        several = self.chunks > 1 or len(self._stages) == 1
+        several = self.chunks > 1 or len(self._stages) < len(self.balance)
         copies = [x.detach().clone() for x in shared if x is not None and several]
         before = versions(shared)
         try:
@@ -164,17 +269,32 @@ class Partitioned(nn.Module, ABC):
                         "in the order in which the layers would; give each its own layer, or keep it in evaluation mode"
                     )
                 commit(norms)
+                return result
         except BaseException:
             for norm in norms:
                 norm.discard()
             raise
-        return result
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of all partitions together, as `torch.nn.utils.clip_grad_norm_`; return their norm."""
+        """Clip the gradients of all partitions together, as `torch.nn.utils.clip_grad_norm_`; return their norm.
+
+        It is the norm of each parameter's norms in the model's order, so that any balance has the same.
+        """
         alike = {"max_norm": float(max_norm), "norm_type": float(norm_type)}
         with self._together("clip_grad_norm_", **alike) as exchange:
-            return clip_grad_norm_(self.parameters(), max_norm, norm_type, exchange)
+            stages = {p: stage.index for stage in self._stages[::-1] for p in stage.partition.parameters()}
+            given = [p for p in self.parameters() if p.grad is not None]
+            parts = [torch.linalg.vector_norm(p.grad, norm_type) for p in given if p.grad is not None]
+            # That of a parameter that FSDP has sharded is in parts, too.
+            norms: list[Tensor] = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in parts]
+            here = norms[0].device if norms else torch.device("cpu")
+            own = torch.stack([x.to(here) for x in norms]) if norms else torch.zeros(0)
+            found = [x.to(here) for x in exchange(torch.cat([own, own.new_tensor([stages[p] for p in given])]))]
+            # Other ranks may have stages in between.
+            order = torch.cat([x[len(x) // 2 :] for x in found]).argsort(stable=True)
+            total: Tensor = torch.linalg.vector_norm(torch.cat([x[: len(x) // 2] for x in found])[order], norm_type)
+            torch.nn.utils.clip_grads_with_norm_(given, max_norm, total)
+            return total
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Callable[[Tensor], list[Tensor]]]:
         """Return a context for what all ranks do together: a function by which each gives a tensor and gets all.
@@ -217,7 +337,7 @@ class Partitioned(nn.Module, ABC):
 P = TypeVar("P", bound=Partitioned)
 
 # What `_build` makes anew in a copy.
-_BUILT = ("_engine", "_stages", "_connections")
+_BUILT = ("_engine", "_steps", "_stages", "_connections")
 
 _MOVING = (
     "a pipeline keeps each partition on the device that it was made with, and cannot be moved; "

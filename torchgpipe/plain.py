@@ -22,11 +22,7 @@ _BACK = {kind.__name__: back for kind, (_, back) in _TAGGED.items()}
 
 
 def packed(value: Any) -> Tensor:
-    """Return a value as bytes of text, in few lengths: ranks remember the shapes that they have sent.
-
-    Raises:
-        TypeError: the value, or a part of it, is not plain.
-    """
+    """Return a plain value as bytes of text, in few lengths: ranks remember the shapes that they have sent."""
     try:
         text = json.dumps(_tagged(value)).encode()
     except (ValueError, RecursionError) as error:

@@ -1,5 +1,12 @@
-"""Clock cycles of tasks."""
+"""Clock cycles of tasks, as a function of 0.0.7; `torchgpipe.schedules` has what pipelines do."""
 
-from torchgpipe.engine.schedule import clock_cycles
+from collections.abc import Iterator
 
-__all__ = ["clock_cycles"]
+
+def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield, cycle by cycle, the tasks (i, j) of micro-batch i < m on partition j < n with i + j = k.
+
+    There are m + n - 1 cycles; within one, partitions are in ascending order (torchgpipe paper, section 3.2.1).
+    """
+    for k in range(m + n - 1):
+        yield [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]

@@ -7,18 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
+from reproduce.run.engines.schedules import schedule
 from tests.behaviours.pipe import NotOffered, Pipe, rank
-
-
-class OneInput(nn.Module):
-    """Pass a stage's several arguments to layers as one tuple."""
-
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, *args: Any) -> Any:
-        return self.layers(args if len(args) > 1 else args[0])
 
 
 class TorchGPipe(Pipe):
@@ -33,17 +23,16 @@ class TorchGPipe(Pipe):
             raise NotOffered("a schedule has no option for recomputation")
         if row.deferred_batch_norm:
             raise NotOffered("a schedule has no option for batch norm over a mini-batch")
+        options: dict[str, Any] = {"loss_fn": row.criterion, "scale_grads": row.mean}
         if row.sample is None:
             begin = sum(balance[: rank()])
             module: Any = nn.Sequential(*layers)[begin : begin + balance[rank()]]  # with the names of the whole
-            stage: Any = pipelining.PipelineStage(OneInput(module), rank(), len(balance), torch.device("cpu"))
+            self.schedule = schedule(self.schedule_name, module, chunks=row.chunks, **options)
         else:
             cuts = {name: pipelining.SplitPoint.BEGINNING for name in balance}
             sample = row.sample.chunk(row.chunks)[0]
             stage = pipelining.pipeline(layers, (sample,), split_spec=cuts).build_stage(rank(), torch.device("cpu"))
-            module = stage.submod
-        schedule = getattr(pipelining, self.schedule_name)
-        self.schedule = schedule(stage, row.chunks, loss_fn=row.criterion, scale_grads=row.mean)
+            module, self.schedule = stage.submod, getattr(pipelining, self.schedule_name)(stage, row.chunks, **options)
         return module
 
     def step(self, *given: Any) -> Pipe:

@@ -1,2 +1,2 @@
 """Times of single parts of the library, under pytest-benchmark.
-They may import `benchmarks.pipelines`, `reproduce.models` and `torchgpipe`."""
+They may import `reproduce.models` and `torchgpipe`."""

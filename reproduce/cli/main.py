@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from reproduce.cli.list import list_experiments
-from reproduce.cli.predict import plan, predict
+from reproduce.cli.predict import plan, predict, schedule
 from reproduce.cli.records import compare, history, import_paper, publish, render, report, show
 from reproduce.cli.regression import init_ci, regression
 from reproduce.cli.run import run
@@ -18,7 +18,7 @@ from reproduce.error import CANNOT_TELL, INTERRUPTED, Error
 from reproduce.machine.description import ROOT
 
 COMMANDS = [list_experiments, run, show, publish, compare, history, report, render, predict, plan, regression,
-            init_ci, import_paper]  # fmt: skip
+            schedule, init_ci, import_paper]  # fmt: skip
 VERSION = runpy.run_path(str(ROOT / "torchgpipe" / "__version__.py"))["__version__"]  # without torch
 COMPLETE = "_REPRODUCE_COMPLETE"  # with it, a shell asks for completions, or for its script
 

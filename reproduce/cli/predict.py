@@ -1,4 +1,4 @@
-"""Offer the commands that predict: `predict`, published tables, and `plan`, the best setup or the largest model."""
+"""Offer `predict`, published tables, `plan`, the best setup or the largest model, and `schedule`, which draws one."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,20 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
-from reproduce.cli.shared import COUNT, HERE, PATH, autocast, command, fp32_precision, hardware, known, parsed, style
+from reproduce.cli.shared import (
+    COUNT,
+    FILE,
+    HERE,
+    PATH,
+    autocast,
+    command,
+    fp32_precision,
+    hardware,
+    known,
+    parsed,
+    shown,
+    style,
+)
 from reproduce.error import Error
 from reproduce.experiments import predictable
 from reproduce.machine.devices import Devices, find_devices
@@ -20,6 +33,8 @@ from reproduce.tables.layout import many
 ALL = "all"
 OPTIMIZERS = ("none", "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw")  # as the planner has them
 HEADROOM = 0.15  # the planner's default
+PROFILED = 4  # default size of the largest micro-batch that layers are timed with, in samples
+IN_FLOAT32 = "the largest model is found for training in float32; leave it out"
 
 
 @command("predict all", "predict unet-speed --hardware h100x8 --out predicted")  # not the committed results/predicted
@@ -106,10 +121,6 @@ def precision(fp32_precision: str | None, autocast: str | None = None) -> Iterat
         torch.set_autocast_dtype("cuda", dtype)
 
 
-PROFILED = 4  # default size of the largest micro-batch that layers are timed with, in samples
-IN_FLOAT32 = "the largest model is found for training in float32; leave it out"
-
-
 def _shape(text: str) -> tuple[int, ...]:
     """Return the shape of a sample from text such as `3x224x224`."""
     sizes = text.split("x")
@@ -123,13 +134,13 @@ def _shape(text: str) -> tuple[int, ...]:
 @click.option("--size", type=(int, int), metavar="N N", help="(L, D) of amoebanet, (B, C) of unet.")
 @click.option("--input", "shape", callback=parsed(_shape), metavar="3x224x224", help="A sample's, for other models.")
 @click.option("--devices", type=COUNT, metavar="N", help="Default: as many as the hardware has.")
-@click.option("--memory", metavar="24GiB", help="Of each device. Default: the "
-              "hardware's.")  # fmt: skip
+@click.option("--memory", metavar="24GiB", help="Of each device. Default: the hardware's.")
 @click.option("--headroom", type=click.FloatRange(min=0), metavar="SHARE", help="Memory to leave to the allocator, as "
               f"a share of the tensors' bytes. Default: {HEADROOM} on a GPU, 0 on a CPU.")  # fmt: skip
 @click.option("--batch-size", type=COUNT, metavar="N", help="Default: the papers', else 128.")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), metavar="NAME", help=f"{', '.join(OPTIMIZERS)}. "
               "Default: the papers', else sgd.")  # fmt: skip
+@click.option("--schedules", "orders", metavar="NAME,NAME", help="Schedules to choose from. Default: GPipe.")
 @autocast
 @click.option("--master-weights", is_flag=True, help="The optimizer keeps a float32 copy.")
 @fp32_precision
@@ -142,8 +153,9 @@ def _shape(text: str) -> tuple[int, ...]:
               "grow its first or its second size.")  # fmt: skip
 def plan(
     model: str, size: tuple[int, int] | None, shape: tuple[int, ...] | None, devices: int | None, memory: str | None,
-    headroom: float | None, batch_size: int | None, optimizer: str | None, autocast: str | None, master_weights: bool,
-    fp32_precision: str | None, hardware: Any, profiled: int | None, style: str, grows: str | None,
+    headroom: float | None, batch_size: int | None, optimizer: str | None, orders: str | None,
+    autocast: str | None, master_weights: bool, fp32_precision: str | None, hardware: Any, profiled: int | None,
+    style: str, grows: str | None,
 ) -> None:  # fmt: skip
     """Find the best setup for MODEL on a node, by prediction.
 
@@ -156,7 +168,6 @@ def plan(
     from reproduce.tables.output import of_plan, written
     from torchgpipe.plan import plan as make_plan
     from torchgpipe.plan.amount import parse_amount
-    from torchgpipe.plan.hardware.headroom import room
 
     sized = [name for name, paper in PAPERS.items() if paper.sizes]
     sizes_of = f"only {' and '.join(sized)} have sizes to choose; leave"
@@ -166,6 +177,7 @@ def plan(
         "--size": size and model not in sized and f"{sizes_of} --size out",
         "--largest": grows and model not in sized and f"{sizes_of} --largest out",
         "--input": shape and model in PAPERS and f"{model} has samples of its own; leave --input out",
+        "--schedules": grows and orders and "the largest model is found for GPipe; leave it out",
         "--autocast": grows and autocast and IN_FLOAT32,
         "--master-weights": grows and master_weights and IN_FLOAT32,
         f"--format {style}": grows and style != "text" and "the largest model is told in words; leave it out",
@@ -187,15 +199,55 @@ def plan(
                 planned = make_plan(
                     module, sample, batch_size=batch_size, devices=devices or (None if hardware else found.count),
                     memory=memory, headroom=headroom, hardware=hardware or HERE, optimizer=optimizer,
+                    schedules=(orders or "GPipe").split(","),
                     autocast=None if autocast is None else getattr(torch, autocast), master_weights=master_weights,
                 )  # fmt: skip
             markdown = f"{title}\n\n```\n{planned}\n```\n"
             click.echo(written(style, of_plan(planned, title), f"{title}\n\n{planned}\n", markdown), nl=False)
         else:
             assert hardware is not None
-            tensors = room(parse_amount(memory) if memory else hardware.memory, hardware, headroom)
+            tensors = hardware.room(parse_amount(memory) if memory else hardware.memory, headroom)
             paper, count = PAPERS[model], devices or hardware.devices
             asked = Asked(paper, size or paper.sizes, batch_size, count, tensors, optimizer, hardware)
             tell_largest(asked, ("depth", "width").index(grows), click.echo)
     except (TypeError, ValueError) as error:  # a size that the model cannot have, or a plan that is impossible
         raise Error(str(error)) from None
+
+
+@command("schedule 1F1B -n 4 -m 8", "schedule ZBH1 --svg zbh1.svg")
+@click.argument("name", metavar="NAME|FILE")
+@click.option("-n", "devices", type=COUNT, help="Devices. Default: 4, or as the file has it.")
+@click.option("-m", "micro_batches", type=COUNT, help="Micro-batches. Default: 8, or as the file has it.")
+@click.option("-v", "stages", type=COUNT, help="Stages on each device.")
+@click.option("--checkpoint", type=click.Choice(["always", "except_last", "never"]), metavar="MODE", default="never",
+              show_default=True, help="always, except_last or never.")  # fmt: skip
+@click.option("--svg", type=FILE, metavar="FILE", help="Write a picture, too.")
+def schedule(
+    name: str, devices: int | None, micro_batches: int | None, stages: int | None, checkpoint: str, svg: Path | None
+) -> None:
+    """Draw a schedule: a row is a device, a column a unit of time.
+
+    NAME is GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBH2 or ZBVZeroBubble; FILE a .csv of torch.distributed.pipelining. A
+    whole backward takes two units, all else one.
+    """
+    from torchgpipe.schedules import Schedule, make
+
+    try:
+        file = Schedule.load(name) if name.endswith(".csv") else None
+        n, m = devices or (len(file.lists) if file else 4), micro_batches or (file.micro_batches if file else 8)
+        found = make(file or name, n, m, stages, checkpoint)
+    except (OSError, ValueError) as error:
+        raise Error(str(error)) from None
+    played = found.replay()
+    click.echo(f"{found.name}, n = {n}, m = {m}, {len(found.placement)} stages, checkpoint={checkpoint}\n\n{found}\n")
+    click.echo(f"bubble: {played.bubble_of_longest:.1%} of the longest device's span, {played.bubble:.1%} of the step")
+    click.echo(f"the step takes {played.seconds:g} units")
+    click.echo(f"kept at most, tasks by device: {', '.join(map(str, found.in_flight))}")
+    if svg is not None:
+        if svg.suffix not in ("", ".svg", ".png"):
+            raise Error(f"--svg {svg}: a picture is a .svg or a .png")
+        from reproduce.records.record import write_atomically
+        from reproduce.report.gantt import gantt
+
+        write_atomically(svg, gantt(played, found.name, svg.suffix[1:] or "svg"))
+        click.echo(f"written: {shown(svg)}", err=True)

@@ -36,7 +36,7 @@ def show(records: tuple[str, ...], style: str) -> None:
     click.echo(written_records([load(find_record(name)) for name in records], style), nl=False)
 
 
-@command(f"publish {A_RUN}", f"publish runs/{A_RUN}.json")
+@command(f"publish {A_RUN}", f"publish runs/{A_RUN}.json", hidden=True)  # for maintainers, as are others below
 @click.argument("record")
 @click.option("--force", is_flag=True, help="Publish it in spite of the reasons against it.")
 def publish(record: str, force: bool) -> None:
@@ -95,7 +95,7 @@ def import_paper(source: Path, out: Path) -> None:
         click.echo(shown(path))
 
 
-@command("render", "render --check", hidden=True)  # for maintainers, as is import-paper
+@command("render", "render --check", hidden=True)
 @click.option("--check", is_flag=True, help="Write nothing; fail if anything is stale.")
 @click.pass_obj
 def render(benchmarks: Any, check: bool) -> None:

@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 import click
 
-from reproduce.cli.interrupt import interruptible
 from reproduce.cli.shared import COUNT, FILE, HARDWARE, PATH, command, described, devices, known, on, shown, style
-from reproduce.error import INTERRUPTED, Error
+from reproduce.error import INTERRUPTED, Error, interruptible
 from reproduce.experiments import EXPERIMENTS
 from reproduce.experiments.choose import choose_rows, choose_scale
 from reproduce.experiments.recipe import AccuracyScale

@@ -11,20 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from reproduce.experiments.row import (
-    AS_PUBLISHED,
-    LIKE_PUBLISHED,
-    P40_MEMORY,
-    PAPER_SCALE,
-    PUBLISHED_BALANCE,
-    PUBLISHED_NODE,
-    SMALL_SCALE,
-    Checkpoint,
-    Experiment,
-    GiB,
-    Row,
-    Scale,
-)
+from reproduce.experiments import row as constants
+from reproduce.experiments.row import PUBLISHED_BALANCE, SMALL_SCALE, Checkpoint, Experiment, GiB, Row, Scale
 
 PARTITIONS = (2, 4, 8)
 CHUNKS, SMALL_CHUNKS = (4, 32), (4, 8)  # of the controls
@@ -51,8 +39,12 @@ def speed_experiment(
     balances[1] = (sum(balances[PARTITIONS[0]]),)
     like = smaller(theirs, small, batch_sizes)
     scales = (
-        replace(PAPER_SCALE, rows=(*theirs, *controls(base, micro_batch, CHUNKS, balances))),
-        replace(SMALL_SCALE, rows=(*like, *controls(small, SMALL_MICRO_BATCH, SMALL_CHUNKS, None)), seconds=seconds),
+        replace(constants.PAPER_SCALE, rows=(*theirs, *controls(base, micro_batch, CHUNKS, balances))),
+        replace(
+            SMALL_SCALE,
+            rows=(*like, *controls(small, SMALL_MICRO_BATCH, SMALL_CHUNKS, None)),
+            seconds=seconds,
+        ),
     )
     return Experiment(name=name, title=title, measures="speed", table=table, scales=scales)
 
@@ -60,7 +52,7 @@ def speed_experiment(
 def memory_experiment(name: str, title: str, table: str, base: Row, small: Row, sizes: Sizes) -> Experiment:
     """Return a memory experiment. Scale paper has models of the published sizes, scale small smaller ones."""
     scales = (
-        Scale(name="paper", rows=memory_rows(base, sizes), memory=P40_MEMORY, cuda=True, steps=2),
+        Scale(name="paper", rows=memory_rows(base, sizes), memory=constants.P40_MEMORY, cuda=True, steps=2),
         Scale(name="small", rows=memory_rows(small, sizes, small=True), memory=4 * GiB, cuda=False, steps=2),
     )
     return Experiment(name=name, title=title, measures="memory", table=table, scales=scales)
@@ -71,7 +63,7 @@ def published_rows(base: Row, table: Published, samples: int) -> tuple[Row, ...]
 
     An epoch has so many `samples`. The published timing leaves out the first epoch.
     """
-    base = replace(base, configuration=AS_PUBLISHED, over=table[0][0], skip_epochs=1)
+    base = replace(base, configuration=constants.AS_PUBLISHED, over=table[0][0], skip_epochs=1)
     return tuple(
         _pipelined(
             replace(base, name=name, published=name, batch_size=size, steps_per_epoch=math.ceil(samples / size)),
@@ -88,8 +80,9 @@ def smaller(rows: Sequence[Row], base: Row, batch_sizes: Sequence[int]) -> tuple
     partitions are listed once more with the published balance.
     """
     like = [
-        replace(row, configuration=LIKE_PUBLISHED, model=base.model, size=base.size, input_shape=base.input_shape,
-                batch_size=batch_size, balance=None, steps_per_epoch=0, skip_epochs=0, link=PUBLISHED_NODE)
+        replace(row, configuration=constants.LIKE_PUBLISHED, model=base.model, size=base.size, batch_size=batch_size,
+                input_shape=base.input_shape, balance=None, steps_per_epoch=0, skip_epochs=0,
+                link=constants.PUBLISHED_NODE)
         for row, batch_size in zip(rows, batch_sizes, strict=True)
     ]  # fmt: skip
     return (

@@ -2,17 +2,9 @@
 
 from dataclasses import replace
 
+from reproduce.experiments import row
 from reproduce.experiments.controls import Published, Sizes, memory_experiment, published_rows, speed_experiment
-from reproduce.experiments.row import (
-    AS_PUBLISHED,
-    COMPONENTS,
-    LIKE_PUBLISHED,
-    PAPER_SCALE,
-    PUBLISHED_NODE,
-    SMALL_SCALE,
-    Experiment,
-    Row,
-)
+from reproduce.experiments.row import Experiment, Row
 
 BASE = Row(
     model="U-Net",
@@ -74,15 +66,15 @@ ABLATION_BALANCE = (34, 76, 70, 61)
 def ablation_rows(base: Row) -> tuple[Row, ...]:
     """List the published rows, of four partitions."""
     return tuple(
-        replace(base, name=name, published=name, over=PUBLISHED_ABLATION[0], components=COMPONENTS[:count],
+        replace(base, name=name, published=name, over=PUBLISHED_ABLATION[0], components=row.COMPONENTS[:count],
                 partitions=4, chunks=8, checkpoint="except_last")
         for count, name in enumerate(PUBLISHED_ABLATION)
     )  # fmt: skip
 
 
-ABLATION_BASE = replace(BASE, configuration=AS_PUBLISHED, batch_size=128, balance=ABLATION_BALANCE,
+ABLATION_BASE = replace(BASE, configuration=row.AS_PUBLISHED, batch_size=128, balance=ABLATION_BALANCE,
                         steps_per_epoch=16, skip_epochs=1)  # fmt: skip
-ABLATION_SMALL = replace(SMALL, configuration=LIKE_PUBLISHED, batch_size=64, link=PUBLISHED_NODE)
+ABLATION_SMALL = replace(SMALL, configuration=row.LIKE_PUBLISHED, batch_size=64, link=row.PUBLISHED_NODE)
 
 ABLATION = Experiment(
     name="unet-ablation",
@@ -90,7 +82,7 @@ ABLATION = Experiment(
     measures="ablation",
     table="tg-unet-ablation",
     scales=(
-        replace(PAPER_SCALE, rows=ablation_rows(ABLATION_BASE)),
-        replace(SMALL_SCALE, rows=ablation_rows(ABLATION_SMALL), seconds=60),
+        replace(row.PAPER_SCALE, rows=ablation_rows(ABLATION_BASE)),
+        replace(row.SMALL_SCALE, rows=ablation_rows(ABLATION_SMALL), seconds=60),
     ),
 )

@@ -47,7 +47,7 @@ def machine() -> Machine:
 
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
-        cpu=_cpu_model(),
+        cpu=info(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine() or "unknown",
         cores=cores(),
         cores_installed=os.cpu_count() or 1,
         memory=_memory(),
@@ -78,10 +78,6 @@ def load_average() -> list[float] | None:
         return list(os.getloadavg())
     except OSError:
         return None
-
-
-def _cpu_model() -> str:
-    return info(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine() or "unknown"
 
 
 def _memory() -> int | None:

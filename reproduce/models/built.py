@@ -35,6 +35,7 @@ __all__ = ["MODELS", "Model", "SizedModel", "amoebanetd", "resnet101", "unet"]
 
 
 Sample = Callable[[tuple[int, ...], int, Generator], tuple[Any, Any]]
+_TRACED: dict[Any, nn.Sequential] = {}  # the last: rows of one model are built in turn, and tracing takes seconds
 
 
 def image(shape: tuple[int, ...], classes: int, generator: Generator) -> tuple[Tensor, Tensor]:
@@ -94,9 +95,6 @@ class SizedModel(NamedTuple):
             _TRACED.clear()
             _TRACED[key] = torchgpipe.sequential(module, self.batch(2, device=device)[0])
         return copy.deepcopy(_TRACED[key])
-
-
-_TRACED: dict[Any, nn.Sequential] = {}  # the last: rows of one model are built in turn, and tracing takes seconds
 
 
 def titled(name: str, sizes: tuple[int, ...]) -> str:

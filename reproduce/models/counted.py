@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from reproduce.models.built import SizedModel
-from torchgpipe.plan.count.alike import Alike
 from torchgpipe.plan.count.count import Counts, count
+from torchgpipe.plan.count.known import Alike
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict import Setup
 from torchgpipe.trace.layer import flat
@@ -15,21 +15,21 @@ from torchgpipe.trace.layer import flat
 ALIKE = Alike()  # counted layers: models of one family share many
 
 
-def counted(model: SizedModel, *, memory: bool = True) -> Counts:
-    """Count the layers of a model; their memory only if asked for.
+def counted(model: SizedModel) -> Counts:
+    """Count the layers of a model.
 
     The result depends on PyTorch's current settings: CUDA autocast, and the precision of float32.
     """
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    return _counted(model, memory, autocast, *(kind.fp32_precision for kind in kinds))
+    return _counted(model, autocast, *(kind.fp32_precision for kind in kinds))
 
 
 @functools.cache
-def _counted(model: SizedModel, memory: bool, *_: object) -> Counts:
+def _counted(model: SizedModel, *_: object) -> Counts:
     with torch.device("meta"):
         module = model.layers()
-    return count(module, flat(module, model.batch(1, device="meta")[0]), memory=memory, alike=ALIKE)
+    return count(module, flat(module, model.batch(1, device="meta")[0]), alike=ALIKE)
 
 
 def setup_of(config: dict[str, Any], layers: int, *, zeroed: bool = False) -> Setup:

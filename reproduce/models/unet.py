@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from reproduce.models.sizes import check_size
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
+Layers = Iterator[tuple[str, nn.Module]]
+
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
@@ -49,9 +51,6 @@ class PopConcat(nn.Module):
         if rows or columns:
             image = F.pad(image, (0, columns, 0, rows))
         return torch.cat([image, skip], dim=1)
-
-
-Layers = Iterator[tuple[str, nn.Module]]
 
 
 def conv_blocks(name: str, inputs: int, middle: int, outputs: int, num_convs: int) -> Layers:

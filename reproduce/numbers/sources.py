@@ -12,6 +12,8 @@ from reproduce.machine.git import Git, commit_of, git
 from reproduce.records.places import Json, decode, find_record, parse_json, read_json
 from reproduce.records.record import SUCCESS, Record, Result, Run, hardware_name, parse, ranked
 
+IN_REVISION = "results/measured"  # the default folder of a revision's records
+
 
 class _Stats(Struct):
     median: float  # seconds per call
@@ -58,9 +60,6 @@ def from_pytest_benchmark(data: Json, where: str) -> Record:
         for benchmark in file.benchmarks
     ]
     return Record(Path(where).stem, f"benchmarks of {where}", "measured", {"time": "s"}, results, run=run)
-
-
-IN_REVISION = "results/measured"  # the default folder of a revision's records
 
 
 @dataclass(frozen=True)

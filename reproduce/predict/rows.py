@@ -78,7 +78,7 @@ def _model(config: dict[str, Json]) -> SizedModel:
 
 def _predictor(model: SizedModel, samples: int, on: Hardware | torch.device) -> Predictor:
     if isinstance(on, Hardware):
-        return Predictor(counted(model, memory=False), on)
+        return Predictor(counted(model), on)
     with torch.device("meta"):
         module = model.layers()
     sample = flat(module, model.batch(samples, device=on)[0])
@@ -103,7 +103,7 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
     if components is not None and "dependency" not in components:
         return structs.replace(result, status="not run", reason=UNORDERED)
     with_memory = any(name in row.values for name in RESERVED)
-    counts = counted(_model(config), memory=with_memory)
+    counts = counted(_model(config))
     values: dict[str, Json] = {}
     if "throughput" in row.values:
         values.update(_speed(Predictor(counts, hardware), config))

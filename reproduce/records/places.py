@@ -13,6 +13,8 @@ PACKAGED = Path(__file__).parents[1] / "results"  # in a wheel
 RESULTS = PACKAGED if PACKAGED.is_dir() else ROOT / "results"
 MEASURED = RESULTS / "measured"
 OUT = Path() if RESULTS == PACKAGED else RESULTS  # for generated files; nothing is written into an installed package
+T = TypeVar("T")
+Json = Any  # None, bool, int, float, str, and lists and dicts of them
 
 
 def need_checkout(command: str, instead: str = "") -> None:
@@ -26,10 +28,6 @@ def find_record(name: str) -> Path:
     path = Path(name)
     named = [folder / f"{name.removesuffix('.json')}.json" for folder in (RUNS, MEASURED) if path.name == name]
     return next((each for each in (path, *named) if each.exists()), path)
-
-
-T = TypeVar("T")
-Json = Any  # None, bool, int, float, str, and lists and dicts of them
 
 
 def read_json(path: Path) -> Json:

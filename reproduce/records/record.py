@@ -36,6 +36,7 @@ FREED_MEMORY = "freed_memory"  # the setting that says whether the C library kep
 Status = Literal["measured", "emulated", "published", "predicted", "out of memory", "needs devices", "failed",
                  "not run", "interrupted"]  # fmt: skip
 SUCCESS = ("measured", "emulated", "published", "predicted")  # the statuses of rows that have numbers
+RULE = "a finished run counts, then most rows that were not disturbed, then the newest"
 
 
 Engine = Literal["threads", "ranks", "ScheduleGPipe", "Schedule1F1B"]
@@ -119,9 +120,6 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 def load(path: Path) -> Record:
     """Read the record at `path`, or raise `Error` if there is none, or none of a version that can be read."""
     return parse(read_json(path), str(path))
-
-
-RULE = "a finished run counts, then most rows that were not disturbed, then the newest"
 
 
 def ranked(records: Iterable[Record], experiment: str) -> list[Record]:

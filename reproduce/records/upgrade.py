@@ -24,16 +24,13 @@ def upgrade(data: dict[str, Json], version: int) -> dict[str, Json]:
 def _from_1(data: dict[str, Json]) -> dict[str, Json]:
     match data:
         case {"run": {"machine": {"gpus": [dict() as first, *_] as gpus} as host, "versions": dict() as old} as run}:
-            machine = {**host, "gpus": [_gpu_from_1(gpu) for gpu in gpus]}
+            new = {"max_clock": "clock"}
+            known = [{new.get(name, name): x for name, x in gpu.items() if name != "driver"} if isinstance(gpu, dict)
+                     else gpu for gpu in gpus]  # fmt: skip
+            machine = {**host, "gpus": known}
             versions = {**old, "driver": first.get("driver")}
             return {**data, "run": {**run, "machine": machine, "versions": versions}}
     return data
-
-
-def _gpu_from_1(gpu: Json) -> Json:
-    if not isinstance(gpu, dict):
-        return gpu
-    return {"clock" if name == "max_clock" else name: item for name, item in gpu.items() if name != "driver"}
 
 
 def _from_2(data: dict[str, Json]) -> dict[str, Json]:

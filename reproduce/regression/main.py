@@ -32,7 +32,7 @@ from reproduce.regression.timed import Clock, load
 from reproduce.regression.trees import Project, Tree, trees
 from reproduce.run.recorder import new_run, now
 from reproduce.tables.comparison import write_comparisons
-from reproduce.tables.layout import many
+from reproduce.tables.layout import by_value, many
 
 METRIC, TOGETHER, WALL_TOGETHER = "time", "all together", "all by wall clock"
 Tell = Callable[[str], None]  # shows how far the job is
@@ -162,16 +162,14 @@ def _complaint(judged: Judgement, base: str, head: str) -> Error | None:
 def _comparison(judged: Judgement, together: str, cases: Sequence[str], settings: Settings, alpha: float) -> Comparison:
     """Return the content of a family's table, and notes on how to read it."""
     waits = together == WALL_TOGETHER
-    by_wall_clock = waits if settings.clock is None else settings.clock == "wall"
+    wall = waits if settings.clock is None else settings.clock == "wall"
     family = "regression by wall clock" if waits else "regression"
     of_family = {case: judged.samples[case] for case in cases}
     tests = round(alpha / judged.rule.alpha)  # of the larger family
     planted = f" WITH A PLANTED DELAY of {settings.slow_down:.0%} in each step of B" if settings.slow_down else ""
     rows = [_row(case, samples, judged.decisions.get(case)) for case, samples in of_family.items()]
     notes = [
-        "times are wall-clock times on two cores"
-        if by_wall_clock
-        else "times are CPU time on one core, which sees no waiting",
+        f"times are {'wall-clock times on two cores' if wall else 'CPU time on one core, which sees no waiting'}",
         f"{many(settings.restarts, 'restart')} of both sides; in each, {many(settings.rounds, 'pair')} of samples of "
         "every case, in turn; a restart counts as one number, the median ratio of its pairs; "
         "A and B: the pair that is nearest to the ratio",
@@ -196,6 +194,4 @@ def _unable(found: Mapping[str, Samples]) -> Iterator[str]:
     """Say which cases a side cannot run, and why."""
     for which, letter in (("base", "A"), ("head", "B")):
         reasons = {case: samples.unable[which] for case, samples in found.items() if which in samples.unable}
-        for reason in dict.fromkeys(reasons.values()):
-            cases = ", ".join(case for case, why in reasons.items() if why == reason)
-            yield f"not in {which} ({letter}): {cases}: {reason}"
+        yield from (f"not in {which} ({letter}): {cases}: {reason}" for reason, cases in by_value(reasons).items())

@@ -8,12 +8,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from reproduce.report.figure import BACK, FAINT, SERIES, new_figure, styled, svg
-from torchgpipe.plan.replay import Costs, Timeline, replay
+from torchgpipe.plan.replay import Timeline
 from torchgpipe.plan.report import duration
+from torchgpipe.schedules import make
+from torchgpipe.schedules.replay import units
 
-KINDS = {"forward": "forward", "recompute": "recomputation", "backward": "backward", "copy": "copy"}
-PAGE_COLORS = (*SERIES[:3], FAINT, BACK)  # of the kinds of task, and of the background
-FILE_COLORS = ("#4c78a8", "#f2b14a", "#54a24b", "#7f7f7f", "white")
+KINDS = {"forward": "forward", "recompute": "recomputation", "backward": "backward",
+         "backward_inputs": "backward of inputs", "backward_weights": "backward of weights",
+         "copy": "copy"}  # fmt: skip
+PAGE_COLORS = (*SERIES[:5], FAINT, BACK)  # of the kinds of task, and of the background
+FILE_COLORS = ("#4c78a8", "#f2b14a", "#54a24b", "#54a24b", "#88d27a", "#7f7f7f", "white")
 FILE_WIDTH, LINE, MARGIN = 10.0, 0.55, 1.75  # inches: the picture's width, a line's height, height without lines
 BAR, COPY_BAR = 0.8, 0.14  # heights of a task and of a copy, as shares of a line
 DIGIT = 0.11  # width of a digit in inches
@@ -50,26 +54,17 @@ def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> Iterator[tuple[str,
 
 
 def schedule_figures() -> Iterator[tuple[str, str]]:
-    """Yield a figure for each schedule, replayed with equal costs, with its caption."""
-    replayed = [replay(costs(PARTITIONS, m, checkpoint)) for _, m, checkpoint in SCHEDULES]
+    """Yield a figure for each schedule, replayed with equal tasks whose copies take no time, with its caption."""
+
+    def replayed_with(m: int, checkpoint: str) -> Timeline:
+        made = make("GPipe", PARTITIONS, m, checkpoint=checkpoint)
+        return made.replay(lambda action: units(action) / m, loss=0.0)
+
+    replayed = [replayed_with(m, checkpoint) for _, m, checkpoint in SCHEDULES]
     for i, ((name, m, _), timeline) in enumerate(zip(SCHEDULES, replayed, strict=True)):
         caption = f"{name}, n = {PARTITIONS}, m = {m}: the devices wait {timeline.bubble:.0%} of the time"
         caption += f", and a step takes {timeline.seconds / replayed[0].seconds:.0%} of naive's." if i else "."
         yield _page_figure(f"timeline-{i}", f"{name}, m = {m}", timeline), caption
-
-
-def costs(n: int, m: int, checkpoint: str) -> Costs:
-    """Return equal costs: a mini-batch's forward takes one second on each partition.
-
-    Backward takes twice as long, recomputation as long as forward, and copies take no time. So all waiting is due to
-    the schedule: it is the bubble.
-    """
-    recomputed = {"never": 0, "except_last": m - 1}[checkpoint]
-    return Costs(
-        forward=[[1 / m] * n] * m,
-        backward=[[2 / m] * n] * m,
-        recompute=[[1 / m if i < recomputed else 0.0] * n for i in range(m)],
-    )
 
 
 @styled
@@ -90,7 +85,7 @@ def _draw(figure: Figure, axes: Axes, timeline: Timeline, title: str, colors: Se
     length = end - start or 1.0
     for event in timeline.events:
         copy, width = event.kind == "copy", event.end - event.start
-        middle = event.partition + (BAR + COPY_BAR) / 2 if copy else event.partition
+        middle = timeline.row(event) + (BAR + COPY_BAR) / 2 * copy
         edge = min(0.6, 40 * width / length)  # on narrow tasks, wide edges would look like a bubble
         axes.barh(middle, width, left=event.start - start, height=COPY_BAR if copy else BAR, linewidth=edge,
                   color=color[event.kind], edgecolor=back)  # fmt: skip
@@ -98,7 +93,7 @@ def _draw(figure: Figure, axes: Axes, timeline: Timeline, title: str, colors: Se
     fitting = [task for task in timeline.tasks if task.end - task.start > digit * len(str(task.micro_batch))]
     # Draw numbers only if most tasks have room for theirs.
     for task in fitting if len(fitting) > 0.8 * len(timeline.tasks) else []:
-        axes.annotate(str(task.micro_batch), ((task.start + task.end) / 2 - start, task.partition), ha="center",
+        axes.annotate(str(task.micro_batch), ((task.start + task.end) / 2 - start, timeline.row(task)), ha="center",
                       va="center", color=back)  # fmt: skip
     axes.set_xlim(0, length)
     axes.set_ylim(timeline.partitions - 0.5 + COPY_BAR, -0.5)

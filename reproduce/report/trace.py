@@ -12,7 +12,7 @@ from reproduce.records.places import decode, read_json
 from reproduce.records.record import write_atomically
 from torchgpipe.plan.replay import Event, Timeline
 from torchgpipe.tensors.observe import Kind
-from torchgpipe.timeline.perfetto import MICROSECONDS, perfetto
+from torchgpipe.timeline.perfetto import MICROSECONDS, perfetto, row_of
 
 PICTURES = (".svg", ".png")
 
@@ -40,6 +40,7 @@ class _Span(Struct, tag_field="ph", tag="X"):
     cat: Kind | Literal["bubble"]
     ts: float
     dur: float
+    tid: int
     args: _Place
 
 
@@ -51,21 +52,23 @@ class _Trace(Struct, rename="camel"):
 def read_trace(path: Path) -> list[tuple[str, Timeline]]:
     """Return titles and timelines of the mini-batches in a trace that `perfetto` wrote, or raise `Error`."""
     trace = decode(_Trace, read_json(path), f"{path}: not a trace of a step")
-    title, steps = path.stem, defaultdict(list)
+    title, steps, rows = path.stem, defaultdict(list), dict[int, int]()
     for event in trace.trace_events:
         if isinstance(event, _Span) and event.cat != "bubble":
             at, times = event.args, (event.ts / MICROSECONDS, (event.ts + event.dur) / MICROSECONDS)
+            rows[at.partition] = row_of(event.tid)
             steps[at.mini_batch].append(Event(event.cat, at.micro_batch, at.partition, *times))
         elif isinstance(event, _Name) and event.name == "process_name":
             title = event.args["name"]
     if not any(event.kind != "copy" for events in steps.values() for event in events):
         raise Error(f'{path}: not a trace of a step (no event is a task, "ph": "X")')
-    partitions = 1 + max(event.partition for events in steps.values() for event in events)
+    placement = [rows.get(s, 0) for s in range(1 + max(rows))]
     seconds = dict(enumerate(trace.other_data.get("step_seconds", [])))
     found = []
     for number, events in sorted(steps.items()):
         events.sort(key=lambda event: event.start)
-        timeline = Timeline(events, seconds.get(number, events[-1].end - events[0].start), partitions)
+        taken = seconds.get(number, events[-1].end - events[0].start)
+        timeline = Timeline(events, taken, 1 + max(placement), placement)
         found.append((f"{title}, mini-batch {number}" if len(steps) > 1 else title, timeline))
     return found
 

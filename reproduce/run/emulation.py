@@ -204,7 +204,7 @@ class Link:
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
         self.hardware, self.papers = hardware, papers
         self.title = hardware.name if papers is None else f"{hardware.name}, in proportion to the tasks"
-        self._predictor = functools.cache(lambda model: Predictor(counted(model, memory=False), hardware))
+        self._predictor = functools.cache(lambda model: Predictor(counted(model), hardware))
 
     def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
         """Return the seconds of each boundary's copy and of each skip's, if a micro-batch's forward takes `forward`.

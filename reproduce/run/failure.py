@@ -8,16 +8,15 @@ import torch
 
 from reproduce.error import Error
 
+# Messages of the CPU allocator, the CUDA driver and CUDA libraries: they raise a plain RuntimeError.
+NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+
 
 class Failure(NamedTuple):
     """Hold why a row failed. It does not refer to the exception, which would keep frames and their tensors alive."""
 
     status: Literal["out of memory", "failed"]
     reason: str
-
-
-# Messages of the CPU allocator, the CUDA driver and CUDA libraries: they raise a plain RuntimeError.
-NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 
 def explain(error: Exception) -> Failure:

@@ -21,6 +21,9 @@ Samples = dict[str, list[float]]
 Values = dict[str, Json]
 Watched = tuple[Values, "Timeline | None"]
 T = TypeVar("T")
+SAMPLING_SECONDS = 0.05  # as published
+LEAST_SECONDS = 2.0
+MOST_STEPS = 50
 
 
 class MeasuredSteps:
@@ -97,11 +100,6 @@ def busy(timeline: Timeline) -> Values:
     """Return the share of the step in which each device worked, and the bubble."""
     shares: list[Json] = [min(1.0, timeline.busy(j) / timeline.seconds) for j in range(timeline.partitions)]
     return {"utilization": shares, "bubble": timeline.bubble}
-
-
-SAMPLING_SECONDS = 0.05  # as published
-LEAST_SECONDS = 2.0
-MOST_STEPS = 50
 
 
 def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> list[float]:

@@ -1,7 +1,9 @@
 """Make the table of rows that several engines ran: samples per second, and their ratio to those of `threads`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import methodcaller
 from typing import get_args
 
 from reproduce.experiments.row import Experiment
@@ -29,7 +31,16 @@ def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Ta
     if engines == ["threads"] or not run:
         return []
     columns = [Column[Found]("row", lambda found: next(iter(found.values())).row, left=True)]
-    columns += [column for engine in engines for column in _columns(engine)]
+    for engine in engines:
+        samples = Column[Result](
+            engine.replace("Schedule", "Schedule\n"),
+            lambda result: throughput(result) or outcome(result).replace("not run", "-"),
+            number,
+        )
+        columns.append(samples.of(methodcaller("get", engine)))
+        if engine != "threads":
+            over = partial(lambda engine, found: speed_up(found.get(engine), found.get("threads")), engine)
+            columns.append(Column("over\nthreads", over, ratio))
     left_out = [result for result in measured if result.reason and result.status != "needs devices"]
     reasons = grouped(left_out, lambda each: each.reason)
     notes = [
@@ -40,17 +51,6 @@ def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Ta
     ]
     made = table(f"{experiment.title}: samples/s of each engine", columns, run, notes)
     return [replace(made, group=GROUP)]
-
-
-def _columns(engine: Engine) -> Iterator[Column[Found]]:
-    samples = Column[Result](
-        engine.replace("Schedule", "Schedule\n"),
-        lambda result: throughput(result) or outcome(result).replace("not run", "-"),
-        number,
-    )
-    yield samples.of(lambda found: found.get(engine))
-    if engine != "threads":
-        yield Column("over\nthreads", lambda found: speed_up(found.get(engine), found.get("threads")), ratio)
 
 
 def _names(results: Sequence[Result], of: str) -> str:

@@ -88,6 +88,7 @@ def of_plan(plan: "Plan", title: str) -> Iterator[Number]:
                 yield {**about, "metric": metric, "unit": unit, "value": value}
             if each is found.best:
                 setup = each.setup
-                chosen = {"balance": list(setup.balance), "chunks": len(setup.sizes), "checkpoint": setup.checkpoint}
+                chosen = {"balance": [*setup.balance], "chunks": len(setup.sizes), "checkpoint": setup.checkpoint}
+                chosen["schedule"] = setup.lists.name
                 yield from ({**about, "metric": metric, "value": value} for metric, value in chosen.items())
                 yield {**about, "metric": "bubble", "unit": "share", "value": each.bubble}

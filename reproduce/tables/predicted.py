@@ -141,7 +141,7 @@ def _speed(record: Record, measured: Measured) -> Table:
         f"{median(apart):.1%}, {_within(apart)} rows within 10%"
         if same
         else f"speed-up over {first.row}; published on other hardware, so the two are not to be compared",
-        *_reasons(record),
+        *(f"{result.row}: {result.reason}" for result in record.results if result.reason),
         None if run else NOT_MEASURED,
         *(f"measured: samples/s of a median step, on {machine}: {names}" for machine, names in machines.items()),
         "measured is of a full mini-batch; published and predicted are of an epoch, which ends in a smaller one"
@@ -183,7 +183,7 @@ def _memory(record: Record, measured: Measured) -> Table:
         "libraries' workspaces in it; the two kinds are not to be compared, the share only says how far apart they are",
         "model: parameters, buffers, gradients and optimizer state",
         "of the rest: the share without the model, on both sides",
-        *_reasons(record),
+        *(f"{result.row}: {result.reason}" for result in record.results if result.reason),
         f"{left_out}: without portals a skip is copied through every partition on its way, where each holds it for a "
         "while; the replay over bytes knows no such copies"
         if left_out
@@ -212,10 +212,6 @@ def _published_speed_ups(record: Record, first: str) -> dict[str, float]:
 
 def _predicted(record: Record) -> list[Result]:
     return [result for result in record.results if result.status == "predicted"]
-
-
-def _reasons(record: Record) -> list[str]:
-    return [f"{result.row}: {result.reason}" for result in record.results if result.reason]
 
 
 def _same_hardware(record: Record) -> bool:

@@ -10,6 +10,7 @@ from .compare import REORDERED, differences
 from .pipe import Found, Pipe, batch
 
 ON_PURPOSE = "on purpose"
+differ: list[bool] = []
 
 
 def sequence(length: int) -> tuple[Tensor, Tensor]:
@@ -53,13 +54,6 @@ def as_with(**changes: Any) -> Callable[[Pipe], Found]:
         return {"both are equal": not differences({n: a[n] for n in a if n in b}, {n: b[n] for n in a if n in b}, 1e-4)}
 
     return action
-
-
-differ: list[bool] = []
-
-
-def first_mask(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x, nn.functional.dropout(x)
 
 
 def second_mask(x: Tensor, other: Tensor) -> Tensor:

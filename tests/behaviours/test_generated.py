@@ -14,21 +14,16 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import hypothesis
-import hypothesis.strategies as st
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchgpipe import sequential
-from torchgpipe.trace import Untraceable
-
-from ..library.traced import WIDTH, does, rows
 from ..plain import Plain, piped
 from ..ranks import current
 from .compare import differences
 from .parts.draw import check_redraws, reuse_draws
-from .parts.models import AROUND, CHECKPOINT, INPUTS, Case, Step, cases
+from .parts.models import AROUND, INPUTS, Case, Step, cases
 from .row import tensors, total
 
 SEED = os.environ.get("SEED")
@@ -204,71 +199,26 @@ def verdict(case: Case) -> str:
     return "equal"
 
 
-def generate(config: pytest.Config, share: float, check: Callable[..., str], *of: Any, shrink: bool) -> Counter[str]:
-    """Check generated cases; return, and print, how many ended in which way."""
-    models = int(os.environ.get("MODELS", 400 if config.getoption("slow") else 150))
-    phases = [*hypothesis.Phase] if shrink else [hypothesis.Phase.generate]
+@pytest.mark.parametrize("engine, n", [("one process", None), ("ranks", 2), ("ranks", 3), ("ranks", 4)])
+def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> None:
+    """Check generated cases, and print how many ended in which way."""
+    one, check = n is None, verdict if n is None else lambda case: current().agreed(n, case, verdict)
+    models = int(os.environ.get("MODELS", 400 if pytestconfig.getoption("slow") else 150))
+    # Do not shrink a failing case on ranks: each failure takes seconds.
+    phases = [*hypothesis.Phase] if one else [hypothesis.Phase.generate]
     found: Counter[str] = Counter()
 
-    @hypothesis.settings(max_examples=int(share * models), derandomize=SEED is None, database=None, phases=phases)
-    @hypothesis.given(st.tuples(*of))
-    def holds(case: tuple[Any, ...]) -> None:
+    @hypothesis.settings(
+        max_examples=models if one else models // 10, derandomize=SEED is None, database=None, phases=phases
+    )
+    @hypothesis.given(cases(n))
+    def holds(case: Case) -> None:
         found["models"] += 1
-        found[check(*case)] += 1
+        found[check(case)] += 1
 
     try:
         (holds if SEED is None else hypothesis.seed(int(SEED))(holds))()
     finally:
         print("", *(f"{count:6} {what}" for what, count in found.most_common()), sep="\n")
-    return found
-
-
-@pytest.mark.parametrize("engine, n", [("one process", None), ("ranks", 2), ("ranks", 3), ("ranks", 4)])
-def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> None:
-    one, check = n is None, verdict if n is None else lambda case: current().agreed(n, case, verdict)
-    # Do not shrink a failing case on ranks: each failure takes seconds.
-    found = generate(pytestconfig, 1 if one else 0.1, check, cases(n), shrink=one)
     # About a quarter is refused, most of it in place; among few models, by chance, more.
     assert found["equal"] > (0.5 if one else 0.3) * found["models"], f"what is refused tests nothing: {found}"
-
-
-# Forwards with control flow on the batch size, as texts.
-NUMBERS = ["len(x)", "len(x) // {k}", "len(x) % {k}", "min(len(x), {k})", "max(len(x), {k})"]
-FORMS = [
-    "({a} if {n} > {k} else {b})", "({a} if {n} == {k} else {b})", "({a}) * ({n})", "(lambda x: {a})({b})",
-    "sum(({a} for _ in range({n})), {b})", "torch.cat([(lambda x: {a})(x) for x in x.split({k})])",
-    "torch.cat([(lambda x: {a})(x[i : i + {k}]) for i in range(0, len(x), {k})])",
-]  # fmt: skip
-
-
-@st.composite
-def forwards(draw: Callable[..., Any], depth: int = 3) -> str:
-    form = draw(st.sampled_from(FORMS if depth == 3 else ["net.a(x)", "net.b(x)", *FORMS * (depth > 0)]))
-    form = form.replace("{n}", draw(st.sampled_from(NUMBERS))).replace("{k}", str(draw(st.sampled_from([1, 6, 8, 12]))))
-    return form.format(**{each: draw(forwards(depth - 1)) for each in "ab" if f"{{{each}}}" in form})
-
-
-def traced(text: str, sizes: list[int], chunks: int, engine: str, checkpoint: str) -> str:
-    """Trace a forward, and call it with batches of some sizes; return "equal" or "refused"."""
-    net = does(eval(f"lambda net, x: {text}")).double()
-    plain = copy.deepcopy(net)
-    try:
-        layers = sequential(net, rows().double())
-        balance = [1] * (len(layers) > 1) + [max(1, len(layers) - 1)]
-        model = piped(layers, balance, chunks, engine=engine, checkpoint=checkpoint)
-        for x in (torch.randn(size, WIDTH, dtype=torch.float64) for size in sizes):
-            y, expected = model(x), torch.cat([*map(plain, x.chunk(chunks))])
-            for each in (y, expected):
-                total(each).backward()
-            assert differences((y, model), (expected, plain), REORDERED) == []
-    except Untraceable:
-        return "refused"
-    return "equal"
-
-
-def test_generated_sizes(pytestconfig: pytest.Config) -> None:
-    """A traced forward with control flow on the batch size is right for a size, or refuses it."""
-    ways = [st.sampled_from(each) for each in (["graph", "workers"], CHECKPOINT)]
-    sizes = st.lists(st.integers(1, 20), min_size=1, max_size=3)
-    found = generate(pytestconfig, 0.2, traced, forwards(), sizes, st.integers(1, 3), *ways, shrink=True)
-    assert found["equal"] > 0.3 * found["models"], f"what is refused tests nothing: {found}"

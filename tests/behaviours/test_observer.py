@@ -18,6 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
+from torchgpipe.engine.schedule import arranged, orders
+from torchgpipe.schedules import Action, Schedule, make
+from torchgpipe.schedules.named import NAMED
 from torchgpipe.tensors.checkpoint import checkpointed
 from torchgpipe.tensors.observe import Task
 from torchgpipe.timeline import record
@@ -120,6 +123,38 @@ def test_only_forwards_without_gradients(mode: str, way: dict[str, Any]) -> None
     assert Counter(log.started) == Counter(tasks("forward", 4, partitions))
 
 
+@pytest.mark.parametrize("name", NAMED)
+def test_a_step_does_what_its_schedule_says(name: str, way: dict[str, Any]) -> None:
+    """On each device, or this rank; in one thread, in the order of the replay. `model(x)` does forwards alone."""
+    v, log, engine = len(make(name, 1, 1).placement), Log(), way["engine"]
+    model = piped(nn.Sequential(*(linear() for _ in range(2 * v))), [1] * 2 * v, 3, v=v, schedule=name, **way)
+    model.observer = log
+    made = schedule = make(name, 2, 3, v)
+    if engine == "graph":
+        schedule = Schedule(name, [0] * 2 * v, [made.replay().order])
+    devices = [model.rank] if engine == "ranks" else range(len(schedule.lists))
+
+    def seen() -> list[list[Action]]:
+        found, log.started = [Action(*task) for task in log.started], []
+        return [[action for action in found if schedule.placement[action.stage] == d] for d in devices]
+
+    model.step(lambda y, t: y.square().sum(), torch.rand(3, 4), None, reduction="sum")
+    whole = make(schedule, len(schedule.lists), 3, checkpoint=way["checkpoint"])
+    assert seen() == [[*whole.lists[d]] for d in devices]
+    y = model(torch.rand(3, 4))
+    first, then = (
+        [[x for x in whole.lists[d] if (x.kind == "forward") == is_first] for d in devices] for is_first in (1, 0)
+    )
+    assert seen() == ([*orders(arranged(name, 2 * v, 2), 3, "never", False).forwards] if engine == "graph" else first)
+    y.square().sum().backward()
+    assert engine == "graph" or seen() == then
+
+    how = "weights of 1 products later" if name.startswith("ZB") else f"whole: {name} splits none"
+    places = [(s, d) for s, d in enumerate(made.placement) if engine != "ranks" or d in devices]
+    where = "rank" if engine == "ranks" else "device"
+    assert model.schedule.report().split("\n") == [f"stage {s} on {where} {d}: {how}" for s, d in places]
+
+
 def test_copies_between_devices_belong_to_the_sender() -> None:
     model = GPipe(nn.Sequential(linear(), linear()), [1, 1], devices=["cpu", "meta"], chunks=2)
     log = model.observer = Log()
@@ -139,9 +174,7 @@ def recording_of(n: int, **way: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("ahead", [0, 1000])
 @pytest.mark.parametrize("n", [2, 3])
-def test_all_partitions_on_one_clock(
-    n: int, ahead: int, way: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_partitions_on_one_clock(n: int, ahead: int, way: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
     model, recorded = recording_of(n, **way)
     first, clock = getattr(model, "rank", 0), time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead * first)

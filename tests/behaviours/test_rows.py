@@ -1,5 +1,6 @@
 """Every row of rows/ with every engine and mode: a pipeline has the results of its layers, or it refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,14 @@ import pytest
 from torch import nn
 
 from benchmarks.others.ours import Layers, Threads
+from benchmarks.pipelines import evenly
+from torchgpipe.schedules import make
+from torchgpipe.schedules.named import NAMED
 
 from ..plain import piped
 from .compare import differences
 from .pipe import Pipe, Training
-from .row import ENGINES, MODES, Case, Row, cases, unlike
+from .row import ENGINES, MODES, Case, Row, cases, tensors, unlike
 from .rows import at_once, between, buffers, gradients, passed, random, tools, unusual
 from .rows.training import ROWS
 
@@ -19,6 +23,8 @@ GROUPS = (passed, gradients, between, buffers, random, unusual, at_once, tools)
 NAMES = {row: f"{group.__name__.split('.')[-1]}: {row.name}" for group in GROUPS for row in group.ROWS}
 # The others differ from plain layers; benchmarks/conformance.py lists them with the reason, `unlike`.
 TOGETHER = [row for row in ROWS if not row.unlike]
+TWICE = [name for name in NAMED if len(make(name, 1, 1).placement) > 1]
+"""Schedules with two stages on a device."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -73,13 +79,69 @@ def test_training(row: Training, engine: str, checkpoint: str, tmp_path: Path) -
             mode = {"always": "always"}.get(options["checkpoint"], checkpoint)
             return piped(layers, balance, **options | {"engine": engine, "checkpoint": mode})
 
+    assert_as_plain(row, engine, Piped, Layers, tmp_path)
+
+
+def assert_as_plain(row: Training, engine: str, pipe: type[Pipe], layers: type[Pipe], folder: Path) -> None:
     if refusal := row.refused.get(engine):
         with pytest.raises((RuntimeError, ValueError), match=refusal):
-            left(row, Piped, tmp_path / "ours")
+            left(row, pipe, folder / "ours")
         return
-    ours = left(row, Piped, tmp_path / "ours")
+    ours = left(row, pipe, folder / "ours")
     if engine == "ranks" and not ours:
         return  # only another rank has the result
-    plain = left(row, Layers, tmp_path / "plain")
+    plain = left(row, layers, folder / "plain")
     assert not any(x is False for x in plain.values()), "the plain layers do not do it either"
     assert differences(ours, plain, row.tolerance) == []
+
+
+class Stepping(Threads):
+    """Train by `model.step`. Where a device has several stages, it has two."""
+
+    schedule = "GPipe"
+
+    def piped(self, layers: nn.Sequential, balance: list[int], **options: Any) -> nn.Module:
+        v = 1 + (self.schedule in TWICE)
+        balance = balance if v == 1 else evenly(layers, 4 if len(layers) > 3 else 2)
+        model: nn.Module = piped(layers, balance, v=v, engine=self.engine, schedule=self.schedule, **options)
+        return model
+
+    def step(self, *given: Any) -> Pipe:
+        x, target = given or self.row.given()
+        model: Any = self.module.train()
+        how = {"reduction": "mean" if self.row.mean else "sum"}
+        self.losses.append(model.step(self.row.criterion, x, target, **how))
+        return self
+
+
+class InOrder(Layers):
+    """The layers on each micro-batch in turn, and then the losses backward in the schedule's order."""
+
+    schedule = "GPipe"
+
+    def step(self, *given: Any) -> Pipe:
+        x, target = given or self.row.given()
+        self.module.train()
+        outputs: list[Any] = []
+        with self.module.register_forward_hook(lambda module, x, y: outputs.append(y)):
+            self.plain(x)
+        sizes = [len(tensors(part)[0]) for part in self.plain.split(x)]
+        shares = [size / sum(sizes) if self.row.mean else 1 for size in sizes]
+        losses = [self.row.criterion(*each) for each in zip(outputs, target.split(sizes), strict=True)]
+        losses = [loss * share for loss, share in zip(losses, shares, strict=True)]
+        for action in make(self.schedule, 1, len(sizes)).lists[0]:
+            if action.kind in ("backward", "backward_weights") and action.stage == 0:
+                losses[action.micro_batch].backward()
+        self.losses.append(sum(loss.detach() for loss in losses))  # type: ignore[arg-type]
+        return self
+
+
+@pytest.mark.parametrize("schedule", NAMED)
+@pytest.mark.parametrize("row", TOGETHER, ids=lambda row: row.name)
+def test_steps(row: Training, schedule: str, engine: str, checkpoint: str, tmp_path: Path) -> None:
+    if engine == "ranks" and row.name.startswith("tied") and schedule in TWICE:
+        return  # which stages are on one rank depends on the schedule
+    given = {"schedule": schedule, "engine": engine}
+    mode: Any = {"always": "always"}.get(row.checkpoint, checkpoint)
+    row = replace(row, checkpoint=mode)
+    assert_as_plain(row, engine, type("Piped", (Stepping,), given), type("Plain", (InOrder,), given), tmp_path)

@@ -3,8 +3,8 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,53 +16,27 @@ from benchmarks.others.processes import Adapter, compared, run
 from reproduce.records.record import load
 
 from ..behaviours.pipe import NotOffered, Pipe, rank
+from ..parts import explode
 
-
-class Refuses(Threads):
-    package = "tests"
-
-    def step(self, *given: Any) -> Pipe:
-        raise ValueError("batches of eight are refused")
-
-
-class Fails(Threads):
-    def step(self, *given: Any) -> Pipe:
-        torch.zeros(2) + torch.zeros(3)
-        return self
-
-
-class HasNone(Threads):
-    def step(self, *given: Any) -> Pipe:
-        raise NotOffered("it takes no step")
-
-
-class Ends(Ranks):
-    def step(self, *given: Any) -> Pipe:
-        if rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(*given)
-
-
-class Hangs(Ranks):
-    def step(self, *given: Any) -> Pipe:
-        time.sleep(1000 * rank())
-        return self
-
-
-def wrong(kind: type[Pipe]) -> Adapter:
-    return Adapter(__name__, kind.__name__, kind.ranks)
-
+# What a step does on threads or on ranks that goes wrong, how its check ends, and what is said.
+FAULTY: dict[str, tuple[type[Pipe], Callable[[], object], str, str]] = {
+    "Refuses": (Threads, lambda: explode(ValueError("batches of eight")), "refused", "ValueError: batches of eight"),
+    "Fails": (Threads, lambda: torch.zeros(2) + torch.zeros(3), "fails", "RuntimeError: The size of tensor a"),
+    "HasNone": (Threads, lambda: explode(NotOffered("it takes no step")), "not offered", "it takes no step"),
+    "Ends": (Ranks, lambda: rank() and os.kill(os.getpid(), signal.SIGKILL), "ends", "SIGKILL"),  # type: ignore[func-returns-value]
+    "Hangs": (Ranks, lambda: time.sleep(1000 * rank()), "hangs", "not finished after 4 seconds"),
+}
+for name, (base, does, *_) in FAULTY.items():  # other processes import them by name
+    step = {"step": lambda self, *_, does=does: (does(), self)[1], "package": "tests"}
+    globals()[name] = type(name, (base,), step)
 
 FAULTS: list[tuple[Adapter, str, str, str]] = [
     (ENGINES["threads"], "equal micro-batches", "equal", ""),
     (ENGINES["ranks"], "batch norm, by mini-batch", "equal", ""),
     (ENGINES["ranks"], "in the criterion", "equal", ""),
-    (wrong(Refuses), "equal micro-batches", "refused", "ValueError: batches of eight are refused"),
-    (wrong(Fails), "equal micro-batches", "fails", "RuntimeError: The size of tensor a"),
-    (wrong(HasNone), "equal micro-batches", "not offered", "it takes no step"),
-    (wrong(Ends), "equal micro-batches", "ends", "SIGKILL"),
-    (wrong(Hangs), "equal micro-batches", "hangs", "not finished after 4 seconds"),
-]
+    *((Adapter(__name__, name, base.ranks), "equal micro-batches", kind, said)
+      for name, (base, _, kind, said) in FAULTY.items()),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("adapter, check, kind, said", FAULTS, ids=lambda x: x.name if isinstance(x, Adapter) else "")

@@ -1,13 +1,20 @@
-"""The harness: nothing finished is lost, whatever ends a benchmark; a page shows what a record holds."""
+"""The harness: nothing finished is lost, whatever ends a benchmark; a page shows what a record holds.
+
+`benchmarks.any_model`: a few of its models, and its record.
+"""
 
 import contextlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from benchmarks.any_model import check_model, main, table
+from benchmarks.any_model_lists import LISTS, Case, torchvision_models
 from benchmarks.harness import Found, collect, command, start, summarized
 from benchmarks.render import block as benchmark_block
 from reproduce.error import Error
@@ -15,6 +22,7 @@ from reproduce.machine.description import Gpu, Machine
 from reproduce.machine.git import Git
 from reproduce.records.record import FREED_MEMORY, Record, Result, load, save
 
+from ..library.traced import Choosing, Residual, rows
 from ..reproduce.made import record
 
 
@@ -32,12 +40,6 @@ def test_a_record_says_where_and_how_but_no_paths(tmp_path: Path) -> None:
     assert not {"json", "against"} & run.settings.keys() and str(tmp_path) not in str(run.command)
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(Error, match=f"--json {tmp_path / 'file'}: cannot be written"):
-        begun(tmp_path / "file" / "one.json")
-
-
 # What ends a benchmark after its first case, and the record's state.
 ENDS: dict[str, tuple[BaseException | None, str]] = {
     "nothing": (None, "finished"),
@@ -48,9 +50,7 @@ ENDS: dict[str, tuple[BaseException | None, str]] = {
 
 
 @pytest.mark.parametrize(("ending", "state"), ENDS.values(), ids=ENDS)
-def test_what_is_finished_is_kept(
-    ending: BaseException | None, state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_finished_is_kept(ending: BaseException | None, state: str, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "one.json"
     states: list[str] = []
 
@@ -116,9 +116,6 @@ def test_a_record_is_shown(tmp_path: Path) -> None:
         "\nMeasured 2020-04-21, torch 2.11.0, Python 3.12.1, a GPU, a CPU, 4 cores, freed memory kept, load 0.25 "
         "before the start, revision 012345678, with changes; [record](machinery-here.json)\n"
     ) in block
-
-
-def test_what_was_not_measured_yet_is_said(tmp_path: Path) -> None:
     assert benchmark_block(tmp_path / "page.md", "machinery-later", tmp_path) == "Nothing measured is committed yet.\n"
 
 
@@ -127,3 +124,35 @@ def test_one_that_cannot_be_shown_is_refused_in_one_line(name: str, tmp_path: Pa
     written(tmp_path, name, {"a case": {"a way": {}}})
     with pytest.raises(Error, match=rf"page\.md: the block from benchmarks/{name} cannot be made \(.*{name}\.json"):
         benchmark_block(tmp_path / "page.md", name, tmp_path)
+
+
+# Auxiliary outputs, a class token, windows with masks, a dictionary of outputs, concatenation.
+SLOW = ("googlenet", "vit_b_32", "swin_t", "lraspp_mobilenet_v3_large", "squeezenet1_0")
+
+
+@pytest.mark.parametrize("name", ["resnet18", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_torchvision(name: str) -> None:
+    assert check_model("torchvision", name, torchvision_models()[name]()).status == "measured"
+
+
+def test_a_list_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+
+    def build(kind: type[nn.Module]) -> Case:
+        built.append(kind.__name__)
+        return Case(kind(), rows())
+
+    models = {kind.__name__: partial(build, kind) for kind in (Residual, Choosing)}
+    monkeypatch.setitem(LISTS, "torchvision", lambda: models)
+    path = tmp_path / "record.json"
+    for more, now in ((["--only", "Choosing"], ["Choosing"]), ([], ["Residual"]), ([], []), (["--again"], [*models])):
+        built.clear()
+        main(["torchvision", "--json", str(path), *more])
+        assert sorted(built) == sorted(now)
+    record = load(path)
+    assert {each.row: each.status for each in record.results} == {"Residual": "measured", "Choosing": "failed"}
+    assert "return self.a(x) if" in (record.results[1].reason or "")
+    page = table(record, "pipe")
+    assert "Equal, of torchvision: Residual." in page
+    assert "| Choosing " in page
+    assert max(map(len, page.splitlines())) < 200

@@ -25,10 +25,10 @@ WORLD = 3
 X = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
 
 
-def pipeline(engine: str) -> Any:
+def pipeline(engine: str, schedule: str = "") -> Any:
     """Return a pipeline of three partitions, each a linear layer and one that can be made to fail."""
     layers = nn.Sequential(*(layer for _ in range(WORLD) for layer in (nn.Linear(4, 4), Fails())))
-    options: dict[str, Any] = {"chunks": 2, "checkpoint": "always"}
+    options: dict[str, Any] = {"chunks": 2, "checkpoint": "always", "schedule": schedule or "GPipe"}
     if engine == "ranks":
         return DistributedGPipe(layers, [2] * WORLD, timeout=SILENCE, **options)
     return GPipe(layers, [2] * WORLD, devices=["cpu"] * WORLD, engine=engine, **options)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def train(rank: int, said: Any, row: Row, folder: Path) -> None:
 
 
 def _steps(row: Row, rank: int, folder: Path, said: Any) -> None:
-    model, saves = pipeline(row.engine), Saves(folder / "saves")
+    model, saves = pipeline(row.engine, row.schedule), Saves(folder / "saves")
     writer: Any = FileSystemWriter
     written = writer.write_data
     point = Fails()  # outside, in the criterion, and while it saves
@@ -85,8 +85,11 @@ def _steps(row: Row, rank: int, folder: Path, said: Any) -> None:
             point.at(row.place, happens)
         point.reach("outside")
         model.zero_grad()
-        loss = (other if here and number == 2 else model).loss(criterion, X, X)
-        if row.does is not None or not here or number != 2:
+        if row.schedule:
+            model.step(criterion, X, X, scaler=scaler)
+        else:
+            loss = (other if here and number == 2 else model).loss(criterion, X, X)
+        if not row.schedule and (row.does is not None or not here or number != 2):
             scaler.scale(loss).backward()
         if row.does is overflows:
             if here and number == 2:
@@ -112,5 +115,8 @@ def _steps(row: Row, rank: int, folder: Path, said: Any) -> None:
         if row.engine == "workers" and isinstance(row.does, Keyboard) and row.does.lasts < 1:
             assert row.does.over
             assert all(map(torch.equal, step(), expected))
+        raise
+    except Exception:
+        assert not row.schedule or all(p.grad is None for p in model.parameters())
         raise
     assert all(map(torch.equal, step(), expected))

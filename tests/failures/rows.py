@@ -18,6 +18,7 @@ class Row:
         own: what the rank itself raises, if it can.
         engine: ranks are three processes, others one.
         rank: where it happens.
+        schedule: that of `step`, by which these train; nothing if by `loss` and its `backward`.
     """
 
     does: Callable[..., object] | None
@@ -26,6 +27,7 @@ class Row:
     own: str = ""
     engine: str = "ranks"
     rank: int = 1
+    schedule: str = ""
 
 
 SILENT = (
@@ -38,6 +40,7 @@ DIED = r"rank 1 has closed its connections and given no reason: has its process 
 FIRST = "in forward of micro-batch 0"
 IN_FORWARD = f"{FIRST} of mini-batch 2"
 IN_BACKWARD = "in backward of micro-batch 1 of mini-batch 2"
+EARLY = "in backward of micro-batch 0"
 OUTSIDE = "outside of the pipeline, after mini-batch 1"
 CIRCLE = (
     "all ranks wait for each other, and none has got any further for 2 s: rank 0 was waiting for other ranks in "
@@ -88,6 +91,9 @@ ROWS = {
     "hangs in the criterion": Row(faults.hangs, "criterion", hanging("the criterion", 2), rank=2),
     "leaves out a backward": Row(None, others=CIRCLE, own=f"RankFailed: {CIRCLE}"),
     "takes another pipeline": Row(faults.takes_another_pipeline, others=CROSSED, own=f"RankFailed: {CROSSED}"),
+    "raises in a step": Row(faults.raises, "backward", f"rank 1 failed {EARLY}: {RAISED}", RAISED, schedule="1F1B"),
+    "killed in a step": Row(faults.dies, "backward", DIED + EARLY, schedule="1F1B"),
+    "overflows on one rank, in steps": Row(faults.overflows, "outside", schedule="1F1B"),
     "strangers write to its ports": Row(faults.strangers_write, "outside"),
     "overflows on one rank": Row(faults.overflows, "outside"),
     "sleeps outside": Row(faults.sleeps, "outside"),

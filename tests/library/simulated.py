@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe.engine.graph
-from benchmarks.simulated import Streams, working
+from benchmarks.simulated import Streams
 
 from .layers import same
 
@@ -34,8 +34,21 @@ CLOCK = Clock()
 
 def spend(x: Tensor, forward: float, backward: float, name: str = "") -> Tensor:
     """Return `x`; spend `forward` seconds now, and `backward` seconds in backward."""
-    seconds = {"forward": forward, "backward": backward}
-    return working(x, lambda kind: CLOCK.spend(seconds[kind], f"{name} {kind}"))
+    CLOCK.spend(forward, f"{name} forward")
+    y: Tensor = _Spent.apply(x, backward, f"{name} backward")
+    return y
+
+
+class _Spent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *backward: Any) -> Tensor:
+        ctx.later = backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        CLOCK.spend(*ctx.later)
+        return grads[0], None, None
 
 
 class Spend(nn.Module):
@@ -71,7 +84,7 @@ def backward_by_threads(streams: Streams, n: int, turns: Callable[[list[int]], i
 
     def noted_apply(cls: Any, *args: Any) -> Any:
         result = super(torch.autograd.Function, cls).apply(*args)
-        device = args[1] if cls.__name__ == "_Gate" else torch.device("cpu", at[0])
+        device = torch.device("cpu", args[0][0]._index if cls.__name__ == "_Node" else at[0])
         stream = streams.current[-1] if streams.current else streams.of(device)
         tensors = [k for k, x in enumerate(args) if isinstance(x, Tensor)]
         for y in result if isinstance(result, tuple) else (result,):

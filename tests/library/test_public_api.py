@@ -12,7 +12,7 @@ from torch import nn
 from torchgpipe.skip import skippable
 
 # The names that torchgpipe 0.0.7 exports.
-MODULES = ("torchgpipe.skip", "torchgpipe.balance", "torchgpipe.task.batchnorm", "torchgpipe")
+MODULES = ("torchgpipe.skip", "torchgpipe.balance", "torchgpipe.batchnorm", "torchgpipe")
 # The signatures of 0.0.7; "…" stands for any default.
 SIGNATURES = {
     "torchgpipe.GPipe": "module, balance=None, *, devices=None, chunks=1, checkpoint='except_last', "
@@ -33,8 +33,8 @@ SIGNATURES = {
     "torchgpipe.skip.verify_skippables": "module",
     "torchgpipe.balance.balance_by_time": "partitions, module, sample, *, timeout=1.0, device=…",
     "torchgpipe.balance.balance_by_size": "partitions, module, input, *, chunks=1, param_scale=2.0, device=…",
-    "torchgpipe.task.batchnorm.DeferredBatchNorm": "num_features, eps=1e-05, momentum=0.1, affine=True, chunks=1",
-    "torchgpipe.task.batchnorm.DeferredBatchNorm.convert_deferred_batch_norm": "module, chunks=1",
+    "torchgpipe.batchnorm.DeferredBatchNorm": "num_features, eps=1e-05, momentum=0.1, affine=True, chunks=1",
+    "torchgpipe.batchnorm.DeferredBatchNorm.convert_deferred_batch_norm": "module, chunks=1",
 }
 
 

@@ -9,6 +9,7 @@ host takes to submit work, and whether copies slow each other down.
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from random import Random
 from typing import Any
 
@@ -16,11 +17,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.simulated import Streams, working
+from benchmarks.simulated import Streams
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.plan.replay import Costs, Event, replay
 from torchgpipe.tensors.checkpoint import MODES, Mode, checkpointed
+from torchgpipe.tensors.observe import NOTHING, Task
 
 from ..behaviours.parts.layers import Do
 from .distributed.threads import GPUS, World, simulate_ranks
@@ -171,20 +173,19 @@ def step(
     m, n = len(costs.forward), len(costs.forward[0])
     devices, events = [torch.device("cpu", j) for j in range(n)], list[Event]()
 
-    def work(kind: Any, i: int, j: int) -> None:
-        stream = streams.of(devices[j])
-        assert stream is not None
-        events.append(Event(kind, i, j, *stream.run(getattr(costs, kind)[i][j])))
-        if over is not None:
-            over.issued[j].append((kind, i))
-
-    def forward(layer: Any, x: Tensor) -> Tensor:
-        """Occupy the partition's stream and return x, whose value is the number of the micro-batch."""
-        i = int(x)
-        return working(x, lambda kind: work(kind, i, layer.j), layer.scale)
+    def observer(task: Task) -> AbstractContextManager[object]:
+        """Occupy the partition's stream."""
+        if task.kind != "copy":
+            kind, i, j = task
+            stream = streams.of(devices[j])
+            assert stream is not None
+            events.append(Event(kind, i, j, *stream.run(getattr(costs, kind)[i][j])))
+            if over is not None:
+                over.issued[j].append((kind, i))
+        return NOTHING
 
     def layers() -> tuple[nn.Sequential, list[int]]:
-        made = [Do(forward, j=j, scale=nn.Parameter(torch.ones(1))) for j in range(n)]
+        made = [Do(lambda layer, x: x * layer.scale, scale=nn.Parameter(torch.ones(1))) for _ in range(n)]
         return partitions(made, costs.skips if skips is None else skips, lambda x: x * 0)
 
     assert not isinstance(costs.copy, float)
@@ -194,6 +195,7 @@ def step(
     # a fast host would submit it earlier.
     if over is None:
         model = GPipe(*layers(), devices=devices, chunks=m, checkpoint=mode, engine="graph", **options)
+        model.observer = observer
         y = model(x)
         streams.synchronize()
         backward(y.sum())
@@ -204,6 +206,7 @@ def step(
 
     def program(rank: int) -> None:
         model = DistributedGPipe(*layers(), device=devices[rank], chunks=m, checkpoint=mode)
+        model.observer = observer
         loss = model.loss(lambda y, _: y.sum(), x, None)
         ready.wait()
         loss.backward()

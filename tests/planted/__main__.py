@@ -1,106 +1,119 @@
-"""Mutation testing: plant each fault in a copy, and run the tests that import its module until one fails."""
+"""Plant each fault in a copy of the tree, and see whether the test that its row names finds it.
+
+A row of rows.json has the file, old text, new text, and the test that finds it.
+"""
 
 import argparse
+import json
 import os
-import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from .rows import Row, copied, importers, read, write
-
-QUIET = 60  # seconds without output: such a test hangs if without the fault it takes less than half of that
-ALL_PASS = "all tests pass"
-
-
-def run_tests(tree: Path, tests: list[str], end: float, stop: threading.Event) -> tuple[int | None, str, float]:
-    """Run tests until one fails. Return the exit code (None: timeout), the last test, the seconds without output."""
-    log = tree.with_suffix(f".{threading.get_ident()}.log")
-    command = [sys.executable, "-m", "pytest", "-xv", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
-    env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=tree, env=env, stdout=output, stderr=output, start_new_session=True)
-        try:
-            while process.poll() is None and time.monotonic() < end and not stop.wait(0.2):
-                pass
-        finally:
-            code, silence = process.poll(), time.time() - log.stat().st_mtime
-            with suppress(ProcessLookupError):  # the process group has ended already
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    written = log.read_text(errors="replace")
-    last = re.findall(r"^(?:ERROR |FAILED )?(tests/\S+\.py(?:::.*?)?)(?: (?:-|[A-Z]{5,}) .*| *)$", written, re.M)
-    return code, last[-1] if last else tests[0], silence  # the first file, if no test has begun
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = Path(__file__).with_name("rows.json")
 
 
-def finder(row: Row, tree: Path) -> list[list[str]]:
-    """Return the test that found the fault before, if it still exists. To run it first saves minutes."""
-    test = row.by.split(" ")[0] if row.found else ""
-    file, _, name = test.partition("::")
-    there = name and (tree / file).is_file() and f"def {name}(" in (tree / file).read_text()
-    return [[test]] if there else []
+@dataclass
+class Row:
+    """A fault, and the test that finds it, if one does."""
+
+    file: str
+    kind: str
+    old: str
+    new: str
+    by: str = ""
+
+    def planted(self, tree: Path = ROOT) -> str:
+        """Return the file's text with the fault in it."""
+        path = tree / self.file
+        text = path.read_text() if path.exists() else ""
+        if text.count(self.old) != 1:
+            raise SystemExit(
+                f"planted: {self.file} has {self.old!r} {text.count(self.old)} times, but a fault needs it once; "
+                "moves of files change the rows' paths, and new text their old text (tests/planted/rows.json)"
+            )
+        return text.replace(self.old, self.new)
 
 
-def try_fault(row: Row, plain: Path, limit: int, stop: threading.Event) -> Row:
-    """Plant a fault in a copy of the plain tree, run tests, and return the row with the result."""
-    rounds = [*finder(row, plain), *importers(plain, row.file)]
-    end = time.monotonic() + limit
-    result = Row(row.file, row.kind, row.old, row.new, found=False, by=ALL_PASS if rounds else "no test imports it")
+def read() -> list[Row]:
+    return [Row(**row) for row in json.loads(ROWS.read_text())]
+
+
+@contextmanager
+def copied(source: Path = ROOT) -> Iterator[Path]:
+    """Copy the working tree, without what git ignores, into a temporary clone: some tests ask git."""
+    with TemporaryDirectory(prefix="planted-") as folder:
+        tree = Path(folder, "tree")
+        subprocess.run(["git", "clone", "--quiet", "--shared", "--no-checkout", ".", str(tree)], cwd=source, check=True)
+        subprocess.run(["git", "reset", "--quiet"], cwd=tree, check=True)
+        listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=source, text=True)
+        for name in filter(None, listed.split("\0")):
+            if (source / name).is_file():
+                (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source / name, tree / name)
+        yield tree
+
+
+def passes(tree: Path, test: str, limit: float, stop: threading.Event) -> bool:
+    """Run a test; return whether it passes within so many seconds."""
+    command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-p", "no:xdist", test]
+    env, end = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}, time.monotonic() + limit
+    nothing = subprocess.DEVNULL
+    process = subprocess.Popen(command, cwd=tree, env=env, stdout=nothing, stderr=nothing, start_new_session=True)
+    try:
+        while process.poll() is None and time.monotonic() < end and not stop.wait(0.2):
+            pass
+        return process.poll() == 0
+    finally:
+        with suppress(ProcessLookupError):  # the process group has ended already
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def try_fault(row: Row, plain: Path, limit: float, stop: threading.Event) -> str:
+    """Return "found" if the row's test passes in the plain tree and fails in a copy with the fault."""
+    if not row.by:
+        return "-"
     with copied(plain) as tree:
         (tree / row.file).write_text(row.planted(plain))
-        passed_over: list[str] = []
-        while rounds and not stop.is_set():
-            code, last, silence = run_tests(tree, [*rounds[0], *passed_over], end, stop)
-            if code in (0, 5):
-                rounds.pop(0)
-                continue
-            if code is None and silence < QUIET:
-                result.by = f"no failure in {limit} s"
-                break
-            more = QUIET / 2 if code is None else QUIET
-            with_it, without = (run_tests(each, [last], time.monotonic() + more, stop)[0] for each in (tree, plain))
-            if with_it != 0 and without == 0:
-                result.found, result.by = True, last.split("[")[0] + (" hangs" if code is None else "")
-                break
-            passed_over.append(f"--deselect={last}")  # it also fails without the fault, or is flaky with it
-            result.by = f"{ALL_PASS} but {len(passed_over)}, which fail in any case or not always"
-    return result
+        if passes(tree, row.by, limit, stop):
+            return "LOST"
+    return "found" if passes(plain, row.by, limit, stop) else "FAILS"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__)
     parser.add_argument("--jobs", type=int, choices=[1, 2], default=1, help="how many faults to try at once")
-    parser.add_argument("--limit", type=int, default=120, help="seconds for each; more where the machine is busy")
-    parser.add_argument("--record", action="store_true", help="write the results into the rows' file")
+    parser.add_argument("--limit", type=int, default=120, help="seconds for a test; more where the machine is busy")
     parser.add_argument("files", nargs="*", help="try the faults of these files only")
     arguments = parser.parse_args()
     for each in (signal.SIGINT, signal.SIGTERM):  # a shell may start background jobs with the signal ignored
         signal.signal(each, signal.default_int_handler)
-    rows, stop = read(), threading.Event()
-    chosen = [k for k, row in enumerate(rows) if not arguments.files or row.file in arguments.files]
-    _, lost = [row.planted() for row in rows], 0
+    rows, stop, found = read(), threading.Event(), list[str]()
+    rows = [row for row in rows if not arguments.files or row.file in arguments.files]
     with copied() as plain, ThreadPoolExecutor(arguments.jobs) as pool:
         try:
-            tries = {k: pool.submit(try_fault, rows[k], plain, arguments.limit, stop) for k in chosen}
-            for k in chosen:
-                before, rows[k] = bool(rows[k].found), tries[k].result()
-                lost += before > bool(rows[k].found)
-                mark = "found" if rows[k].found else "LOST" if before else "-"
-                print(f"{mark:5}  {rows[k].kind:17}  {rows[k].file:40}  {rows[k].by}", flush=True)
-                if arguments.record:
-                    write(rows)
+            tries = [pool.submit(try_fault, row, plain, arguments.limit, stop) for row in rows]
+            for row, tried in zip(rows, tries, strict=True):
+                found.append(tried.result())
+                print(f"{found[-1]:5}  {row.kind:17}  {row.file:40}  {row.by or 'no test finds it'}", flush=True)
         except KeyboardInterrupt:
             return 130
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
-    print(f"{sum(bool(rows[k].found) for k in chosen)} of {len(chosen)} found" + f", {lost} no more" * bool(lost))
-    return int(lost > 0)
+    print(f"{found.count('found')} of {len(found)} found")
+    return int(not {*found} <= {"found", "-"})
 
 
 if __name__ == "__main__":

@@ -29,6 +29,12 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change into an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Experiment]:
     """Add experiments that take seconds to the real ones, on a machine of two cores."""
     for name, experiment in TINY.items():

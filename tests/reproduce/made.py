@@ -1,6 +1,8 @@
-"""Make records of rows that were measured on some machine."""
+"""Make records of rows that were measured on some machine, and git repositories."""
 
+import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -16,6 +18,7 @@ RUN = Run(
     git=None, load=None,
 )  # fmt: skip
 STEADY = (0.999, 1.001, 0.99, 1.01, 0.995, 1.005, 0.998, 1.002)
+Speeds = Callable[[Row], Sequence[float] | str | None]  # samples/s of each step, or the status of a row without numbers
 
 
 def row(name: str, seconds: float | Sequence[float] | None = None, **changes: Any) -> Result:
@@ -26,9 +29,6 @@ def row(name: str, seconds: float | Sequence[float] | None = None, **changes: An
     samples |= {"others": changes.pop("others")} if "others" in changes else {}
     base = Result("e", name, "measured", "small", "cpu", config, samples=samples)
     return replace(base, **changes)
-
-
-Speeds = Callable[[Row], Sequence[float] | str | None]  # samples/s of each step, or the status of a row without numbers
 
 
 def ran(
@@ -63,3 +63,18 @@ def record(*rows: Result, cpu: str = "a CPU", torch: str = "2.11.0", **changes: 
     """Make a record of rows that were measured on a machine with that CPU."""
     run = replace(RUN, machine=replace(RUN.machine, cpu=cpu), versions={"torch": torch})
     return Record("name", "Title", "measured", {"loss": "1"}, list(rows), run=replace(run, **changes))
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Run git with a made-up author, and return its output."""
+    who = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+    command = ["git", "-C", str(folder), *who, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def commit(folder: Path, tag: str) -> None:
+    """Commit all files in a folder and tag the commit. If the folder is not a repository, make it one."""
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--no-verify", "--allow-empty", "-m", tag)
+    git(folder, "tag", tag)

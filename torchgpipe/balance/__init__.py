@@ -72,26 +72,18 @@ def balance_by_size(
 
         size = bytes for one micro-batch + param_scale * bytes of parameters
 
-    On CUDA the bytes for one micro-batch are what the peak of allocated memory rises by during the layer's forward
-    (this resets the peak statistics of `torch.cuda`). Elsewhere they are counted: the storages that the layer's
-    forward made and that backward or a later layer needs, each once; sparse tensors are not among them.
+    The bytes for one micro-batch are counted: the storages that the layer's forward made and that backward or a later
+    layer needs, each once; sparse tensors are not among them.
 
     Args:
-        partitions: number of partitions, from 1 to the number of layers.
-        module: the sequence to balance, on any device; one layer at a time is copied to `device`.
+        partitions, module: as for `balance_by_time`.
         input: a mini-batch, a tensor or a tuple of tensors, on any device.
         chunks: number of micro-batches that the mini-batch will be split into.
         param_scale: bytes held per byte of parameters. Parameters and gradients alone make 2; add the
             optimizer's state: 2 for SGD, 3 with momentum, 4 for Adam; and 1 more where a copy is kept.
-        device: where the layers run; by default "cuda" where there is one, otherwise "cpu". "meta" works out
-            the sizes without computing.
+        device: as for `balance_by_time`; "meta" works out the sizes without computing.
 
-    Returns:
-        The number of layers of each partition, as `GPipe` takes it.
-
-    Raises:
-        TypeError: a wrong type, skips that do not match, or a layer that cannot be copied.
-        ValueError: a number out of range, or tensors that disagree on the size of the mini-batch.
+    Returns, and raises, what `balance_by_time` does; and `ValueError` for tensors that disagree on the batch size.
     """
     input, place = _check(partitions, module, input, device)
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:

@@ -9,6 +9,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 from typing import TypeVar
@@ -53,37 +54,36 @@ def profile_sizes(
     """Return every layer's bytes for one micro-batch plus `param_scale` times the bytes of its parameters."""
 
     def measure(rehearsal: Rehearsal) -> float:
-        kept = _peak_bytes(rehearsal, device) if device.type == "cuda" else _kept_bytes(rehearsal)
-        return kept + param_scale * sum(parameter.nbytes for parameter in rehearsal.layer.parameters())
+        return _kept_bytes(rehearsal) + param_scale * sum(x.nbytes for x in rehearsal.layer.parameters())
 
     with undisturbed(device):
         return list(rehearse(module, scatter(input, chunks, batched(module))[0], device, measure))
 
 
+@dataclass(eq=False)
 class Rehearsal:
-    """Layer number `index` and what enters it. A copy of the layer runs; `make` makes it when it is first needed."""
+    """Layer number `index` and what enters it. A copy of the layer runs; `make` makes it when it is first needed.
 
-    def __init__(
-        self, original: nn.Module, value: TensorOrTensors, skips: Scope, make: Callable[[], nn.Module], index: int = 0
-    ) -> None:
-        self.original, self.index = original, index
-        self._make = make
-        self.value = value
-        """What enters it; runs get copies."""
-        self._skips = skips
-        self.output: TensorOrTensors = ()
-        self.scope: Scope = {}
-        """What the last run stashed."""
+    Runs get copies of `value` and `skips`. The last one has put out `output`, and stashed `scope`.
+    """
+
+    original: nn.Module
+    value: TensorOrTensors
+    skips: Scope
+    make: Callable[[], nn.Module]
+    index: int = 0
+    output: TensorOrTensors = ()
+    scope: Scope = field(default_factory=dict)
 
     @functools.cached_property
     def layer(self) -> nn.Module:
         """The copy."""
-        return self._make()
+        return self.make()
 
     def prepare(self) -> TensorOrTensors:
         """Forget the last run, and return the input for the next."""
         self.output = ()
-        self.scope = {key: None if x is None else _fresh(x) for key, x in self._skips.items()}
+        self.scope = {key: None if x is None else _fresh(x) for key, x in self.skips.items()}
         return mapped(_fresh, self.value)
 
     def forward(self, value: TensorOrTensors) -> None:
@@ -119,19 +119,12 @@ def rehearse(
 
     value = mapped(cut_off, sample)
     waiting: Scope = {}
-    known: dict[int, tuple[TensorOrTensors, TensorOrTensors]] = {}  # by id, on meta, where they take no memory
     for index, layer in enumerate(module):
         skips = {key: waiting.pop(key) for key in skips_of(layer)[1] if key in waiting}
         rehearsal = Rehearsal(layer, value, skips, functools.partial(placed_copy, module, index, device), index)
         measurement = measure(rehearsal)
         check(rehearsal.output, f"the output of layer {index}")
-        if device.type == "meta":
-            # Layers that behave alike put out the same object, again and again.
-            if id(rehearsal.output) not in known:
-                known[id(rehearsal.output)] = rehearsal.output, mapped(cut_off, rehearsal.output)
-            value = known[id(rehearsal.output)][1]
-        else:
-            value = mapped(cut_off, rehearsal.output)
+        value = mapped(cut_off, rehearsal.output)
         waiting.update({key: None if x is None else cut_off(x) for key, x in rehearsal.scope.items()})
         # The device may have room for only one layer.
         del rehearsal, skips
@@ -140,7 +133,19 @@ def rehearse(
 
 def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.Module:
     """Copy a layer to the device, for training; nothing that the copy does reaches the original."""
-    layer = _placed(_copy(module[index], index), device)
+    original = module[index]
+    # deepcopy refuses tensors that have a graph, which torch.nn.utils.weight_norm keeps as attributes.
+    held = [x for each in original.modules() for x in vars(each).values() if isinstance(x, Tensor) and not x.is_leaf]
+    try:
+        layer = copy.deepcopy(original, {id(x): x.detach().clone() for x in held})
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(
+            f"layer {index} ({type(original).__name__}) cannot be copied to be profiled: {error}; "
+            "make copy.deepcopy work on it, or give the balance by hand"
+        ) from error
+    layer = _placed(layer, device)
     # Where a training module has parts frozen by eval(), they stay frozen.
     return layer if module.training else layer.train()
 
@@ -148,11 +153,7 @@ def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.M
 def time_forward(rehearsal: Rehearsal, device: torch.device) -> float:
     """Run forward once; return its seconds."""
     value, _ = rehearsal.prepare(), rehearsal.layer  # a copy, which is not to be timed
-    synchronize(device)
-    start = perf_counter()
-    rehearsal.forward(value)
-    synchronize(device)
-    return perf_counter() - start
+    return seconds_of(lambda: rehearsal.forward(value), device)
 
 
 def time_run(rehearsal: Rehearsal, device: torch.device) -> tuple[float, float]:
@@ -162,21 +163,16 @@ def time_run(rehearsal: Rehearsal, device: torch.device) -> tuple[float, float]:
     gradients = [torch.ones_like(x) for x in roots]
     if not roots:
         return forward, 0.0
+    return forward, seconds_of(lambda: torch.autograd.backward(roots, gradients), device)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Do some work, and return the seconds that the device takes for it alone."""
     synchronize(device)
     start = perf_counter()
-    torch.autograd.backward(roots, gradients)
+    work()
     synchronize(device)
-    return forward, perf_counter() - start
-
-
-def _peak_bytes(rehearsal: Rehearsal, device: torch.device) -> int:
-    """Return by how many bytes the layer's forward raises the peak of allocated memory."""
-    rehearsal.forward(rehearsal.prepare())  # a warm-up, which allocates the libraries' workspaces
-    value = rehearsal.prepare()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    rehearsal.forward(value)
-    return torch.cuda.max_memory_allocated(device) - before
+    return perf_counter() - start
 
 
 def _kept_bytes(rehearsal: Rehearsal) -> int:
@@ -198,25 +194,6 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
         yield
-
-
-def _copy(layer: nn.Module, index: int) -> nn.Module:
-    # deepcopy refuses tensors that have a graph, which torch.nn.utils.weight_norm keeps as attributes.
-    memo: dict[int, object] = {
-        id(x): x.detach().clone()
-        for module in layer.modules()
-        for x in vars(module).values()
-        if isinstance(x, Tensor) and not x.is_leaf
-    }
-    try:
-        return copy.deepcopy(layer, memo)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError) as error:
-        raise TypeError(
-            f"layer {index} ({type(layer).__name__}) cannot be copied to be profiled: {error}; "
-            "make copy.deepcopy work on it, or give the balance by hand"
-        ) from error
 
 
 def _placed(layer: nn.Module, device: torch.device) -> nn.Module:

@@ -1,8 +1,9 @@
 """All wires of one rank, and how their connections end.
 
-Every rank has a control wire to every other. On it rank 0 tells when a mini-batch begins, and the last rank tells when
-its forward has ended. Programs' items have wires of their own (links.py), and so have skips, which go straight from the
-rank that stashes to the rank that pops. What ranks tell about themselves has wires, too (liveness.py).
+Every rank has a control wire to every other. On it the first stage's rank tells when a mini-batch begins. The last
+stage's tells the loss, from which a GPU would have to be read, on another one. Programs' items have wires of their own
+(links.py), and so have skips, which go straight from the rank that stashes to the rank that pops. What ranks tell about
+themselves has wires, too (liveness.py).
 
 Connections end in one of three ways, after which the next call of the pipeline makes new ones:
 
@@ -45,8 +46,10 @@ from torchgpipe.plain import packed, unpacked
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.tensors.microbatch import Flat
 
-KINDS = ("control", "forward", "backward", "forward skips", "backward skips", "liveness", "nothing")
-"""What goes from rank to rank. Their numbers are gloo's tags."""
+KINDS = ("control", "forward", "backward", "forward skips", "backward skips", "liveness", "nothing", "loss")
+"""What goes from rank to rank. Their numbers, and those of the two stages between which it goes, make gloo's tags."""
+
+Stages = tuple[int, int]
 
 E = TypeVar("E", Sender, Receiver)
 
@@ -57,21 +60,16 @@ _beside = defaultdict[tuple[int, tuple[int, ...]], list[Activity]](list)  # of o
 
 
 class Connections:
-    """The wires of rank `own` of a group to all others.
+    """The wires of rank `own` of a group to all others; see liveness.py for `timeout`.
 
-    Attributes:
-        liveness: what ranks tell about themselves, and so the first failure of any of them; see there for `timeout`.
-        timeout: as it was when these were made.
-        closed: whether they have ended.
-        parted: whether they have ended by `close()`, and no rank had failed.
-        serial: the number of the mini-batch that this rank's call is for.
-        sockets: gloo's, and perhaps one that another thread has opened meanwhile.
+    `closed` says whether they have ended, `parted` whether that was by `close()`, and no rank had failed. `serial` is
+    the number of the mini-batch that this rank's call is for. `sockets` are gloo's, and perhaps another thread's.
     """
 
     def __init__(self, ranks: Sequence[int], own: int, timeout: float | None) -> None:
         self.own, self.n, self.timeout = own, len(ranks), timeout
         self._others = [peer for peer in range(self.n) if peer != own]
-        self._transfers: dict[tuple[str, int], Transfer] = {}
+        self._transfers: dict[tuple[str, int, Stages], Transfer] = {}
         self._met, self.serial = False, 0
         # Not by `new_group`: where groups have come and gone, ranks may give one group different names.
         which = (*ranks,)
@@ -89,14 +87,17 @@ class Connections:
         for number, _ in self.sockets:
             with suppress(OSError):  # another thread's, and closed by now
                 os.set_inheritable(number, False)  # a program that this one starts may outlive it
-        self._ends: dict[tuple[type, str, int], Any] = {}
+        self._ends: dict[tuple[type, str, int, Stages], Any] = {}
         self.closed = self.parted = False
         self._ending, self._process = threading.RLock(), os.getpid()
         # A second longer, so that the monitor can say what is wrong.
         self._limit = NEVER if timeout is None else timedelta(seconds=timeout + 1)
         end_with_process(self)
         address = partial(self._address, "liveness")
-        self.liveness = Liveness(own, self._others, address, timeout, self._disconnect, _beside[own, which])
+        self.liveness = Liveness(
+            own, self._others, address, timeout, self._disconnect, _beside[own, which],
+            pending=lambda to: any(sender.pending > 0 for sender in self._senders(to)),
+        )  # fmt: skip
 
     @contextmanager
     def call(self, serial: int, name: str, program: Program | None = None) -> Iterator[None]:
@@ -144,28 +145,29 @@ class Connections:
             f"{line}; has it failed before? If it only takes longer, give init_process_group() a longer timeout"
         )
 
-    def meet(self, device: torch.device, crossings: Sequence[Crossing]) -> None:
+    def meet(
+        self, device: torch.device, placement: Sequence[int], crossings: Sequence[Crossing], *, late: bool
+    ) -> None:
         """Let ranks agree, in their first mini-batch, how tensors travel."""
         if not self._met:
             self._met = True
             first = partial(self.exchange, "first call")
-            connect(self._transfers, device, self.own, crossings, self._store, first)
+            connect(self._transfers, device, self.own, placement, crossings, self._store, first, late=late)
 
-    def wire(self, end: type[E], kind: str, peer: int) -> E:
+    def wire(self, end: type[E], kind: str, peer: int, stages: Stages = (0, 0)) -> E:
         """Return this rank's end of a wire to or from another one, made when first asked for."""
-        if (end, kind, peer) not in self._ends:
-            self._ends[end, kind, peer] = end(self._address(kind, peer, partial(self.liveness.broken, peer)))
-        return cast(E, self._ends[end, kind, peer])
+        key = end, kind, peer, stages
+        if key not in self._ends:
+            self._ends[key] = end(self._address(kind, peer, partial(self.liveness.broken, peer), stages))
+        return cast(E, self._ends[key])
 
-    def _senders(self) -> list[Sender]:
-        return [end for end in [*self._ends.values()] if isinstance(end, Sender)]
+    def _senders(self, to: int | None = None) -> list[Sender]:
+        ends = [*self._ends.items()]
+        return [end for (_, _, peer, _), end in ends if isinstance(end, Sender) and to in (None, peer)]
 
-    def _address(self, kind: str, peer: int, broken: Broken) -> WireAddress:
-        return WireAddress(self._group, peer, KINDS.index(kind), broken, self._transfers.get((kind, peer)), self._limit)
-
-    def give(self, sender: Sender, about: Hashable, tensors: Flat) -> None:
-        """Send a message of this mini-batch, and do not wait until it is received."""
-        sender.give(Message(self.serial, about, tensors))
+    def _address(self, kind: str, peer: int, broken: Broken, stages: Stages = (0, 0)) -> WireAddress:
+        tag = KINDS.index(kind) + len(KINDS) * (stages[0] << 12 | stages[1])
+        return WireAddress(self._group, peer, tag, broken, self._transfers.get((kind, peer, stages)), self._limit)
 
     def take(self, receiver: Receiver) -> tuple[Any, Flat]:
         """Wait for the next message of a wire; return what is said of its tensors, and these."""
@@ -178,16 +180,16 @@ class Connections:
             )
         return message.about, message.tensors
 
-    def tell(self, what: str, tensors: Flat, about: Hashable = None) -> None:
+    def tell(self, what: str, tensors: Flat, about: Hashable = None, kind: str = "control") -> None:
         """Tell all other ranks something; each of them has to hear it."""
         for peer in self._others:
-            sender = self.wire(Sender, "control", peer)
+            sender = self.wire(Sender, kind, peer)
             sender.begin()
-            self.give(sender, (what, about), tensors)
+            sender.give(Message(self.serial, (what, about), tensors))
 
-    def hear(self, what: str, peer: int) -> tuple[Sequence[Any], Any]:
+    def hear(self, what: str, peer: int, kind: str = "control") -> tuple[Sequence[Any], Any]:
         """Wait for what a rank tells all others; return the tensors, and what is said of them."""
-        receiver = self.wire(Receiver, "control", peer)
+        receiver = self.wire(Receiver, kind, peer)
         receiver.begin()
         self.liveness.activity.hears = True
         (told, about), tensors = self.take(receiver)

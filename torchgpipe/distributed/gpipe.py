@@ -1,4 +1,4 @@
-"""`DistributedGPipe`: a pipeline whose partitions are processes."""
+"""`DistributedGPipe`: a pipeline whose devices are processes."""
 
 import threading
 import warnings
@@ -18,22 +18,25 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.rank_batch import RankBatch
+from torchgpipe.engine.batch import WorkersEngine
+from torchgpipe.engine.schedule import arranged
 from torchgpipe.partition import Init, choose_devices
 from torchgpipe.partitioned import Partitioned
+from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, skip_layout
+from torchgpipe.step import Goal, carried_out
 from torchgpipe.task.randomness import check_apart, own_generators
 from torchgpipe.task.snapshot import modules_of
 from torchgpipe.tensors._autograd import backward_id, sharded
 from torchgpipe.tensors.checkpoint import Mode
-from torchgpipe.tensors.microbatch import TensorOrTensors, check, tensors_of
+from torchgpipe.tensors.microbatch import TensorOrTensors, check
 
 
 class DistributedGPipe(Partitioned):
-    """Train an `nn.Sequential` by pipeline parallelism over processes, each of which holds one partition.
+    """Train an `nn.Sequential` by pipeline parallelism over processes, each of which holds one partition or several.
 
         model = DistributedGPipe(layers, balance=[2, 3], chunks=8)             # on every rank
-        loss = model.loss(nn.functional.cross_entropy, x, target)             # x is used on rank 0, target on the last
-        loss.backward()
+        loss = model.step(nn.functional.cross_entropy, x, target)             # x is used on rank 0, target on the last
 
     Output and gradients are those of `GPipe` on one process, which has the same arguments and rules. Parameters,
     gradients, buffers and state are those of this rank's layers, under the names that they have in the model. So an
@@ -41,7 +44,8 @@ class DistributedGPipe(Partitioned):
 
     Args:
         module: the layers, alike on every rank. On device `meta` they take no memory, and need `init`.
-        balance: layers per partition, of which there are as many as ranks.
+        balance: layers per partition, of which there are as many as ranks, or v times as many if the schedule has v on
+            each.
         mesh: a dimension of a mesh, whose ranks hold the partitions; by default all ranks.
         device: this rank's; `"cuda"` is the current GPU. Between GPUs, tensors travel by NCCL if each rank has one of
             its own, or else through the host's memory.
@@ -50,17 +54,18 @@ class DistributedGPipe(Partitioned):
             nor computes, and all ranks if all wait for each other; `None` is never. It has to be longer than the
             largest message takes.
         silence: the old name of `timeout`, which will go.
-        chunks, checkpoint, deferred_batch_norm: as for `GPipe`.
+        chunks, checkpoint, deferred_batch_norm, schedule: as for `GPipe`. "The last rank" is that of the last stage; of
+            ZBVZeroBubble, it is rank 0.
 
     Attributes:
-        balance, chunks, checkpoint, observer, timeout: as of `GPipe` and above.
-        partition: this rank's layers, an `nn.Sequential`.
-        rank: the index of this rank's partition.
+        balance, chunks, checkpoint, observer, schedule, timeout: as of `GPipe` and above.
+        partitions: this rank's; `partition`: the only one, an `nn.Sequential`.
+        rank: this rank's index among those of the pipeline.
 
     Raises:
         RuntimeError: there is no process group.
         TypeError, ValueError: as `GPipe`; ranks share a parameter, a buffer that changes, or a generator; there are
-            not as many partitions as ranks; a layer is on `meta`, and there is no `init`.
+            not v partitions for each rank; a layer is on `meta`, and there is no `init`.
     """
 
     def __init__(
@@ -74,10 +79,12 @@ class DistributedGPipe(Partitioned):
         checkpoint: Mode = "except_last",
         deferred_batch_norm: bool = False,
         init: Init | None = None,
+        schedule: str | Schedule = "GPipe",
         timeout: float | None = 300.0,
         silence: Any = ...,
     ) -> None:
-        super().__init__(module, balance, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm)
+        options: dict[str, Any] = {"checkpoint": checkpoint, "deferred_batch_norm": deferred_batch_norm}
+        super().__init__(module, balance, chunks=chunks, schedule=schedule, **options)
         self.timeout: float | None = timeout
         if silence is not ...:
             _warn_of_silence(2)
@@ -93,21 +100,26 @@ class DistributedGPipe(Partitioned):
         (device,) = choose_devices([device], 1)
         self._ranks = dist.get_process_group_ranks(dist.group.WORLD if mesh is None else mesh.get_group())
         self.rank = self._ranks.index(dist.get_rank())
-        n = len(self._ranks)
-        if len(self.balance) != n:
+        n, stages = len(self._ranks), len(self.balance)
+        _, devices, _, placement = arranged(schedule, stages, n)
+        if devices != n:
             raise ValueError(
-                f"the balance {self.balance} has {len(self.balance)} partitions, but there are {n} ranks; give each "
-                f"rank a number of layers, or start {len(self.balance)} processes (torchrun --nproc-per-node)"
+                f"the balance {self.balance} has {stages} partitions, but there are {n} ranks; give each rank a number "
+                f"of layers, or start {devices} processes (torchrun --nproc-per-node)"
             )
         check_apart([own_generators(modules_of(partition)) for partition in self._partitions])
         self._crossings = skip_layout(self._partitions)
         named = [(name, None if is_lazy(p) else (*p.shape,)) for name, p in module.named_parameters()]
         self._alike = crc32(repr(named).encode())
-        self._hold([device if j == self.rank else None for j in range(n)], [f"rank {j}" for j in range(n)], init)
+        here = [device if rank == self.rank else None for rank in placement]
+        self._hold(here, [f"rank {rank}" for rank in placement], init)
         self._connected()  # a rank may fail before its first mini-batch
 
     def _build(self) -> None:
         super()._build()
+        arrangement, made = arranged(self._schedule, len(self.balance), len(self._ranks)), self._schedule
+        self._steps = WorkersEngine(self._stages, arrangement)
+        self._order = made.lower() if isinstance(made, str) else f"{made.name}, {crc32(repr(made).encode()):x}"
         self._connections: Connections | None = None
         self._serial = 0
         if "silence" in vars(self):  # of a pipeline that was pickled when `timeout` was called that
@@ -131,9 +143,11 @@ class DistributedGPipe(Partitioned):
     @property
     def partition(self) -> nn.Sequential:
         """This rank's layers."""
+        if len(self._partitions) > 1:
+            raise ValueError(f"rank {self.rank} holds {len(self._partitions)} partitions: see model.partitions")
         return cast(nn.Sequential, self._partitions[0])
 
-    def forward(self, *args: Any, _criterion: Callable[[Any], Tensor] | None = None, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, _goal: Goal | Callable[[Any], Tensor] | None = None, **kwargs: Any) -> Any:
         """Run a mini-batch through the pipeline; the input counts on the first rank only.
 
         Returns:
@@ -143,7 +157,7 @@ class DistributedGPipe(Partitioned):
         Raises:
             RankFailed: another rank has failed.
         """
-        return self._uncompiled(args, kwargs, _criterion)
+        return self._uncompiled(self._run, args, kwargs, _goal)
 
     def loss(self, criterion: Callable[[Any, Any], Tensor], input: Any, target: Any) -> Tensor:
         """Return `criterion(output, target)`, the same number on every rank; all ranks call `backward()` on it.
@@ -154,8 +168,7 @@ class DistributedGPipe(Partitioned):
             TypeError: `criterion` does not return a scalar.
             RankFailed: another rank has failed.
         """
-        args, kwargs = ((), input) if isinstance(input, dict) else ((input,), {})
-        return cast(Tensor, self(*args, _criterion=lambda output: criterion(output, target), **kwargs))
+        return cast(Tensor, self._called(input, _goal=lambda output: criterion(output, target)))
 
     @contextmanager
     def _together(self, doing: str, **alike: float) -> Iterator[Callable[[Tensor], list[Tensor]]]:
@@ -199,39 +212,33 @@ class DistributedGPipe(Partitioned):
             )
         return self._connections
 
-    def _run(self, args: Any, kwargs: Any, criterion: Callable[[Any], Tensor] | None) -> Any:
+    def _run(self, args: Any, kwargs: Any, goal: Goal | Callable[[Any], Tensor] | None) -> Any:
         connections, stage = self._connected(), self._stages[0]
         self._serial += 1
 
-        def finish(output: TensorOrTensors) -> tuple[Any, Tensor]:
-            result = output if self._signature is None else self._signature.structured(output)
-            if criterion is None:
-                needs = any(y.requires_grad for y in tensors_of(output))
-                return result, torch.zeros((), device=stage.device, requires_grad=needs)
-            loss = criterion(result)
-            if not isinstance(loss, Tensor) or loss.dim():
-                given = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise TypeError(f"the criterion must return a scalar tensor, but returned {given}")
-            return loss, loss
-
         def run() -> Any:
-            micro_batches = self._scattered(args, kwargs) if self.rank == 0 else []
-            connections.meet(stage.device, self._crossings)
+            micro_batches = [] if stage.index else self._scattered(args, kwargs)
+            placement, late = self._steps.arrangement.placement, self._order == "gpipe"
+            connections.meet(stage.device, placement, self._crossings, late=late)
             kind = stage.device.type
             settings = {
                 "the balance": (*self.balance,),
+                "the schedule": self._order,
                 "chunks": self.chunks,
                 "checkpoint": self.checkpoint,
                 "training": self.training,
                 "deferred_batch_norm": bool(self._deferred),
                 "autocast": kind != "meta" and torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind)),
-                "a loss": criterion is not None,
+                "the call": "step()" if isinstance(goal, Goal) else "loss()" if goal else "forward",
                 "the kind of device": kind,
                 "timeout": self.timeout and float(self.timeout),
                 # Or two pipelines that ranks have made in different orders could train as one.
                 "the checksum of its parameters' names and shapes": getattr(self, "_alike", 0),  # of an older pickle
             }
-            return RankBatch(connections, settings, micro_batches, owner=self).forward(finish)
+            batch = RankBatch(connections, settings, micro_batches, owner=self)
+            if isinstance(goal, Goal):
+                return carried_out(batch, micro_batches, batch.sizes, goal, self._shown)
+            return batch.finished(goal)
 
         with connections.call(self._serial, "the call"):
             if backward_id() != -1:
@@ -246,7 +253,7 @@ class DistributedGPipe(Partitioned):
                 )
             self._check()
             result = self._mini_batch(run)
-        wanted = criterion is not None or self.rank + 1 == len(self._ranks) or result.requires_grad
+        wanted = goal is not None or self.rank == self._steps.arrangement.placement[-1] or result.requires_grad
         return result if wanted else None
 
     def _scattered(self, args: Any, kwargs: Any) -> list[TensorOrTensors]:

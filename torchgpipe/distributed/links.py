@@ -1,114 +1,93 @@
 """A program's links to those of other ranks, over wires."""
 
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from functools import reduce
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.connections import Connections
+from torchgpipe.distributed.connections import Connections, E, Stages
+from torchgpipe.distributed.wires.message import Message
 from torchgpipe.distributed.wires.wire import Receiver, Sender
 from torchgpipe.engine.program import Links
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.engine.seeds import Seeds
 from torchgpipe.plain import packed, unpacked
+from torchgpipe.schedules import Action
+from torchgpipe.schedules.check import Lists
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.task_graph import leaves
 from torchgpipe.tensors.item import Item
 from torchgpipe.tensors.microbatch import Flat, Form
 
+_KINDS = {True: ("forward",), False: ("backward", "backward_inputs")}
+"""Which actions hand something on, forward or not."""
+
 
 class Messages(Links):
-    """A program's links over wires, in one mini-batch's forward or backward; see `torchgpipe.engine.program.Links`."""
+    """A program's links for one run, over wires; see `torchgpipe.engine.program.Links`.
 
-    kind: str
-    step: int
+    `placement` says which rank has each stage, and `lists` what each does. A wire has a name: its direction and the two
+    stages. With a micro-batch goes whether any stage so far has drawn random numbers. With `in_order`, tasks run one
+    after another, and the state of the default generator goes with it, too.
+    """
 
-    def __init__(self, connections: Connections, crossings: Sequence[Crossing]) -> None:
+    def __init__(
+        self,
+        connections: Connections,
+        crossings: Sequence[Crossing],
+        placement: Sequence[int],
+        lists: Lists,
+        seeds: Seeds,
+        *,
+        in_order: bool,
+    ) -> None:
+        self._connections, self._placement = connections, placement
+        self._seeds, self._in_order = seeds, in_order
         own = connections.own
-        before, after = own - self.step, own + self.step
-        self._connections = connections
-        # `Any`: a program asks for nothing before the first rank, and for nothing after the last.
-        self._before: Any = connections.wire(Receiver, self.kind, before) if 0 <= before < connections.n else None
-        self._after: Any = connections.wire(Sender, self.kind, after) if 0 <= after < connections.n else None
-        self._between: dict[int, list[Crossing]] = defaultdict(list)  # this rank and another
+        self._between: dict[Stages, list[Crossing]] = defaultdict(list)
         for crossing in crossings:
-            if own in (crossing.source, crossing.target):
-                self._between[self._other(crossing)].append(crossing)
-        skips = [self._skips(Sender if (other - own) * self.step > 0 else Receiver, other) for other in self._between]
-        for end in (self._before, self._after, *skips):
-            if end is not None:
-                end.begin()
-        self._left: dict[int, dict[Crossing, tuple[Hashable, Flat]]] = defaultdict(dict)
-        self._arrived: dict[Crossing, tuple[Any, Flat]] = {}
+            self._between[crossing[1:]].append(crossing)
+        self._order: dict[tuple[bool, Stages], deque[int]] = {}  # of the micro-batches whose skips are still to be sent
+        for forward in {action.kind == "forward" for action in lists[own]}:
+            for what, pairs in (("", pairwise(range(len(placement)))), (" skips", self._between)):
+                for pair in pairs:
+                    ranks = [placement[s] for s in pair]
+                    if own in ranks and not self._stays(pair):
+                        end: Any = Sender if (own == ranks[0]) == forward else Receiver
+                        self._wire(end, forward, what, pair).begin()
+                        kinds, s = _KINDS[forward], pair[not forward]
+                        done = [i for kind, i, stage in lists[placement[s]] if kind in kinds and stage == s]
+                        self._order[forward, pair] = deque(done)
+        self._kept: dict[tuple[bool, int, Crossing], Any] = {}  # not yet fetched
+        self._left: dict[Crossing, tuple[Hashable, Flat]] = {}
 
     def check(self) -> None:
         if self._connections.liveness.stopped:
             raise Stopped
 
-    def admit(self) -> None:
-        self._after.settle()
+    def give(self, action: Action, item: Any) -> None:
+        s, forward = action.stage, action.kind == "forward"
+        pair = (s, s + 1) if forward else (s - 1, s)
+        sender = self._wire(Sender, forward, "", pair)
+        sender.settle()
+        about, tensors = self._packed(item, s) if forward else ("gradients", item)
+        if forward:
+            state = (torch.get_rng_state(),) if self._in_order else ()
+            about, tensors = (*about, self._seeds.drew), (*tensors, *state)
+        sender.give(Message(self._connections.serial, about, tensors))
 
-    def announce(self) -> None:
-        self._connections.give(self._after, "soon", ())
-
-    def expect(self) -> None:
-        self._connections.take(self._before)
-
-    def _leave(self, crossing: Crossing, about: Hashable, tensors: Flat) -> None:
-        # All skips of a micro-batch for one rank are one message. They are fetched in another order than they are left.
-        other = self._other(crossing)
-        left, between = self._left[other], self._between[other]
-        left[crossing] = about, tensors
-        if len(left) == len(between):
-            abouts, skips = zip(*(left[each] for each in between), strict=True)
-            sender = self._skips(Sender, other)
-            sender.settle(abs(other - self._connections.own))
-            self._connections.give(sender, abouts, tuple(chain(*skips)))
-            left.clear()
-
-    def _fetch(self, crossing: Crossing) -> tuple[Any, Flat]:
-        if crossing not in self._arrived:
-            other = self._other(crossing)
-            abouts, tensors = self._connections.take(self._skips(Receiver, other))
-            each = len(tensors) // len(abouts)
-            for k, arrived in enumerate(self._between[other]):
-                self._arrived[arrived] = abouts[k], tensors[k * each :][:each]
-        return self._arrived.pop(crossing)
-
-    def _other(self, crossing: Crossing) -> int:
-        return crossing.target if crossing.source == self._connections.own else crossing.source
-
-    def _skips(self, end: Any, other: int) -> Any:
-        return self._connections.wire(end, f"{self.kind} skips", other)
-
-
-class Forward(Messages):
-    """The links of a forward, whose items are micro-batches.
-
-    With a micro-batch goes whether any partition so far has drawn random numbers. With `in_order`, tasks run one after
-    another, and the state of the default generator goes with it, too.
-    """
-
-    kind, step = "forward", 1
-
-    def __init__(
-        self, connections: Connections, crossings: Sequence[Crossing], seeds: Seeds, *, in_order: bool
-    ) -> None:
-        super().__init__(connections, crossings)
-        self._seeds, self._in_order = seeds, in_order
-
-    def give(self, item: Item) -> None:
-        state = (torch.get_rng_state(),) if self._in_order else ()
-        about, tensors = self._packed(item)
-        self._connections.give(self._after, (*about, self._seeds.drew), (*tensors, *state))
-
-    def take(self) -> Item:
-        (*about, drew), tensors = self._connections.take(self._before)
+    def take(self, action: Action) -> Any:
+        s, forward = action.stage, action.kind == "forward"
+        pair = (s - 1, s) if forward else (s, s + 1)
+        about, tensors = self._connections.take(self._wire(Receiver, forward, "", pair))
+        if not forward:
+            return tensors
+        *about, drew = about
         self._seeds.drew = self._seeds.drew or drew
         if self._in_order:
             state, tensors = tensors[-1], tensors[:-1]
@@ -116,13 +95,41 @@ class Forward(Messages):
             torch.set_rng_state(state.cpu())
         return _item(about, tensors)
 
-    def leave(self, i: int, crossing: Crossing, skip: Item) -> None:
-        self._leave(crossing, *self._packed(skip))
+    def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
+        # All skips from stage to stage are one message. They are fetched in another order than they are left.
+        forward, pair = action.kind == "forward", crossing[1:]
+        if self._stays(pair):
+            self._kept[forward, action.micro_batch, crossing] = skip
+            return
+        self._left[crossing] = self._packed(skip, action.stage) if forward else ("gradient", (skip,))
+        between, order = self._between[pair], self._order[forward, pair]
+        if self._left.keys() >= {*between}:
+            abouts, skips = zip(*(self._left.pop(each) for each in between), strict=True)
+            sender = self._wire(Sender, forward, " skips", pair)
+            sender.give(Message(self._connections.serial, abouts, tuple(chain(*skips))))
+            order.popleft()
+            if not order:
+                sender.release()
 
-    def fetch(self, i: int, crossing: Crossing) -> Item:
-        return _item(*self._fetch(crossing))
+    def fetch(self, action: Action, crossing: Crossing) -> Any:
+        # They come in the order of the other stage's list.
+        forward, pair = action.kind == "forward", crossing[1:]
+        while (forward, action.micro_batch, crossing) not in self._kept:
+            abouts, tensors = self._connections.take(self._wire(Receiver, forward, " skips", pair))
+            i, each = self._order[forward, pair].popleft(), len(tensors) // len(abouts)
+            for k, arrived in enumerate(self._between[pair]):
+                skip = tensors[k * each :][:each]
+                self._kept[forward, i, arrived] = _item(abouts[k], skip) if forward else skip[0]
+        return self._kept.pop((forward, action.micro_batch, crossing))
 
-    def _packed(self, item: Item) -> tuple[tuple[Hashable, ...], Flat]:
+    def _stays(self, pair: Stages) -> bool:
+        return self._placement[pair[0]] == self._placement[pair[1]]
+
+    def _wire(self, end: type[E], forward: bool, what: str, pair: Stages) -> E:
+        peer = self._placement[pair[(end is Sender) == forward]]
+        return self._connections.wire(end, f"{'forward' if forward else 'backward'}{what}", peer, pair)
+
+    def _packed(self, item: Item, s: int) -> tuple[tuple[Hashable, ...], Flat]:
         """Return what is said of an item, and its tensors with their attributes, if there are any."""
         name = f"{item.form.__module__}:{item.form.__qualname__}"
         _form_of(name)  # it raises here rather than there
@@ -131,29 +138,11 @@ class Forward(Messages):
             told = packed(attributes) if any(attributes) else None
         except TypeError as error:
             raise TypeError(
-                f"outputs of partition {self._connections.own} have attributes "
+                f"outputs of partition {s} have attributes "
                 f"({', '.join({}.fromkeys(chain(*attributes)))}), but {error}; return a tensor as an output of its own"
             ) from None
         needs = tuple([x is not None and x.requires_grad for x in item.flat])
         return (name, item.shared, needs), (*item.flat, told)
-
-
-class Backward(Messages):
-    """The links of a backward, whose items are gradients."""
-
-    kind, step = "backward", -1
-
-    def give(self, grads: Flat) -> None:
-        self._connections.give(self._after, "gradients", grads)
-
-    def take(self) -> Flat:
-        return self._connections.take(self._before)[1]
-
-    def leave(self, i: int, crossing: Crossing, grad: Tensor | None) -> None:
-        self._leave(crossing, "gradient", (grad,))
-
-    def fetch(self, i: int, crossing: Crossing) -> Tensor | None:
-        return self._fetch(crossing)[1][0]
 
 
 def _item(about: Sequence[Any], tensors: Flat) -> Item:

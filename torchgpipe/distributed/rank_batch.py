@@ -1,102 +1,110 @@
 """One rank's part of a mini-batch: its program, and what ranks agree on before and after that."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchgpipe.distributed.connections import Connections
-from torchgpipe.distributed.links import Backward, Forward
-from torchgpipe.engine.batch import Batch, linked, one_node
+from torchgpipe.distributed.links import Messages
+from torchgpipe.engine.batch import Batch, Enter, called, one_node
+from torchgpipe.engine.program import Ends
 from torchgpipe.partitioned import Partitioned
+from torchgpipe.schedules.check import Lists
+from torchgpipe.step import scalar
 from torchgpipe.task.task_graph import leaves
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather, tensors_of
 
 
 class RankBatch(Batch):
-    """Run the partition of one rank in a mini-batch, and tell and hear what concerns all ranks.
+    """Run the partitions of one rank in a mini-batch, and tell and hear what concerns all ranks.
 
-    The first rank has the `micro_batches`, and decides how many there are and what seeds begin with. The last rank has
-    the outputs. `settings` are what every rank has to call the pipeline with alike, and `owner` is that pipeline.
+    The first stage's rank has the `inputs`, and decides what seeds begin with. The last stage's has the outputs. The
+    `sizes` of micro-batches are the same on all. `settings` are what every rank has to call the pipeline with alike,
+    and `owner` is that pipeline.
     """
 
     def __init__(
-        self,
-        connections: Connections,
-        settings: dict[str, Any],
-        micro_batches: list[TensorOrTensors],
-        owner: Partitioned,
+        self, connections: Connections, settings: dict[str, Any], inputs: list[TensorOrTensors], owner: Partitioned
     ) -> None:
         self._owner = owner  # a pipeline that is collected closes its connections
         self._connections, self._serial = connections, connections.serial
-        self._micro_batches, self._crossings = micro_batches, owner._layout()
         self._settings = settings | {"grad mode": torch.is_grad_enabled()}
-        self._first, self._last = connections.own == 0, connections.own + 1 == connections.n
-        m, base = len(micro_batches), None
-        if not self._first:
-            (head,), theirs = connections.hear("head", 0)
-            connections.check_alike("the pipeline", self._settings, dict(theirs), 0)
-            m, base = head.tolist()
-        super().__init__(owner._stages, connections.n, m, owner.checkpoint, owner.observer, base)
-        (self.program,) = self.programs
+        self._first, base, sizes = owner._steps.arrangement.placement[0], None, owner._sizes(inputs)
+        if connections.own != self._first:
+            (head,), theirs = connections.hear("head", self._first)
+            connections.check_alike("the pipeline", self._settings, dict(theirs), self._first)
+            base, *sizes = head.tolist()
+        self.inputs, self.sizes = inputs, sizes
+        super().__init__(owner._steps, len(sizes), owner.checkpoint, owner.observer, base=base)
+        self._seeded = self._agreed(self._seeded)
+        (self.program,) = self.programs.values()
         connections.liveness.activity.program = self.program
 
-    def forward(self, finish: Callable[[TensorOrTensors], tuple[Any, Tensor]]) -> Any:
+    def finished(self, criterion: Callable[[Any], Tensor] | None) -> Any:
         """Run every task's forward; return what the caller gets.
 
-        On the last rank that is what `finish` makes of the output, beside a scalar. The others get this scalar without
-        its graph; if it takes a gradient, its backward is this rank's.
+        On the last rank that is the output, or what `criterion` makes of it. The others get this scalar, or a zero,
+        without its graph; if it takes a gradient, its backward is this rank's.
         """
-        inputs = [x for micro_batch in self._micro_batches for x in tensors_of(micro_batch)]
-        links = Forward(self._connections, self._crossings, self._seeds, in_order=not self._overlaps)
-        with self._seeded:
-            if self._first:
-                head = torch.tensor([len(self._micro_batches), self._seeds.base or 0], device="cpu")
-                self._connections.tell("head", (head,), tuple(self._settings.items()))
-            outputs = self.program.forward(links, self._micro_batches)
-            self._connections.deliver()
-            self._check_kept()
-            if not self._last:
-                (scalar, *state), about = self._connections.hear("tail", self._connections.n - 1)
-                needs, ours, self._seeds.drew = about
-        if self._last:
+        outputs = called(self, self.inputs)
+        if self.last:
             before = torch.get_rng_state()
-            output = gather(linked(self, outputs, inputs))
-            with self.program.computes("the criterion"):
-                result, scalar = finish(output)
-            through = [y for y in tensors_of(output) if y.requires_grad]
-            if result is scalar and scalar.requires_grad and through:
-                result = scalar = _Through.apply(scalar, *through)
-            after = torch.get_rng_state()
-            state = [after] * (not self._overlaps or not torch.equal(before, after))
-            about = (scalar.requires_grad, scalar.requires_grad and bool(through), self._seeds.drew)
-            self._connections.tell("tail", (scalar.detach().cpu(), *state), about)
+            output = gather(outputs)
+            result = self._owner._shown(output)
+            ends = tuple([y for y in tensors_of(output) if y.requires_grad])
+            loss = torch.zeros((), device=self.devices[-1], requires_grad=bool(ends))
+            if criterion is not None:
+                with self.program.computes("the criterion"):
+                    result = loss = scalar(criterion(result))
+                if loss.requires_grad and ends:
+                    # Its backward goes on to the output also where the criterion has left that out: ranks wait.
+                    def onward(grads: list[Flat], keep: bool) -> list[Flat]:
+                        return [(*grads[0], *[None] * len(ends))]
+
+                    (result,) = one_node([], onward, [1], leaves((loss,), (True,)), [(loss, *ends)])
+            self.tell(loss, loss.requires_grad, loss.requires_grad and bool(ends), before)
             return result
-        if state:
-            torch.set_rng_state(state[0])
-        scalar = scalar.to(self.program.stage.device)
-        (scalar,) = leaves((scalar,), (needs,))
-        return one_node(self, [1], (scalar,), inputs)[0] if ours else scalar
+        needs, ours = self._takes
+        leaf = leaves((self.loss,), (needs,))
+        return (one_node(self.snapshots, self.backward, [1], leaf, self.inputs) if ours else leaf)[0]
+
+    @contextmanager
+    def _agreed(self, seeded: AbstractContextManager[object]) -> Iterator[None]:
+        with seeded:
+            if self._connections.own == self._first:
+                head = torch.tensor([self._seeds.base or 0, *self.sizes], device="cpu")
+                self._connections.tell("head", (head,), tuple(self._settings.items()))
+            yield
+            if not self.last:
+                (loss, *state), about = self._connections.hear("loss", self.orders.placement[-1], "loss")
+                *self._takes, self._seeds.drew = about
+                if state:
+                    torch.set_rng_state(state[0].cpu())
+                self.loss = loss.to(self.devices[0])
+
+    def tell(self, loss: Tensor, needs: bool = False, ours: bool = False, before: Tensor | None = None) -> None:
+        """Tell all others the loss, whether it takes a gradient, and whether by this pipeline.
+
+        And the state of the default generator, if that is handed on, or was not so `before`: others go on there.
+        """
+        super().tell(loss.detach())
+        after = torch.get_rng_state()
+        state = [after] * (not self._overlaps or (before is not None and not torch.equal(before, after)))
+        drew = self._seeds.drew and not state
+        self._connections.tell("loss", (self.loss, *state), (needs, ours, drew), "loss")
+
+    def run(self, lists: Lists, ends: Ends, modes: Enter, *, keep: bool = False) -> None:
+        """Let the program do its list, in such modes."""
+        connections, placement = self._connections, self.orders.placement
+        links = Messages(connections, self._owner._layout(), placement, lists, self._seeds, in_order=not self._overlaps)
+        with modes():
+            self.program.run(lists[connections.own], links, ends, keep=keep)
+        connections.deliver()  # what was not sent would be lost if the process ended now
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
-        """Run every task's backward; return the gradients of the micro-batches' inputs, on the first rank."""
+        """Do the rest, in a call of its own; return the gradients of the micro-batches' inputs, on the first rank."""
         with self._connections.call(self._serial, "backward", self.program):
-            ambient = self._begin_backward()
-            links = Backward(self._connections, self._crossings)
-            grads = self.program.backward(links, ambient, output_grads, keep=keep)
-            self._connections.deliver()  # what was not sent would be lost if the process ended now
-        return grads
-
-
-class _Through(torch.autograd.Function):
-    """A loss, whose backward goes on to the output also where the criterion has left that out: other ranks wait."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, *output: Tensor) -> Tensor:
-        ctx.width = len(output)
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (*grads, *[None] * ctx.width)
+            return super().backward(output_grads, keep=keep)

@@ -1,109 +1,179 @@
-"""A mini-batch on its way through programs, and what stands for it in the caller's graph: one node."""
+"""A mini-batch on its way through programs; it is one node of the caller's graph.
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+PyTorch runs the CPU nodes of an autograd graph one after another in the thread that called `backward()`, so in one
+graph the partitions could not overlap. Here each task has a graph of its own, and the pipeline as a whole is a node
+whose inputs are the micro-batches and all parameters. Its forward and its backward each run the programs of all
+partitions (program.py): on CPU, a thread for each (`WorkersEngine`), or a process (torchgpipe/distributed).
+"""
+
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.program import Program
-from torchgpipe.engine.schedule import overlaps
+from torchgpipe.engine.pool import Workers
+from torchgpipe.engine.program import Ends, Program
+from torchgpipe.engine.relay import Relay
+from torchgpipe.engine.schedule import Arrangement, orders, overlaps
 from torchgpipe.engine.seeds import Seeds, in_turn
+from torchgpipe.schedules.check import Lists
 from torchgpipe.task.ambient import Ambient, Modes
 from torchgpipe.task.parameters import TOKEN
+from torchgpipe.task.seeded import ASKING_PRIVATE_GENERATORS
+from torchgpipe.task.snapshot import LayerSnapshot
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import mark, refuse_create_graph
-from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms
+from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
-from torchgpipe.tensors.item import Item, unshared
-from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, together
+from torchgpipe.tensors.item import unshared
+from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, tensors_of, together
 from torchgpipe.tensors.observe import NOTHING, Observer
 
+Enter = Callable[[], AbstractContextManager[object]]
 
-class Batch(ABC):
-    """One mini-batch of `m` micro-batches: a program for each of `stages`, which are all `n` partitions or some.
 
-    `base` is what its seeds begin with, if another process has decided that.
+class WorkersEngine:
+    """Run mini-batches through `stages` with a worker for each device, or without `threads` in the calling one."""
 
-    Attributes:
-        programs: in the order of `stages`.
-        snapshots: what the layers hold, if there may be a backward.
+    def __init__(self, stages: Sequence[Stage], arrangement: Arrangement, *, threads: bool = True) -> None:
+        self.stages, self.arrangement, self.threads = stages, arrangement, threads
+        self.workers = Workers(max(0, arrangement.n - 1))
+
+
+class Batch:
+    """One mini-batch of `m` micro-batches on arranged stages, of which this process has all or some.
+
+    Devices of one process have a thread each if tasks can overlap and the engine allows, or else one program for all.
+    `base` is what its seeds begin with, if another process has decided that. There are `snapshots` of what layers hold
+    if there may be a backward. `last`: whether the last stage is in this process.
     """
 
+    loss: Tensor  # the mini-batch's, without its graph, once it is known
+
     def __init__(
-        self, stages: Sequence[Stage], n: int, m: int, mode: Mode, observer: Observer | None, base: int | None = None
+        self, engine: WorkersEngine, m: int, mode: Mode, observer: Observer | None, *, base: int | None = None
     ) -> None:
-        self._overlaps = overlaps(m, n)
-        self._threads = self._overlaps and len(stages) == n  # or they are processes
-        self._ambient = ambient = Ambient([stage.device for stage in stages], threads=self._threads)
+        self._engine, stages, arrangement = engine, engine.stages, engine.arrangement
+        n = len(arrangement.placement)
+        self.last = stages[-1].index == n - 1
+        alone = len(stages) < n  # among processes
+        self._overlaps = overlaps(m, arrangement.n) and engine.threads
+        self._threads = self._overlaps and not alone
+        self.devices = [stage.device for stage in stages]
+        self._ambient = ambient = Ambient(self.devices, threads=self._threads)
         refuse_transforms(forward_mode=ambient.grad)
         recomputed = checkpointed(mode, m) if ambient.grad else 0
-        self._seeds = Seeds(n, recomputed=recomputed > 0, grad=ambient.grad, alone=len(stages) < n, base=base)
+        self._seeds = Seeds(n, recomputed=recomputed > 0, grad=ambient.grad, alone=alone, base=base)
         # Not on a GPU: it has a generator for this rank alone. Not if tasks run one after another, as plain layers do.
         seeded = self._overlaps and all(stage.device.type != "cuda" for stage in stages)
         self._seeded: AbstractContextManager[object] = self._seeds if seeded else NOTHING
-        draws = self._seeds.of if seeded else in_turn
-        self.programs = [Program(stage, n, m, recomputed, ambient, draws, observer) for stage in stages]
-        self.snapshots = [program.snapshot for program in self.programs if program.snapshot is not None]
+        self.draws = draws = self._seeds.of if seeded else in_turn
+        self.orders = orders(arrangement, m, mode if recomputed else "never", self._overlaps or alone)
+        held: dict[int, list[Stage]] = {}
+        for stage in stages:
+            held.setdefault(self.orders.placement[stage.index], []).append(stage)
+        self.programs = {d: Program(own, n, recomputed, ambient, draws, observer) for d, own in sorted(held.items())}
+        self.snapshots = [snapshot for program in self.programs.values() for snapshot in program.snapshots.values()]
 
-    def _check_kept(self) -> None:
-        """Check, after the forward, that layers have kept their parameters, and modes their state."""
-        self._ambient.ended(refuse=self._threads)
-        for snapshot in self.snapshots:
-            snapshot.check_kept()
+    def tell(self, loss: Tensor) -> None:
+        """Note the mini-batch's loss, where the last stage is, and let all processes know."""
+        self.loss = loss
 
-    def _begin_backward(self) -> Ambient:
-        """Prepare the layers; return the modes where backward was called, in which plain layers would go backward."""
+    def run(self, lists: Lists, ends: Ends, modes: Enter, *, keep: bool = False) -> None:
+        """Let each program of this process do its list, in such modes: in a thread of its own, if there are several."""
+        if sharded(module for stage in self._engine.stages for module in stage.modules):
+            raise RuntimeError(
+                "layers that FSDP shards (fully_shard) talk to other ranks, which has to happen in one order on all of "
+                "them, but workers run at once; use engine='graph', and no step()"
+            )
+        relay = Relay(self.orders.placement, {action.kind == "forward" for action in lists[0]})
+        threads = torch.get_num_threads()
+
+        def run(d: int) -> None:
+            # PyTorch keeps this number for each thread apart. Another one would change the bits, and crowd the cores.
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            with modes():
+                self.programs[d].run(lists[d], relay, ends, keep=keep)
+
+        if len(self.programs) == 1:
+            return run(0)
+        with ASKING_PRIVATE_GENERATORS:
+            self._engine.workers.run(relay, [partial(run, d) for d in self.programs])
+
+    def forward(self, lists: Lists, ends: Ends) -> None:
+        """Do the lists, which begin with forwards, as the modes were when this was made."""
+        with self._seeded:
+            self.run(lists, ends, self._ambient.entered)
+            # Layers have to have kept their parameters, and modes their state.
+            self._ambient.ended(refuse=self._threads)
+            for snapshot in self.snapshots:
+                snapshot.check_kept()
+
+    def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
+        """Do the rest, in the modes of now, as plain layers would; return the gradients of the micro-batches' inputs.
+
+        `keep` says whether that may come again.
+        """
         for snapshot in self.snapshots:
             snapshot.begin(backward_id())
-        return Ambient([program.stage.device for program in self.programs])
+        ambient, ends = Ambient(self.devices), Ends(output_grads=output_grads)
+        self.run(self.orders.rest, ends, ambient.again, keep=keep)
+        ambient.ended(refuse=self._threads)
+        return [grads for _, grads in sorted(ends.input_grads.items())]
 
-    @abstractmethod
-    def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
-        """Run every task's backward; return the gradients of the micro-batches' inputs."""
 
+def called(batch: Batch, inputs: Sequence[TensorOrTensors]) -> list[TensorOrTensors]:
+    """Run every task's forward; return the last partition's outputs, if it is in this process.
 
-def linked(batch: Batch, outputs: Sequence[Item], inputs: Sequence[Tensor]) -> list[TensorOrTensors]:
-    """Return the last partition's outputs, as those of one node of the caller's graph if they take a gradient.
-
-    The node's inputs are `inputs` and all parameters.
+    They are those of one node of the caller's graph if they take a gradient.
     """
+    ends = Ends(inputs)
+    batch.forward(batch.orders.forwards, ends)
+    outputs = [output for _, output in sorted(ends.outputs.items())]
     flat: Any = [y for item in outputs for y in item.flat]
     if batch.snapshots and any(y.requires_grad for y in flat):
-        flat = one_node(batch, [len(item.flat) for item in outputs], flat, inputs)
+        flat = one_node(batch.snapshots, batch.backward, [len(item.flat) for item in outputs], flat, inputs)
         if len(outputs) == 1:
-            flat = unshared(flat, outputs[0].shared, inputs)
+            flat = unshared(flat, outputs[0].shared, [x for each in inputs for x in tensors_of(each)])
     remaining = iter(flat)
     return [together(item.form, tuple([next(remaining) for _ in item.flat])) for item in outputs]
 
 
-def one_node(batch: Batch, widths: list[int], outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Flat:
-    """Make one node of the caller's graph for a mini-batch; `widths` are how many outputs each micro-batch has."""
-    parameters = [p for snapshot in batch.snapshots for p in snapshot.stand_ins.parameters]
-    made: Flat = _Node.apply(batch, TOKEN, widths, outputs, *inputs, *parameters)
-    return made
+def one_node(
+    snapshots: Sequence[LayerSnapshot],
+    backward: Callable[..., list[Flat]],
+    widths: list[int],
+    outputs: Sequence[Tensor | None],
+    inputs: Sequence[TensorOrTensors],
+) -> Flat:
+    """Make one node of the caller's graph; `widths` are how many outputs each micro-batch has.
+
+    The node's inputs are those of `inputs`, the micro-batches, and all parameters; `backward` is a batch's.
+    """
+    given = [x for micro_batch in inputs for x in tensors_of(micro_batch)]
+    parameters = [p for snapshot in snapshots for p in snapshot.stand_ins.parameters]
+    return cast(Flat, _Node.apply(snapshots, backward, widths, outputs, *given, *parameters, TOKEN))
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, batch: Batch, token: Tensor, widths: list[int], outputs: list[Tensor], *inputs: Tensor
-    ) -> Flat:
+    def forward(ctx: Any, snapshots: Any, backward: Any, widths: list[int], outputs: Flat, *inputs: Tensor) -> Flat:
         ctx.set_materialize_grads(False)
-        ctx.batch, ctx.widths = batch, widths
+        ctx.snapshots, ctx.run, ctx.widths = snapshots, backward, widths
         mark(ctx, outputs)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_create_graph()
-        batch: Batch = ctx.batch
         remaining = iter(grads)
         output_grads = [tuple(next(remaining) for _ in range(width)) for width in ctx.widths]
         keep = keeps_graph()
         with Modes():
-            input_grads = batch.backward(output_grads, keep=keep)
-        sums = [g for snapshot in batch.snapshots for g in snapshot.stand_ins.take(last=not keep)]
-        return (None, None, None, None, *(g for flat in input_grads for g in flat), *sums)
+            input_grads = ctx.run(output_grads, keep=keep)
+        sums = [g for snapshot in ctx.snapshots for g in snapshot.stand_ins.take(last=not keep)]
+        return (*[None] * 4, *(g for flat in input_grads for g in flat), *sums, None)

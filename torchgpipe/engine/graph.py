@@ -18,34 +18,38 @@ stream wait, and a tie must only order the nodes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.schedule import clock_cycles
+from torchgpipe.engine.batch import one_node
+from torchgpipe.engine.schedule import Arrangement, orders
 from torchgpipe.engine.seeds import in_turn
 from torchgpipe.skip.scope import SkipKey
-from torchgpipe.task.ambient import Ambient
-from torchgpipe.task.parameters import gate
+from torchgpipe.task.ambient import Ambient, Modes
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import TaskGraph, all_none, mark, refuse_create_graph
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, let_gradients_go_forward, refuse_transforms
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
-from torchgpipe.tensors.copy import NO_FENCE, CopyPath, CopyStreams, StreamFence, current_stream, using
+from torchgpipe.tensors.copy import NO_FENCE, CopyPath, StreamFence, current_stream, using
 from torchgpipe.tensors.item import Item, shared_by, unshared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, TensorOrTensors, form_of, tensors_of, together
 from torchgpipe.tensors.observe import Observer, observed
 
 
 class GraphEngine:
-    """Run mini-batches through `stages` from the calling thread."""
+    """Run mini-batches through arranged `stages` from the calling thread."""
 
-    def __init__(self, stages: Sequence[Stage], *, dependency: bool = True, copy_streams: bool = True) -> None:
-        devices = [stage.device for stage in stages]
-        self.stages = stages
-        self.copies = CopyStreams(devices, enabled=copy_streams)
-        self.fenced = [self.copies.needed and current_stream(device) is not None for device in devices]
+    def __init__(
+        self, stages: Sequence[Stage], arrangement: Arrangement, *, dependency: bool = True, copy_streams: bool = True
+    ) -> None:
+        self.devices = devices = [stage.device for stage in stages]
+        self.stages, self.arrangement = stages, arrangement
+        self.copies = len({*devices}) > 1
+        self.path = cache(partial(CopyPath, devices, own=copy_streams))
+        self.fenced = [self.copies and current_stream(device) is not None for device in devices]
         # Without CUDA copies, one thread runs the nodes, latest first. That is the right order, so no ties are needed.
         self.tied = any(self.fenced)
         self.dependency = dependency
@@ -53,9 +57,8 @@ class GraphEngine:
     def run(self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None) -> list[TensorOrTensors]:
         """Return the last partition's output for each micro-batch."""
         batch = _MiniBatch(self, micro_batches, mode, observer)
-        for cycle in clock_cycles(len(micro_batches), len(self.stages)):
-            for i, j in cycle:
-                batch.task(i, j)
+        for _, i, j in orders(self.arrangement, len(micro_batches), "never", False).forwards[0]:
+            batch.task(i, j)
         return batch.end()
 
 
@@ -66,18 +69,26 @@ class _MiniBatch:
         self._stages = engine.stages
         self._engine = engine
         self._observer = observer
-        self._ambient = Ambient(engine.copies.devices, threads=engine.tied)  # autograd has one for each GPU
+        self._ambient = Ambient(engine.devices, threads=engine.tied)  # autograd has one for each GPU
         self._checkpointed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
         # Under autocast, tasks have graphs of their own. In one graph all micro-batches would share autocast's copy of
         # a weight, and their gradients would be added up in its low precision.
-        self._one_graph = not (self._checkpointed or engine.copies.needed or observer or self._ambient.casts)
+        self._one_graph = not (self._checkpointed or engine.copies or observer or self._ambient.casts)
         self._apart = self._ambient.grad and not self._one_graph
         if self._apart:
             refuse_transforms()
-        self._partitions = [_Partition(stage, self._checkpointed > 0) for stage in self._stages] if self._apart else []
+        held = self._stages if self._apart else []
+        self._snapshots = [stage.snapshot(recomputed=self._checkpointed > 0) for stage in held]
+        self._streams = [current_stream(stage.device) for stage in held]
+        # The parameters' node of each partition: every task takes its output, and so goes backward before it. It is on
+        # the device where the gradients will be added up.
+        empty = [torch.empty(0, device=stage.device, requires_grad=True) for stage in held]
+        self._gates = [
+            one_node([snapshot], lambda *_, keep: [], [1], (x,), [])[0]
+            for snapshot, x in zip(self._snapshots, empty, strict=True)
+        ]
         # The skips that are under way, by micro-batch (torchgpipe paper, section 3.3).
         self._portals: dict[tuple[int, SkipKey], Item] = {}
-        self._paths: dict[tuple[int, int], CopyPath] = {}
         self._items = [self._item(x) for x in micro_batches]
         self._given = self._items[0].flat
         # Of each partition: the tie of its latest task.
@@ -87,17 +98,24 @@ class _MiniBatch:
         # As late as possible, so that the earlier tasks of this partition do not wait for this one's inputs.
         item = self._take(i, j)
         stage, fence = self._stages[j], self._fence(j)
+        outputs: Any
         tie: Tensor | None = None
         held: frozenset[int] = frozenset()
         if self._apart:
-            partition, recomputed = self._partitions[j], i < self._checkpointed
+            snapshot, recomputed = self._snapshots[j], i < self._checkpointed
             randomness = in_turn(i, stage, recomputed)
             task = _Task(
-                stage, partition.snapshot, self._ambient, randomness, i, self._observer, recomputed,
-                partition=partition, arrival=item.fence, departure=fence,
+                stage, snapshot, self._ambient, randomness, i, self._observer, recomputed,
+                stream=self._streams[j], arrival=item.fence, departure=fence,
             )  # fmt: skip
-            outputs, tie = task.run(item, self._latest[j], tied=self._engine.tied)
-            form, held = task.form, partition.snapshot.held
+            # Both ties are inputs of its node, so the partition's task before it and the one that its inputs come from
+            # go backward after it.
+            ties = self._latest[j], item.tie
+            outputs = _TaskNode.apply(task, item, self._engine.tied, self._gates[j], *ties, *item.flat)
+            if self._engine.tied:
+                *outputs, tie = outputs
+                tie = _Recomputation.apply(task, tie) if task.checkpoint else tie
+            form, held = task.form, snapshot.held
         else:
             item.fence.arrive(item.flat)
             with observed(self._observer, "forward", i, j), in_turn(i, stage, False).first():
@@ -107,13 +125,13 @@ class _MiniBatch:
         shared = (False,) * len(outputs) if self._one_graph else shared_by(outputs, item.flat, item.shared, held)
         for skip in self._waiting(i) if self._one_graph else ():
             skip.versions = versions(skip.flat)
-        self._hand_over(i, j, Item(outputs, form, shared, fence, tie))
+        self._hand_over(i, j, Item(tuple(outputs), form, shared, fence, tie))
 
     def end(self) -> list[TensorOrTensors]:
         """Return the outputs."""
         self._ambient.ended()
-        for partition in self._partitions:
-            partition.snapshot.check_kept()
+        for snapshot in self._snapshots:
+            snapshot.check_kept()
         if len(self._items) == 1 and self._apart:
             self._items[0].flat = unshared(self._items[0].flat, self._items[0].shared, self._given)
         return [together(item.form, item.flat) for item in self._items]
@@ -132,7 +150,8 @@ class _MiniBatch:
         for arrival in self._stages[j].arrivals:
             skip = self._portals.pop((i, arrival.key))
             if skip.flat[0] is not None:
-                copied = self._path(arrival.source, j).copy(skip.flat, i, skip.fence, item.fence)
+                path = self._engine.path(arrival.source, j)
+                copied = path.copy(skip.flat, i, skip.fence, item.fence, observer=self._observer)
                 skip = Item(copied, Tensor, skip.shared)
             item = item.with_skip(skip, j)
         return item
@@ -146,68 +165,33 @@ class _MiniBatch:
             item, self._portals[i, departure.key] = item.parted()
         self._latest[j] = item.tie if self._engine.dependency else None
         following = min(j + 1, len(self._stages) - 1)
-        path, arrival = self._path(j, following), self._fence(following)
+        path, arrival = self._engine.path(j, following), self._fence(following)
         if path.elsewhere:
-            item = Item(path.copy(item.flat, i, item.fence, arrival, item.tie), item.form, item.shared)
+            copied = path.copy(item.flat, i, item.fence, arrival, item.tie, self._observer)
+            item = Item(copied, item.form, item.shared)
         item.fence = arrival
         self._items[i] = item
 
     def _fence(self, j: int) -> StreamFence:
         return StreamFence(self._stages[j].device) if self._engine.fenced[j] else NO_FENCE
 
-    def _path(self, source: int, target: int) -> CopyPath:
-        if (source, target) not in self._paths:
-            self._paths[source, target] = CopyPath(self._engine.copies, source, target, self._observer)
-        return self._paths[source, target]
-
-
-class _Partition:
-    """What the tasks of one partition have in common in a mini-batch."""
-
-    def __init__(self, stage: Stage, recomputed: bool) -> None:
-        self.snapshot = stage.snapshot(recomputed=recomputed)
-        self.gate = gate(self.snapshot.stand_ins, stage.device)
-        self.stream = current_stream(stage.device)
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Task(TaskGraph):
-    """A task as a node of the caller's graph, with the fences at its sides; and the form of its output."""
+    """A task as a node of the caller's graph, with its compute stream, the fences at its sides, its output's form."""
 
-    partition: _Partition
+    stream: torch.cuda.Stream | None
     arrival: StreamFence
     departure: StreamFence
     form: Form = Tensor
 
-    def run(self, item: Item, before: Tensor | None, *, tied: bool) -> tuple[Flat, Tensor | None]:
-        """Run the task; return its outputs and, if it shall be `tied`, its tie.
-
-        `before` is the tie of the partition's task before it, and the item has that of the task that its inputs come
-        from. As they are inputs of this task's node, both of those tasks go backward after this one.
-        """
-        outputs: Flat = _TaskNode.apply(self, item, tied, self.partition.gate, before, item.tie, *item.flat)
-        if not tied:
-            return outputs, None
-        *flat, tie = outputs
-        return tuple(flat), _Recomputation.apply(self, tie) if self.checkpoint else tie
-
     def recompute_now(self) -> None:
         """Recompute in the backward in progress."""
         self.snapshot.begin(backward_id())
-        # Autograd runs nodes whose tensors are on the CPU with whatever streams backward() was called on.
-        with using(self.partition.stream):
-            self.recompute(keep=keeps_graph())
-
-    def backward_now(self, grads: Flat) -> Flat:
-        """Take part in the backward in progress."""
-        if all_none(grads):
-            self.snapshot.begin(backward_id())
-        else:
-            self.recompute_now()
-        self.departure.arrive(grads)
-        input_grads = self.backward(grads, keep=keeps_graph())
-        self.arrival.leave()
-        return input_grads
+        if self.checkpoint:
+            # Autograd runs nodes whose tensors are on the CPU with whatever streams backward() was called on.
+            with using(self.stream), Modes():
+                self.recompute(keep=keeps_graph())
 
 
 class _TaskNode(torch.autograd.Function):
@@ -228,7 +212,15 @@ class _TaskNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_create_graph()
-        return (None,) * 6 + ctx.task.backward_now(grads[:-1] if ctx.tied else grads)  # type: ignore[no-any-return]
+        task, grads = ctx.task, grads[:-1] if ctx.tied else grads
+        if all_none(grads):
+            task.snapshot.begin(backward_id())
+        else:
+            task.recompute_now()
+        task.departure.arrive(grads)
+        input_grads = task.backward(grads, keep=keeps_graph())
+        task.arrival.leave()
+        return (*[None] * 6, *input_grads)
 
 
 class _Recomputation(torch.autograd.Function):

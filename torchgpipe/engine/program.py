@@ -1,21 +1,16 @@
-"""A program: what one partition does in a mini-batch, forward and backward, over its links to other partitions.
+"""A program: what one device does in a mini-batch, as a list of actions on its stages, over links to other stages.
 
-It is the same whether partitions are threads, whose links are queues (relay.py), or processes, whose links are messages
-(distributed/links.py). The programs of a mini-batch run at once and meet only at their links. Each goes through the
-micro-batches one after another, so they need no ties as the graph engine does.
+It is the same whether devices are threads, whose links are queues (relay.py), processes, whose links are messages
+(distributed/links.py), or all in one thread. Programs run at once and meet only at their links. Each does one action
+after another, so they need no ties as the graph engine does.
 
-Forward of a micro-batch on partition j, with its links to j - 1 and j + 1:
+    forward      take (wait for the stage before), compute, give (wait until the stage after has room)
+    recompute    compute: it waits for no gradient, and so fills the time until that is there
+    backward     take (wait for the stage after), compute, give (wait until the stage before has room); of the inputs
+                 alone, it leaves the rest for later
+    …_weights    compute that rest: nothing waits for it, and it waits for nothing
 
-    take, compute, admit (wait until j + 1 has room), give
-
-Backward, in which j + 1 gives and j - 1 takes:
-
-    not checkpointed    take, compute, admit (wait until j - 1 has room), give
-    checkpointed        admit, expect (wait until j + 1 announces its gradient), recompute,
-                        take, announce (the own gradient, to j - 1), compute, give
-
-A recomputation fills memory. So it waits until its result can be used soon: the gradient is being computed, and there
-is room for what comes of it. That costs no time, unless a recomputation takes longer than the backward of j + 1.
+There is room for one item at each boundary between stages, each way: what nobody needs yet only fills memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,142 +18,148 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torchgpipe.engine.seeds import Draws
+from torchgpipe.schedules import Action
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.ambient import Ambient
 from torchgpipe.task.stage import Stage
-from torchgpipe.task.task_graph import TaskGraph, all_none, leaves
+from torchgpipe.task.task_graph import TaskGraph, leaves
 from torchgpipe.tensors.item import Item, shared_by
-from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, form_of, tensors_of
+from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, form_of, moved, tensors_of
 from torchgpipe.tensors.observe import Observer, observed
 
 
 class Links(Protocol):
-    """One program's links: to the one that it takes items from, and to the next, which it gives items to.
+    """A program's links to the stages before and after its own. What waits raises `Stopped` once a program has failed.
 
-    For each item one end calls `admit`, `announce` and `give`, and the other `expect` and `take`; but both leave out
-    `announce` and `expect` where nobody needs to know early. What waits raises `Stopped` once a program has failed.
+    Items and skips belong to an action: the one that makes them, or for `take` and `fetch` the one that needs them.
     """
 
     def check(self) -> None:
         """Raise `Stopped` if a program has failed; called before each task, so that none starts after that."""
 
-    def admit(self) -> None:
-        """Wait until there is room for another item. What the next program does not need yet only fills memory."""
+    def take(self, action: Action) -> Any:
+        """Wait for what the action needs from the stage before it, in its direction, and return that."""
 
-    def announce(self) -> None:
-        """Tell the next program that its next item is being computed."""
+    def give(self, action: Action, item: Any) -> None:
+        """Wait until there is room for another item, and hand it to the next stage in the action's direction."""
 
-    def give(self, item: Any) -> None:
-        """Hand an item to the next program."""
+    def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
+        """Leave a skip, or its gradient, for the stage at the crossing's other end."""
 
-    def expect(self) -> None:
-        """Wait until the item that comes next is announced."""
+    def fetch(self, action: Action, crossing: Crossing) -> Any:
+        """Fetch what the stage at the crossing's other end has left."""
 
-    def take(self) -> Any:
-        """Wait for the item that comes next, and return it."""
 
-    def leave(self, i: int, crossing: Crossing, skip: Any) -> None:
-        """Leave micro-batch i's skip, or its gradient, for the program at the crossing's other end."""
+class Ends:
+    """What enters a pipeline in one run of its programs, and what has left it, by micro-batch."""
 
-    def fetch(self, i: int, crossing: Crossing) -> Any:
-        """Fetch what the program at the crossing's other end has left."""
+    def __init__(self, inputs: Sequence[TensorOrTensors] = (), output_grads: Sequence[Flat] = ()) -> None:
+        self.inputs, self._output_grads = inputs, output_grads
+        self.outputs: dict[int, Item] = {}
+        self.input_grads: dict[int, Flat] = {}
+
+    def leave(self, i: int, output: Item) -> None:
+        """Take micro-batch i's output, which has no graph."""
+        self.outputs[i] = output
+
+    def output_grads(self, i: int) -> Flat:
+        """Return the gradients of micro-batch i's outputs, asked for once."""
+        return self._output_grads[i]
 
 
 class Program:
-    """Run partition `stage`, one of `n`, on `m` micro-batches, of which the first `checkpointed` are recomputed.
+    """Run actions on `stages`, those of one device, out of `n`. Of micro-batches, the first `recomputed` run twice.
 
     Attributes:
-        snapshot: what the layers hold, if there may be a backward.
+        stages: by their indices; `snapshots`: what the layers of each hold, if there may be a backward.
         doing: what it does now or did last, as text for messages.
         computing: the same text while it computes; `None` while it waits for other programs, and at the end.
     """
 
     def __init__(
-        self, stage: Stage, n: int, m: int, checkpointed: int, ambient: Ambient, draws: Draws, observer: Observer | None
+        self,
+        stages: Sequence[Stage],
+        n: int,
+        recomputed: int,
+        ambient: Ambient,
+        draws: Draws,
+        observer: Observer | None,
     ) -> None:
-        self.stage = stage
+        self.stages = {stage.index: stage for stage in stages}
         self.ambient = ambient
-        self.snapshot = stage.snapshot(recomputed=checkpointed > 0) if ambient.grad else None
-        self._j, self._n, self._m = stage.index, n, m
-        self._checkpointed = checkpointed
+        held = self.stages.items() if ambient.grad else ()
+        self.snapshots = {s: stage.snapshot(recomputed=recomputed > 0) for s, stage in held}
+        self._n, self._recomputed = n, recomputed
+        self._moves = len({stage.device for stage in stages}) > 1  # one thread for several devices
         self._draws = draws
         self._observer = observer
-        self._graphs: list[TaskGraph] = []
+        self._graphs: dict[tuple[int, int], TaskGraph] = {}
+        self._kept: dict[tuple[int, int], Any] = {}  # what is handed from stage to stage within this program
         self.doing = "forward"
         self.computing: str | None = None
 
-    def forward(self, links: Links, micro_batches: Sequence[TensorOrTensors]) -> list[Item]:
-        """Run every task's forward; return the outputs without a graph, if this is the last partition."""
-        stage, j = self.stage, self._j
-        results: list[Item] = []
-        with self.ambient.entered():
-            for i in range(self._m):
-                self.doing = f"forward of micro-batch {i}"
-                item = self._enter(micro_batches[i]) if j == 0 else links.take()
-                if j:  # not of the caller's micro-batches: they are views of one tensor, and share its version counter
-                    item.check_handed_on(j)
-                for arrival in stage.arrivals:
-                    item = item.with_skip(links.fetch(i, arrival), j)
-
-                links.check()
-                with self.computes(f"forward of micro-batch {i}"):
-                    item = self._task(i, item)
-
-                for departure in reversed(stage.departures):
-                    item, skip = item.parted()
-                    links.leave(i, departure, skip)
-                    del skip
-                if j + 1 < self._n:
-                    links.admit()
-                    links.give(item)
-                else:
-                    results.append(item)
-                del item  # or its memory would stay while this waits for the next one
-        return results
-
-    def backward(self, links: Links, ambient: Ambient, output_grads: Sequence[Flat], *, keep: bool) -> list[Flat]:
-        """Run every task's backward; return the gradients of the micro-batches' inputs, if this is the first partition.
-
-        `output_grads` are those of the micro-batches' outputs, for the last partition.
-        """
-        for graph in self._graphs:
+    def run(self, actions: Sequence[Action], links: Links, ends: Ends, *, keep: bool = False) -> None:
+        """Do the actions, in this order, in this thread's modes. With `keep`, they can go backward again."""
+        for graph in self._graphs.values():
             graph.check_unspent()  # before anything waits for another program
-        stage, first, last = self.stage, self._j == 0, self._j + 1 == self._n
-        results: list[Flat] = [()] * self._m
-        with ambient.again():
-            for i in reversed(range(self._m)):
-                self.doing = f"backward of micro-batch {i}"
-                checkpointed = i < self._checkpointed
-                if checkpointed:  # wait for both neighbours (see the top of this file), then recompute
-                    if not first:
-                        links.admit()
-                    if not last:
-                        links.expect()
-                    links.check()
-                    needed = not (last and all_none(output_grads[i]))
-                    if needed:
-                        with self.computes(f"recomputation of micro-batch {i}"):
-                            self._graphs[i].recompute(keep=keep)
-                grads: Flat = output_grads[i] if last else links.take()
-                grads = (*grads, *(links.fetch(i, departure) for departure in stage.departures))
-
+        for action in actions:
+            kind, i, s = action
+            self.doing = f"{'recomputation' if kind == 'recompute' else kind} of micro-batch {i}"
+            if kind == "forward":
+                self._forward(action, links, ends)
+            elif kind in ("backward", "backward_inputs"):
+                self._backward(action, links, ends, keep)
+            else:
                 links.check()
-                if checkpointed and not first:
-                    links.announce()
-                with self.computes(f"backward of micro-batch {i}"):
-                    grads = self._graphs[i].backward(grads, keep=keep)
+                with self.computes(self.doing):
+                    if kind == "backward_weights":
+                        self._graphs[i, s].backward_weights()
+                    else:
+                        self._graphs[i, s].recompute(keep=keep)
 
-                for arrival in reversed(stage.arrivals):
-                    links.leave(i, arrival, grads[-1])
-                    grads = grads[:-1]
-                if first:
-                    results[i] = grads
-                else:
-                    if not checkpointed:  # otherwise the recomputation has waited for that
-                        links.admit()
-                    links.give(grads)
-                del grads
-        return results
+    def _forward(self, action: Action, links: Links, ends: Ends) -> None:
+        _, i, s = action
+        stage = self.stages[s]
+        item = self._taken(action, s - 1, links) if s else self._enter(ends.inputs[i])
+        if s:  # not of the caller's micro-batches: they are views of one tensor, and share its version counter
+            item.check_handed_on(s)
+        for arrival in stage.arrivals:
+            item = item.with_skip(links.fetch(action, arrival), s)
+        if self._moves:
+            needs = [x is not None and x.requires_grad for x in item.flat]
+            item = Item(leaves(moved(item.flat, stage.device), needs), item.form, item.shared)
+
+        links.check()
+        with self.computes(self.doing):
+            item = self._task(i, stage, item)
+            if s + 1 == self._n:
+                return ends.leave(i, item)
+
+        for departure in reversed(stage.departures):
+            item, skip = item.parted()
+            links.leave(action, departure, skip)
+            del skip
+        self._give(action, s + 1, item, links)
+
+    def _backward(self, action: Action, links: Links, ends: Ends, keep: bool) -> None:
+        kind, i, s = action
+        stage, graph = self.stages[s], self._graphs[i, s]
+        grads: Flat = self._taken(action, s + 1, links) if s + 1 < self._n else ()
+        grads = (*grads, *(links.fetch(action, departure) for departure in stage.departures))
+        grads = moved(grads, stage.device) if self._moves else grads
+
+        links.check()
+        with self.computes(self.doing):
+            grads = grads if s + 1 < self._n else ends.output_grads(i)
+            grads = graph.backward(grads, keep=keep, kind=kind)
+
+        for arrival in reversed(stage.arrivals):
+            links.leave(action, arrival, grads[-1])
+            grads = grads[:-1]
+        if s:
+            self._give(action, s - 1, grads, links)
+        else:
+            ends.input_grads[i] = grads
 
     @contextmanager
     def computes(self, task: str) -> Iterator[None]:
@@ -169,20 +170,29 @@ class Program:
         finally:
             self.computing = None
 
+    def _taken(self, action: Action, source: int, links: Links) -> Any:
+        return self._kept.pop(action[1:]) if source in self.stages else links.take(action)
+
+    def _give(self, action: Action, target: int, item: Any, links: Links) -> None:
+        if target in self.stages:
+            self._kept[action.micro_batch, target] = item
+        else:
+            links.give(action, item)
+
     def _enter(self, micro_batch: TensorOrTensors) -> Item:
         flat = tensors_of(micro_batch)
         entered = leaves(flat, [x.requires_grad for x in flat]) if self.ambient.grad else flat
         return Item(entered, form_of(micro_batch), shared_by(flat))
 
-    def _task(self, i: int, item: Item) -> Item:
-        stage, flat, j = self.stage, item.flat, self._j
-        if self.snapshot is None:
-            with observed(self._observer, "forward", i, j), self._draws(i, stage, False).first():
+    def _task(self, i: int, stage: Stage, item: Item) -> Item:
+        flat, s = item.flat, stage.index
+        if not self.snapshots:
+            with observed(self._observer, "forward", i, s), self._draws(i, stage, False).first():
                 outputs, form = stage.run(flat, item.form, item.shared)
             return Item(outputs, form, shared_by(outputs, flat, item.shared))
-        checkpointed = i < self._checkpointed
-        randomness = self._draws(i, stage, checkpointed)
-        graph = TaskGraph(stage, self.snapshot, self.ambient, randomness, i, self._observer, checkpointed)
-        self._graphs.append(graph)
+        recomputed, snapshot = i < self._recomputed, self.snapshots[s]
+        randomness = self._draws(i, stage, recomputed)
+        graph = TaskGraph(stage, snapshot, self.ambient, randomness, i, self._observer, recomputed)
+        self._graphs[i, s] = graph
         outputs, form = graph.forward(flat, item.form, item.shared)
-        return Item(outputs, form, shared_by(outputs, flat, item.shared, self.snapshot.held))
+        return Item(outputs, form, shared_by(outputs, flat, item.shared, snapshot.held))

@@ -1,12 +1,13 @@
-"""A relay: programs run at once, one per partition, and each hands items to the next. If one fails, all stop."""
+"""A relay: programs run at once, one for each device, and hand items to each other. If one fails, all stop."""
 
 import threading
-from collections.abc import Callable
-from itertools import chain, pairwise
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any
 
 from torchgpipe.engine.program import Links
+from torchgpipe.schedules import Action
 from torchgpipe.skip.layout import Crossing
 
 _STOP = object()
@@ -16,27 +17,26 @@ class Stopped(Exception):
     """End a program because another one has failed."""
 
 
-class Relay:
-    """Link `length` programs in a row by queues, and remember the first exception of any of them.
+class Relay(Links):
+    """Link all programs of a mini-batch by queues, and remember the first exception of any of them.
 
-    A program gets at most one item ahead of the next one: results that nobody needs yet only fill memory. Once a
-    program has failed, every call that waits raises `Stopped`.
+    `placement` says which program has each stage; items go `forward` (`True`), gradients back, or both. Between
+    programs, a boundary has room for one item each way, so that items are taken in the order in which they are given.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, placement: Sequence[int], forward: Iterable[bool]) -> None:
         # Whoever gives an item takes a ticket before, and whoever takes the item puts it back. Two simple queues are
-        # much quicker than one with a limit.
-        self._ends: list[End] = [(SimpleQueue(), SimpleQueue()) for _ in range(length - 1)]
-        for _, tickets in self._ends:
+        # much quicker than one with a limit. Stages after a boundary: there forwards take, and backwards give.
+        between = [s for s in range(1, len(placement)) if placement[s - 1] != placement[s]]
+        self._ends: dict[tuple[bool, int], tuple[SimpleQueue[Any], SimpleQueue[Any]]] = {
+            (way, s): (SimpleQueue(), SimpleQueue()) for way in forward for s in between
+        }
+        for _, tickets in self._ends.values():
             tickets.put(None)
+        self._left: dict[tuple[Any, ...], Any] = {}
         self._lock = threading.Lock()
         self.stopped = False
         self.error: BaseException | None = None
-
-    def links(self) -> list[Links]:
-        """Return each program's links, in their order. They refer to the relay: it keeps none, or that were a cycle."""
-        left: dict[tuple[int, Crossing], Any] = {}
-        return [Queues(self, a, z, left) for a, z in pairwise([NO_END, *self._ends, NO_END])]
 
     def stop(self, error: BaseException) -> None:
         """Stop every program as soon as its present task is over; the first error is the one that counts."""
@@ -44,7 +44,7 @@ class Relay:
             if not self.stopped:
                 self.stopped, self.error = True, error
         # Also if stopped already: Ctrl-C may have ended an earlier `stop` halfway.
-        for queue in chain(*self._ends):
+        for queue in chain(*self._ends.values()):
             queue.put(_STOP)
 
     def attempt(self, program: Callable[[], None]) -> None:
@@ -56,50 +56,29 @@ class Relay:
         except BaseException as error:
             self.stop(error)
 
-
-End = tuple[SimpleQueue[Any], SimpleQueue[Any]]
-"""The queue of items between two programs, and that of tickets."""
-
-NO_END: End = (SimpleQueue(), SimpleQueue())
-"""In place of the queues before the first program and after the last, which these two never use."""
-
-
-class Queues(Links):
-    """The links of one program in a relay; see `torchgpipe.engine.program.Links`."""
-
-    def __init__(self, relay: Relay, before: End, after: End, left: dict[tuple[int, Crossing], Any]) -> None:
-        self._relay = relay
-        self._before, self._returned = before
-        self._after, self._tickets = after
-        self._left = left
-
     def check(self) -> None:
-        if self._relay.stopped:
+        if self.stopped:
             raise Stopped
 
-    def admit(self) -> None:
-        _get(self._tickets)
-
-    def announce(self) -> None:
-        self._after.put(None)
-
-    def give(self, item: Any) -> None:
-        self._after.put(item)
-
-    def expect(self) -> None:
-        _get(self._before)
-
-    def take(self) -> Any:
-        item = _get(self._before)
-        self._returned.put(None)
+    def take(self, action: Action) -> Any:
+        forward = action.kind == "forward"
+        items, tickets = self._ends[forward, action.stage + (not forward)]
+        item = _get(items)
+        tickets.put(None)
         return item
 
-    def leave(self, i: int, crossing: Crossing, skip: Any) -> None:
-        self._left[i, crossing] = skip
+    def give(self, action: Action, item: Any) -> None:
+        forward = action.kind == "forward"
+        items, tickets = self._ends[forward, action.stage + forward]
+        _get(tickets)
+        items.put(item)
 
-    def fetch(self, i: int, crossing: Crossing) -> Any:
+    def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
+        self._left[action.kind == "forward", action.micro_batch, crossing] = skip
+
+    def fetch(self, action: Action, crossing: Crossing) -> Any:
         # Whoever left it did so before handing on the micro-batch that this program has taken.
-        return self._left.pop((i, crossing))
+        return self._left.pop((action.kind == "forward", action.micro_batch, crossing))
 
 
 def _get(queue: SimpleQueue[Any]) -> Any:

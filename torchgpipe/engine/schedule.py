@@ -1,17 +1,74 @@
-"""Deterministic clock cycles: which tasks may run at once (torchgpipe paper, section 3.2.1)."""
+"""Which actions each program of a mini-batch does, and which tasks may run at once."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from torchgpipe.schedules import Action, Schedule, make
+from torchgpipe.schedules.check import Lists
 
 
-def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield, cycle by cycle, the tasks (i, j) of micro-batch i < m on partition j < n with i + j = k.
+class Orders(NamedTuple):
+    """What programs do: by program, its forwards, what is after them, and all in the schedule's order.
 
-    There are m + n - 1 cycles; within one, partitions are in ascending order.
+    `placement` says which program has each stage.
     """
-    for k in range(m + n - 1):
-        yield [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]
+
+    placement: Sequence[int]
+    forwards: Lists
+    rest: Lists
+    all: Lists
+
+
+class Arrangement(NamedTuple):
+    """A schedule for `n` devices, with `v` stages on each unless it says that itself, and the device of each stage."""
+
+    schedule: str | Schedule
+    n: int
+    v: int | None
+    placement: Sequence[int]
+
+
+@lru_cache(maxsize=64)
+def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) -> Arrangement:
+    """Arrange so many stages, on as many devices if that is given; raise `ValueError` if the schedule has no such."""
+    if isinstance(schedule, Schedule):
+        if (given := len(schedule.placement)) != stages:
+            raise ValueError(f"{schedule.name} has {given} stages, but there are {stages} partitions")
+        return Arrangement(schedule, len(schedule.lists), None, schedule.placement)
+    known = make(schedule, 1, 1)
+    usual = len(known.placement)  # stages on a device
+    n = max(1, stages // usual if usual == 1 or devices is None else devices)
+    if stages % n:
+        raise ValueError(
+            f"{known.name} has equally many stages on each device, but there are {stages} partitions for {n} devices; "
+            "make their number a multiple of that of the devices"
+        )
+    v = max(1, stages // n)
+    return Arrangement(schedule, n, v, make(schedule, n, 1, v).placement[:stages])
+
+
+@lru_cache(maxsize=64)
+def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
+    """Return what a program for each device does, or if not `apart`, one program for all of them.
+
+    There are `m` micro-batches, and recomputations for the checkpoint mode. Raise `ValueError` if with one item at each
+    boundary between devices a program would wait for ever.
+    """
+    schedule, n, v, _ = arrangement
+    made = make(schedule, n, m, v)
+    cycles = sorted(made.replay(lambda action: action.kind == "forward").tasks, key=lambda task: (task.start, task[2]))
+    if not apart:
+        made = Schedule(made.name, [0] * len(made.placement), [made.replay().order])
+    made = make(made, len(made.lists), m, checkpoint=mode)
+    made.replay(buffered=1)
+    # In one program as early on each device as they can be: those of GPipe are in clock cycles.
+    alone = made.lists if apart else [[Action(*task[:3]) for task in cycles]]
+    forwards = [[action for action in actions if action.kind == "forward"] for actions in alone]
+    rest = [[action for action in actions if action.kind != "forward"] for actions in made.lists]
+    return Orders(made.placement, forwards, rest, made.lists)
 
 
 def overlaps(m: int, n: int) -> bool:
-    """Return whether any clock cycle has more than one task: `m` micro-batches on `n` partitions, of both several."""
+    """Return whether tasks can run at once: there are several of both, `m` micro-batches and `n` devices."""
     return m > 1 and n > 1

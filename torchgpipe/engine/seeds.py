@@ -10,8 +10,8 @@ With none, a draw is an error. A layer's own `torch.Generator` is always set bac
 
 The last saves time, as a private generator has to watch every operator. In each mini-batch a partition's first task has
 one. Only if that draws, the others have, too. A layer that draws in a later micro-batch alone is not seen then, but it
-leaves the default generator changed. Where that has changed, the recomputations of the mini-batch are watched, and
-refused if they draw. If only another thread of the program has drawn, they do not, and nothing follows.
+leaves the default generator changed. Where that has changed, the recomputations that follow are watched, and refused if
+they draw. If only another thread of the program has drawn, they do not, and nothing follows.
 
 A layer may set the default generator back by itself and draw again in backward, as checkpoint functions do. With a
 private generator it would draw other numbers. So where the first task has drawn, its backward is watched, too.
@@ -19,6 +19,7 @@ private generator it would draw other numbers. So where the first task has drawn
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import count
 
 import torch
 
@@ -55,11 +56,8 @@ class Seeds:
     """Seed the tasks of one mini-batch on `n` partitions, which run at once. Enter it around the forward.
 
     The default generator decides the seeds, and goes on by one number if any task has drawn. `recomputed` says whether
-    some tasks will run twice, and `alone` whether this is a rank, whose tasks are alone in their process.
-
-    Attributes:
-        base: what the seeds begin with; drawn on entering, unless it was given.
-        drew: whether any task has drawn, as far as this process knows.
+    some tasks will run twice, and `alone` whether this is a rank, whose tasks are alone in their process. They begin
+    with `base`, which is drawn on entering, unless it was given. `drew`: whether any has drawn, as far as known here.
     """
 
     def __init__(self, n: int, *, recomputed: bool, grad: bool, alone: bool = False, base: int | None = None) -> None:
@@ -68,19 +66,22 @@ class Seeds:
         self.drew = False
         self._recomputed = recomputed
         self._grad = grad
-        self._drew = [False] * n  # whether a task of each partition has
-        self._unseen = False  # whether somebody has drawn from the default generator meanwhile
+        self._drew = [False] * (n + 1)  # whether a task of each partition has, and a criterion
+        self._unseen: bool | None = None  # whether somebody has drawn from the default generator, until this was left
+        self._first: dict[int, int] = {}  # which micro-batch came first to each partition
 
     def of(self, i: int, stage: Stage, recomputed: bool) -> Randomness:
         """Return how micro-batch i's task on a stage draws random numbers."""
         j, own = stage.index, stage.generators if recomputed else ()
-        if i > 0 and not self._drew[j]:
-            return Randomness(own, self._watch if self._recomputed else None)
-        seed = (self.base or 0) + i * self._n + j
+        first = self._first.setdefault(j, i) == i
+        if not first and not self._drew[j]:
+            passes = count()
+            return Randomness(own, (lambda: self._watch(next(passes))) if self._recomputed else None)
+        seed = (self.base or 0) + (i * self._n + j if j < self._n else -1 - i)  # what older versions drew stays
         if self._alone:
             seeded = SeededDefault(seed, lambda: self._note(j))
             return Randomness(own, lambda: seeded)
-        watch = (lambda: self._watch_backward(j)) if i == 0 else None
+        watch = (lambda: self._watch_backward(j)) if first else None
         return Randomness(own, lambda: PrivateGenerator(seed, lambda: self._note(j)), watch)
 
     def __enter__(self) -> None:
@@ -118,8 +119,14 @@ class Seeds:
     def _watch_backward(self, j: int) -> AbstractContextManager[object]:
         return PrivateGenerator(0, _refuse_in_backward) if self._drew[j] else NOTHING
 
-    def _watch(self) -> AbstractContextManager[object]:
-        return PrivateGenerator(0, _refuse) if self._unseen else NOTHING
+    def _watch(self, passes: int) -> AbstractContextManager[object]:
+        if not passes:
+            return NOTHING
+        unseen = self._unseen
+        if unseen is None:  # a recomputation before the last forward: its own task has drawn by now
+            with DEFAULT_GENERATOR_LOCK:
+                unseen = not torch.equal(self._state, torch.default_generator.get_state())
+        return PrivateGenerator(0, _refuse) if unseen else NOTHING
 
 
 def _refuse_in_backward() -> None:

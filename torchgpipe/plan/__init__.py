@@ -13,7 +13,8 @@ It may import all but `distributed`, `engine` (only its schedule), `state` and `
 """
 
 from torchgpipe.plan.hardware.hardware import Hardware, hardware_names, load_hardware
-from torchgpipe.plan.planner import Plan, plan
+from torchgpipe.plan.planner import plan
+from torchgpipe.plan.report import Plan
 from torchgpipe.plan.search.impossible import Impossible
 
 __all__ = ["Hardware", "Impossible", "Plan", "hardware_names", "load_hardware", "plan"]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean, median
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.hardware.here import MOST_AT_WORK, RUNS, describe_here, device_name, sharing
 from torchgpipe.plan.hardware.timing import Seconds, time_alone, time_step
 from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.predict import Predictor, Setup
+from torchgpipe.plan.predict import LayerSeconds, Predictor, Setup, apart
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.layer import batched
 
@@ -65,9 +66,8 @@ class Curve:
 class Profile:
     """Seconds of every layer by the size of micro-batches, and where and how they were measured."""
 
-    forward: list[Curve]
-    graph: list[Curve]
-    backward: list[Curve]
+    curves: tuple[list[Curve], list[Curve], list[Curve]]
+    """Of forwards without a graph and with one, and of backwards."""
     device: torch.device
     sizes: tuple[int, ...]
     whole: bool
@@ -90,10 +90,11 @@ class ProfiledPredictor(Predictor):
         super().__init__(counts, hardware)
         self.profile = profile
 
-    def _timed(self, size: int, layers: Sequence[LayerCount]) -> tuple[list[float], list[float], list[float]]:
-        curves = self.profile.forward, self.profile.graph, self.profile.backward
-        forward, graph, backward = ([curve.at(size) for curve in each] for each in curves)
-        return forward, graph, backward
+    def _timed(self, size: int, layers: Sequence[LayerCount]) -> LayerSeconds:
+        forward, graph, backward = ([curve.at(size) for curve in each] for each in self.profile.curves)
+        flops = [[sum(x.flops for x in each) for each in (layer.products, layer.backward)] for layer in layers]
+        weights = apart(backward, *zip(*flops, strict=True))
+        return LayerSeconds(forward, graph, backward, weights, self._totals([x.accumulate for x in layers]), layers)
 
 
 def predictor_here(
@@ -107,7 +108,8 @@ def predictor_here(
     """Profile on the sample's device, and predict for devices like it: what `plan` does without `hardware`.
 
     `memory` is each device's. The layers are timed in whole steps where one with the sample, and the layers' copies
-    for it, have room in that; each alone where not.
+    for it, have room in that; each alone where not. How much CPU devices slow each other down that all take steps of
+    the model is measured in medium micro-batches.
 
     Raises:
         ValueError: as `profile_layers` and `describe_here`.
@@ -118,16 +120,11 @@ def predictor_here(
     copies = sum(layer.parameters + layer.frozen for layer in counts.low)
     profile = profile_layers(module, sample, whole=step.peak + copies <= node.memory)
     if node.cpu and node.devices > 1 and profile.whole:
-        node = replace(node, sharing=_sharing(module, sample, profile.sizes, min(node.devices, MOST_AT_WORK)))
+        given, at_work = _rows(module, sample, profile.sizes[len(profile.sizes) // 2]), min(node.devices, MOST_AT_WORK)
+        with undisturbed(device):
+            works = [partial(time_step, _copy(module, device), given, device) for _ in range(at_work)]
+            node = replace(node, sharing=sharing(works))
     return ProfiledPredictor(counts, replace(node, workspace=profile.workspace), profile)
-
-
-def _sharing(module: nn.Sequential, sample: TensorOrTensors, sizes: Sequence[int], at_work: int) -> float:
-    """Return how much CPU devices slow each other down that all take steps of the model, in medium micro-batches."""
-    device, given = _device(sample), _rows(module, sample, sizes[len(sizes) // 2])
-    with undisturbed(device):
-        works = [partial(time_step, _copy(module, device), given, device) for _ in range(at_work)]
-        return sharing(works)
 
 
 def _copy(module: nn.Sequential, device: torch.device) -> nn.Sequential:
@@ -146,37 +143,27 @@ def profile_layers(module: nn.Sequential, sample: TensorOrTensors, *, whole: boo
     device, sizes = _device(sample), _sizes(module, sample)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     with undisturbed(device):
-        found = _in_steps(module, sample, sizes, device) if whole else None
-        whole = found is not None
-        if found is None:
+        found = _in_steps(module, sample, sizes, device) if whole else []
+        whole = bool(found)
+        if not found:
             found = [time_alone(module, _rows(module, sample, size), device, RUNS) for size in sizes]
-    forward, graph, backward = (
-        [Curve.through(sizes, times) for times in zip(*(_medians(runs, kind) for runs in found), strict=True)]
-        for kind in range(len(Seconds._fields))
-    )
+    medians = torch.tensor(found, dtype=torch.float64, device="cpu").median(dim=1).values.unbind(dim=1)
+    forward, graph, backward = ([Curve.through(sizes, times) for times in kind.T.tolist()] for kind in medians)
     workspace = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
-    return Profile(forward, graph, backward, device, sizes, whole, max(0.0, workspace))
+    return Profile((forward, graph, backward), device, sizes, whole, max(0.0, workspace))
 
 
 def _in_steps(
     module: nn.Sequential, sample: TensorOrTensors, sizes: Sequence[int], device: torch.device
-) -> list[list[Seconds]] | None:
-    """Return every run for each size, after a warm-up; `None` if there is no memory."""
-    try:
+) -> list[list[Seconds]]:
+    """Return every run for each size, after a warm-up; none if there is no memory."""
+    with suppress(torch.OutOfMemoryError):
         copy, found = _copy(module, device), []
         for size in sizes:
-            given, runs = _rows(module, sample, size), []
-            for _ in range(1 + RUNS):
-                copy.zero_grad()  # adding up gradients is counted, not timed
-                runs.append(time_step(copy, given, device))
-            found.append(runs[1:])
+            given = _rows(module, sample, size)
+            found.append([time_step(copy, given, device) for _ in range(1 + RUNS)][1:])
         return found
-    except torch.OutOfMemoryError:
-        return None
-
-
-def _medians(runs: Sequence[Seconds], kind: int) -> list[float]:
-    return [median(times) for times in zip(*(run[kind] for run in runs), strict=True)]
+    return []
 
 
 def _device(sample: TensorOrTensors) -> torch.device:

@@ -1,8 +1,8 @@
 """Skip connections between layers of a sequence, also across partitions: how they are declared, found and checked.
 It may import nothing else of this library."""
 
+from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.skip.scope import Namespace
 from torchgpipe.skip.skippable import pop, skippable, stash
-from torchgpipe.skip.verify import verify_skippables
 
 __all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]

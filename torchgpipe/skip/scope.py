@@ -37,24 +37,20 @@ class SkipKey(NamedTuple):
 Scope = dict[SkipKey, Tensor | None]
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        # The scope of a model that runs without GPipe, as a plain sequence of layers.
-        self.scope: Scope = {}
-
-
-_local = _Local()
+_local = threading.local()
 
 
 def current_scope() -> Scope:
     """Return the scope that layers of the running thread stash into and pop from."""
-    return _local.scope
+    # At first that of a model that runs without GPipe, as a plain sequence of layers.
+    scope: Scope = vars(_local).setdefault("scope", {})
+    return scope
 
 
 @contextmanager
 def skip_scope(scope: Scope) -> Iterator[Scope]:
     """Make `scope` the current one of this thread."""
-    outer, _local.scope = _local.scope, scope
+    outer, _local.scope = current_scope(), scope
     try:
         yield scope
     finally:

@@ -61,15 +61,14 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
             used: set[str] = set()
             if isinstance(result, GeneratorType):
                 result = _drive(self, result, used)
-            if missing := _all_declared(self) - used:
+            if missing := (stashes | pops) - used:
                 raise RuntimeError(
                     f"{type(self).__name__} declares skips {sorted(missing)}, but its forward did not stash or pop them"
                 )
             return result
 
-        new = {"forward": forward, "_skips": {"stash": stashes, "pop": pops}, "isolate": _isolate}
-        for name, value in new.items():
-            setattr(layer, name, value)
+        kind: Any = layer
+        kind.forward, kind._skips, kind.isolate = forward, {"stash": stashes, "pop": pops}, _isolate
         return layer
 
     return decorate
@@ -92,10 +91,6 @@ def _declared(layer: nn.Module) -> dict[str, frozenset[str]]:
     return layer._skips  # type: ignore[return-value]  # the class's, or the layer's own
 
 
-def _all_declared(layer: nn.Module) -> frozenset[str]:
-    return _declared(layer)["stash"] | _declared(layer)["pop"]
-
-
 def _key(layer: nn.Module, name: str) -> SkipKey:
     return SkipKey(layer.__dict__.get("_namespaces", {}).get(name), name)
 
@@ -104,7 +99,7 @@ def _isolate(self: nn.Module, ns: Namespace, *, only: Iterable[str] | None = Non
     """Put this layer's skips, or only those named in `only`, into namespace `ns`; return the layer."""
     if not isinstance(ns, Namespace):
         raise TypeError(f"isolate takes a torchgpipe.skip.Namespace, but got {type(ns).__name__}")
-    declared = _all_declared(self)
+    declared = _declared(self)["stash"] | _declared(self)["pop"]
     names = declared if only is None else _names("only", only)
     if unknown := names - declared:
         raise ValueError(f"{type(self).__name__} has skips {sorted(declared)}, but isolate got {sorted(unknown)}")

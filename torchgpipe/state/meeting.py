@@ -1,15 +1,13 @@
-"""What ranks tell each other beside mini-batches: `meeting`. A single process is the only rank."""
+"""What ranks tell each other beside mini-batches: `Meeting`. A single process is the only rank."""
 
 import pickle
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from torchgpipe.partitioned import Partitioned
 from torchgpipe.plain import packed, unpacked
 
 ONE_FOLDER = "all ranks need one folder, on a filesystem that all machines share"
@@ -46,10 +44,3 @@ class Meeting:
             other = f"but rank 0 does: {ONE_FOLDER}"
             raise RuntimeError(f"rank {self.own} does not see {path}, {other if self.own else gone}")
         return path
-
-
-@contextmanager
-def meeting(model: Partitioned, doing: str) -> Iterator[Meeting]:
-    """Let all ranks meet for what `doing` says; if one of them fails meanwhile, all raise."""
-    with model._together(doing) as exchange:
-        yield Meeting(getattr(model, "rank", 0), exchange)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
 import shutil
+import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -116,17 +118,11 @@ class _File(io.BufferedWriter):
             super().flush()
 
 
-def blank(saved: Metadata, keys: list[str], device: str) -> dict[str, Any]:
-    """Return the parts of a checkpoint with these keys: of tensors type and shape, and of others `None`."""
-    tensors = {key: meta for key in keys if isinstance(meta := saved.state_dict_metadata[key], TensorStorageMetadata)}
-    made = {key: torch.empty(x.size, dtype=x.properties.dtype, device=device) for key, x in tensors.items()}
-    return dict.fromkeys(keys) | made
-
-
 def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
     """Return the parts of a checkpoint with these keys."""
-    content, reader = blank(saved, keys, "cpu"), FileSystemReader(path)
-    planner = DefaultLoadPlanner(False, False)
+    tensors = {key: meta for key in keys if isinstance(meta := saved.state_dict_metadata[key], TensorStorageMetadata)}
+    blank = {key: torch.empty(x.size, dtype=x.properties.dtype, device="cpu") for key, x in tensors.items()}
+    content, reader, planner = dict.fromkeys(keys) | blank, FileSystemReader(path), DefaultLoadPlanner(False, False)
     planner.set_up_planner(content, saved, True)
     reader.set_up_storage_reader(saved, True)
     reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
@@ -153,3 +149,38 @@ def readable(path: Path) -> Iterator[None]:
             f"the state in {path} cannot be read ({type(error).__name__}{line and ': '}{line}); if it is damaged, "
             "remove it, and the one before is loaded"
         ) from caught(error)
+
+
+class FileLock:
+    """Lock a file for as long as this object lives; raise `RuntimeError` if another process has it.
+
+    It is a lock of POSIX (`lockf`), which forked processes do not have. They would have one of `flock`, and might
+    outlive this process. But a lock of POSIX ends when this process closes any descriptor of the file. So there is one
+    object for each file, which all share (`FileLock.all`).
+    """
+
+    all: ClassVar[weakref.WeakValueDictionary[Path, FileLock]] = weakref.WeakValueDictionary()
+
+    def __init__(self, path: Path) -> None:
+        file, self._process = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), os.getpid()
+        weakref.finalize(self, _close, file, self._process).atexit = False
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # systems differ
+            raise RuntimeError(
+                f"another job saves into {path.parent} (a process of it holds the lock); give each job a folder of its "
+                "own"
+            ) from None
+        except OSError:
+            pass  # a filesystem without locks
+        self._inode = os.fstat(file).st_ino
+        FileLock.all[path] = self
+
+    def locks(self, path: Path) -> bool:
+        """Return whether this process has it, and it is that of the file that is there now."""
+        return self._process == os.getpid() and path.exists() and path.stat().st_ino == self._inode
+
+
+def _close(file: int, process: int) -> None:
+    if os.getpid() == process:  # not in a fork, which may have a lock of its own by now
+        os.close(file)

@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -20,14 +20,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from torchgpipe.caught import caught
 from torchgpipe.partitioned import Partitioned
-from torchgpipe.state.file_lock import FileLock
-from torchgpipe.state.meeting import ONE_FOLDER, meeting
-from torchgpipe.state.saved_files import MARK, blank, check, flush, marked, read, readable, remove, write
+from torchgpipe.state.meeting import ONE_FOLDER, Meeting
+from torchgpipe.state.saved_files import MARK, FileLock, check, flush, marked, read, readable, remove, write
 from torchgpipe.state.state import State, same
 
 _WHOLE = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})-step-(0|-?[1-9][0-9]*)")
@@ -79,7 +78,8 @@ class Saves:
         """
         if not isinstance(step, int) or isinstance(step, bool):
             raise TypeError(f"step must be a whole number, but got {step!r}")
-        with meeting(model, "save") as ranks, self._reported(step):
+        with model._together("save") as exchange, self._reported(step):
+            ranks = Meeting(model.rank, exchange)
             if dist.is_initialized() and dist.get_world_size() > ranks.n:
                 raise ValueError(
                     f"the pipeline has {ranks.n} of {dist.get_world_size()} ranks, and only one of all ranks can be "
@@ -88,10 +88,9 @@ class Saves:
             state, given = State(model, optimizer, ranks.own), {"step": step, **others}
             part = cast(Path, ranks.first(self.folder, self._begin))
             try:
-                told = ranks.through(part, (given, state.kind(), state.options()))
+                told = ranks.through(part, (given, state.kind, state.options()))
                 for rank, (theirs, *_) in enumerate(told):
-                    if not same(theirs, given):
-                        unlike = [name for name in {**given, **theirs} if not same(given.get(name), theirs.get(name))]
+                    if unlike := [n for n in {**given, **theirs} if not same(given.get(n, ...), theirs.get(n, ...))]:
                         raise ValueError(
                             f"ranks {ranks.own} and {rank} give different values of {', '.join(unlike)} to save; all "
                             "ranks have to give the same, since all get back that of rank 0"
@@ -112,7 +111,10 @@ class Saves:
                         number += 1  # what has that name was not made here
                     os.rename(part, path)
                     flush(self.folder)
-                    self._remove_old()
+                    for _, name in sorted(self._whole().items())[: -self.keep]:
+                        old = self.folder / f"part-{uuid.uuid4().hex}"
+                        os.rename(self.folder / name, old)  # first: what is removed in part must not look whole
+                        remove(old)
                 ranks.all(None)  # the others return when it is whole, too
             except BaseException:
                 if ranks.n == 1:  # else other ranks may still write into it, and the next save removes it
@@ -130,7 +132,8 @@ class Saves:
             RuntimeError: a rank does not see the folder of rank 0; the state is damaged.
             RankFailed: another rank has failed.
         """
-        with meeting(model, "load") as ranks:
+        with model._together("load") as exchange:
+            ranks = Meeting(model.rank, exchange)
             path = ranks.first(self.folder, self._newest)
             if path is None:
                 return None
@@ -139,7 +142,7 @@ class Saves:
             if ranks.all(sums)[0] != sums:
                 raise RuntimeError(f"rank {ranks.own} sees another state in {path} than rank 0: {ONE_FOLDER}")
             state = State(model, optimizer, ranks.own)
-            here = ranks.all((_forms(state.fixed()), state.kind(), [*state.options()]))
+            here = ranks.all(({key: _form(x) for key, x in state.fixed().items()}, state.kind, [*state.options()]))
             with readable(path):
                 saved = FileSystemReader(path).read_metadata()
                 training = read(path, saved, ["training"])["training"]
@@ -173,31 +176,15 @@ class Saves:
     def _begin(self) -> str:
         """Make a folder to write into; return its name, which no rank has asked its filesystem for before."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock()
+        path = self.folder.resolve() / "lock"
+        there = FileLock.all.get(path)
+        self._locked = there if there is not None and there.locks(path) else FileLock(path)  # as long as this lives
         for name in filter(_PART.fullmatch, os.listdir(self.folder)):
             remove(self.folder / name)
         name = f"part-{uuid.uuid4().hex}"
         (self.folder / name).mkdir()
         (self.folder / name / MARK).touch()
         return name
-
-    def _lock(self) -> None:
-        """Lock the folder for as long as this object lives."""
-        path = self.folder.resolve() / "lock"
-        there = FileLock.all.get(path)
-        try:
-            self._locked = there if there is not None and there.locks(path) else FileLock(path)
-        except BlockingIOError:
-            raise RuntimeError(
-                f"another job saves into {self.folder} (a process of it holds the lock); give each job a folder of its "
-                "own"
-            ) from None
-
-    def _remove_old(self) -> None:
-        for _, name in sorted(self._whole().items())[: -self.keep]:
-            part = self.folder / f"part-{uuid.uuid4().hex}"
-            os.rename(self.folder / name, part)  # first: what is removed in part must not look whole
-            remove(part)
 
     @contextmanager
     def _reported(self, step: int) -> Iterator[None]:
@@ -215,19 +202,19 @@ class Saves:
             raise OSError(cause.errno, why) from caught(error)
 
 
-def _forms(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return type and shape of tensors, and nothing of other parts."""
-    tensors = {key: x for key, x in content.items() if isinstance(x, torch.Tensor)}
-    forms = {key: f"{x.dtype} {[*x.shape]}".removeprefix("torch.") for key, x in tensors.items()}
-    return dict.fromkeys(content, "") | forms
+def _form(x: Any) -> str:
+    """Return type and shape of a tensor that is here, or was saved, and nothing of other parts."""
+    if isinstance(x, TensorStorageMetadata):
+        return f"{x.properties.dtype} {[*x.size]}".removeprefix("torch.")
+    return f"{x.dtype} {[*x.shape]}".removeprefix("torch.") if isinstance(x, torch.Tensor) else ""
 
 
 def _check_alike(
     path: Path, saved: Metadata, training: dict[str, Any], here: list[tuple[dict[str, str], str | None, list[str]]]
 ) -> None:
     """Raise `ValueError` if a saved state is not of the model and optimizer that ranks have."""
-    fixed = [key for key in saved.state_dict_metadata if key.startswith(("model.", "generator."))]
-    there = _forms(blank(saved, fixed, "meta"))
+    decided = ("model.", "generator.")
+    there = {key: _form(x) for key, x in saved.state_dict_metadata.items() if key.startswith(decided)}
     now = {key: each for forms, _, _ in here for key, each in forms.items()}
     optimizers = sorted({kind for _, kind, _ in here if kind})
     if optimizers:

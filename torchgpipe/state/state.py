@@ -2,7 +2,7 @@
 
 import pickle
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,23 +27,21 @@ class State:
     A part of the model is named `model.NAME`, and what the optimizer holds for a parameter `optimizer.state.NAME.KEY`.
     The generator of a layer is `generator.NAME`. Default generators are `random.RANK`, and `random.device.PARTITION`
     where a partition's device has one of its own.
-
-    Raises:
-        ValueError: the optimizer has a parameter that is not the model's, or holds something that is not a parameter's.
     """
 
     def __init__(self, model: Partitioned, optimizer: Optimizer | None, rank: int) -> None:
-        self._model, self._optimizer, self._rank = model, optimizer, rank
+        self._model, self._optimizer = model, optimizer
+        self.kind = None if optimizer is None else type(optimizer).__name__
         self._parameters = dict(model.named_parameters())
         names = {p: name for name, p in self._parameters.items()}
-        if optimizer is not None:
-            held = [*optimizer.state_dict().keys() - {"state", "param_groups"}, *optimizer.state.keys() - names.keys()]
-            if held:
-                what = f"a tensor of shape {[*held[0].shape]}" if isinstance(held[0], Tensor) else repr(held[0])
-                raise ValueError(
-                    f"the optimizer holds {what} beside the states of parameters, which would be lost; save "
-                    "the layers without the optimizer, and its state by a name of its own"
-                )
+        state: dict[str, Any] = {"state": {}, "param_groups": []} if optimizer is None else optimizer.state_dict()
+        self._states, self._group_states = state.pop("state"), state.pop("param_groups")
+        if held := [*state, *(optimizer.state.keys() - names.keys() if optimizer is not None else ())]:
+            what = f"a tensor of shape {[*held[0].shape]}" if isinstance(held[0], Tensor) else repr(held[0])
+            raise ValueError(
+                f"the optimizer holds {what} beside the states of parameters, which would be lost; save the layers "
+                "without the optimizer, and its state by a name of its own"
+            )
         self._groups: list[list[str]] = []
         for group in [] if optimizer is None else optimizer.param_groups:
             if not all(p in names for p in group["params"]):
@@ -59,16 +57,15 @@ class State:
             for attribute, value in module.__dict__.items()
             if type(value) is torch.Generator
         }
+        self._defaults = {f"random.{rank}": torch.default_generator} | {
+            f"random.device.{j}": g for j, device in model._held for g in default_generators(device)[1:]
+        }
 
     def content(self) -> dict[str, Any]:
         """Return all that there is to save."""
-        content = self.fixed() | {f"random.{self._rank}": torch.get_rng_state()}
-        for j, device in self._model._held:
-            for generator in default_generators(device)[1:]:
-                content[f"random.device.{j}"] = generator.get_state()
-        if self._optimizer is not None:
-            for k, values in self._optimizer.state_dict()["state"].items():
-                content |= {f"{_STATE}{self._names[k]}.{key}": x for key, x in values.items()}
+        content = self.fixed() | {key: generator.get_state() for key, generator in self._defaults.items()}
+        for k, values in self._states.items():
+            content |= {f"{_STATE}{self._names[k]}.{key}": x for key, x in values.items()}
         return content
 
     def fixed(self) -> dict[str, Any]:
@@ -76,33 +73,22 @@ class State:
         layers = {f"model.{name}": x for name, x in self._model.state_dict().items()}
         return layers | {key: generator.get_state() for key, generator in self._generators.items()}
 
-    def kind(self) -> str | None:
-        """Return the name of the optimizer's class."""
-        return None if self._optimizer is None else type(self._optimizer).__name__
-
     def options(self) -> Options:
         """Return the optimizer's options. Parameters of one group have them in common: pickled, they are there once."""
         options: Options = {}
-        for names, group in zip(self._groups, self._group_states(), strict=True):
+        for names, group in zip(self._groups, self._group_states, strict=True):
             given = {key: x.cpu() if isinstance(x, Tensor) else x for key, x in group.items() if key not in _PARAMETERS}
             options |= dict.fromkeys(names, given)
         return options
-
-    def _group_states(self) -> list[dict[str, Any]]:
-        return [] if self._optimizer is None else self._optimizer.state_dict()["param_groups"]
 
     def wanted(self, keys: Collection[str], *, same_ranks: bool) -> list[str]:
         """Return the keys of a saved state that this process reads. `same_ranks`: as many ranks have saved it."""
         fixed, names = self.fixed(), {*self._names}
         wanted = [key for key in keys if key in fixed or parameter(key) in names]
-        return wanted + [self._random(same_ranks)] + [key for _, key in self._devices(keys, same_ranks)]
+        return wanted + [key for key, _ in self._drawing(keys, same_ranks)]
 
     def packed(self, content: Mapping[str, Any], options: Options) -> dict[str, Any] | None:
-        """Return the optimizer's state as its `load_state_dict` takes it.
-
-        Raises:
-            ValueError: parameters that are now in one group had different options.
-        """
+        """Return the optimizer's state as its `load_state_dict` takes it, if those of one group had equal options."""
         if self._optimizer is None:
             return None
         states: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -113,7 +99,7 @@ class State:
                     x = torch.empty_like(p, dtype=x.dtype, device="cpu").copy_(x)  # placed in memory as it was
                 states[name][key.rpartition(".")[2]] = x
         groups = []
-        for names, group in zip(self._groups, self._group_states(), strict=True):
+        for names, group in zip(self._groups, self._group_states, strict=True):
             saved = options[names[0]] if names else {}
             for name in names:
                 for option, x in saved.items():
@@ -141,21 +127,14 @@ class State:
                 for key, x in values.items():
                     if isinstance(x, Tensor) and state[key].dtype != x.dtype:  # cast to the type of the parameter
                         state[key] = x.to(state[key].device)
-        torch.set_rng_state(content[self._random(same_ranks)])
-        for generator, key in self._devices(content, same_ranks):
+        for key, generator in self._drawing(content, same_ranks):
             generator.set_state(content[key])
 
-    def _random(self, same_ranks: bool) -> str:
-        return f"random.{self._rank if same_ranks else 0}"
-
-    def _devices(self, keys: Collection[str], same_ranks: bool) -> Iterator[tuple[torch.Generator, str]]:
-        """Yield the default generators of devices, and the key of each."""
-        for j, device in self._model._held:
-            for generator in default_generators(device)[1:]:
-                key = f"random.device.{j}"
-                key = key if same_ranks and key in keys else "random.device.0"
-                if key in keys:
-                    yield generator, key
+    def _drawing(self, keys: Collection[str], same_ranks: bool) -> list[tuple[str, torch.Generator]]:
+        """Return the default generators, and the key of the state that each gets: its own, or that of the first."""
+        first = {key: f"{key.rpartition('.')[0]}.0" for key in self._defaults}
+        found = [(k if same_ranks and k in keys else first[k], g) for k, g in self._defaults.items()]
+        return [(key, generator) for key, generator in found if key in keys]
 
 
 def parameter(key: str) -> str | None:

@@ -1,2 +1,2 @@
-"""One task: its graph, and what its layers meet in it: parameters, buffers, random numbers, modes, batch normalization.
-It may import `tensors` and `skip`."""
+"""One task: its graph, and what its layers meet in it: parameters, buffers, random numbers, modes.
+It may import `tensors`, `skip` and `batchnorm`."""

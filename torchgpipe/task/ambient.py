@@ -4,7 +4,6 @@ Worker threads enter all of them; a recomputation enters those that may have cha
 """
 
 import contextvars
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,10 +11,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from torchgpipe.task.seeded import PrivateGenerator
+from torchgpipe.task.seeded import Everywhere, PrivateGenerator
 from torchgpipe.tensors._autograd import (
     NO_MODES,
-    DefaultDevice,
+    DeviceContext,
     Stacks,
     mode_stacks,
     set_mode_stacks,
@@ -25,9 +24,6 @@ from torchgpipe.tensors._autograd import (
 from torchgpipe.tensors.checkpoint import Passing, is_checkpointing, is_recomputing
 from torchgpipe.tensors.microbatch import Flat
 from torchgpipe.tensors.observe import NOTHING
-
-# Devices that have an autocast of their own; others, such as meta, follow no autocast state.
-_AUTOCAST = ("cpu", "cuda", "xpu")
 
 
 class Ambient:
@@ -39,29 +35,24 @@ class Ambient:
 
     A mode of functions or operators whose attributes change meanwhile has state. It may only watch (as its class may
     say by `only_watches = True`), so a recomputation leaves it out. If what layers compute depends on it, `check_same`
-    finds out.
-
-    Attributes:
-        context: the thread's context variables, which a recomputation runs in, too.
-        watched: the modes that may have state, each with what it held at first.
+    finds out. `watched` are those that may have state, each with what it held at first.
     """
 
     def __init__(self, devices: Iterable[torch.device], *, threads: bool = False) -> None:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
-        types = {"cpu", *(d.type for d in devices)}.intersection(_AUTOCAST)
-        self._autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types]
-        self._types = [*types]
-        self.casts = any(enabled for _, enabled, _ in self._autocast)
+        types = {"cpu", *(d.type for d in devices)} & {"cpu", "cuda", "xpu"}  # others, such as meta, have no autocast
+        self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types}
+        self.casts = any(enabled for enabled, _ in self._autocast.values())
         self._dtype = torch.get_default_dtype()
-        self._stacks = functions, operators = _stacks()
-        modes = [m for m in (*functions, *operators) if type(m) is not DefaultDevice and not _only_watches(m)]
-        self.watched = [(m, _state(m)) for m in modes]
+        self._stacks = _stacks()
+        modes = [m for stack in self._stacks for m in stack]
+        self.watched = [(m, _state(m)) for m in modes if type(m) is not DeviceContext and not _only_watches(m)]
         self._changed: list[object] | None = None  # until all layers have run
         self._threads = threads
         self._checkpointing, self._recomputing = is_checkpointing(), is_recomputing()
         self._torch_function = torch_function_enabled()
-        self.context = contextvars.copy_context()
+        self.context = contextvars.copy_context()  # which a recomputation runs in, too
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -80,10 +71,9 @@ class Ambient:
     def again(self) -> AbstractContextManager[object]:
         """Return a context that sets autocast, the default type, and modes of functions and operators as they were.
 
-        Raises:
-            RuntimeError: the default type is another one now, and other threads would meet what is set here.
+        Raise `RuntimeError` if the default type is another one now, which other threads would meet.
         """
-        cast = self.casts or True in map(torch.is_autocast_enabled, self._types)
+        cast = self.casts or any(map(torch.is_autocast_enabled, self._autocast))
         turned_off = self._torch_function and not torch_function_enabled()
         others = _stacks(self._changed) != self._stacks
         dtype = torch.get_default_dtype()
@@ -101,17 +91,15 @@ class Ambient:
             if turned_off:
                 stack.enter_context(with_torch_function())
             if others:
-                now = mode_stacks()
-                stack.callback(set_mode_stacks, now)
-                functions, operators = (
-                    before + [mode for mode in modes if _only_watches(mode) and mode not in before]
-                    for before, modes in zip(self._stacks, now, strict=True)
-                )
-                set_mode_stacks((functions, operators))
+                stack.callback(set_mode_stacks, mode_stacks())
+                set_mode_stacks(tuple(
+                    [*before, *(mode for mode in modes if _only_watches(mode) and mode not in before)]
+                    for before, modes in zip(self._stacks, mode_stacks(), strict=True)
+                ))  # fmt: skip
             if (dtype := torch.get_default_dtype()) != self._dtype:
                 stack.callback(torch.set_default_dtype, dtype)
                 torch.set_default_dtype(self._dtype)
-            for device_type, enabled, cast in self._autocast:
+            for device_type, (enabled, cast) in self._autocast.items():
                 if enabled or torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, cast, enabled, cache_enabled=False))
             yield
@@ -145,13 +133,10 @@ def _only_watches(mode: object) -> bool:
 def _stacks(changed: Sequence[object] | None = None, of: Stacks | None = None) -> Stacks:
     """Return the modes of this thread, or those given; once it is known which have changed, those to recompute with."""
     found = of or mode_stacks()
-    if found is NO_MODES:
-        return found
-    functions, operators = (
+    return found if found is NO_MODES else tuple(
         [m for m in modes if type(m) is not PrivateGenerator
          and (changed is None or not (m in changed or _only_watches(m)))] for modes in found
     )  # fmt: skip
-    return functions, operators
 
 
 def _state(value: object, depth: int = 4) -> object:
@@ -174,7 +159,7 @@ class Modes(AbstractContextManager[None]):
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
-        self._passing = Passing(checkpointing=is_checkpointing(), recomputing=is_recomputing())
+        self._passing = Passing()
         self._private = PrivateGenerator.present()
         self._stacks, self._dtype = mode_stacks(), torch.get_default_dtype()
 
@@ -189,27 +174,8 @@ class Modes(AbstractContextManager[None]):
         torch.set_default_dtype(self._dtype)
 
 
-_lock = threading.Lock()
-_within = 0  # first passes that are within `without_fast_attention`, in all threads
-_fast = True  # what the setting was before
-
-
-@contextmanager
-def without_fast_attention() -> Iterator[None]:
-    """Let attention in evaluation mode compute as it does with gradients, in all threads.
-
-    Without gradients PyTorch takes another way, which gives something else where inputs are masked.
-    """
-    global _within, _fast
-    with _lock:
-        if _within == 0:
-            _fast = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
-        _within += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _within -= 1
-            if _within == 0:
-                torch.backends.mha.set_fastpath_enabled(_fast)
+WITHOUT_FAST_ATTENTION = Everywhere(
+    torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
+)
+"""Let attention in evaluation mode compute as it does with gradients. Without these PyTorch takes another way, which
+gives something else where inputs are masked."""

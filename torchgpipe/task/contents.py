@@ -18,9 +18,6 @@ def copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tenso
     return copies.get(id(buffer))
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def comparable(x: Tensor) -> bool:
     """Return whether `equal` knows this kind of tensor."""
     return x.layout is torch.strided and not x.is_nested
@@ -38,4 +35,5 @@ def equal(x: Tensor, y: Tensor) -> bool | None:
 def _bits(x: Tensor) -> Tensor:
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
-    return x.view(_INTEGERS[x.itemsize]) if x.is_floating_point() else x  # NaN is not equal to NaN, but -0.0 to 0.0
+    # NaN is not equal to NaN, but -0.0 to 0.0.
+    return x.view(getattr(torch, f"int{8 * x.itemsize}")) if x.is_floating_point() else x

@@ -1,26 +1,23 @@
-"""What tasks use in place of a partition's parameters, and the gate through which their gradients leave.
+"""What tasks use in place of a partition's parameters.
 
 If the graphs of tasks ended in the parameters, each task would add to `.grad` by itself: hooks would run for every
 task, and `autograd.grad` would find nothing. So tasks run on stand-ins: detached parameters, put into the layers for as
-long as a task runs. A gate is one node of the caller's graph for each partition and mini-batch:
-
-    parameters ─▶ gate ─▶ an empty tensor ─▶ every task of the partition ─▶ …
-
-Its backward comes after those of all tasks, and returns what they added up in the stand-ins.
+long as a task runs. A node of the caller's graph that comes after all tasks in backward (`one_node`) returns what they
+added up in the stand-ins.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.tensors._autograd import at_end, backward_id, keeps_graph, sharded
+from torchgpipe.tensors._autograd import at_end, backward_id, sharded
 
 BY_ANOTHER_WAY = (
     "a backward reached a partition's layers by another way than its outputs: a layer keeps a tensor that has a graph, "
@@ -46,19 +43,16 @@ class StandInParameters:
     In a backward, calls come in this order. An error is raised where gradients are there that no task has added.
 
         begin             by the first task that the backward reaches
-        show_gradients    before layers run again; `hide_gradients` after it
-        take              by the gate, after all tasks; not if only gradients of inputs are asked for
+        with …            around layers that run again: they meet the gradients that the parameters had
+        take              by that node, after all tasks; not if only gradients of inputs are asked for
         _end              by autograd, at the very end; not if the backward fails
 
-    Attributes:
-        parameters: those that have stand-ins; their `ids`.
-        needs: of all parameters, which take a gradient; `meets`: whether some had a gradient when this was made.
+    `parameters` are those that have stand-ins, with their `ids`; `needs` says of all which take a gradient.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         made: dict[Tensor, Tensor] = {}
-        self._places: list[dict[str, Any]] = []  # attributes of the modules that have parameters
-        self._dicts: list[dict[str, Tensor | None]] = []  # what stands there for `_parameters` while a task runs
+        self._replaced: list[Change] = []  # the dictionaries of parameters
         self._all: list[tuple[str, Tensor]] = []
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # with their stand-ins
         self._frozen: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # parameters that have none
@@ -68,72 +62,58 @@ class StandInParameters:
             for name in module._buffers:
                 x = module._buffers.get(name)  # not by items(), which a recomputation may refuse
                 if x is not None and x.requires_grad and not hasattr(x, _OF_A_LAYER):
-                    if x not in made:
-                        made[x] = _stand_in(x)
-                        self._all.append((name, x))
-                    self._buffers.append((module, name, x, made[x]))
+                    self._all.append((name, x))
+                    self._buffers.append((module, name, x, made.setdefault(x, _stand_in(x))))
             if not module._parameters or module in kept:
                 continue
             if isinstance(module, torch.jit.ScriptModule):
                 raise RuntimeError(_SCRIPTED.format(module.original_name))
-            replaced: dict[str, Tensor | None] = {}
+            replaced: dict[str, Tensor | None] = {**module._parameters}
             for name, p in module._parameters.items():
-                replaced[name] = p
-                if p is not None:
-                    if nn.parameter.is_lazy(p):
-                        raise RuntimeError(_LAZY.format(type(module).__name__, name))
-                    self._all.append((name, p))
-                    if p.requires_grad:
-                        replaced[name] = made.get(p)
-                        if replaced[name] is None:
-                            replaced[name] = made[p] = _stand_in(p)
-                    else:
-                        self._frozen.append((replaced, name, p))
-            self._places.append(module.__dict__)
-            self._dicts.append(replaced)
+                if p is None:
+                    continue
+                if nn.parameter.is_lazy(p):
+                    raise RuntimeError(_LAZY.format(type(module).__name__, name))
+                self._all.append((name, p))
+                if p.requires_grad:
+                    replaced[name] = made.setdefault(p, _stand_in(p))
+                else:
+                    self._frozen.append((replaced, name, p))
+            self._replaced.append((module.__dict__, "_parameters", replaced))
         self._versions = [p._version for _, p in self._all]
         own = [module._parameters for module in modules if module not in kept]
-        self._watched: list[dict[str, Any]] = [*self._dicts, *own]  # a layer must not change these in its forward
+        self._watched = [*own, *(new for *_, new in self._replaced)]  # a layer must not change these in its forward
         self._ids = [id(x) for d in self._watched for x in d.values()]
         self.parameters, self.ids = list(made), {*map(id, made)}
         self._stand_ins = list(made.values())
         self.needs = [p.requires_grad for _, p in self._all]
         self._met: list[Any] = [*map(_noted, self.parameters)]
-        self.meets = any(met is not None for met in self._met)
+        self._outer: list[tuple[list[Any], list[Any]]] = []  # what was there before, and what is shown now
         self._idle = True  # no backward has begun, or `take` has come
         self._backward = -1  # the number of the latest backward
+        # Whether layers would meet sums of gradients by themselves: in a step, forwards come after backwards, too.
+        self.must_show = False
         self._thread: int | None = None  # where it began, until it has ended
+        if any(met is not None for met in self._met):
+            self.__enter__()  # until all forwards have ended, or a backward begins
 
     def in_place(self) -> AbstractContextManager[object]:
         """Put the stand-ins into the modules. The caller holds the lock of the modules."""
-        parameters = InPlace("_parameters", self._places, self._dicts)
-        return self._with_buffers(parameters) if self._buffers else parameters
+        if not self._buffers:
+            return InPlace(self._replaced)
+        # Not the whole dictionary: a layer may replace other buffers meanwhile, or these.
+        buffers = [(m._buffers, name, new) for m, name, x, new in self._buffers if m._buffers.get(name) is x]
+        return InPlace([*self._replaced, *buffers], for_good=True)
 
-    @contextmanager
-    def _with_buffers(self, parameters: InPlace) -> Iterator[None]:
-        # Not as whole dictionaries: a layer may replace other buffers meanwhile, or these.
-        put = [(m._buffers, name, x, stand_in) for m, name, x, stand_in in self._buffers if m._buffers.get(name) is x]
-        with parameters:
-            for buffers, name, _, stand_in in put:
-                buffers[name] = stand_in
-            try:
-                yield
-            finally:
-                for buffers, name, x, stand_in in put:
-                    if buffers.get(name) is stand_in:
-                        buffers[name] = x
-
-    def show_gradients(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Let layers meet the gradients that the parameters had when this was made; return these, and the sums."""
-        sums, shown = self._grads(), self._met
-        if self.meets:
-            shown = [met and _shown(met, p) for met, p in zip(self._met, self.parameters, strict=True)]
+    def __enter__(self) -> None:
+        """Let layers meet the gradients that parameters had at first; raise `RuntimeError` if one adds to these."""
+        sums = self._grads()
+        shown = [met and _shown(met, p) for met, p in zip(self._met, self.parameters, strict=True)]
+        self._outer.append((sums, shown))
         self._set(sums, shown)
-        return shown, sums
 
-    def hide_gradients(self, shown: list[Tensor | None], sums: list[Tensor | None]) -> None:
-        """Put the sums back; raise `RuntimeError` if a layer has added gradients to what it was shown."""
-        after = self._grads()
+    def __exit__(self, *_: object) -> None:
+        (sums, shown), after = self._outer.pop(), self._grads()
         self._set(after, sums)
         if [g for g, x in zip(after, shown, strict=True) if g is not x or (g is not None and g._version)]:
             raise RuntimeError(BY_ANOTHER_WAY)
@@ -144,10 +124,7 @@ class StandInParameters:
                 stand_in.grad = grad
 
     def check_unchanged(self, partition: int, *, forward: bool = False) -> None:
-        """Raise `RuntimeError` if a parameter was changed in place since the stand-ins were made.
-
-        `forward`: this is asked right after a first pass.
-        """
+        """Raise `RuntimeError` if a parameter was changed in place; ask with `forward` right after a first pass."""
         if [p._version for _, p in self._all] == self._versions:
             return
         changed = next(n for (n, p), v in zip(self._all, self._versions, strict=True) if p._version != v)
@@ -161,6 +138,8 @@ class StandInParameters:
 
     def check_kept(self, partition: int) -> None:
         """Raise `RuntimeError` if a layer has replaced, added, frozen or hooked a parameter in its forward."""
+        if self._outer:
+            self.__exit__()
         frozen = not all([x.requires_grad and not x._backward_hooks for x in self._stand_ins])
         moved = [_address(stand_in) for stand_in in self._stand_ins] != [_address(p) for p in self.parameters]
         if frozen or moved or [id(x) for d in self._watched for x in d.values()] != self._ids:
@@ -176,9 +155,7 @@ class StandInParameters:
     def begin(self, backward: int) -> bool:
         """Start the backward of this number; return `False` if it has started already.
 
-        Raises:
-            RuntimeError: two backwards go through one mini-batch at the same time, or one went through its layers
-                before it came to the pipeline.
+        Raise `RuntimeError` if another is under way, or went through the layers before it came to the pipeline.
         """
         if backward == self._backward:
             return False
@@ -187,10 +164,12 @@ class StandInParameters:
             raise RuntimeError(
                 "two backwards go through one mini-batch at the same time; let one end before the other begins"
             )
+        if self._outer:
+            self.__exit__()
         left = self.take()
         if idle:  # otherwise they are of a backward that failed, or did not come to the gate, and are dropped
             _refuse_any(left)
-        self._backward, self._thread, self._idle = backward, here, False
+        self._backward, self._thread, self._idle, self.must_show = backward, here, False, True
         if backward_id() >= 0:
             at_end(self._end)
         # A recomputation makes no graph of what was frozen when its first pass made none.
@@ -224,54 +203,37 @@ def _refuse_any(grads: list[Tensor | None]) -> None:
         raise RuntimeError(BY_ANOTHER_WAY)
 
 
-def gate(stand_ins: StandInParameters, device: torch.device) -> Tensor:
-    """Return an empty tensor that tasks take as an input, so that they belong to the graph of the parameters.
-
-    It is made on `device`, where the gradients will be added up. Without parameters it is a mere token.
-    """
-    opened: Tensor = _Gate.apply(stand_ins, device, *stand_ins.parameters) if stand_ins.parameters else TOKEN
-    return opened
-
-
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, stand_ins: StandInParameters, device: torch.device, *parameters: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.stand_ins = stand_ins
-        return torch.empty(0, device=device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.stand_ins.take(last=not keeps_graph()))
+Change = tuple[dict[str, Any], str, Any]
+"""A dictionary, such as the attributes of a module; a key; and what is put there."""
 
 
 class InPlace:
-    """Temporarily replace the attribute `key` of several modules, whose attributes are `places`.
+    """Temporarily make changes; what others change there meanwhile stays only if it may be `for_good`.
 
-    For parameters and buffers this is the whole dictionary, since a layer may add to it in its forward. If Ctrl-C skips
-    `__exit__`, `__del__` puts the attribute back.
+    Of parameters and buffers the whole dictionary is replaced, since a layer may add to it in its forward. If Ctrl-C
+    skips `__exit__`, `__del__` takes the changes back.
     """
 
-    __slots__ = ("_before", "_key", "_places", "_values")
-    _before: list[Any] | None
+    __slots__ = ("_before", "_changes", "_for_good")
 
-    def __init__(self, key: str, places: list[dict[str, Any]], values: Sequence[Any]) -> None:
-        self._key, self._places, self._values, self._before = key, places, values, None
+    def __init__(self, changes: Sequence[Change], *, for_good: bool = False) -> None:
+        self._changes, self._for_good = changes, for_good
+        self._before: list[Any] | None = None
 
     def __enter__(self) -> None:
-        key, places = self._key, self._places
-        self._before = [place[key] for place in places]
-        for place, value in zip(places, self._values, strict=True):
+        self._before = [place[key] for place, key, _ in self._changes]
+        for place, key, value in self._changes:
             place[key] = value
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
-            for place, value in zip(self._places, self._before, strict=True):
-                place[self._key] = value
+            for (place, key, value), before in zip(self._changes, self._before, strict=True):
+                if not self._for_good or place.get(key) is value:
+                    place[key] = before
             self._before = None
 
     def __del__(self) -> None:
-        if hasattr(self, "_before"):  # or Ctrl-C came before the first line of `__init__`
+        if getattr(self, "_before", None) is not None:  # it is not there if Ctrl-C came before the end of `__init__`
             self.__exit__()
 
 
@@ -289,16 +251,13 @@ class _Changed(Tensor):
         )
 
 
-_Noted = tuple[weakref.ref[Tensor], int]
-
-
-def _noted(p: Tensor) -> _Noted | None:
+def _noted(p: Tensor) -> tuple[weakref.ref[Tensor], int] | None:
     """Return what tells a parameter's gradient from others, but does not keep its memory, which others may need."""
     grad = p.grad if p.is_leaf else None
     return None if grad is None else (weakref.ref(grad), grad._version)
 
 
-def _shown(met: _Noted, p: Tensor) -> Tensor:
+def _shown(met: tuple[weakref.ref[Tensor], int], p: Tensor) -> Tensor:
     grad = p.grad
     if grad is None or met[0]() is not grad or met[1] != grad._version:
         return p.detach().as_subclass(_Changed)

@@ -7,8 +7,9 @@ for all threads. The second is for ranks: it costs less, as it need not watch ev
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -73,8 +74,6 @@ class PrivateGenerator(TorchDispatchMode):
     layer gives a generator is left alone.
     """
 
-    _kinds: dict[Any, str] = {}  # noqa: RUF012 (a cache that all instances share)
-
     def __init__(self, seed: int, drew: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._default_seed = _default_seed()
@@ -113,12 +112,14 @@ class PrivateGenerator(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kind = self._kinds.get(func) or self._classify(func)
+        kind = _kind(func)
         # Where such contexts are nested, only the innermost acts.
         if kind == "quiet" or is_other_generator(kwargs.get("generator")) or _thread.private is not self:
             return func(*args, **kwargs)
-        if kind == "draws for dropout" and not _argument(func, "dropout_p", args, kwargs):
-            return func(*args, **kwargs)
+        if kind == "draws for dropout":
+            at, p = next((i, a) for i, a in enumerate(func._schema.arguments) if a.name == "dropout_p")
+            if not (args[at] if at < len(args) else kwargs.get(p.name, p.default_value)):
+                return func(*args, **kwargs)
         self._drew()
         self._drawn = True
         # Read without the lock first: only where the seeds differ does it need another look.
@@ -135,17 +136,14 @@ class PrivateGenerator(TorchDispatchMode):
                 self._generator.set_state(torch.default_generator.get_state())
                 _set_default(default)
 
-    @classmethod
-    def _classify(cls, func: Any) -> str:
-        if any(a.name == "generator" and a.kwarg_only for a in func._schema.arguments):
-            kind = "takes a generator"
-        elif torch.Tag.nondeterministic_seeded in func.tags:
-            attention = any(a.name == "dropout_p" for a in func._schema.arguments)
-            kind = "draws for dropout" if attention else "draws by default"
-        else:
-            kind = "quiet"
-        cls._kinds[func] = kind
-        return kind
+
+@cache
+def _kind(func: Any) -> str:
+    if any(a.name == "generator" and a.kwarg_only for a in func._schema.arguments):
+        return "takes a generator"
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return "quiet"
+    return "draws for dropout" if any(a.name == "dropout_p" for a in func._schema.arguments) else "draws by default"
 
 
 class _OfThisThread:
@@ -156,30 +154,31 @@ class _OfThisThread:
         return getattr(torch.default_generator if private is None else private._generator, name)
 
 
-_of_this_thread: Any = _OfThisThread()
-_within = 0  # contexts, in all threads
+class Everywhere(AbstractContextManager[None]):
+    """A setting of the whole process that has another `value` while any thread is within this."""
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], object], value: object) -> None:
+        self._get, self._put, self._value = get, put, value
+        self._lock, self._within = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._within:
+                self._before = self._get()
+                self._put(self._value)
+            self._within += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._within -= 1
+            if not self._within:
+                self._put(self._before)
 
 
-@contextmanager
-def asking_private_generators() -> Iterator[None]:
-    """Let `torch.get_rng_state`, `set_rng_state`, `fork_rng` and `manual_seed` reach a task's private generator."""
-    global _within
-    with DEFAULT_GENERATOR_LOCK:
-        _within += 1
-        vars(torch.random)["default_generator"] = _of_this_thread
-    try:
-        yield
-    finally:
-        with DEFAULT_GENERATOR_LOCK:
-            _within -= 1
-            if not _within:
-                vars(torch.random)["default_generator"] = torch.default_generator
-
-
-def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what an operator is given for the argument of that name, or else its default."""
-    at, argument = next((i, a) for i, a in enumerate(func._schema.arguments) if a.name == name)
-    return args[at] if at < len(args) else kwargs.get(name, argument.default_value)
+ASKING_PRIVATE_GENERATORS = Everywhere(
+    lambda: torch.default_generator, lambda g: vars(torch.random).update(default_generator=g), _OfThisThread()
+)
+"""Let `torch.get_rng_state`, `set_rng_state`, `fork_rng` and `manual_seed` reach a task's private generator."""
 
 
 def _default_seed() -> int:

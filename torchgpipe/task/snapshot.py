@@ -8,17 +8,18 @@ if they have changed since the last copy. Their versions do not tell, as kernels
 quantization), `.data` and NumPy write without counting, so what they hold is compared.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torchgpipe.task.batchnorm import DeferredBatchNorm
+from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.task.contents import comparable, copied, equal
-from torchgpipe.task.parameters import InPlace, StandInParameters
+from torchgpipe.task.parameters import Change, InPlace, StandInParameters
 from torchgpipe.tensors._autograd import storage_of, within_plain_checkpoint
 from torchgpipe.tensors.checkpoint import has_asked, is_recomputing
 from torchgpipe.tensors.item import versions
@@ -33,10 +34,7 @@ SMALL = 1 << 16
 
 
 class _Slot(NamedTuple):
-    """A buffer (or the place for one), how often it was changed in place, and its copy, unless it has a stand-in.
-
-    Others may share its memory.
-    """
+    """A buffer, or the place for one; its copy, unless it has a stand-in; whether others share its memory."""
 
     module: nn.Module
     name: str
@@ -46,29 +44,23 @@ class _Slot(NamedTuple):
     shared: bool
 
 
-_Hooks = list[tuple[Any, ...]]
+_States = tuple[list[bool], list[list[tuple[Any, ...]]]]
 
 
 class Held(NamedTuple):
     """What layers held before a first pass, and which of the buffers it has changed in a way that PyTorch counts."""
 
     buffers: tuple[_Slot, ...]
-    modes: list[bool]
-    hooks: list[_Hooks]
+    states: _States
     changed: list[_Slot]
 
 
 class LayerSnapshot:
     """What the layers of partition `index` hold when this is made. `recomputed`: whether a task will run them twice.
 
-    Attributes:
-        modules: all of the partition's modules, itself first.
-        stand_ins: what tasks use in place of the parameters.
-        held: the storages of parameters and buffers.
-        lock: what keeps other threads from running the layers.
-        kind: what it depends on which outputs take a gradient, beside which inputs do.
-        claims: by the latter, whether all outputs that can take a gradient do; mini-batches of one kind share it.
-        begins_in_place: whether the first layer says, by its attribute `inplace`, that it changes its input in place.
+    `modules` are all of the partition's, itself first; `held` the storages of parameters and buffers. Which outputs
+    take a gradient depends on `kind`, beside which inputs do. By the latter `claims` say whether all outputs that can
+    take one do; mini-batches of one kind share them.
     """
 
     def __init__(
@@ -82,22 +74,18 @@ class LayerSnapshot:
         self.lock = lock
         self._index = index
         self._recomputed = recomputed
+        # Norms that track statistics, in training: there their output does not depend on the statistics.
+        norms = [m for m in modules if recomputed and m.training and type(m).forward in _STATISTICS_ASIDE]
+        self._norms = {norm for norm in norms if norm._buffers and norm._buffers.keys() <= _STATISTICS}
+        self._unsure: dict[tuple[nn.Module, str], _Slot] = {}  # used again, and not compared
         if recomputed:
             self.claims: dict[tuple[bool, ...], bool] = {}
             self.kind = (*[module.training for module in modules], *self.stand_ins.needs)
             self._settings = _settings(modules)
-            # Norms that track statistics, in training: there their output does not depend on the statistics.
-            norms = [m for m in modules if m.training and m._buffers and type(m).forward in _STATISTICS_ASIDE]
-            self._norms = {norm for norm in norms if norm._buffers.keys() <= _STATISTICS}
             self._slots: dict[tuple[nn.Module, str], _Slot] = {}
-            self._unsure: dict[tuple[nn.Module, str], _Slot] = {}  # used again, and not compared
 
     def begin(self, backward: int) -> None:
-        """Prepare for `backward`, unless that was done.
-
-        Raises:
-            RuntimeError: a gradient was added to the stand-ins meanwhile, or the layers are not the same any more.
-        """
+        """Prepare for `backward`, unless that was done; raise `RuntimeError` if layers or gradients have changed."""
         if not self.stand_ins.begin(backward) or not self._recomputed:
             return
         if modules_of(self.modules[0]) != self.modules:
@@ -112,6 +100,10 @@ class LayerSnapshot:
                     f"{now!r} between forward and backward, so a checkpointed task cannot be recomputed; change it "
                     "between steps only"
                 )
+        self.check_sure()
+
+    def check_sure(self) -> None:
+        """Raise `RuntimeError` if a buffer has changed in a way that only its content tells."""
         for (module, name), slot in self._unsure.items():
             if slot.tensor is not None and slot.copy is not None and not equal(slot.tensor, slot.copy):
                 raise RuntimeError(
@@ -127,27 +119,19 @@ class LayerSnapshot:
 
     def before_first_pass(self) -> Held:
         """Return what the layers hold now, with copies of buffers. The caller holds the lock."""
-        modes = [module.training for module in self.modules]
-        return Held(self._buffers_now(), modes, _all_hooks(self.modules), [])
-
-    def _buffers_now(self) -> tuple[_Slot, ...]:
         held = [(m, name, x) for m in self._with_buffers() for name, x in m._buffers.items()]
-        if not held:
-            return ()
-        changed = {id(x): x for m, name, x in held if self._has_changed(m, name, x)}
-        if changed:
+        if held and (changed := {id(x) for m, name, x in held if self._has_changed(m, name, x)}):
             storages = {id(x): storage_of(x) for _, _, x in held if x is not None}
-            each: list[int | None] = [*storages.values()]
-            apart = len({*each}) == len(each)  # as almost always
-            stale = {storages.get(key) for key in changed}
+            times = Counter[int | None](storages.values())
+            stale = {*map(storages.get, changed)}
             # Copies share memory as the buffers do, so those that share it are copied together.
             copies: dict[Any, Any] = {}
             for module, name, x in held:
                 if (storage := storages.get(id(x))) in stale:
-                    shared = not apart and each.count(storage) > 1
+                    shared = times[storage] > 1
                     copy = copied(None if id(x) in self.stand_ins.ids else x, shared, copies)
                     self._slots[module, name] = _Slot(module, name, x, versions((x,)), copy, shared)
-        return tuple([self._slots[module, name] for module, name, _ in held])
+        return Held(tuple([self._slots[module, name] for module, name, _ in held]), _states(self.modules), [])
 
     def after_first_pass(self, held: Held) -> None:
         """Note which buffers a first pass has changed; raise `RuntimeError` if it has changed a parameter."""
@@ -158,14 +142,9 @@ class LayerSnapshot:
                 held.changed.append(slot)
 
     def second_pass(self, held: Held) -> AbstractContextManager[object]:
-        """Return a context for a recomputation, in which the layers hold what they held in the first pass.
-
-        Raises:
-            RuntimeError: something has changed that cannot be put back.
-        """
+        """Return a context in which layers hold what they held in the first pass, or raise `RuntimeError`."""
         self.stand_ins.check_unchanged(self._index)
-        same = [module.training for module in self.modules] == held.modes
-        same = same and _all_hooks(self.modules) == held.hooks
+        same = _states(self.modules) == held.states
         return NOTHING if same and not (held.buffers or self._norms or self._with_buffers()) else self._put_back(held)
 
     def _with_buffers(self) -> list[nn.Module]:
@@ -187,21 +166,27 @@ class LayerSnapshot:
 
     def backward(self) -> AbstractContextManager[object]:
         """Return a context for the layers' backward, in which they may run once more, by `torch.utils.checkpoint`."""
-        norms = [norm.__dict__ for norm in self._norms] if self._recomputed else []
-        return InPlace("_buffers", norms, [_OfBackward(norm["_buffers"]) for norm in norms]) if norms else NOTHING
+        buffers = [(norm.__dict__, "_buffers", _Unread(norm._buffers)) for norm in self._norms]
+        return InPlace(buffers) if buffers else NOTHING
 
     @contextmanager
     def _put_back(self, held: Held) -> Iterator[None]:
-        replaced = self._first_buffers(held.buffers)
+        replaced: dict[nn.Module, dict[str, Tensor | None]] = {module: {} for module in self._with_buffers()}
+        copies: dict[Any, Any] = {}  # which the layers may change
+        for slot in held.buffers:
+            x = copied(slot.copy, slot.shared, copies)
+            replaced.setdefault(slot.module, {})[slot.name] = slot.tensor if x is None else x
         put = [(slot, replaced[slot.module][slot.name]) for slot in held.changed]
         before = versions(tuple([x for _, x in put]))
-        norms = [norm.__dict__ for norm in self._norms]
-        with (
-            InPlace("training", [module.__dict__ for module in self.modules], held.modes),
-            self._first_hooks(held.hooks),
-            InPlace("track_running_stats", norms, [False] * len(norms)),
-            InPlace("_buffers", [module.__dict__ for module in replaced], [*replaced.values()]),
-        ):
+        first: list[Change] = [(m.__dict__, "_buffers", buffers) for m, buffers in replaced.items()]
+        first += [(norm.__dict__, "track_running_stats", False) for norm in self._norms]
+        (modes, then), (_, now) = held.states, _states(self.modules)
+        none = [_NO_HOOKS] * len(modes)
+        for module, mode, hooks, present in zip(self.modules, modes, then or none, now or none, strict=True):
+            first.append((module.__dict__, "training", mode))
+            if present != hooks:
+                first += [(module.__dict__, k, OrderedDict(x)) for k, x in zip(_HOOKS, hooks, strict=True)]
+        with self.backward(), InPlace(first):
             yield
             for (slot, x), version in zip(put, before, strict=True):
                 if not has_asked() and replaced[slot.module].get(slot.name) is x and versions((x,)) == [version]:
@@ -212,31 +197,9 @@ class LayerSnapshot:
                         "checkpoint='never'"
                     )
 
-    @contextmanager
-    def _first_hooks(self, before: list[_Hooks]) -> Iterator[None]:
-        pairs = zip(self.modules, before or [[]] * len(self.modules), strict=True)
-        changed = [(m.__dict__, hooks or [()] * len(_HOOKS)) for m, hooks in pairs if _hooks(m) != hooks]
-        with ExitStack() as stack:
-            for k, kind in enumerate(_HOOKS):
-                values = [OrderedDict(hooks[k]) for _, hooks in changed]
-                stack.enter_context(InPlace(kind, [place for place, _ in changed], values))
-            yield
-
-    def _first_buffers(self, buffers: tuple[_Slot, ...]) -> dict[nn.Module, dict[str, Tensor | None]]:
-        """Return by module the buffers as the first pass met them, as copies that may be changed."""
-        found: dict[nn.Module, dict[str, Tensor | None]] = {module: {} for module in self._with_buffers()}
-        copies: dict[Any, Any] = {}
-        for slot in buffers:
-            x = copied(slot.copy, slot.shared, copies)
-            found.setdefault(slot.module, {})[slot.name] = slot.tensor if x is None else x
-        return found | {norm: _WithoutStatistics(norm._buffers) for norm in self._norms}
-
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
-    """Return `root` and all modules below it, each once.
-
-    The same as `root.modules()`, in another order; that would take longer than a small task.
-    """
+    """Return `root` and all modules below it, as `root.modules()`, which would take longer than a small task."""
     found: dict[nn.Module, None] = {}
     unseen = [root]
     while unseen:
@@ -251,20 +214,17 @@ _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+
+_NO_HOOKS: list[tuple[Any, ...]] = [()] * len(_HOOKS)
+_ASKED = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL = [vars(nn.modules.module)[f"_global{name}"] for name in (_HOOKS[0], _HOOKS[3], *_HOOKS[5:])]
 
 
-def _all_hooks(modules: list[nn.Module]) -> list[_Hooks]:
-    found = [*map(_hooks, modules)]
-    return found if any(found) else []
-
-
-def _hooks(module: nn.Module) -> _Hooks:
-    """Return the items of the module's dictionaries of hooks, in the order of `_HOOKS`; nothing if there are none."""
-    own = module.__dict__
-    if not (own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]):
-        return []
-    return [tuple(own[kind].items()) for kind in _HOOKS]
+def _states(modules: list[nn.Module]) -> _States:
+    """Return the modules' modes, and if any of them has hooks, the items of those dictionaries, in `_HOOKS`' order."""
+    owns = [*map(vars, modules)]
+    hooks = [[(*own[kind].items(),) for kind in _HOOKS] for own in owns] if any(map(any, map(_ASKED, owns))) else []
+    return [own["training"] for own in owns], hooks
 
 
 def _settings(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
@@ -286,11 +246,19 @@ _STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 _STATISTICS_ASIDE = {kind.forward for kind in (_BatchNorm, nn.SyncBatchNorm, DeferredBatchNorm)}
 
 
-class _WithoutStatistics(dict[str, Any]):
-    """The buffers of a batch norm in a recomputation: it normalizes by its input, and needs no statistics."""
+class _Unread(dict[str, Any]):
+    """The buffers of a batch norm in a recomputation: it normalizes by its input, and needs no statistics.
+
+    And in backward, in which a checkpoint may run it once more, and would save them in place of other tensors.
+    """
 
     def __getitem__(self, name: str) -> Any:
         self._refuse()
+        if name == "running_mean" and within_plain_checkpoint("unpack_hook"):
+            raise RuntimeError(
+                "torch.utils.checkpoint(use_reentrant=False) around a batch norm in training saves other tensors in a "
+                "checkpointed task; let the pipeline alone checkpoint, or use checkpoint='never' or use_reentrant=True"
+            )
         return super().__getitem__(name)
 
     def items(self) -> Any:
@@ -303,18 +271,6 @@ class _WithoutStatistics(dict[str, Any]):
                 "a layer uses the running statistics of a batch norm in training, which have changed since the first "
                 "pass of a checkpointed task; use checkpoint='never', or keep the norm in evaluation mode"
             )
-
-
-class _OfBackward(dict[str, Any]):
-    """The buffers of a batch norm in backward."""
-
-    def __getitem__(self, name: str) -> Any:
-        if name == "running_mean" and within_plain_checkpoint("unpack_hook"):
-            raise RuntimeError(
-                "torch.utils.checkpoint(use_reentrant=False) around a batch norm in training saves other tensors in a "
-                "checkpointed task; let the pipeline alone checkpoint, or use checkpoint='never' or use_reentrant=True"
-            )
-        return super().__getitem__(name)
 
 
 def begins_in_place(partition: nn.Module) -> bool:

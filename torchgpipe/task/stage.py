@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
-from torchgpipe.task.batchnorm import DeferredBatchNorm
+from torchgpipe.task.halves import Halves
 from torchgpipe.task.randomness import own_generators
 from torchgpipe.task.snapshot import LayerSnapshot, modules_of
-from torchgpipe.tensors.item import Shared, check_unchanged, versions
+from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, check, together
 from torchgpipe.tensors.observe import NOTHING
 
@@ -56,6 +57,7 @@ class Stage:
         self.modules, self._seen = modules, seen
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
         self.attends = any(isinstance(m, _ATTENTION) for m in modules)
+        self.halves = Halves(modules)
         self.lock = _lock_of(modules)
         return True
 
@@ -93,8 +95,12 @@ class Stage:
                 with on_device, skip_scope(arrived) as scope:
                     y = self.partition(together(form, inputs[:count]))
                     skips = tuple(scope[departure.key] for departure in self.departures)
-        if before:
-            check_unchanged(self.index, before, inputs, shared)
+        if before and any([s and a != b for s, a, b in zip(shared, before, versions(inputs), strict=True)]):
+            raise RuntimeError(
+                f"partition {self.index} changed an input in place that shares memory with another tensor under way: a "
+                "skip, or another input; the two would get different values or gradients on two partitions, so make "
+                "the layer that changes it out-of-place (inplace=False), or hand on a copy (x.clone())"
+            )
         if isinstance(y, Tensor):
             return (y, *skips), Tensor
         check(y, f"output of partition {self.index}")

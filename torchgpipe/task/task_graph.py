@@ -15,8 +15,9 @@ A first pass without a graph does not say which outputs take a gradient. So the 
 drops it. If all outputs that can take a gradient do, later tasks of that kind claim it; if not, each of them finds out.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.task.ambient import Ambient, Modes, without_fast_attention
+from torchgpipe.task.ambient import WITHOUT_FAST_ATTENTION, Ambient
 from torchgpipe.task.parameters import BY_ANOTHER_WAY, TOKEN
 from torchgpipe.task.randomness import Randomness
 from torchgpipe.task.snapshot import Held, LayerSnapshot
@@ -33,7 +34,7 @@ from torchgpipe.tensors._autograd import caches_parametrizations, edge_of, packs
 from torchgpipe.tensors.checkpoint import Passing
 from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, carrying
-from torchgpipe.tensors.observe import NOTHING, Observer, observed
+from torchgpipe.tensors.observe import NOTHING, Kind, Observer, observed
 
 
 @dataclass(slots=True, eq=False)
@@ -54,9 +55,9 @@ class TaskGraph:
     _shown: Flat = ()  # what the first pass has computed, if a mode may have changed that
     _held: Held = field(init=False)
     _edges: list[GradientEdge | None] | None = None
-    _spent: bool = False
     # A list of its own: the entrance node holds it. If the node held this object, both would keep each other alive.
     _input_grads: list[Tensor | None] = field(default_factory=list)
+    _later: Callable[[], None] | None = None  # the second half of a backward, after the first
 
     def forward(self, inputs: Flat, form: Form, shared: Shared) -> tuple[Flat, Form]:
         """Run the layers; return outputs that have no graph. By `requires_grad` they say which take a gradient."""
@@ -73,13 +74,11 @@ class TaskGraph:
     def recompute(self, *, keep: bool = False) -> None:
         """Build the graph of a checkpointed task by running its layers a second time, unless it is there.
 
-        Without `keep` it is the last time, and inputs are let go of that the layers have not saved.
-
-        Raises:
-            RuntimeError: what the layers would meet is not what they met in the first pass.
+        Without `keep` it is the last time, and inputs are let go of that the layers have not saved. Raise
+        `RuntimeError` if the layers would not meet what they met in the first pass.
         """
         if self._kept is not None and self._edges is None:
-            with observed(self.observer, "recompute", self.i, self.stage.index), Modes():
+            with observed(self.observer, "recompute", self.i, self.stage.index):
                 # A copy, as other threads may recompute at the same time.
                 self.ambient.context.copy().run(self._recompute, *self._kept, keep)
 
@@ -91,7 +90,6 @@ class TaskGraph:
                 "would start from other values; do not change inputs before backward(), and make a layer that does "
                 "so out-of-place (inplace=False), or use checkpoint='never'"
             )
-        in_place = form is Tensor and self.snapshot.begins_in_place
         with (
             self.snapshot.lock,
             torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING,
@@ -101,8 +99,9 @@ class TaskGraph:
             self.snapshot.second_pass(self._held),
             self.randomness.again(),
         ):
-            outputs, _ = self._build(self._entered(_copied(inputs) if in_place else inputs), form)
-        self.ambient.check_same(self.stage.index, self._shown, outputs)
+            outputs, _ = self._build(self._entered(self._spared(inputs, form)), form)
+        if self._shown:
+            self.ambient.check_same(self.stage.index, self._shown, outputs)
         if self._claimed != self._taken():
             self.snapshot.claims[self._needs] = False  # a layer does otherwise than when its kind was found out
         if not keep:
@@ -110,41 +109,51 @@ class TaskGraph:
 
     def check_unspent(self) -> None:
         """Raise `RuntimeError` if a backward has freed the graph."""
-        if self._spent:
+        if self._edges is None and self._kept is None:
             raise RuntimeError(
                 "the pipeline was already gone through backward and its activations are freed; "
                 "pass retain_graph=True to the first backward to go through it twice"
             )
 
-    def backward(self, grads: Flat, *, keep: bool = False) -> Flat:
+    def backward(self, grads: Flat, *, keep: bool = False, kind: Kind = "backward") -> Flat:
         """Add the parameters' gradients to the stand-ins; return those of the inputs, `None` where there is none.
 
-        With `keep`, the task can go backward again.
+        With `keep`, the task can go backward again. The first half of it alone has the kind `"backward_inputs"`;
+        `stage.halves` says what is left for the second.
         """
         self.check_unspent()
         if self._input_grads:
             raise RuntimeError(BY_ANOTHER_WAY)
-        if not all_none(grads):
+        if self._edges is None and not all_none(grads):
             self.recompute(keep=keep)
-        with observed(self.observer, "backward", self.i, self.stage.index):
-            self._run_backward(grads, keep)
-            input_grads = self._take_input_grads()
+        with observed(self.observer, kind, self.i, self.stage.index):
+            # Without gradients, a checkpointed task may have no edges.
+            pairs = [(e, g) for e, g in zip(self._edges or (), grads, strict=False) if e is not None and g is not None]
+            if pairs:
+                run = self.stage.halves.run_inputs if kind == "backward_inputs" else run_backward
+                keep_graph = keep and not self.checkpoint
+                self._later = self._go_backward(partial(run, *zip(*pairs, strict=True), keep_graph=keep_graph))
+            input_grads = tuple(self._input_grads) or (None,) * len(self._needs)
+            self._input_grads.clear()
             if self.checkpoint or not keep:
                 self._edges = None
             if not keep:
-                self._kept, self._spent = None, True
+                self._kept = None
         return input_grads
 
-    def _run_backward(self, grads: Flat, keep: bool) -> None:
-        # Without gradients, a checkpointed task may have no edges.
-        roots = [(e, g) for e, g in zip(self._edges or (), grads, strict=False) if e is not None and g is not None]
-        if not roots:
-            return
+    def backward_weights(self) -> None:
+        """Do the second half of `backward`, if the first has left something: add that to the stand-ins."""
+        with observed(self.observer, "backward_weights", self.i, self.stage.index):
+            later, self._later = self._later, None
+            if later is not None:
+                self._go_backward(later)
+
+    def _go_backward(self, run: Callable[[], Any]) -> Any:
         # With the stand-ins in place: a layer may run again in backward, by torch.utils.checkpoint.
         snapshot = self.snapshot
         with snapshot.lock, snapshot.stand_ins.in_place(), snapshot.backward(), self.randomness.backward():
             try:
-                run_backward([e for e, _ in roots], [g for _, g in roots], keep_graph=keep and not self.checkpoint)
+                return run()
             except BaseException as error:
                 # The graph is half freed. A checkpointed task can build it again.
                 self._edges = None if self.checkpoint else self._edges
@@ -155,16 +164,11 @@ class TaskGraph:
                     "for all, as it was made outside of them; make it a buffer, or in the layer's forward"
                 ) from error
 
-    def _take_input_grads(self) -> Flat:
-        grads = tuple(self._input_grads) or (None,) * len(self._needs)
-        self._input_grads.clear()
-        return grads
-
     def _first_pass(self, inputs: Flat, form: Form, shared: Shared) -> tuple[Flat, Form]:
         self._versions = versions(inputs)
-        in_place = form is Tensor and self.snapshot.begins_in_place
+        spared = self._spared(inputs, form)
         # Without the caller's graph: a layer may put hooks on its input, or ask whether it takes a gradient.
-        given = leaves(_copied(inputs) if in_place else inputs, self._needs)
+        given = leaves(spared, self._needs)
         known = self.snapshot.claims.get(self._needs, False)
         asks = _Asks() if self._needs not in self.snapshot.claims else NOTHING
         with self.snapshot.lock:
@@ -174,7 +178,7 @@ class TaskGraph:
                 self.ambient.for_first_pass(),
                 # Or what is around the pipeline, such as torch.utils.checkpoint, would count what this graph saves.
                 saved_tensors_hooks(Tensor.detach, lambda x: x) if not known and packs_saved_tensors(True) else NOTHING,
-                without_fast_attention() if self.stage.attends else NOTHING,
+                WITHOUT_FAST_ATTENTION if self.stage.attends else NOTHING,
                 Passing(checkpointing=True),
                 self.randomness.first(),
             ):
@@ -193,11 +197,12 @@ class TaskGraph:
         self._kept = (inputs, form)
         if self.ambient.watched:
             self._shown = tuple([None if y is None else y.detach().clone() for y in outputs])
-        # An output that is an input takes a gradient exactly if that input did.
-        unchanged = {id(x): need for x, need in [*zip(given, self._needs, strict=True)][in_place:]}
+        # An output that is an input takes a gradient exactly if that input did; but not one that is changed in place.
+        unchanged = {id(x): need for x, need in [*zip(given, self._needs, strict=True)][spared is not inputs :]}
         able = [unchanged.get(id(y), y is not None and (y.is_floating_point() or y.is_complex())) for y in outputs]
         self._claimed = able if known else self._taken()
-        self.snapshot.claims.setdefault(self._needs, self._claimed == able and not getattr(asks, "asked", False))
+        if not known:
+            self.snapshot.claims.setdefault(self._needs, self._claimed == able and not getattr(asks, "asked", False))
         self._edges = None
         return leaves(outputs, self._claimed), out_form
 
@@ -207,24 +212,24 @@ class TaskGraph:
 
     def _entered(self, inputs: Flat) -> Flat:
         if True not in self._needs:
-            return _detached(inputs)
+            return leaves(inputs, self._needs)
         entered: Flat = _Entrance.apply(self._input_grads, self._needs, inputs, TOKEN)
         return entered
+
+    def _spared(self, inputs: Flat, form: Form) -> Flat:
+        """Return the inputs, with a copy of the micro-batch if the first layer says that it changes it in place."""
+        x = inputs[0] if form is Tensor and self.snapshot.begins_in_place else None
+        return inputs if x is None else (carrying(x.detach().clone(), x), *inputs[1:])
 
     def _build(self, inputs: Flat, form: Form, shared: Shared = (), asks: Any = NOTHING) -> tuple[Flat, Form]:
         stand_ins = self.snapshot.stand_ins
         with self.snapshot.lock, stand_ins.in_place():
-            shows = not self.snapshot.claims.get(self._needs, False) if self.checkpoint else stand_ins.meets
-            if not shows:
-                outputs, out_form = self.stage.run(inputs, form, shared)
+            if not self.snapshot.claims.get(self._needs, False) if self.checkpoint else stand_ins.must_show:
+                with stand_ins, asks:
+                    outputs, out_form = self.stage.run(inputs, form, shared)
             else:
-                gradients = stand_ins.show_gradients()
-                try:
-                    with asks:
-                        outputs, out_form = self.stage.run(inputs, form, shared)
-                finally:
-                    stand_ins.hide_gradients(*gradients)
-        for name, value in [pair for y in outputs if y is not None for pair in y.__dict__.items()]:
+                outputs, out_form = self.stage.run(inputs, form, shared)
+        for name, value in [pair for y in outputs if y is not None and y.__dict__ for pair in y.__dict__.items()]:
             if isinstance(value, Tensor) and value.requires_grad:
                 raise RuntimeError(
                     f"attribute {name!r} of an output of partition {self.stage.index} is a tensor that takes a "
@@ -289,19 +294,14 @@ def mark(ctx: Any, outputs: Iterable[Tensor | None]) -> None:
 
 def leaves(tensors: Flat, needs: Iterable[bool]) -> Flat:
     """Return the same data without its graph; let those take a gradient that `needs` says."""
-    return tuple(
-        [None if x is None else carrying(x.detach().requires_grad_(n), x) for x, n in zip(tensors, needs, strict=True)]
-    )
-
-
-def _detached(tensors: Flat) -> Flat:
-    return tuple([None if x is None else carrying(x.detach(), x) for x in tensors])
-
-
-def _copied(inputs: Flat) -> Flat:
-    """Return a copy of the micro-batch, which is a single tensor, beside the skips."""
-    assert inputs[0] is not None
-    return (carrying(inputs[0].detach().clone(), inputs[0]), *inputs[1:])
+    found = [None if x is None else x.detach() for x in tensors]
+    for x, leaf, n in zip(tensors, found, needs, strict=True):
+        if x is not None and leaf is not None:
+            if n:
+                leaf.requires_grad_()
+            if x.__dict__:
+                carrying(leaf, x)
+    return tuple(found)
 
 
 def all_none(grads: Flat) -> bool:

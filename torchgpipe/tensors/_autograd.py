@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
-from torch.utils._device import DeviceContext
+from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 _engine = torch.autograd.Variable._execution_engine
@@ -54,19 +54,43 @@ def edge_of(y: Tensor) -> GradientEdge:
 
     The same as `get_gradient_edge`, which takes longer, and needs a view of `y` that sparse tensors do not have.
     """
-    custom = isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)
-    if y.grad_fn is None or (custom and not _NODES_KEEP_GRAPHS):
+    node = y.grad_fn
+    if node is None or (not _NODES_KEEP_GRAPHS and isinstance(node, torch.autograd.function.BackwardCFunction)):
         return get_gradient_edge(y)
-    return GradientEdge(y.grad_fn, y.output_nr)
+    return GradientEdge(node, y.output_nr)
 
 
-def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool) -> None:
-    """Accumulate gradients into the leaves behind `roots`.
+def run_backward(
+    roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool, ends: Sequence[GradientEdge] = ()
+) -> None:
+    """Accumulate gradients into the leaves behind `roots`; if there are `ends`, run what leads to these, and no more.
 
     The same as `torch.autograd.backward` without its checks, which cost more than the backward of a small layer.
     """
-    edges, given = tuple(roots), tuple(grads)
-    _engine.run_backward(edges, given, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+    edges, given, inputs = tuple(roots), tuple(grads), tuple(ends)
+    _engine.run_backward(edges, given, keep_graph, False, inputs, allow_unreachable=True, accumulate_grad=True)
+
+
+def saved_by(node: Any, name: str) -> Any:
+    """Return what an operator's node has saved under a name; of a tensor, its data without a graph."""
+    value = getattr(node, f"_saved_{name}")
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def reads_saved(node: Any, names: Iterable[str]) -> bool:
+    """Return whether the tensors that a node has saved are plain ones, and `saved_tensors_hooks` packed none."""
+    saved = [getattr(node, f"_raw_saved_{name}") for name in names]
+    data = [x.data for x in saved if x.unpack_hook is None]
+    plain = [x is None or (type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided) for x in data]
+    return len(data) == len(saved) and all(plain)
+
+
+def hooked_in_the_old_way(modules: Iterable[nn.Module]) -> bool:
+    """Return whether some of `modules` have hooks of the deprecated `register_backward_hook`."""
+    everywhere = vars(nn.modules.module)
+    if everywhere["_global_is_full_backward_hook"] is False and everywhere["_global_backward_hooks"]:
+        return True
+    return any([m._is_full_backward_hook is False and len(m._backward_hooks) for m in modules])
 
 
 def refuse_transforms(*, forward_mode: bool = True) -> None:
@@ -115,10 +139,7 @@ def within_plain_checkpoint(function: str = "") -> bool:
     return frame is not None
 
 
-DefaultDevice = DeviceContext
-"""The mode of functions by which a thread makes tensors on another device by default."""
-
-Stacks = tuple[list[Any], list[Any]]
+Stacks = tuple[list[Any], ...]
 """Modes of one thread that see the functions that it calls, and those that see its operators; the outermost first."""
 
 NO_MODES: Stacks = ([], [])
@@ -148,17 +169,13 @@ def is_other_generator(generator: Any) -> bool:
     return generator is not None and generator._cdata != torch.default_generator._cdata  # type: ignore[attr-defined]
 
 
-def holders(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors have this storage, and one for the Python object that was given."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
-
-
 def storage_of(x: Tensor) -> int:
     """Return a number that tensors have in common if and only if they share memory."""
-    if x.layout is torch.sparse_coo:
-        x = x._values()
-    elif x.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-        x = x.detach().values()
-    elif x.layout is not torch.strided:
-        return id(x)
+    if x.layout is not torch.strided:
+        if x.layout is torch.sparse_coo:
+            x = x._values()
+        elif x.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+            x = x.detach().values()
+        else:
+            return id(x)
     return int(x.untyped_storage()._cdata)

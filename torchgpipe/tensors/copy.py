@@ -16,35 +16,14 @@ paths share a stream.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from torchgpipe.tensors.microbatch import Flat, carrying
+from torchgpipe.tensors.microbatch import Flat, moved
 from torchgpipe.tensors.observe import NOTHING, Observer, observed
-
-Ends = tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]
-"""The streams at both ends of a path; `None` off CUDA."""
-
-
-class CopyStreams:
-    """The streams of a pipeline beside the compute streams, on `devices`, one for each partition.
-
-    There are none off CUDA, or where copies shall use the compute streams.
-    """
-
-    def __init__(self, devices: Sequence[torch.device], *, enabled: bool = True) -> None:
-        self.devices = list(devices)
-        self._enabled = enabled
-        self.needed = len(set(self.devices)) > 1
-        self._made: dict[tuple[int, int], Ends] = {}
-
-    def between(self, source: int, target: int) -> Ends:
-        """Return the streams at both ends of the path from partition `source` to `target`."""
-        if self._enabled and (source, target) not in self._made:
-            self._made[source, target] = new_stream(self.devices[source]), new_stream(self.devices[target])
-        return self._made.get((source, target), (None, None))
 
 
 class StreamFence:
@@ -87,67 +66,58 @@ class StreamFence:
 
 
 class CopyPath:
-    """The way from one partition's device to another's, for the length of a mini-batch.
+    """The way from the device of partition `source` to that of `target`.
 
-    Without streams of its own, it uses the compute streams that are current when it is made. `observer` is that of
-    copies.
+    Off CUDA, or without streams of its `own`, it uses the compute streams that are current when tensors are copied.
     """
 
-    def __init__(self, streams: CopyStreams, source: int, target: int, observer: Observer | None = None) -> None:
-        self._ends = source, target
-        self._observer = observer
-        self.source, self.target = streams.devices[source], streams.devices[target]
-        self.elsewhere = self.source != self.target
-        self._outbound, self._inbound = streams.between(source, target) if self.elsewhere else (None, None)
-        self.streams = self._outbound or current_stream(self.source), self._inbound or current_stream(self.target)
+    def __init__(self, devices: Sequence[torch.device], source: int, target: int, *, own: bool = True) -> None:
+        self._ends, self._devices = (source, target), (devices[source], devices[target])
+        self.elsewhere = devices[source] != devices[target]
+        self._own = [new_stream(device) if own and self.elsewhere else None for device in self._devices]
 
     def copy(
-        self, tensors: Flat, i: int, departure: StreamFence, arrival: StreamFence, tie: Tensor | None = None
-    ) -> Flat:
+        self, tensors: Flat, i: int, departure: StreamFence, arrival: StreamFence, tie: Tensor | None = None,
+        observer: Observer | None = None,
+    ) -> Flat:  # fmt: skip
         """Copy `tensors`, of micro-batch `i`, to the target. In backward, the task that made `tie` comes after it."""
         if not self.elsewhere:
             return tensors
-        with using(*self.streams):
-            copies: Flat = _Copy.apply(self, i, departure, arrival, tie, *tensors)
-        return copies
+        streams = [own or current_stream(device) for own, device in zip(self._own, self._devices, strict=True)]
+        with using(*streams):
+            forth = partial(self.move, i, departure, arrival, False, observer)
+            back = partial(self.move, i, arrival, departure, True, observer)
+            return cast(Flat, _Copy.apply(forth, back, streams, tie, *tensors))
 
-    def move(self, tensors: Flat, i: int, departure: StreamFence, arrival: StreamFence, *, back: bool = False) -> Flat:
+    def move(
+        self, i: int, departure: StreamFence, arrival: StreamFence, back: bool, observer: Observer | None, tensors: Flat
+    ) -> Flat:
         """Copy to the target, or `back`, on the streams that are current; a copy to the host is complete at return."""
-        sender, device = self._ends[back], self.source if back else self.target
-        here, there = (self._inbound, self._outbound) if back else (self._outbound, self._inbound)
-        departure.hold(here, tensors)
-        ahead = self.streams[not back] is not None
-        with observed(self._observer, "copy", i, sender):
-            moved = tuple([None if x is None else carrying(x.to(device, non_blocking=ahead), x) for x in tensors])
-        arrival.expect(there)
-        return moved
+        here, there = (1, 0) if back else (0, 1)
+        departure.hold(self._own[here], tensors)
+        device = self._devices[there]
+        with observed(observer, "copy", i, self._ends[here]):
+            copies = moved(tensors, device, non_blocking=current_stream(device) is not None)
+        arrival.expect(self._own[there])
+        return copies
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        path: CopyPath,
-        i: int,
-        departure: StreamFence,
-        arrival: StreamFence,
-        tie: Tensor | None,
-        *tensors: Tensor | None,
-    ) -> Flat:
+    def forward(ctx: Any, forth: Any, back: Any, streams: Any, tie: Tensor | None, *tensors: Tensor | None) -> Flat:
         ctx.set_materialize_grads(False)
-        ctx.path, ctx.i, ctx.departure, ctx.arrival = path, i, departure, arrival
-        copies = path.move(tensors, i, departure, arrival)
-        needs = ctx.needs_input_grad[5:]
+        ctx.back, ctx.streams = back, streams
+        copies: Flat = forth(tensors)
+        needs = ctx.needs_input_grad[4:]
         ctx.mark_non_differentiable(*(y for y, n in zip(copies, needs, strict=True) if y is not None and not n))
         return copies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads):
-            return (None,) * (5 + len(grads))
-        with using(*ctx.path.streams):
-            back = ctx.path.move(grads, ctx.i, ctx.arrival, ctx.departure, back=True)
-        return None, None, None, None, None, *back
+            return (None,) * (4 + len(grads))
+        with using(*ctx.streams):
+            return None, None, None, None, *ctx.back(grads)
 
 
 def _keep(tensors: Flat, stream: torch.cuda.Stream) -> None:

@@ -23,14 +23,10 @@ Shared = tuple[bool, ...]
 
 @dataclass(slots=True)
 class Item:
-    """Tensors on their way from one task to another.
+    """Tensors on their way from one task to another: those of a micro-batch of this form, then its skips.
 
-    Attributes:
-        flat: the tensors of a micro-batch, then its skips.
-        form: the class of the micro-batch.
-        shared: which of them must not be changed in place.
-        versions: how often each had been changed in place when it was handed on.
-        fence, tie: for the graph engine, the streams to wait for, and the tensor that orders backward.
+    The graph engine has the streams to wait for, `fence`, and a tensor that orders backward, `tie`. `versions` is how
+    often each had been changed in place when it was handed on.
     """
 
     flat: Flat
@@ -77,18 +73,10 @@ def shared_by(outputs: Flat, inputs: Flat = (), shared: Shared = (), held: froze
 
 def versions(tensors: Flat) -> list[int | None]:
     """Return how often each tensor was changed in place; `None` where that is not counted."""
-    return [None if x is None or x.is_inference() else x._version for x in tensors]
-
-
-def check_unchanged(partition: int, before: list[int | None], inputs: Flat, shared: Shared) -> None:
-    """Raise `RuntimeError` if a task has changed an input in place that shares memory with another tensor."""
-    for old, new, is_shared in zip(before, versions(inputs), shared, strict=True):
-        if is_shared and old != new:
-            raise RuntimeError(
-                f"partition {partition} changed an input in place that shares memory with another tensor under way: a "
-                "skip, or another input; the two would get different values or gradients on two partitions, so make "
-                "the layer that changes it out-of-place (inplace=False), or hand on a copy (x.clone())"
-            )
+    try:
+        return [None if x is None else x._version for x in tensors]
+    except RuntimeError:  # of an inference tensor; to ask each of them would take longer
+        return [None if x is None or x.is_inference() else x._version for x in tensors]
 
 
 def unshared(outputs: Flat, shared: Shared, inputs: Sequence[Tensor | None]) -> Flat:

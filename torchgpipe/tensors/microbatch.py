@@ -1,6 +1,8 @@
 """Micro-batches: check a mini-batch, scatter it, gather the outputs (GPipe paper, section 2.2)."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -40,6 +42,11 @@ def carrying(y: Tensor, x: Tensor) -> Tensor:
     return y
 
 
+def moved(tensors: Flat, device: torch.device, *, non_blocking: bool = False) -> Flat:
+    """Return the tensors on a device, with their attributes."""
+    return tuple([None if x is None else carrying(x.to(device, non_blocking=non_blocking), x) for x in tensors])
+
+
 def mapped(function: Callable[[Tensor], Tensor], value: TensorOrTensors) -> TensorOrTensors:
     """Return what `function` makes of each tensor of `value`."""
     return together(form_of(value), tuple(map(function, tensors_of(value))))  # type: ignore[no-any-return]
@@ -63,35 +70,24 @@ def scatter(value: TensorOrTensors, chunks: int, batched: Sequence[bool] | None 
     Every tensor is split alike, into parts of ⌈batch / chunks⌉ samples; the last one may be smaller, and where
     that covers the batch earlier there are fewer than `chunks` (13 samples in 8 chunks make 7). A tensor that is not
     `batched` has no batch dimension, and is given to every micro-batch; by default all are.
-
-    Raises:
-        ValueError: a tensor has no dimension 0, or the tensors disagree on its size.
     """
     tensors = tensors_of(value)
     split = [True] * len(tensors) if batched is None else batched
     for k, x in enumerate(tensors):
         if split[k] and x.dim() == 0:
             raise ValueError(f"every input tensor needs a batch dimension, but tensor {k} is a scalar")
-    sizes = [x.size(0) for k, x in enumerate(tensors) if split[k]]
+    sizes = [x.size(0) for x, each in zip(tensors, split, strict=True) if each]
     if len(set(sizes)) > 1:
         raise ValueError(f"all input tensors must have one batch size (dimension 0), but they have {sizes}")
 
-    if chunks == 1:
+    if chunks == 1 or not sizes:
         return [value]
-    if isinstance(value, Tensor):
-        return list(value.chunk(chunks))
-    parts = max((len(x.chunk(chunks)) for k, x in enumerate(tensors) if split[k]), default=1)
-    columns = (x.chunk(chunks) if split[k] else [x] * parts for k, x in enumerate(tensors))
-    return [together(type(value), row) for row in zip(*columns, strict=True)]
+    columns = [x.chunk(chunks) if each else repeat(x) for x, each in zip(tensors, split, strict=True)]
+    return [*map(partial(together, form_of(value)), zip(*columns, strict=False))]
 
 
 def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
-    """Concatenate the micro-batches' outputs along dimension 0, in order; undo `scatter`.
-
-    Raises:
-        TypeError: one micro-batch's output is a tensor and another's a tuple, or tuples differ in length.
-        ValueError: an output is a scalar.
-    """
+    """Concatenate the micro-batches' outputs, which have to be alike, along dimension 0, in order; undo `scatter`."""
     if len(outputs) == 1:
         return outputs[0]
     expected = _structure(outputs[0])

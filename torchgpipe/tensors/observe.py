@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Kind = Literal["forward", "recompute", "backward", "copy"]
+from torchgpipe.schedules.action import Kind as Kind
 
 
 class Task(NamedTuple):

@@ -1,5 +1,5 @@
 """Timelines: when each task of a training ran, on all ranks, in one file for Perfetto (ui.perfetto.dev).
-It may import `partitioned` and what that imports, and of `plan` the replay, whose timelines it writes."""
+It may import `partitioned` and what that imports; the timelines are those of `schedules`."""
 
 from torchgpipe.timeline.record import Recording, record
 

@@ -1,18 +1,23 @@
 """Record when the tasks of some mini-batches of a training run, on all ranks, and write that into one file."""
 
 import os
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.plain import packed, unpacked
-from torchgpipe.plan.replay import Event, Timeline, bubbles
-from torchgpipe.timeline.clocks import clocks_ahead
-from torchgpipe.timeline.perfetto import perfetto
+from torchgpipe.schedules.replay import Event, Timeline
+from torchgpipe.timeline.perfetto import bubbles, perfetto
 from torchgpipe.timeline.stopwatch import Stopwatch
+
+ROUNDS = 50
 
 
 @dataclass
@@ -22,7 +27,7 @@ class Recording:
     Attributes:
         steps: a timeline of each mini-batch; complete when the `with` of `record` has ended.
         clock_error: by how many seconds times of one rank may be wrong beside those of rank 0.
-        over_ranks: whether each partition is a rank.
+        over_ranks: whether each device is a rank.
     """
 
     steps: list[Timeline] = field(default_factory=list)
@@ -31,8 +36,9 @@ class Recording:
 
     @property
     def row(self) -> str:
-        """What a partition is called."""
-        return "rank" if self.over_ranks else "partition"
+        """What a device is called: a partition, where it has only one."""
+        several = any(len(step.placement) > step.partitions for step in self.steps)
+        return "rank" if self.over_ranks else "device" if several else "partition"
 
     def __str__(self) -> str:
         """Say the bubble: the share of mini-batches' time, from first task to last, in which no task is computed."""
@@ -82,7 +88,9 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
         recording.over_ranks = len(gathered) > 1
         of_ranks = zip(map(unpacked, gathered), ahead, strict=True)
         events = [Event(kind, i, j, start - s, end - s) for own, s in of_ranks for kind, i, j, start, end in own]
-        recording.steps += mini_batches(events, len(model.balance))
+        schedule = getattr(model, "schedule", None)
+        placement = range(len(model.balance)) if schedule is None else schedule.placement
+        recording.steps += mini_batches(events, placement)
         if part is not None and path is not None:
             part.write_bytes(perfetto(recording.steps, path.stem, recording.row, clock_error=recording.clock_error))
             os.replace(part, path)
@@ -91,7 +99,7 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
             part.unlink(missing_ok=True)
 
 
-def mini_batches(events: Iterable[Event], partitions: int) -> list[Timeline]:
+def mini_batches(events: Iterable[Event], placement: Sequence[int]) -> list[Timeline]:
     """Return a timeline of each mini-batch, with times since the first task of all.
 
     A mini-batch begins on each partition with the forward of micro-batch 0.
@@ -106,6 +114,39 @@ def mini_batches(events: Iterable[Event], partitions: int) -> list[Timeline]:
     steps = []
     for _, step in sorted(found.items()):
         moved = [event._replace(start=event.start - origin, end=event.end - origin) for event in step]
-        begin, end = Timeline(moved, 0.0, partitions).window
-        steps.append(Timeline(moved, end - begin, partitions))
+        timeline = Timeline(moved, 0.0, len({*placement}), placement)
+        begin, end = timeline.window
+        steps.append(replace(timeline, seconds=end - begin))
     return steps
+
+
+def clocks_ahead(exchange: Callable[[Tensor], list[Tensor]]) -> tuple[list[float], float]:
+    """Return by how many seconds each rank's `time.perf_counter` is ahead of rank 0's, and the largest error of that.
+
+    All ranks call this at once. `exchange` gives all ranks a tensor, and returns what each of them gave.
+
+    In each round all ranks send a message to all others. Each notes its own clock before that, and when it has heard
+    all. Nothing is heard before it is sent. So for rank j, whose clock is ahead of rank 0's by d,
+
+        sent by j - heard by 0  <=  d  <=  heard by j - sent by 0
+
+    The round in which messages took least time has the narrowest bounds. The middle between them is taken for d, which
+    is wrong by at most half of their distance.
+    """
+    stamps = []
+    for _ in range(ROUNDS):
+        sent = time.perf_counter()
+        exchange(torch.zeros(0, device="cpu"))
+        stamps.append((sent, time.perf_counter()))
+    return ahead_of_first(exchange(torch.tensor(stamps, dtype=torch.float64, device="cpu")))
+
+
+def ahead_of_first(stamps: Sequence[Tensor]) -> tuple[list[float], float]:
+    """Return what `clocks_ahead` does, by each rank's times of sending and of having heard, (rounds, 2)."""
+    sent, heard = stamps[0].unbind(1)
+    ahead, errors = [0.0], [0.0]
+    for own in stamps[1:]:
+        least, most = (own[:, 0] - heard).max(), (own[:, 1] - sent).min()
+        ahead.append(float(least + most) / 2)
+        errors.append(float(most - least) / 2)
+    return ahead, max(errors)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchgpipe.plan.replay import Event
+from torchgpipe.schedules.replay import Event
 from torchgpipe.tensors.observe import Task
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchgpipe.trace.calls import Call, Device, Held, Recording, Value
 from torchgpipe.trace.parts import Slot
-from torchgpipe.trace.refuse import Untraceable, refused
+from torchgpipe.trace.refuse import Untraceable, refused, where
 
 SIZES = (2, 3, 5)
 """The batch sizes that are recorded: two give a line, and the third has to be on it."""
@@ -29,76 +29,79 @@ class Grows:
 
 
 def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
-    """Return the calls of the recordings, with `Grows` in place of numbers that differ.
-
-    Raises:
-        Untraceable: the recordings differ otherwise; it says at which line.
-    """
+    """Return the calls of the recordings, with `Grows` for numbers that differ; other differences are `Untraceable`."""
     sizes = [recording.size for recording in recordings]
-    shown = ", ".join(f"{recording.size}{recording.state}" for recording in recordings)
-    calls = []
-    for step in zip(*(recording.calls for recording in recordings), strict=False):
-        call = step[0]
-        try:
-            if any((c.target, c.outputs, c.grad, c.since) != (call.target, call.outputs, call.grad, call.since)
-                   for c in step):  # fmt: skip
+    calls: list[Call] = []
+    try:
+        for step in zip(*(recording.calls for recording in recordings), strict=False):
+            at = (call := step[0]).where
+            kept = (call.target, call.outputs, call.grad, call.since)
+            if any((c.target, c.outputs, c.grad, c.since) != kept for c in step):
                 raise _Differs("it calls something else")
             args, kwargs = general([(c.args, c.kwargs) for c in step], sizes)
-        except _Differs as error:
-            raise _refusal(root, shown, call.where, str(error)) from None
-        calls.append(Call(call.target, args, kwargs, call.outputs, call.caller, call.since, call.grad, call.where))
-    lengths = [len(recording.calls) for recording in recordings]
-    if len(set(lengths)) > 1:
-        at = max(recordings, key=lambda r: len(r.calls)).calls[min(lengths)].where
-        raise _refusal(root, shown, at, f"it makes {', '.join(map(str, lengths))} calls")
-    ends = [(r.outputs, r.result[0], r.extra) for r in recordings]
-    if not all(same(end, ends[0]) for end in ends):
-        said = ", ".join(_shown(r.result[0]) for r in recordings)[:200]
-        raise _refusal(root, shown, calls[-1].where, f"it uses other tensors that it holds, or returns {said}; a "
-                       "pipeline can return tensors alone, and what is the same for all")  # fmt: skip
+            calls.append(call._replace(args=args, kwargs=kwargs))
+        lengths = [len(recording.calls) for recording in recordings]
+        if len(set(lengths)) > 1:
+            at = max(recordings, key=lambda r: len(r.calls)).calls[min(lengths)].where
+            raise _Differs(f"it makes {', '.join(map(str, lengths))} calls")
+        ends = [(r.outputs, r.result[0], r.extra) for r in recordings]
+        if not all(same(end, ends[0]) for end in ends):
+            said = ", ".join(repr(r.result[0]) for r in recordings)[:200]
+            raise _Differs(
+                f"it uses other tensors that it holds, or returns {said}; a pipeline can return tensors alone, and "
+                "what is the same for all"
+            )
+    except _Differs as error:
+        shown = ", ".join(f"{recording.size}{recording.state}" for recording in recordings)
+        why = f"with batches of {shown} samples it does not do the same: {error}"
+        which = "keep the module with this line as one layer, whole=[ItsClass]"
+        what = f"{which}, or say which inputs have no batch dimension, shared=[…]"
+        raise Untraceable(refused(root, at, why, what)) from None
     return calls
 
 
-def batch_of(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int] | None:
-    """Return a dimension that grows with the batch size, and its length for one sample; `None` if there is none."""
-    for dimension, lengths in enumerate(zip(*shapes, strict=False)):
-        each = lengths[0] // SIZES[0]
-        if each > 0 and all(n == each * size for n, size in zip(lengths, SIZES, strict=True)):
-            return dimension, each
-    return None
+def check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
+    """Refuse outputs without a batch dimension."""
+    if not recordings[0].outputs:
+        raise Untraceable(f"{type(module).__name__} returns no tensor")
+    for recording in recordings:
+        for first, number in zip(recordings[0].outputs, recording.outputs, strict=False):
+            shape = recording.shapes[number]
+            if shape != (recording.size, *recordings[0].shapes[first][1:]):
+                at = next((call.where for call in recording.calls if number in call.outputs), where())
+                why = (
+                    f"it returns a tensor of shape {shape} for {recording.size} samples, but outputs of micro-batches "
+                    "are concatenated along dimension 0, and no other may grow with the batch"
+                )
+                what = (
+                    "what compares samples or adds them up, such as a loss, belongs after the pipeline: return what it "
+                    "is made of; or say which inputs have no batch dimension, shared=[…]"
+                )
+                raise Untraceable(refused(module, at, why, what))
 
 
 class _Differs(Exception):
     pass
 
 
-def _refusal(root: nn.Module, sizes: str, where: tuple[str, int], why: str) -> Untraceable:
-    why = f"with batches of {sizes} samples it does not do the same: {why}"
-    which = "keep the module with this line as one layer, whole=[ItsClass]"
-    return Untraceable(refused(root, where, why, f"{which}, or say which inputs have no batch dimension, shared=[…]"))
-
-
 def general(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Return what the values for these batch sizes have in common, with `Grows` in place of numbers that differ."""
     first = values[0]
-    kind = type(first)
-    if any(type(value) is not kind for value in values):
-        raise _Differs(f"it passes {', '.join(map(_shown, values))}")
+    kind = type(first) if all(type(value) is type(first) for value in values) else None
     if kind is int and any(value != first for value in values):
-        each, rest = divmod(values[1] - first, sizes[1] - sizes[0])
+        each = (values[1] - first) // (sizes[1] - sizes[0])
         fixed = first - each * sizes[0]
-        if rest or any(value != each * size + fixed for value, size in zip(values, sizes, strict=True)):
-            raise _Differs(f"it passes {', '.join(map(_shown, values))}")
-        return Grows(each, fixed)
-    if kind in (tuple, list) and all(len(value) == len(first) for value in values):
+        if all(value == each * size + fixed for value, size in zip(values, sizes, strict=True)):
+            return Grows(each, fixed)
+    elif kind in (tuple, list) and all(len(value) == len(first) for value in values):
         return kind(general(column, sizes) for column in zip(*values, strict=True))
-    if kind is dict and all(value.keys() == first.keys() for value in values):
+    elif kind is dict and all(value.keys() == first.keys() for value in values):
         return {key: general([value[key] for value in values], sizes) for key in first}
-    if kind is slice:
+    elif kind is slice:
         return slice(*general([(value.start, value.stop, value.step) for value in values], sizes))
-    if not all(same(value, first) for value in values):
-        raise _Differs(f"it passes {', '.join(map(_shown, values))}")
-    return first
+    elif all(same(value, first) for value in values):
+        return first
+    raise _Differs(f"it passes {', '.join(map(repr, values))}")
 
 
 def same(x: Any, y: Any) -> bool:
@@ -124,7 +127,3 @@ def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
             return object()
         parts = [id(x)] if isinstance(found, str) else [[*y] if isinstance(y, Iterator) else y for y in found]
     return type(x), [_form(y, (*within, id(x))) for y in parts]
-
-
-def _shown(value: Any) -> str:
-    return value.__name__ if isinstance(value, type) else repr(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,75 +17,42 @@ from torch import Tensor, nn
 from torchgpipe.skip.scope import Namespace, SkipKey, current_scope
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.tensors.observe import NOTHING
-from torchgpipe.trace.calls import Device, Held, Value
-from torchgpipe.trace.cut import LayerPlan, held_in, values_in
+from torchgpipe.trace.calls import BatchSize, Call, Device, Held, LayerPlan, Value
 from torchgpipe.trace.generalise import Grows
-from torchgpipe.trace.parts import tensors_in
+from torchgpipe.trace.parts import tensors_in, within
 from torchgpipe.trace.signature import Signature, arguments
 
-
-class RecordedCall(NamedTuple):
-    """One call of a layer; afterwards the values in `spent` are not used any more."""
-
-    target: Callable[..., Any] | str
-    args: Any
-    kwargs: Any
-    outputs: tuple[int, ...]
-    grad: bool
-    spent: tuple[int, ...]
-
-    def __deepcopy__(self, memo: object) -> RecordedCall:
-        return self
-
-
-class BatchSize(NamedTuple):
-    """Where a layer reads the batch size: a value, one of its dimensions, and how long that is for one sample."""
-
-    value: int
-    dimension: int
-    each: int
-
-
-Step, Batch = RecordedCall, BatchSize  # their names in pickles of older versions
+Step, Batch = Call, BatchSize  # their names in pickles of older versions
 
 
 class Layer(nn.Module):
-    """Make some of the calls of a traced module.
+    """Make some of the calls of a traced module, `root`; `extra` are its tensors that it has not registered."""
 
-    Args:
-        name: the layer's name in the sequence.
-        root: the traced module.
-        plan: the calls, and which values enter and leave.
-        extra: tensors of the module that are neither parameters nor buffers.
-        batch: where to find the batch size, if a call needs it.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        root: nn.Module,
-        plan: LayerPlan,
-        namespace: Namespace,
-        *,
-        extra: dict[str, Tensor],
-        batch: BatchSize | None,
-    ) -> None:
+    def __init__(self, root: nn.Module, plan: LayerPlan, namespace: Namespace, extra: dict[str, Tensor]) -> None:
         super().__init__()
         self.training = root.training
-        self.name = name
-        self._steps = _steps(plan)
+        self.name = plan.name
+        # Each call lets go of the values that no later one uses.
+        needed = {*plan.outputs, *(number for _, number in plan.stashes)}
+        given = {*plan.inputs, *(number for _, number in plan.pops)}
+        self._steps: list[Call] = []
+        for i, call in reversed([*enumerate(plan.calls)]):
+            passed = [x.number for x in within((call.args, call.kwargs), Value)]
+            used = {*passed, *call.outputs, *(given if i == 0 else ())}
+            self._steps.insert(0, call._replace(spent=tuple(sorted(used - needed))))
+            needed |= used
         self._inputs, self._outputs = tuple(plan.inputs), tuple(plan.outputs)
         self._skips = {"stash": frozenset(n for n, _ in plan.stashes), "pop": frozenset(n for n, _ in plan.pops)}
         self._namespaces = {name: namespace for name, _ in (*plan.stashes, *plan.pops)}
         self._stashed, self._popped = (
             [(SkipKey(namespace, name), value) for name, value in skips] for skips in (plan.stashes, plan.pops)
         )
-        self._batch = batch
+        self._batch = plan.batch
         # Not sets, whose order differs from process to process: it becomes that of the parameters.
         modules = dict.fromkeys(step.target for step in self._steps if isinstance(step.target, str))
-        names = dict.fromkeys(held_in([(step.args, step.kwargs) for step in self._steps]))
+        names = dict.fromkeys(x.name for x in within([(step.args, step.kwargs) for step in self._steps], Held))
         for held in (*sorted(modules, key=len), *sorted(names, key=len)):
-            self.hold(root, held, extra)
+            self.hold(root, held, extra.get(held))
 
     sizes: Callable[[Sequence[Tensor], bool], None] | None = None  # of the first layer
 
@@ -127,8 +94,8 @@ class Layer(nn.Module):
         for name, module in super().named_modules(memo, self._outer(f"{prefix}.")[:-1], remove_duplicate):
             yield prefix if module is self and not own else name, module
 
-    def hold(self, root: nn.Module, name: str, extra: dict[str, Tensor] | None = None) -> None:
-        """Hold a submodule, parameter, buffer or other tensor of `root`, by its name."""
+    def hold(self, root: nn.Module, name: str, extra: Tensor | None = None) -> None:
+        """Hold a submodule, parameter or buffer of `root`, or an `extra` tensor, by its name."""
         *path, last = name.split(".")
         here: Any = self
         there = root
@@ -137,19 +104,16 @@ class Layer(nn.Module):
                 here._modules[part] = _Around()
                 here._modules[part].training = root.training
             here = here._modules[part]
-            if extra is None or name not in extra:
+            if extra is None:
                 there = _submodule(there, part)
                 if here is there:
                     return  # it stays whole, so the layer holds it already
-        if extra is not None and name in extra:
-            here.register_buffer(last, extra[name], persistent=False)
-        elif last in there._modules:
-            here._modules[last] = there._modules[last]
-        elif last in there._parameters:
-            here._parameters[last] = there._parameters[last]
-        else:
-            here._buffers[last] = there._buffers[last]
-            here._non_persistent_buffers_set |= there._non_persistent_buffers_set & {last}
+        if extra is not None:
+            return here.register_buffer(last, extra, persistent=False)  # type: ignore[no-any-return]
+        for kind in ("_modules", "_parameters", "_buffers"):
+            if last in vars(there)[kind]:
+                vars(here)[kind][last] = vars(there)[kind][last]
+        here._non_persistent_buffers_set |= there._non_persistent_buffers_set & {last}
 
     def _filled(self, kept: Any, values: dict[int, Tensor], size: int, device: torch.device) -> Any:
         """Return arguments with tensors, numbers and the device in them."""
@@ -160,7 +124,9 @@ class Layer(nn.Module):
         if kind is tuple or kind is list:
             return kind([self._filled(x, values, size, device) for x in kept])
         if kind is Held:
-            return self._held(kept.name)
+            path, _, last = kept.name.rpartition(".")
+            owner = _submodule(self, path)
+            return owner._buffers[last] if last in owner._buffers else owner._parameters[last]
         if kind is Grows:
             return kept.each * size + kept.fixed
         if kind is Device:
@@ -175,12 +141,6 @@ class Layer(nn.Module):
         """Return a prefix of names without this layer's own name, if that is the one it has in the sequence."""
         outer = prefix.removesuffix(f"{self.name}.")
         return outer if outer == "" or outer.endswith(".") else prefix
-
-    def _held(self, name: str) -> Tensor:
-        path, _, last = name.rpartition(".")
-        owner = _submodule(self, path)
-        found: Tensor = owner._buffers[last] if last in owner._buffers else owner._parameters[last]
-        return found
 
 
 class Layers(nn.Sequential):
@@ -236,19 +196,6 @@ def _out_of_layers(module: nn.Module, incompatible: Any) -> None:
         for i, name in enumerate(names):
             for key in keys:
                 names[i] = name = name.replace(key, "", 1)
-
-
-def _steps(plan: LayerPlan) -> list[RecordedCall]:
-    """Return the plan's calls; each lets go of the values that no later one uses."""
-    needed = {*plan.outputs, *(number for _, number in plan.stashes)}
-    given = {*plan.inputs, *(number for _, number in plan.pops)}
-    steps: list[RecordedCall] = []
-    for i, call in reversed([*enumerate(plan.calls)]):
-        used = {*values_in((call.args, call.kwargs)), *call.outputs, *(given if i == 0 else ())}
-        spent = tuple(sorted(used - needed))
-        steps.append(RecordedCall(call.target, call.args, call.kwargs, call.outputs, call.grad, spent))
-        needed |= used
-    return steps[::-1]
 
 
 class _Around(nn.Module):

@@ -45,10 +45,14 @@ class Slot:
         return "Tensor"
 
 
-class Slots:
-    """The tensors that are taken out of structures; a slot is left in the place of each."""
+class Slots(TorchFunctionMode):
+    """The tensors that are taken out of structures; a slot is left in the place of each.
+
+    As a mode, it lets `copy.deepcopy` leave slots, whatever holds the tensors.
+    """
 
     def __init__(self, slots: Sequence[Slot] = ()) -> None:
+        super().__init__()
         self.tensors: list[Tensor] = []
         self._slots = list(slots)
 
@@ -60,7 +64,7 @@ class Slots:
             return type(value)(map(self.taken, value))
         if type(value) is dict:
             return {key: self.taken(x) for key, x in value.items()}
-        with _Taking(self):
+        with self:
             return copy.deepcopy(value)
 
     def put_back(self, value: Any, tensors: Sequence[Tensor]) -> Any:
@@ -77,15 +81,5 @@ class Slots:
             self._slots.append(Slot(len(self._slots)))
         return self._slots[len(self.tensors) - 1]
 
-
-class _Taking(TorchFunctionMode):
-    """Let `copy.deepcopy` leave slots in place of tensors, whatever holds them."""
-
-    def __init__(self, slots: Slots) -> None:
-        super().__init__()
-        self._slots = slots
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__:
-            return self._slots._slot(args[0])
-        return func(*args, **(kwargs or {}))
+        return self._slot(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))

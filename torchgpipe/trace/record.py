@@ -6,22 +6,29 @@ dtype) becomes none. What needs a tensor's contents cannot be recorded.
 """
 
 import copy
-from collections.abc import Container, Iterable, Sequence
+import inspect
+import random
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from torchgpipe.trace.calls import Recording
-from torchgpipe.trace.check import check_notes, random_kept
 from torchgpipe.trace.generalise import generalise
 from torchgpipe.trace.parts import Slots, tensors_in
-from torchgpipe.trace.recorder import HOOKS, Notes, Recorder, stays_whole
-from torchgpipe.trace.refuse import Untraceable, line_of
+from torchgpipe.trace.recorder import HOOKS, Notes, Recorder, check_notes, stays_whole
+from torchgpipe.trace.refuse import Untraceable, where
 from torchgpipe.trace.signature import Signature
-from torchgpipe.trace.watch import as_it_was, watched
+
+_one_at_a_time = threading.RLock()
 
 
 def record(
@@ -53,7 +60,7 @@ def record(
             why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
                 why = "it depends on what is in a tensor, not only on its shape"
-            raise recorder.refusal(line_of(error), why) from error
+            raise recorder.refusal(where(error), why) from error
         outputs = tuple(recorder.number(x) for x in slots.tensors)
     return Recording(size, recorder.calls, recorder.shapes, (structure, slots.again()), outputs, recorder.extra)
 
@@ -109,7 +116,7 @@ class Sizes:
         for norm in (m for m in self._module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)):
             norm.training = False  # as the module's may be by then; in training it would refuse a single sample
         whole = map(self._module.get_submodule, self._whole)
-        with random_kept(self._module), torch.autocast(device.type, cast, enabled=cast is not None):
+        with torch.autocast(device.type, cast, enabled=cast is not None):
             found = record(self._module, whole, tensors, self._signature, size, notes, device)
         check_notes(self._module, notes)
         found.extra.update({name: y for name, x in found.extra.items() for y, copied in self._plain if x is copied})
@@ -122,3 +129,95 @@ def _autocast(x: Tensor) -> torch.dtype | None:
     """Return the type to which autocast turns inputs such as this, if it does."""
     on = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     return torch.get_autocast_dtype(x.device.type) if on else None
+
+
+@contextmanager
+def watched(recorder: Recorder) -> Iterator[None]:
+    """Show the recorder what happens beside functions of PyTorch, which are all that it sees as a `TorchFunctionMode`.
+
+    That is calls of modules and of custom autograd functions, replaced buffers, and reads of the mode. For it, methods
+    of `nn.Module` and others are replaced meanwhile, in the whole process. So what other threads do comes to the
+    recorder, too. It passes that on, and records nothing of it (`Recorder.passes`).
+    """
+    call: Any = nn.Module.__call__
+    assign: Any = nn.Module.__setattr__
+    apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
+
+    def call_noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(module, call, args, kwargs)
+
+    def assign_noted(module: nn.Module, name: str, value: Any) -> None:
+        if vars(module).get("_buffers", {}).get(name, value) is not value:
+            recorder.note(f"another buffer {name!r} (change it in place: self.{name}.copy_(…))")
+        assign(module, name, value)
+
+    def apply_noted(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        run = apply.__get__(None, cls)
+        return run(*args, **kwargs) if recorder.passes() else recorder.call(run, run, args, kwargs)
+
+    def read_training(module: nn.Module) -> Any:
+        recorder.note("training")
+        return vars(module)["training"]
+
+    def noted(owner: Any, name: str, what: str) -> tuple[Any, str, Any]:
+        run = getattr(owner, name)
+
+        def run_noted(*args: Any, **kwargs: Any) -> Any:
+            # Not where `torch.no_grad`, fake tensors and the recorder ask.
+            if not sys._getframe(1).f_code.co_filename.endswith(("grad_mode.py", "fake_tensor.py", "recorder.py")):
+                recorder.note(what)
+            return run(*args, **kwargs)
+
+        return owner, name, run_noted
+
+    replacements = [
+        (nn.Module, "__call__", call_noted),
+        (nn.Module, "__setattr__", assign_noted),
+        (nn.Module, "training", property(read_training, lambda module, value: vars(module).update(training=value))),
+        (torch.autograd.Function, "apply", classmethod(apply_noted)),
+        *(noted(owner, name, "a random state") for owner in (torch, torch.random, torch.cuda)
+          for name in dir(owner) if name[0] != "_" and ("seed" in name or "rng_state" in name)),
+        *(noted(owner, name, "random numbers beside PyTorch's") for owner in (random, sys.modules.get("numpy.random"))
+          for name in dir(owner) if name[0].islower() and callable(getattr(owner, name))),
+        noted(torch.autocast, "__enter__", "autocast"),
+        noted(torch, "is_autocast_enabled", "autocast"),
+        *(noted(torch, name, "the mode of gradients") for name in ("is_grad_enabled", "is_inference_mode_enabled")),
+        noted(torch, "from_numpy", "an array of NumPy"),
+    ]  # fmt: skip
+    with _one_at_a_time, ExitStack() as stack:
+        for replacement in replacements:
+            stack.enter_context(mock.patch.object(*replacement, create=True))
+        yield
+
+
+@contextmanager
+def as_it_was(root: nn.Module) -> Iterator[None]:
+    """At the end, put back attributes of the modules, what was in them, but not in parameters, and random states."""
+    kept = [(m, dict(vars(m)), [(x, copy.copy(x)) for x in vars(m).values() if type(x) in (dict, OrderedDict, list)])
+            for m in root.modules()]  # fmt: skip
+    held = [x for _, attributes, _ in kept for x in attributes.values()]
+    buffers = {*map(id, root.buffers())}  # which kernels may change without a new version
+    tensors = [(x, None if id(x) in buffers else x._version, x.detach().clone())
+               for x in tensors_in(held) if not isinstance(x, nn.Parameter) and x.is_leaf]  # fmt: skip
+    states = [(x, x.get_state()) for x in held if isinstance(x, torch.Generator)]
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    array = numpy and numpy.random.get_state()
+    try:
+        with torch.random.fork_rng({x.device for x in (*root.parameters(), *root.buffers()) if x.is_cuda}):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(array)
+        for module, attributes, containers in kept:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for container, before in containers:
+                container.clear()
+                container.update(before) if isinstance(container, dict) else container.extend(before)
+        with torch.no_grad():
+            for x, version, y in tensors:
+                if x._version != version:
+                    x.copy_(y)
+        for generator, state in states:
+            generator.set_state(state)

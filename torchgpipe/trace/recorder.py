@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.tensors._autograd import refuse_transforms, storage_of
-from torchgpipe.trace.calls import CONSTANTS, Call, Device, Held, Value
+from torchgpipe.trace.calls import Call, Device, Held, Value
 from torchgpipe.trace.parts import Slots, tensors_in
 from torchgpipe.trace.refuse import Untraceable, refused, where
 
@@ -26,7 +26,7 @@ Notes = dict[nn.Module, tuple[str, tuple[str, int]]]
 class Recorder(TorchFunctionMode):
     """Keep a call for each function of PyTorch that `root` calls, and for each submodule that stays whole.
 
-    As a mode it sees the functions; watch.py tells it of modules. What a recorded call does inside is not recorded.
+    As a mode it sees the functions; `watched` tells it of modules. What a recorded call does inside is not recorded.
     """
 
     def __init__(self, root: nn.Module, whole: set[nn.Module], fake: FakeTensorMode, notes: Notes) -> None:
@@ -37,16 +37,15 @@ class Recorder(TorchFunctionMode):
         self._paths = {m: path for path, m in root.named_modules()}
         held = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
         self._names = {id(x): name for name, x in reversed(held)}  # id of a tensor that the module holds -> its name
-        tensors = (*root.parameters(), *root.buffers())
-        self._device_type = next((x.device.type for x in tensors), "cpu")
+        self._device_type = next((x.device.type for _, x in held), "cpu")
         self._thread = threading.get_ident()
         self._real: dict[int, Tensor] = {}  # id of a fake tensor that stands for one of the module's -> that one
         self._numbers: dict[int, int] = {}  # id of a tensor that is an input, or made by a call -> its number
         self._alive: list[object] = []  # what has such an id, which is its own only for as long as it lives
         self._made: dict[int, int] = {}  # storage -> the call that made it
         self._calls_under_way = 0
-        self._opened = [root]  # modules whose forward is in progress and recorded, the innermost last
-        self._failed: list[nn.Module] = []  # those that an exception came through first
+        # Modules whose forward is in progress and recorded, the innermost last; after an error still those.
+        self._opened = [root]
         self.calls: list[Call] = []
         self.shapes: list[tuple[int, ...]] = []
         self.extra: dict[str, Tensor] = {}
@@ -74,14 +73,11 @@ class Recorder(TorchFunctionMode):
             result = self.call(partial(self._run_whole, module, partial(run, module)), path, args, kwargs)
             self._random = self._random and random_states()
             return result
+        depth = len(self._opened)
         self._opened.append(module)
-        try:
-            return run(module, *args, **kwargs)
-        except BaseException:
-            self._failed = self._failed or [*self._opened]
-            raise
-        finally:
-            self._opened.pop()
+        result = run(module, *args, **kwargs)
+        del self._opened[depth:]
+        return result
 
     def put_fakes(self, device: torch.device | None) -> None:
         """Put fake tensors in the place of the module's own; with a device, on that."""
@@ -143,38 +139,33 @@ class Recorder(TorchFunctionMode):
             result = run(*args, **kwargs)
             made = [*tensors_in(result)]
             changed = [x for x, version in zip(given, versions, strict=True) if x._version != version]
-            if made or changed:
-                return self._recorded(target, args, kwargs, result, made, changed)
+            if not made and not changed:
+                return result
+            kept = self._template(args), self._template(kwargs)
+            index = len(self.calls)
+            since = min((self._made.get(storage_of(x), index) for x in changed), default=index)
+            # Some calls return what they were given (`contiguous`), but for another batch or mode a new tensor. So that
+            # this has a number of its own in any case, a view stands for it here.
+            known = {id(x): x for x in made if id(x) in self._numbers or id(x) in self._names}
+            views = {i: x.view_as(x) for i, x in known.items() if not any(x is y for y in changed)}
+            if views:
+                result = copy.deepcopy(result, {**{id(x): x for x in made}, **views})
+                self._alive.append(result)
+            outputs = tuple(
+                self._numbers[id(x)] if id(x) in self._numbers and id(x) not in views
+                else self.add(views.get(id(x), x), index)
+                for x in made
+            )  # fmt: skip
+            caller = self._paths.get(self._opened[-1], "")
+            call = Call(target, *kept, outputs, torch.is_grad_enabled(), caller=caller, since=since, where=where())
+            self.calls.append(call)
             return result
         finally:
             self._calls_under_way -= 1
 
-    def _recorded(
-        self, target: Any, args: Any, kwargs: Any, result: Any, made: list[Tensor], changed: list[Tensor]
-    ) -> Any:
-        """Record a call, and return its result."""
-        kept = self._template(args), self._template(kwargs)
-        index = len(self.calls)
-        since = min((self._made.get(storage_of(x), index) for x in changed), default=index)
-        # Some calls return what they were given (`contiguous`), but for another batch or mode a new tensor. So that
-        # this has a number of its own in any case, a view stands for it here.
-        known = {id(x): x for x in made if id(x) in self._numbers or id(x) in self._names}
-        views = {i: x.view_as(x) for i, x in known.items() if not any(x is y for y in changed)}
-        if views:
-            result = copy.deepcopy(result, {**{id(x): x for x in made}, **views})
-            self._alive.append(result)
-        outputs = tuple(
-            self._numbers[id(x)] if id(x) in self._numbers and id(x) not in views
-            else self.add(views.get(id(x), x), index)
-            for x in made
-        )  # fmt: skip
-        caller = self._paths.get(self._opened[-1], "")
-        self.calls.append(Call(target, *kept, outputs, caller, since, torch.is_grad_enabled(), where()))
-        return result
-
     def refusal(self, at: tuple[str, int], why: str) -> Untraceable:
         """Return the error that says at which line, and what to do."""
-        modules = [m for m in (self._failed or self._opened) if m is not self._root]
+        modules = [m for m in self._opened if m is not self._root]
         kind = type(modules[-1]).__name__ if modules else "ThatClass"
         what = f"keep its {kind} as one layer: " if modules else "put that part into a submodule, and keep it whole: "
         return Untraceable(refused(self._root, at, why, f"{what}whole=[{kind}]"))
@@ -209,7 +200,7 @@ class Recorder(TorchFunctionMode):
                 if value.requires_grad:
                     raise self.refusal(where(), "it uses a parameter that is not registered")
                 self._alive.append(value)
-                name = f"{CONSTANTS}.{len(self.extra)}"
+                name = f"traced constants.{len(self.extra)}"  # no module has such a name
                 self.extra[name] = value
                 self._names[id(value)] = name
             return Held(self._names[id(value)])
@@ -273,6 +264,15 @@ def random_states() -> tuple[Any, ...]:
     _, keys, *others = numpy.random.get_state() if numpy else ("", b"")
     with unset_fake_temporarily():
         return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), bytes(keys), others
+
+
+def check_notes(root: nn.Module, notes: Notes) -> None:
+    """Refuse what a recording cannot repeat. Of another mode there will be another recording."""
+    for what, at in notes.values():
+        if what != "training":
+            why = f"it sets or asks for {what}, which may be otherwise, or would be missed, when the layers run"
+            todo = "do that in a submodule of its own; what torch.utils.checkpoint does, the pipeline does itself"
+            raise Untraceable(refused(root, at, why, todo)) from None
 
 
 def _filled(x: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 import linecache
 import sys
+from itertools import chain
 from pathlib import Path
+from traceback import walk_stack, walk_tb
 from types import FrameType
 
 import torch
@@ -20,28 +22,19 @@ def refused(root: nn.Module, at: tuple[str, int], why: str, what: str) -> str:
     return f"{type(root).__name__} cannot be traced at {file}:{line}: `{text}`\n  {why}\n  {what}"
 
 
-def where() -> tuple[str, int]:
-    """Return the file and line of the innermost code that runs and is neither PyTorch's nor this library's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not _ours(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-    return "", 0
+def where(error: BaseException | None = None) -> tuple[str, int]:
+    """Return the file and line of the innermost code that is neither PyTorch's nor this library's.
 
-
-def line_of(error: BaseException) -> tuple[str, int]:
-    """Return the file and line of the innermost such code that an error went through."""
-    traceback, found = error.__traceback__, where()
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        found = found if _ours(file) else (file, traceback.tb_lineno)
-        traceback = traceback.tb_next
-    return found
+    Of the code that runs, and before that, of what an `error` went through.
+    """
+    # Not from this frame on, which would keep the error.
+    frames = chain(reversed([*walk_tb(error.__traceback__ if error else None)]), walk_stack(sys._getframe(1)))
+    return next(((frame.f_code.co_filename, line) for frame, line in frames if not _ours(frame)), ("", 0))
 
 
 _FOLDERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 
 
-def _ours(file: str) -> bool:
+def _ours(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
     return file.startswith(_FOLDERS) or file.endswith(("/contextlib.py", "/copy.py")) or file.startswith("<")

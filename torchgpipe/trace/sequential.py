@@ -2,24 +2,27 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import combinations
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from torchgpipe.skip.scope import Namespace
-from torchgpipe.trace.calls import Call, Recording
-from torchgpipe.trace.check import check_batch, check_notes, check_outputs, check_root, check_state, ran, random_kept
-from torchgpipe.trace.cut import LayerPlan, cut, held_in
-from torchgpipe.trace.generalise import SIZES, Grows, batch_of, generalise
-from torchgpipe.trace.layer import BatchSize, Layer, Layers
-from torchgpipe.trace.parts import within
-from torchgpipe.trace.record import Sizes, record
-from torchgpipe.trace.recorder import Notes
+from torchgpipe.tensors.microbatch import tensors_of
+from torchgpipe.trace.calls import BatchSize, Call, Held, LayerPlan, Recording, cut
+from torchgpipe.trace.generalise import SIZES, Grows, check_batch, generalise
+from torchgpipe.trace.layer import Layer, Layers
+from torchgpipe.trace.parts import tensors_in, within
+from torchgpipe.trace.record import Sizes, as_it_was, record
+from torchgpipe.trace.recorder import Notes, check_notes, hooks_of
 from torchgpipe.trace.refuse import Untraceable, refused
-from torchgpipe.trace.signature import Signature
+from torchgpipe.trace.signature import Signature, arguments
 
 Whole = nn.Module | type[nn.Module]
+Ran = tuple[list[Tensor], dict[str, Tensor]]
 
 
 def sequential(
@@ -49,25 +52,29 @@ def sequential(
     Raises:
         Untraceable: a line of the module cannot be recorded; the message says which, why, and what to do.
     """
-    check_root(module)
+    _check_root(module)
     signature = Signature(module, sample)
-    inputs = signature.tensors(sample)
+    inputs = tensors_of(signature.flat(*arguments(sample)))
     if not inputs:
         raise Untraceable(f"{type(module).__name__} is given no tensor, so there is nothing to split")
-    kept = _modules(module, whole)
-    expected = ran(module, module, signature, inputs)
+    kept: set[nn.Module] = set()
+    for x in whole:
+        alike = {m for m in module.modules() if m is x or (isinstance(x, type) and isinstance(m, x))}
+        if not alike:
+            raise ValueError(f"{type(module).__name__} has no submodule {x if isinstance(x, type) else type(x)}")
+        kept |= alike
+    expected = _ran(module, module, signature, inputs)
     first: Untraceable | None = None
     try:
         for batched in _choices(signature, inputs, shared):
             signature.batched = batched
             try:
-                with random_kept(module):
-                    layers = _layers(module, signature, inputs, set(kept))
+                layers = _layers(module, signature, inputs, set(kept))
             except Untraceable as error:
                 first = first or error
             else:
-                check_state(module, layers)
-                check_outputs(module, layers, signature, inputs, expected)
+                _check_state(module, layers)
+                _check_outputs(module, _ran(module, layers, signature, inputs), expected)
                 return layers
         assert first is not None
         raise first
@@ -92,16 +99,6 @@ def _choices(
                 yield tuple(k in chosen for k in range(len(inputs)))
 
 
-def _modules(root: nn.Module, whole: Iterable[Whole]) -> set[nn.Module]:
-    given = [*whole]
-    classes = tuple(x for x in given if isinstance(x, type))
-    found = {m for m in root.modules() if isinstance(m, classes) or any(m is x for x in given)}
-    for x in given:
-        if not any(m is x or (isinstance(x, type) and isinstance(m, x)) for m in found):
-            raise ValueError(f"{type(root).__name__} has no submodule {x if isinstance(x, type) else type(x)}")
-    return found
-
-
 def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], whole: set[nn.Module]) -> Layers:
     """Record a module and cut it. Small modules that read the mode, or the like, are added to `whole`."""
     while True:
@@ -117,14 +114,12 @@ def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], w
     check_batch(module, recordings)
     signature.returns(*recordings[0].result, recordings[0].outputs)
     calls = generalise(module, recordings)
-    plans = cut(calls, [_has_parameters(module, call) for call in calls], len(inputs), recordings[0].outputs)
+    plans = cut(calls, [_name(module, call) for call in calls], len(inputs), recordings[0].outputs)
     namespace = Namespace()
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for k, plan in enumerate(plans):
-        batch = _batch(module, plan, recordings)
-        name = f"{k}:{_name(module, plan)}"
-        made = Layer(name, module, plan, namespace, extra=recordings[0].extra, batch=batch)
-        layers[name] = made
+        plan.name, plan.batch = f"{k}:{plan.name or type(module).__name__}", _batch(module, plan, recordings)
+        layers[plan.name] = made = Layer(module, plan, namespace, recordings[0].extra)
     sequence = Layers(layers, signature)
     next(iter(layers.values())).sizes = Sizes(module, signature, inputs, whole, recordings)  # type: ignore[assignment]
     sequence.training = module.training
@@ -147,28 +142,93 @@ def _small_modules(notes: Notes, root: nn.Module) -> set[nn.Module]:
     return small
 
 
-def _has_parameters(root: nn.Module, call: Call) -> bool:
-    if isinstance(call.target, str):
-        return any(True for _ in root.get_submodule(call.target).parameters())
+def _name(root: nn.Module, call: Call) -> str:
+    """Return the name of the layer that begins with a call; none if the call has no parameters."""
     names = {name for name, _ in root.named_parameters(remove_duplicate=False)}
-    return not names.isdisjoint(held_in((call.args, call.kwargs)))
-
-
-def _name(root: nn.Module, plan: LayerPlan) -> str:
-    """Return the name of what the layer begins with, or of the module that makes its calls."""
-    for call in plan.calls:
-        if _has_parameters(root, call):
-            name = call.target if isinstance(call.target, str) else call.caller
-            return name.replace(".", "/") or type(root).__name__
-    return type(root).__name__
+    if isinstance(call.target, str):
+        name, has = call.target, any(each.startswith(f"{call.target}.") for each in names)
+    else:
+        name, has = call.caller, any(x.name in names for x in within((call.args, call.kwargs), Held))
+    return has * (name.replace(".", "/") or type(root).__name__)
 
 
 def _batch(root: nn.Module, plan: LayerPlan, recordings: Sequence[Recording]) -> BatchSize | None:
+    """Return a dimension of what a layer takes that grows with the batch size; `None` if no call needs that."""
     if not any(within([(call.args, call.kwargs) for call in plan.calls], Grows)):
         return None
     for number in (*plan.inputs, *(value for _, value in plan.pops)):
-        found = batch_of([recording.shapes[number] for recording in recordings])
-        if found is not None:
-            return BatchSize(number, *found)
+        for dimension, lengths in enumerate(zip(*(recording.shapes[number] for recording in recordings), strict=False)):
+            each = lengths[0] // SIZES[0]
+            if each > 0 and all(n == each * size for n, size in zip(lengths, SIZES, strict=True)):
+                return BatchSize(number, dimension, each)
     at = plan.calls[0].where
     raise Untraceable(refused(root, at, "from here on no tensor has a batch dimension", "keep more as one layer"))
+
+
+def _check_root(module: nn.Module) -> None:
+    """Refuse a module that does more than its forward does, which no layers of it could."""
+    if hooks_of(module):
+        raise Untraceable(
+            f"{type(module).__name__} has hooks of its own, and its layers are not called by it; remove them, or make "
+            "it the only child of a module, where it stays whole"
+        )
+    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        raise Untraceable(f"{type(module).__name__} is compiled; give the module itself, and compile submodules of it")
+    for name, part in module.named_modules():
+        if any(map(nn.parameter.is_lazy, (*part.parameters(), *part.buffers()))):
+            raise Untraceable(
+                f"{type(module).__name__} has parameters without shapes, such as in {name!r}; run it once"
+            )
+        if isinstance(part, torch.jit.ScriptModule):
+            raise Untraceable(
+                f"{type(module).__name__} has a scripted part, {name!r}; use the module that was scripted"
+            )
+
+
+def _check_state(module: nn.Module, layers: Layers) -> None:
+    """Refuse layers whose state is not the module's own, by the same names."""
+    ours, plain = (m.state_dict(keep_vars=True) for m in (layers, module))
+    if ours.keys() != plain.keys() or any(ours[name] is not x for name, x in plain.items()):
+        names = sorted(ours.keys() ^ plain.keys()) or sorted(n for n, x in plain.items() if ours[n] is not x)
+        raise Untraceable(
+            f"{type(module).__name__} keeps state in a way of its own ({', '.join(names[:3])}): modules around others "
+            "can have no state_dict hooks and no extra state; keep them as one layer, whole=[…]"
+        )
+
+
+def _check_outputs(module: nn.Module, found: Ran, expected: Ran) -> None:
+    """Refuse layers whose outputs, buffers or gradients on the sample are others than the module's, `expected`."""
+    (values, grads), (plain_values, plain_grads) = found, expected
+    norms = {name: float(y.nan_to_num().norm()) for name, y in plain_grads.items()}
+    try:
+        assert_close(values, plain_values, equal_nan=True)
+        for name, y in plain_grads.items():
+            # Gradients of a tensor that is used several times are added in another order.
+            most = (1e-3 + 16 * torch.finfo(y.dtype).eps) * norms[name] + 1e-6 * max(norms.values())
+            if grads[name].shape != y.shape or float((grads[name] - y).nan_to_num().norm()) > most:
+                raise AssertionError(f"the gradient of {name} differs")
+    except AssertionError as error:
+        raise Untraceable(
+            f"the layers of {type(module).__name__} give something else than the module does: "
+            f"{' '.join(str(error).split())}\nkeep a part of it as one layer, whole=[…]"
+        ) from None
+
+
+def _ran(module: nn.Module, run: nn.Module, signature: Signature, inputs: Sequence[Tensor]) -> Ran:
+    """Run the module, or its layers, on the sample. Return outputs, then buffers, and gradients; on `meta` nothing."""
+    if any(x.is_meta for x in (*inputs, *module.parameters(), *module.buffers())):
+        return [], {}
+    with as_it_was(module), torch.inference_mode(False), torch.enable_grad():
+        given = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        outputs = [*tensors_in(signature.call(run, [x.clone() for x in given]))]
+        values = [x.detach().clone() for x in (*outputs, *module.buffers())]
+        ends = [y for y in outputs if y.requires_grad]
+        weights = [torch.linspace(1, 2, y.numel(), device=y.device).to(y.dtype).view(y.shape) for y in ends]
+        named = [*zip(signature.names, given, strict=True), *module.named_parameters()]
+        wanted = {name: x for name, x in named if x.requires_grad}
+        grads: Sequence[Tensor | None] = [None] * len(wanted)
+        with suppress(RuntimeError):  # such as of a function without a derivative, which can be evaluated all the same
+            if ends and wanted:
+                grads = torch.autograd.grad(ends, [*wanted.values()], weights, allow_unused=True)
+        dense = [torch.empty(0) if x is None else x.to_dense() if x.is_sparse else x for x in grads]
+        return values, dict(zip(wanted, dense, strict=True))

@@ -14,9 +14,8 @@ from torchgpipe.trace.parts import Slots
 class Signature:
     """What a module takes and returns, from a sample: a tensor, a tuple of arguments, or a dictionary of them by name.
 
-    Attributes:
-        names: for each tensor among the arguments, the name of its argument.
-        batched: which of these tensors have a batch dimension.
+    For each tensor among the arguments, `names` has that of its argument, and `batched` whether it has a batch
+    dimension.
     """
 
     def __init__(self, module: nn.Module, sample: Any) -> None:
@@ -37,12 +36,6 @@ class Signature:
         self._slots = self._slots.again()
         self.batched = (True,) * len(self.names)
 
-    def tensors(self, sample: Any) -> list[Tensor]:
-        """Return the tensors of the sample."""
-        slots = self._slots.again()
-        slots.taken([*self._bound(*arguments(sample)).arguments.values()])
-        return slots.tensors
-
     def call(self, module: nn.Module, tensors: Sequence[Tensor]) -> Any:
         """Call the module as with the sample, with these tensors in place of the sample's."""
         found = self._slots.put_back(self._given, tensors)
@@ -54,11 +47,7 @@ class Signature:
         return module(**{name: x for name, x in bound.arguments.items() if name != self._rest}, **more)
 
     def flat(self, args: Sequence[Any], kwargs: dict[str, Any]) -> TensorOrTensors:
-        """Return the tensors among the arguments.
-
-        Raises:
-            TypeError, ValueError: they differ from the sample's in more than the batch size.
-        """
+        """Return the tensors among the arguments; raise if these differ from the sample's in more than batch size."""
         slots = self._slots.again()
         for name, value in self._bound(args, kwargs).arguments.items():
             taken = slots.taken(value)

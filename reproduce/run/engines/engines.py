@@ -30,6 +30,8 @@ from torchgpipe.trace.layer import flat
 FEW = "it needs at least as many micro-batches as partitions"  # Schedule1F1B
 FIRST = 2  # steps to compare: one before and one after an update; later, rounding errors add up
 ROUNDING = 1e-4  # relative tolerance: processes round a convolution's gradient differently
+Made = tuple[nn.Module, Callable[[], "Tensor | None"]]
+"""The module whose parameters to optimize, and a function that runs forward and backward and returns the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,7 @@ class Work:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     checkpoint: Mode = "never"
     deferred_batch_norm: bool = False
+    schedule: str = ""  # of `step`, on ranks; without one they go by `loss` and its `backward`
 
 
 class Trainer:
@@ -74,10 +77,6 @@ class Trainer:
         return None if loss is None else float(loss)
 
 
-Made = tuple[nn.Module, Callable[[], "Tensor | None"]]
-"""The module whose parameters to optimize, and a function that runs forward and backward and returns the loss."""
-
-
 def _pipeline(engine: Engine, work: Work) -> Made:
     settings: dict[str, Any] = {name: getattr(work, name) for name in ("chunks", "checkpoint", "deferred_batch_norm")}
     loss, x, target = work.loss, work.input, work.target  # `run` must not keep `work`: it has all ranks' layers
@@ -85,12 +84,14 @@ def _pipeline(engine: Engine, work: Work) -> Made:
     if engine == "threads":
         model = GPipe(work.layers, work.balance, devices=["cpu"] * len(work.balance), **settings)
     else:
-        model = DistributedGPipe(work.layers, work.balance, **settings)
+        model = DistributedGPipe(work.layers, work.balance, schedule=work.schedule or "GPipe", **settings)
         x = x if model.rank == 0 else None
+    by_steps = bool(work.schedule)
 
     def run() -> Tensor:
-        value = model.loss(loss, x, target)
-        value.backward()
+        value = (model.step if by_steps else model.loss)(loss, x, target)
+        if not by_steps:
+            value.backward()
         return value.detach()
 
     return model, run
@@ -102,7 +103,7 @@ def _scheduled(engine: Engine, work: Work) -> Made:
     rank, n = dist.get_rank(), len(work.balance)
     first, end = [*pairwise([0, *accumulate(work.balance)])][rank]
     part, recomputed = work.layers[first:end], checkpointed(work.checkpoint, work.chunks)
-    made = schedule(engine, part, chunks=work.chunks, checkpointed=recomputed, loss=work.loss)
+    made = schedule(engine, part, chunks=work.chunks, checkpointed=recomputed, loss_fn=work.loss)
     inputs = [*tensors_of(flat(work.layers, work.input))] if rank == 0 else []
     losses: list[Tensor] = []
     more = {"target": work.target, "losses": losses} if rank + 1 == n else {}

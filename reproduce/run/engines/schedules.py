@@ -1,6 +1,5 @@
 """PyTorch's own pipeline schedules, of `torch.distributed.pipelining`, which takes more than a second to import."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,16 +9,14 @@ from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
 
 
-def schedule(
-    name: str, part: nn.Module, *, chunks: int, checkpointed: int, loss: Callable[[Tensor, Tensor], Tensor]
-) -> Any:
-    """Return the schedule of that name for this rank's part of a model.
+def schedule(name: str, part: nn.Module, *, chunks: int, checkpointed: int = 0, **options: Any) -> Any:
+    """Return the schedule of that name for this rank's part of a model. `options` are the schedule's own.
 
     The first `checkpointed` micro-batches use `torch.utils.checkpoint`. PyTorch's schedules have no checkpointing.
     """
     stage = _Stage(_Part(part), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     stage.checkpointed = checkpointed
-    return getattr(pipelining, name)(stage, n_microbatches=chunks, loss_fn=loss)
+    return getattr(pipelining, name)(stage, chunks, **options)
 
 
 class _Stage(pipelining.PipelineStage):

@@ -145,10 +145,6 @@ def decay(self: Any, x: Tensor) -> Tensor:
     return y
 
 
-def with_decay(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    return decay(self, x), self.scale.expand(len(x), -1)
-
-
 def set_in_place(_: Any, x: Tensor) -> Tensor:
     x[:, 0] = 0.5
     return x
@@ -243,7 +239,8 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "dropout in place": lambda _: Draw(inplace=True),
     "buffer in place": lambda _: Do(decay, scale=torch.ones(WIDTH)),
     "parameter in place": lambda _: Do(decay, scale=Parameter(torch.ones(WIDTH))),
-    "and its buffer in place": lambda _: Do(with_decay, scale=torch.ones(WIDTH)),
+    "and its buffer in place": lambda _: Do(
+        lambda self, x: (decay(self, x), self.scale.expand(len(x), -1)), scale=torch.ones(WIDTH)),
     "sum in place": lambda _: Do(lambda _, value: merge(value, Tensor.add_)),
 }  # fmt: skip
 TO_SEVERAL = {kind for kind in KINDS if kind.startswith("and ")} | {"twice", "lstm cell"}

@@ -19,6 +19,8 @@ from ..parts.layers import WIDTH, Do, linear, real
 from ..row import Row, amid, loss_of, step, steps
 
 Change = Callable[[Any, Tensor], object]
+by = contextvars.ContextVar("by", default=3.0)
+one_at_a_time = threading.Lock()
 
 
 def block() -> nn.Module:
@@ -45,14 +47,6 @@ def replaced_between_steps(run: Any, x: Tensor, replacement: Callable[[], nn.Mod
 
 class Loss(Tensor):
     """A tensor subclass, whose backward runs with PyTorch's functions hidden from subclasses."""
-
-
-def watching() -> nn.Module:
-    """Behave differently under `DisableTorchFunctionSubclass`."""
-    return Do(lambda _, x: x * (2 if torch._C._is_torch_function_enabled() else 3))
-
-
-by = contextvars.ContextVar("by", default=3.0)
 
 
 def with_another_value(run: nn.Module, x: Tensor) -> None:
@@ -186,9 +180,6 @@ def once(calls: list[int]) -> int:
     return 1
 
 
-one_at_a_time = threading.Lock()
-
-
 class Operators(TorchDispatchMode):
     """Double what tanh returns."""
 
@@ -244,8 +235,9 @@ ROWS = [
           refused={"always": says, "except_last": f"{says}|modified by an inplace operation"},
           without={"never": "then autograd alone decides"})
       for what, (last, change, says) in REFUSED.items()),
-    Row("a loss that is a tensor subclass", partial(layers, watching), balance=(2, 2),
-        use=lambda run, x: loss_of(run, x).as_subclass(Loss).backward(), note="As without a pipeline."),
+    Row("a loss that is a tensor subclass",
+        partial(layers, lambda: Do(lambda _, x: x * (2 if torch._C._is_torch_function_enabled() else 3))),
+        balance=(2, 2), use=lambda run, x: loss_of(run, x).as_subclass(Loss).backward(), note="As without a pipeline."),
     Row("a context variable", lambda: nn.Sequential(*(Do(lambda _, x: x * by.get()) if k % 2 else linear()
         for k in range(4))), balance=(2, 2), use=with_another_value),
     *(Row(f"{kind.__name__} for the inside of a layer", layers, use=partial(replaced_between_steps, replacement=make))

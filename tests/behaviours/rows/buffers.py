@@ -55,10 +55,6 @@ def in_the_free_place(layer: Any) -> None:
     layer.nothing = torch.zeros(2) if layer.nothing is None else layer.nothing + 1
 
 
-def where_there_was_no_place(layer: Any) -> None:
-    layer.inner.register_buffer("late", layer.inner._buffers.get("late", torch.zeros(2)) + 1)
-
-
 def once(layer: Any) -> None:
     """As a cache that grows; an attribute says whether it has to."""
     if "grown" not in vars(layer):
@@ -100,10 +96,6 @@ def holding(change: Callable[[Any], object], size: int = 2) -> Callable[[], nn.S
     return made(linear, lambda: Holds(change, size), linear)
 
 
-def reads_statistics(read: Callable[[Any], Tensor]) -> nn.Module:
-    return Do(lambda self, x: self.norm(x) + read(self.norm), norm=nn.BatchNorm1d(WIDTH))
-
-
 def adapts() -> nn.Module:
     """Return a layer that writes the statistics of a norm in evaluation mode."""
     norm = nn.BatchNorm1d(WIDTH, affine=False).eval()
@@ -123,11 +115,6 @@ def marked() -> nn.Module:
     return layer
 
 
-def flips() -> nn.Module:
-    """Return a layer that changes the sign of a zero, which is equal to the other one."""
-    return Do(lambda self, x: (torch.copysign(x, self.buffer), self.buffer.data.neg_())[0], buffer=torch.zeros(()))
-
-
 def views_in_two() -> nn.Sequential:
     buffer = torch.ones(WIDTH)
     one, other = (Do(lambda self, x: x * self.buffer.add_(1).clone(), buffer=b) for b in (buffer, buffer.view(1, -1)))
@@ -145,12 +132,6 @@ def own_norm() -> nn.Module:
 def norm_of_two(make: Callable[[], nn.Module] = own_norm) -> nn.Sequential:
     norm = make()
     return nn.Sequential(*(nn.Sequential(norm) if k % 3 == 0 else linear() for k in range(4)))
-
-
-def without_comparing(run: Any, x: Tensor) -> Any:
-    """Train as on a device that one would have to wait for."""
-    with patch.object(snapshot, "COMPARED", ["meta"]):
-        return steps(run, x)
 
 
 def sparse() -> nn.Module:
@@ -215,13 +196,16 @@ ROWS = [
     *(Row(f"a count by `.data`, which PyTorch does not count, {size} elements", holding(by_data, size), balance=(2, 1),
           use=steps) for size in (2, LARGE)),
     *(Row(f"a count on a device to wait for, {size} elements", holding(by_data, size), balance=(2, 1),
-          use=without_comparing, refused=refused) for size, refused in ((2, {}), (LARGE, checkpointed(UNCOUNTED)))),
+          use=patch.object(snapshot, "COMPARED", ["meta"])(steps), refused=refused)
+      for size, refused in ((2, {}), (LARGE, checkpointed(UNCOUNTED)))),
     Row("statistics of an own norm", made(linear, own_norm, linear), balance=(2, 1), use=steps),
     *(Row(f"statistics of an own norm of two partitions, m={m}", norm_of_two, balance=(2, 2), use=steps, chunks=m,
           refused={by: "change the same buffer"}) for m, by in ((3, ""), (1, "ranks"))),
     *(Row(what, made(linear, layer, linear), balance=(2, 1), use=use) for what, layer, use in (
         ("statistics of a norm in evaluation mode", adapts, steps), ("a norm with a buffer of its own", counts, steps),
-        ("attributes of a buffer", marked, steps), ("the sign of a zero", flips, steps))),
+        ("attributes of a buffer", marked, steps),
+        ("the sign of a zero, which is equal to the other one", lambda: Do(lambda self, x: (torch.copysign(
+            x, self.buffer), self.buffer.data.neg_())[0], buffer=torch.zeros(())), steps))),
     Row("a buffer that grows once", holding(once), balance=(2, 1), use=steps, refused=checkpointed("is no buffer")),
     Row("one memory in buffers of two partitions", views_in_two, balance=(2, 2), use=steps,
         refused={"": "change the same buffer"}),
@@ -230,12 +214,14 @@ ROWS = [
     Row("a sparse buffer", made(linear, sparse, linear), balance=(2, 1), use=steps),
     Row("another buffer in the passes", holding(another), balance=(2, 1), use=steps),
     Row("a buffer that comes in the passes", holding(in_the_free_place), balance=(2, 1), use=steps),
-    Row("a buffer that is registered in the passes", holding(where_there_was_no_place), balance=(2, 1), use=steps),
+    Row("a buffer that is registered in the passes", holding(lambda layer: layer.inner.register_buffer(
+        "late", layer.inner._buffers.get("late", torch.zeros(2)) + 1)), balance=(2, 1), use=steps),
     Row("a buffer that comes after them", holding(id), balance=(2, 1), use=amid(lambda run, _:
         in_the_free_place(run[1]))),
     Row("a buffer removed", holding(id), balance=(2, 1), use=amid(lambda run, _: delattr(run[1], "buffer"))),
     Row("two that share memory", made(linear, two_of_one_memory, linear), balance=(2, 1), use=steps),
-    *(Row(f"statistics that another layer reads by {how}", made(linear, partial(reads_statistics, read), linear),
+    *(Row(f"statistics that another layer reads by {how}", made(linear, lambda read=read: Do(  # type: ignore[misc]
+          lambda self, x: self.norm(x) + read(self.norm), norm=nn.BatchNorm1d(WIDTH)), linear),
           refused=checkpointed(READS), balance=(2, 1))
       for how, read in (("name", lambda norm: norm.running_mean), ("`buffers()`", lambda norm: next(norm.buffers())))),
     # One parameter by two names: its gradients are added up in another order.

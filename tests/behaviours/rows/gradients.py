@@ -14,15 +14,6 @@ from ..parts.layers import WIDTH, Do, acting, five, freeze, linear, made, real, 
 from ..row import Row, amid, loss_of, step, steps
 
 
-def fan() -> nn.Sequential:
-    """Return layers of two outputs, each with parameters of its own."""
-    return five(lambda: Do(lambda self, x: (self.one(x), self.other(x)), one=linear(), other=nn.Linear(WIDTH, 3)))
-
-
-def backward_from(part: Callable[[Tensor, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Any]:
-    return lambda run, x: step(run, x, lambda outputs: part(*outputs))
-
-
 def thawed_between_steps(run: nn.Module, _: Tensor) -> list[Any]:
     found = []
     for frozen in (True, False, True):
@@ -77,23 +68,9 @@ def always_hooked(_: Any, x: Tensor) -> Tensor:
     return y
 
 
-def always_differentiated(self: Any, x: Tensor) -> Tensor:
-    return torch.autograd.grad((x.sin() * self.weight).sum(), x, create_graph=True)[0]
-
-
-def hooks_weight(layer: Any) -> None:
-    layer.weight.register_hook(lambda grad: 2 * grad)
-
-
 def of_samples(x: Tensor) -> Tensor:
     grads: Tensor = torch.func.vmap(torch.func.grad(lambda sample: sample.tanh().square().sum()))(x)
     return grads
-
-
-def forward_too(x: Tensor) -> Tensor:
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, torch.ones_like(x)).tanh()
-        return x * forward_ad.unpack_dual(dual).tangent
 
 
 def hooked_once(run: Any, x: Tensor) -> None:
@@ -108,27 +85,15 @@ def hooked_all(run: nn.Module, x: Tensor) -> None:
     amid(lambda *_: handle.remove())(run, x)
 
 
-def hyper() -> nn.Module:
-    return Do(lambda self, x: x * self.by, by=torch.rand(WIDTH), scale=weight())
-
-
-def of_a_hypernetwork(run: Any, x: Tensor) -> None:
-    for _ in range(2):
-        run[1].by = run[1].scale.exp()
-        step(run, x)
-
-
 def keeps_its_output(self: Any, x: Tensor) -> Tensor:
     self.kept = x * self.weight
     return self.kept
 
 
-def _of(grad: Tensor | None) -> Any:
-    return 1 if grad is None else grad.clone()
-
-
 def reading() -> nn.Module:
-    return Do(lambda self, x: x * self.weight * _of(self.weight.grad), weight=weight())
+    return Do(
+        lambda self, x: x * self.weight * (1 if self.weight.grad is None else self.weight.grad.clone()), weight=weight()
+    )
 
 
 def changed_before_backward(run: nn.Module, x: Tensor, change: Callable[[nn.Module], None]) -> None:
@@ -189,7 +154,6 @@ SUMS: dict[str, Use] = {
         loss.backward(retain_graph=r) for loss in [loss_of(run, x)] for r in (True, True, False)
     ],
     "several mini-batches before a backward": lambda run, x: (loss_of(run, x) + loss_of(run)).backward(),
-    "several backwards before a step": lambda run, _: [loss_of(run).backward() for _ in range(3)],
     "two forwards, then two backwards": lambda run, x: [y.backward() for y in [loss_of(run, x), loss_of(run)]],
     "two forwards, then two backwards, the last first": lambda run, x: [
         loss.backward() for loss in [loss_of(run, x), loss_of(run)][::-1]
@@ -212,10 +176,12 @@ ROWS = [
           ("", True, step), (", input takes none", False, step),
           # As the discriminator of a GAN, which has to be frozen while the generator's loss is computed.
           (", and thawed before backward", True, amid(lambda run, _: run.requires_grad_(True))))),
-    Row("a layer that hooks its parameter", made(linear, partial(acting, hooks_weight), linear), balance=(2, 1),
-        use=steps, refused={"graph never": "", "": "hooked a parameter in its forward"}),
+    Row("a layer that hooks its parameter", made(linear, partial(
+        acting, lambda layer: layer.weight.register_hook(lambda grad: 2 * grad)), linear),
+        balance=(2, 1), use=steps, refused={"graph never": "", "": "hooked a parameter in its forward"}),
     *(Row(f"a layer that uses `{what}`", made(linear, partial(same, layer), linear), balance=(2, 1), use=steps)
-      for what, layer in (("torch.func.grad", of_samples), ("forward_ad", forward_too))),
+      for what, layer in (("torch.func.grad", of_samples), ("forward_ad", forward_ad.dual_level()(
+          lambda x: x * forward_ad.unpack_dual(forward_ad.make_dual(x, torch.ones_like(x)).tanh()).tangent)))),
     *(Row(f"a hook {what}", use=use, without={"ranks": "they have other copies of the layers"})
       for what, use in (("that removes itself", hooked_once), ("of gradients after forward", amid(lambda run, _:
           run[1].register_full_backward_hook(lambda layer, grads, _: tuple(2 * g for g in grads)))))),
@@ -226,7 +192,9 @@ ROWS = [
         without={"ranks": "what takes a gradient there does not come back to the process that compares"}),
     Row("a buffer that takes a gradient", made(linear, lambda: Do(
         lambda self, x: x * self.by, by=torch.rand(WIDTH).requires_grad_()), linear), balance=(2, 1), use=steps),
-    Row("a buffer that a hypernetwork makes", made(linear, hyper, linear), balance=(2, 1), use=of_a_hypernetwork,
+    Row("a buffer that a hypernetwork makes", made(linear, lambda: Do(
+        lambda self, x: x * self.by, by=torch.rand(WIDTH), scale=weight()), linear), balance=(2, 1),
+        use=lambda run, x: [(setattr(run[1], "by", run[1].scale.exp()), step(run, x)) for _ in range(2)],  # type: ignore[func-returns-value]
         note="Its output stands in a buffer's place, anew for each step."),
     Row("a buffer that keeps an output with its graph",
         made(linear, lambda: Do(keeps_its_output, kept=torch.zeros(1), weight=weight()), linear), balance=(2, 1),
@@ -239,8 +207,13 @@ ROWS = [
       for what, change in (("zeroes it", nn.Module.zero_grad), ("adds to it", lambda run: loss_of(run).backward()))),
     *(Row(f"{what} without a condition", made(linear, partial(lambda f: Do(f, weight=weight()), layer), linear),
           balance=(2, 1), use=steps)
-      for what, layer in (("a hook", always_hooked), ("`autograd.grad`", always_differentiated))),
-    *(Row(f"from {what}", fan, use=backward_from(part)) for what, part in PARTS.items()),
+      for what, layer in (("a hook", always_hooked), ("`autograd.grad`", lambda self, x: torch.autograd.grad(
+          (x.sin() * self.weight).sum(), x, create_graph=True)[0]))),
+    # Layers of two outputs, each with parameters of its own.
+    *(Row(f"from {what}", partial(five, lambda: Do(
+          lambda self, x: (self.one(x), self.other(x)), one=linear(), other=nn.Linear(WIDTH, 3))),
+          use=partial(lambda part, run, x: step(run, x, lambda outputs: part(*outputs)), part))
+      for what, part in PARTS.items()),
     *(Row(what, use=use) for what, use in USES.items()),
     *(Row(what, use=use, note="Of the input and of any parameter.") for what, use in OF_ONE.items()),
     *(Row(what, use=use, tolerance=REORDERED) for what, use in SUMS.items()),

@@ -18,6 +18,11 @@ from ..row import Row, step, steps
 from .between import within
 
 plain = partial(real, grad=False)
+F16, BF16, C64 = torch.float16, torch.bfloat16, torch.complex64
+SEVERAL = (torch.float32, torch.complex128, torch.float64)
+
+Stashed = Callable[[Tensor, Tensor], Tensor | None]
+HERE: Any = type("Here", (Pair,), {})
 
 
 def first() -> nn.Module:
@@ -55,12 +60,6 @@ def typed(*types: torch.dtype) -> Any:
         lambda d=d: partial(cast, to=d), lambda d=d: nn.Linear(WIDTH, WIDTH, dtype=d), nn.Tanh)))  # fmt: skip
 
 
-F16, BF16, C64 = torch.float16, torch.bfloat16, torch.complex64
-SEVERAL = (torch.float32, torch.complex128, torch.float64)
-
-Stashed = Callable[[Tensor, Tensor], Tensor | None]
-
-
 def of_input(x: Tensor, _: Tensor) -> Tensor:
     return x.tanh()
 
@@ -91,9 +90,6 @@ def paired(pattern: str, stashed: Stashed = of_input) -> nn.Sequential:
 
 def output_changed(*between: nn.Module) -> nn.Sequential:
     return nn.Sequential(stashing("a", lambda x, y: y), *between, nn.ReLU(inplace=True), linear(), popping())
-
-
-HERE: Any = type("Here", (Pair,), {})
 
 
 def marked(x: Tensor, **attributes: Any) -> Tensor:
@@ -156,11 +152,9 @@ SHARES = "changed an input in place that shares memory"
 APART = {"": SHARES, "graph never": ""}
 
 ROWS = [
-    Row("in", of(lambda a, b: a * b, linear, linear), two),
     Row("in, one without grad", of(lambda a, b: a * b, linear, linear), lambda: (plain(), real())),
     Row("in, unused", of(lambda a, b: a, linear, linear), two),
     Row("of one", of(lambda a: (a,), first, first), lambda: (real(),)),
-    Row("between, one unused", of(linear, lambda a: (a.sin(), a.exp()), lambda a, b: b, linear)),
     Row("out", of(linear, linear, lambda a: (a, a.sum(1)))),
     Row("all the way", of(first, first, first), two),
     Row("longer and shorter",
@@ -168,19 +162,16 @@ ROWS = [
     Row("the same tensor twice", of(lambda a: (a, a), lambda a, b: a * b, linear)),
     Row("an input is an output", of(lambda a: a, lambda a: (a, a.exp()), lambda a, b: (b, a))),
     Row("views", of(lambda a: (a[:, :2], a.view(-1, 2, 2)), lambda a, b: a + b.sum(1), lambda a: a.t().t())),
-    Row("embedding", made(partial(nn.Embedding, 5, WIDTH), linear, linear), ids),
     Row("an integer goes along",
         of(first, lambda a, k: (a * (1 + k).unsqueeze(1), k), lambda a, k: (a[:, :2], k)), with_ids),
     Row("an integer is made", of(linear, lambda a: (a, a.argmax(1)), lambda a, k: (a.gather(1, k.unsqueeze(1)), k))),
     Row("an integer is first", of(lambda a: (a.argmax(1), a), lambda k, a: (k, a.exp()), lambda k, a: (k, a))),
-    Row("mask", of(linear, lambda a: (a, a > 0), lambda a, b: (a.masked_fill(b, 0.5), b))),
     Row("detached", of(linear, lambda a: (a, a.detach()), lambda a, b: (a * b, b))),
     *(Row(what, made(linear, lambda: Do(lambda self, a: (a, a.detach() if self.detach else 1 * a), detach=True),
         lambda: asking, linear), balance=(2, 2), use=use)
       for what, use in (("detached, and the next partition asks", steps), ("detached from some step on", at_last))),
     Row("a layer that asks what takes a gradient", of(linear, lambda x: x * (3 if x.requires_grad else 4), linear),
         use=steps, balance=(2, 1)),
-    Row("constants", of(linear, lambda a: (a, torch.ones(len(a), 1)), lambda a, b: a * b)),
     Row("nothing takes grad", of(*[lambda a, k: (a, k)] * 3), with_ids),
     Row("only integers", of(lambda k: k + 1, lambda k: (k, k), lambda k, n: k * n), ids),
     Row("no parameters", of(torch.sin, torch.exp, torch.square)),

@@ -96,10 +96,6 @@ def takes_nothing(act: Callable[[], object]) -> bool:
     return torch.equal(torch.get_rng_state(), before)
 
 
-def from_evaluation_and_back(run: nn.Module, x: Tensor) -> Any:
-    return [step(run.train(mode), x) for mode in (False, True, False, True, True)]
-
-
 def sizes(run: nn.Module, x: Tensor) -> Any:
     """A batch of one sample runs on another engine, which draws its own random numbers."""
     return [(step(run, x[:size]), [p.grad for p in run.parameters()]) for size in (1, 8, 1, 1, 8, 8, 3)]
@@ -129,10 +125,6 @@ def channels(norm: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
     return made(lambda: nn.Conv2d(2, 4, 1), norm, nn.ReLU, nn.Flatten, lambda: nn.Linear(36, 3))
 
 
-def in_mode(build: Callable[[], nn.Sequential], training: bool) -> nn.Sequential:
-    return build() if training else build().eval()
-
-
 def given(size: int = 14) -> Tensor:
     return torch.randn(size, 2, 3, 3).requires_grad_()
 
@@ -145,6 +137,7 @@ class Shifted(nn.BatchNorm2d):
         return x + self.running_mean.mean() + super().forward(x)
 
 
+TWO: Any = (lambda: nn.Linear(18, 8), nn.Tanh, lambda: nn.Linear(8, 4))
 # Layers on inputs of shape (N, 2, 3, 3).
 NORMS: dict[str, Callable[[], nn.Sequential]] = {
     "batch norm": channels(lambda: nn.BatchNorm2d(4)),
@@ -152,12 +145,8 @@ NORMS: dict[str, Callable[[], nn.Sequential]] = {
     "no running statistics": channels(lambda: nn.BatchNorm2d(4, track_running_stats=False)),
     "in evaluation by itself": channels(lambda: nn.BatchNorm2d(4).eval()),
     "instance norm": channels(lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True)),
-    "at the end": made(
-        nn.Flatten, lambda: nn.Linear(18, 8), nn.Tanh, lambda: nn.Linear(8, 4), lambda: nn.BatchNorm1d(4)
-    ),
-    "at the start": made(
-        lambda: nn.BatchNorm2d(2), nn.Tanh, nn.Flatten, lambda: nn.Linear(18, 8), lambda: nn.Linear(8, 4)
-    ),
+    "at the end": made(nn.Flatten, *TWO, lambda: nn.BatchNorm1d(4)),
+    "at the start": made(lambda: nn.BatchNorm2d(2), nn.Tanh, nn.Flatten, *TWO[::2]),
     "an output that depends on its statistics": channels(lambda: Shifted(4)),
 }
 
@@ -200,7 +189,8 @@ ROWS = [
     *(Row(f"{what} draws the numbers of a plain run", made(linear, nn.Dropout, linear), balance=balance, use=steps,
           chunks=m) for what, balance, m in (("one partition", (3,), 3), ("one micro-batch", (1, 1, 1), 1))),
     *(Row(f"{what}{which}", layers, use=use, **MORE, **options)
-      for what, use in (("from evaluation to training and back", from_evaluation_and_back), ("sizes", sizes))
+      for what, use in (("from evaluation to training and back", lambda run, x: [
+          step(run.train(mode), x) for mode in (False, True, False, True, True)]), ("sizes", sizes))
       for which, options in (("", {}), (", any engine", AUTO))),
     Row("a first draw in a later micro-batch", made(lambda: Draw(sometimes), linear, *[nn.Tanh] * 3),
         lambda: torch.arange(8.0).unsqueeze(1).repeat(1, 4),
@@ -212,7 +202,8 @@ ROWS = [
         refused={"workers": WITHIN}, note="A worker cannot draw its numbers again.", **MORE),
     Row("within plain checkpointing, reentrant", alone(lambda: Draw(use_reentrant=True)),
         refused={"workers": WITHIN}, **MORE, without={"ranks": "tested by autograd.grad, which that kind refuses"}),
-    *(Row(f"{what}{how}", partial(in_mode, build, training), given, balance, use=steps, chunks=4)
+    *(Row(f"{what}{how}", lambda build=build, training=training: build() if training else build().eval(),  # type: ignore[misc]
+          given, balance, use=steps, chunks=4)
       for what, build in NORMS.items()
       for how, training, balance in (("", True, (1, 1, 3)), (", evaluation", False, (2, 3)))),
     *(Row(f"deferred, {batch} samples in {m}", channels(lambda: nn.BatchNorm2d(4)), partial(given, batch), balance,

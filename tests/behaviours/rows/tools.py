@@ -74,11 +74,6 @@ def compile_model(run: nn.Module, batches: do.Batches) -> Any:
     return train_compiled(model, batches, compiled=isinstance(run, Plain))
 
 
-def compile_layers(layers: nn.Sequential) -> None:
-    for layer in layers:
-        layer.compile(backend=backend)
-
-
 def then(change: Callable[[Any], object]) -> Callable[[Any, do.Batches], Any]:
     """Train, change the pipeline, and train it on."""
 
@@ -207,7 +202,7 @@ ROWS = [
     Row("`torch.utils.checkpoint` inside a layer",
         made(linear, partial(checkpointed, False), partial(checkpointed, True)), use=steps,
         note="Reentrant or not.", **ALONE),
-    changed("`torch.compile` of the layers", compile_layers,
+    changed("`torch.compile` of the layers", lambda layers: [layer.compile(backend=backend) for layer in layers],
             "Each layer is compiled twice, as a first pass takes no gradients.",
             use=partial(train_compiled, compiled=True), **ALONE),
     tool("`torch.compile(model)`", compile_model, "It compiles nothing: compile the layers.", **ALONE),

@@ -37,11 +37,6 @@ def norm_checkpointed() -> nn.Module:
     return Do(lambda self, x: torch.utils.checkpoint.checkpoint(self.norm, x, use_reentrant=False), norm=norm)
 
 
-def within_checkpointing(run: nn.Module, x: Tensor) -> None:
-    """The pipeline's forward then runs within its own backward."""
-    torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False).square().sum().backward()
-
-
 class OwnCheckpoint(torch.autograd.Function):
     """Keep nothing, and run dropout again in backward with the numbers of the first time."""
 
@@ -68,14 +63,6 @@ def masks_are_alike(run: nn.Module, x: Tensor) -> bool:
     y = run(given)
     y.sum().backward()
     return torch.equal(y, given.grad)  # type: ignore[arg-type]
-
-
-def rewrites(layer: Any) -> None:
-    layer.weight.data = layer.weight.sign()
-
-
-def marks_weight(layer: Any) -> None:
-    layer.weight.seen = True
 
 
 def marks(run: nn.Module, x: Tensor) -> bool:
@@ -151,7 +138,9 @@ REPLACED = "replaced, added, froze or hooked a parameter|was changed in place"
 ROWS = [
     Row("attention in evaluation mode", lambda: nn.Sequential(padded(), linear(), linear()).eval(),
         lambda: torch.randn(6, 4, WIDTH)),
-    Row("`torch.utils.checkpoint` around the pipeline", use=within_checkpointing,
+    # The pipeline's forward then runs within its own backward.
+    Row("`torch.utils.checkpoint` around the pipeline",
+        use=lambda run, x: torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False).square().sum().backward(),
         without={"ranks": "each would run the forward again at a time of its own"},
         note='It keeps the mini-batch alone and runs the whole forward again. `checkpoint="always"` recomputes while '
              "other partitions go backward."),
@@ -161,9 +150,11 @@ ROWS = [
         use=masks_are_alike, refused={"workers": "random numbers in backward"}),
     Row("a layer that sets the seed", made(lambda: seeding, nn.Identity), long, (1, 1),
         use=masks_are_alike, refused={"workers": "manual_seed", "ranks": "manual_seed"}),
-    Row("a parameter whose data are replaced in forward", made(partial(acting, rewrites), linear), balance=(1, 1),
+    Row("a parameter whose data are replaced in forward", made(partial(
+        acting, lambda layer: setattr(layer.weight, "data", layer.weight.sign())), linear), balance=(1, 1),
         use=steps, refused={"": REPLACED, "graph never": ""}),
-    Row("what a layer writes on a parameter", made(*[partial(acting, marks_weight)] * 2), balance=(1, 1), use=marks),
+    Row("what a layer writes on a parameter", made(*[partial(
+        acting, lambda layer: setattr(layer.weight, "seen", True))] * 2), balance=(1, 1), use=marks),
     Row("a graph that a layer keeps", made(lambda: Do(penalized, weight=weight(), of_output=False), linear),
         balance=(1, 1), use=partial(with_penalty, observed=False),
         refused={"graph never": "", "": KEEPS}, without=ALWAYS),

@@ -67,9 +67,9 @@ def test_an_event_counts_as_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """No task has any, and what tasks have, `test_the_gate` counts."""
     backward, before = TaskGraph.backward, count(*CONFIGURATIONS[HERE])
 
-    def changed(self: TaskGraph, grads: Any, *, keep: bool = False) -> Any:
+    def changed(self: TaskGraph, grads: Any, **options: Any) -> Any:
         relay.threading.Event().wait(0)
-        return backward(self, grads, keep=keep)
+        return backward(self, grads, **options)
 
     monkeypatch.setattr(TaskGraph, "backward", changed)
     assert count(*CONFIGURATIONS[HERE]).waits == before.waits + 8

@@ -12,6 +12,7 @@ from reproduce.records.record import load
 from ...behaviours.compare import differences
 
 HERE = f"torchgpipe {torchgpipe.__version__}"
+OLD = "from torch import nn\nGPipe = lambda layers, balance, **_: nn.Sequential(*layers)\n"
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
@@ -43,9 +44,6 @@ def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert {each.status for each in cases[16].values()} == {"failed"}
     said = table(kept)
     assert said in capsys.readouterr().out and f"- graph, HEAD: {cases[16]['graph'].reason}" in said
-
-
-OLD = "from torch import nn\nGPipe = lambda layers, balance, **_: nn.Sequential(*layers)\n"
 
 
 def test_a_version_that_has_little_but_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

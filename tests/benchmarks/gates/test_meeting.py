@@ -15,10 +15,11 @@ import torch.distributed as dist
 from benchmarks.gates import meeting
 from benchmarks.gates.meeting import LOOKS, N, Scene, main, on_devices, on_rank, over_workers
 from reproduce.machine.description import ROOT
-from torchgpipe.distributed.links import Backward
+from torchgpipe.engine import graph
 from torchgpipe.engine.program import Program
-from torchgpipe.engine.relay import Queues
-from torchgpipe.tensors.copy import CopyPath, CopyStreams
+from torchgpipe.engine.relay import Relay
+from torchgpipe.schedules import Action
+from torchgpipe.tensors.copy import CopyPath
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -40,34 +41,33 @@ def locked(tasks: str = "", locks: int = 1) -> Plant:
 
     @contextmanager
     def under(self: Program, task: str) -> Iterator[None]:
-        with made[self.stage.index % locks] if task.startswith(tasks) else nullcontext(), computes(self, task):
+        with made[min(self.stages) % locks] if task.startswith(tasks) else nullcontext(), computes(self, task):
             yield
 
     return lambda patch: patch.setattr(Program, "computes", under)
 
 
-def late(links: Any) -> Plant:
-    """Announce a gradient only when it is there, so that its recomputation waits for it."""
-    announce, give, waiting = links.announce, links.give, list[Any]()
+def late(patch: pytest.MonkeyPatch) -> None:
+    """Leave recomputations to the backwards, which wait for their gradients first."""
+    run = Program.run
 
-    def give_both(self: Any, item: Any) -> None:
-        if self in waiting:
-            waiting.remove(self)
-            announce(self)
-        give(self, item)
+    def without(self: Program, actions: Any, *given: Any, **options: Any) -> None:
+        run(self, [action for action in actions if action.kind != "recompute"], *given, **options)
 
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(links, "announce", lambda self: waiting.append(self))
-        patch.setattr(links, "give", give_both)
-
-    return plant
+    patch.setattr(Program, "run", without)
 
 
-def sent(self: Any, item: Any) -> None:
+def sends_wait(patch: pytest.MonkeyPatch) -> None:
     """Give an item, and wait until it is taken."""
-    self._after.put(item)
-    while not self._after.empty():
-        time.sleep(0.0001)
+    give = Relay.give
+
+    def sent(self: Relay, action: Action, item: Any) -> None:
+        give(self, action, item)
+        forward = action.kind == "forward"
+        while not self._ends[forward, action.stage + forward][0].empty():
+            time.sleep(0.0001)
+
+    patch.setattr(Relay, "give", sent)
 
 
 def synchronous(patch: pytest.MonkeyPatch) -> None:
@@ -82,15 +82,15 @@ def synchronous(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CopyPath, "move", moved)
 
 
-def among_tasks(patch: pytest.MonkeyPatch) -> None:
+def without_streams(patch: pytest.MonkeyPatch) -> None:
     """Let copies have no streams of their own."""
-    patch.setattr(CopyStreams, "between", lambda *_: (None, None))
+    patch.setattr(graph, "CopyPath", lambda *given, own: CopyPath(*given, own=False))
 
 
 ALWAYS, AHEAD = Scene("always"), Scene("never", ahead=True)
-COPY = "forward of micro-batch 1 on partition 0 did not begin while copy after forward of micro-batch 0"
-NEXT = "forward of micro-batch 2 on partition 0"
-LATE = "recompute of micro-batch 5 on partition 2 did not begin while backward of micro-batch 5 on partition 3 ran"
+COPY = "forward of micro-batch 1 on stage 0 did not begin while copy after forward of micro-batch 0"
+NEXT = "forward of micro-batch 2 on stage 0"
+LATE = "did not begin while recompute of micro-batch 5 on stage 3 ran"
 ON_RANKS = pytest.mark.ranks(N)
 Row = tuple[Callable[..., str | None], Scene, Plant, str]
 
@@ -99,12 +99,15 @@ LOSSES: dict[str, Row] = {
     "a lock around tasks": (over_workers, ALWAYS, locked(), "forward of micro-batch"),
     "a lock around forwards": (over_workers, ALWAYS, locked("forward"), "forward of micro-batch"),
     "a lock around backwards": (over_workers, AHEAD, locked("backward"), "backward of micro-batch"),
+    "a lock around 1F1B": (over_workers, Scene("never", schedule="1F1B"), locked(), "micro-batch"),
+    "a lock around halves": (over_workers, Scene("never", schedule="ZBH1"), locked("backward_"), "backward_"),
+    "late recomputations of 1F1B": (over_workers, Scene("always", schedule="1F1B"), late, "recompute"),
     "a lock of two partitions": (over_workers, ALWAYS, locked(locks=3), "forward of micro-batch"),
-    "late recomputations": (over_workers, ALWAYS, late(Queues), LATE),
-    "late recomputations of ranks": (on_ranks, ALWAYS, late(Backward), LATE),
-    "a send that waits": (over_workers, AHEAD, lambda patch: patch.setattr(Queues, "give", sent), NEXT),
+    "late recomputations": (over_workers, ALWAYS, late, LATE),
+    "late recomputations of ranks": (on_ranks, ALWAYS, late, LATE),
+    "a send that waits": (over_workers, AHEAD, sends_wait, NEXT),
     "a copy that the host waits for": (on_devices, ALWAYS, synchronous, COPY),
-    "a copy among the tasks": (on_devices, ALWAYS, among_tasks, COPY),
+    "a copy among the tasks": (on_devices, ALWAYS, without_streams, COPY),
 }  # fmt: skip
 
 

@@ -121,12 +121,10 @@ class Look(nn.Module):
 @either
 @pytest.mark.parametrize(
     "mode, training",
-    [
-        (lambda module: module, [True, True]),
-        (lambda module: module.eval(), [True, True]),
-        (lambda module: module[0].eval(), [False, True]),
-    ],
-)
+    [(lambda module: module, [True, True]),
+     (lambda module: module.eval(), [True, True]),
+     (lambda module: module[0].eval(), [False, True])],
+)  # fmt: skip
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
 def test_layers_run_as_in_training_but_frozen_parts_stay_frozen(
     mode: Callable[[nn.Module], object], training: list[bool], context: Any, balance_by: Any
@@ -199,12 +197,10 @@ COSTS = [
 
 @pytest.mark.parametrize(
     "balance_by, arguments, options, error, message",
-    [
-        *((each, arguments, {"device": "cpu"}, *rest) for arguments, *rest in MISUSE for each in BALANCES.values()),
-        *((each, (1, RELUS, sample), options, ValueError, said) for each, sample, options, said in OF_ONE),
-        *((minimise_heaviest, (costs, 1), {}, ValueError, said) for costs, said in COSTS),
-    ],
-)
+    [*((each, arguments, {"device": "cpu"}, *rest) for arguments, *rest in MISUSE for each in BALANCES.values()),
+     *((each, (1, RELUS, sample), options, ValueError, said) for each, sample, options, said in OF_ONE),
+     *((minimise_heaviest, (costs, 1), {}, ValueError, said) for costs, said in COSTS)],
+)  # fmt: skip
 def test_misuse(balance_by: Any, arguments: Any, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         balance_by(*arguments, **options)

@@ -23,6 +23,7 @@ from .training import assert_same
 
 WORLD = 3
 pytestmark = pytest.mark.ranks(WORLD)
+X, TARGET = torch.arange(36.0).view(9, 4).sin(), torch.arange(36.0).view(9, 4).cos()
 
 
 def linears(count: int = WORLD, wrap: Callable[..., nn.Module] = lambda layer: layer) -> nn.Sequential:
@@ -36,9 +37,6 @@ def small(**options: Any) -> Any:
         torch.manual_seed(6)
         pair.append(make(linears(), [1] * WORLD, chunks=3, **options))
     return pair
-
-
-X, TARGET = torch.arange(36.0).view(9, 4).sin(), torch.arange(36.0).view(9, 4).cos()
 
 
 def loss_of(model: Any, x: Tensor = X) -> Tensor:
@@ -70,16 +68,7 @@ def test_calls_in_any_order() -> None:
     assert_same_gradients(*others)
 
 
-def test_a_loss_outlives_its_pipeline() -> None:
-    model = small()[0]
-    loss, parameters = loss_of(model), [*model.parameters()]
-    del model
-    gc.collect()
-    loss.backward()
-    assert any(p.grad is not None for p in parameters)
-
-
-def test_a_loss_without_the_output() -> None:
+def test_a_loss_without_the_output_and_one_that_outlives_its_pipeline() -> None:
     ours, threads = small()
     scale = torch.ones(4, requires_grad=True)
     for model in (ours, threads):
@@ -88,6 +77,12 @@ def test_a_loss_without_the_output() -> None:
     assert_same_gradients(ours, threads)
     ours.requires_grad_(False)
     ours.loss(lambda y, target: (y * scale).sum(), X, TARGET).backward()
+    model = small()[0]
+    loss, parameters = loss_of(model), [*model.parameters()]
+    del model
+    gc.collect()
+    loss.backward()
+    assert any(p.grad is not None for p in parameters)
 
 
 def test_errors_between_calls() -> None:
@@ -169,11 +164,15 @@ def test_wrong_arguments() -> None:
         r"device must be this rank's device, but got \['cpu'\]": {"device": ["cpu"]},
         "timeout must be a positive number of seconds, or None, but got 0": {"timeout": 0},
         "the kind of device is 'cpu' on rank 0 and 'meta' on rank 1": {"device": "meta" if other else "cpu"},
+        "the schedule is '1f1b' on rank 0 and 'gpipe' on rank 1": {"schedule": "GPipe" if other else "1F1B"},
+        "there are 4 partitions for 3 devices; make": {"schedule": "Interleaved1F1B", "balance": [1, 1, 1, 2]},
         "the checksum of its parameters' names and shapes is .* on rank 0": {"module": nested if other else linears(5)},
     }
     for message, options in wrong.items():
         with pytest.raises((TypeError, ValueError, RankFailed), match=message):
             loss_of(DistributedGPipe(**{"module": linears(5), "balance": [1, 2, 2], **options}))
+    with pytest.raises(ValueError, match=r"rank \d holds 2 partitions: see model.partitions"):
+        DistributedGPipe(linears(6), [1] * 6, schedule="ZBVZeroBubble").partition  # noqa: B018
 
 
 def test_the_old_name_of_the_timeout() -> None:

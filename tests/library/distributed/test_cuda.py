@@ -23,11 +23,12 @@ from torchgpipe.distributed.wires.message import Message
 from torchgpipe.distributed.wires.wire import Sender, WireAddress
 from torchgpipe.engine.relay import Stopped
 
+from ...behaviours.compare import differences
 from ...parts import Fails
 from ..layers import partitions
 from ..ledger import assert_gone
 from .test_wire import PLACED
-from .threads import GPUS, Pair, simulate_ranks
+from .threads import GPUS, PATIENCE, Group, Pair, simulate_ranks
 
 WAYS = {"NCCL": GPUS, "staging": ["one"] * 4, "staging, as two ranks share a GPU": ["one", "two", "three", "one"]}
 
@@ -44,24 +45,41 @@ def train(model: Any, x: Tensor, target: Tensor) -> dict[str, Any]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
+ALL = ((0, 2), (0, 3), (1, 3))
+# A schedule, the number of ranks, and skips.
+LISTS: list[tuple[str, int, tuple[tuple[int, int], ...]]] = [
+    *(("GPipe", 4, skips) for skips in ((), ((0, 2), (0, 2), (1, 3)), ((0, 3), (1, 2)), ALL)),
+    *((name, n, ALL) for name, n in (("1F1B", 4), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2))),
+]
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("skips", [(), ((0, 2), (0, 2), (1, 3)), ((0, 3), (1, 2))], ids=["no", "crossing", "nested"])
-def test_results_are_those_of_one_process(way: str, skips: Any, checkpoint: Any, streams: Any) -> None:
-    x, target = torch.rand(7, 3), torch.rand(7, 3)
-    expected = train(GPipe(*layers(*skips), devices=["cpu"] * 4, chunks=4, checkpoint=checkpoint), x, target)
-    copies = [layers(*skips) for _ in range(4)]
-    world = simulate_ranks(streams, WAYS[way])
+@pytest.mark.parametrize("name, n, skips", LISTS)
+def test_results_are_those_of_one_process(
+    way: str, name: str, n: int, skips: Any, checkpoint: Any, streams: Any
+) -> None:
+    """Also if no skip leaves any more that others would have to wait for."""
+    x, target, options = torch.rand(7, 3), torch.rand(7, 3), {"chunks": 4, "checkpoint": checkpoint, "schedule": name}
+
+    def results(model: Any) -> dict[str, Any]:
+        seen = {"loss": model.step(nn.functional.mse_loss, x, target)}
+        seen |= {f"{name} by a step": p.grad.clone() for name, p in model.named_parameters()}
+        return seen | [train(model, x, target) for _ in range(2)][-1]
+
+    expected = results(GPipe(*layers(*skips), devices=["cpu"] * n, **options))
+    copies = [layers(*skips) for _ in range(n)]
+    world = simulate_ranks(streams, WAYS[way][:n])
 
     def program(rank: int) -> Any:
-        model = DistributedGPipe(*copies[rank], device=f"cpu:{rank}", chunks=4, checkpoint=checkpoint)
-        found = [train(model, x, target) for _ in range(2)][-1]
+        model = DistributedGPipe(*copies[rank], device=f"cpu:{rank}", **options)
+        found = results(model)
         model.close()
         return found
 
-    found = {name: grad for own in world.run(program) for name, grad in own.items()}
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
-    assert len(world.pairs) == (2 * (2 * 3 + 2 * len({*skips})) if way == "NCCL" else 0)
+    found = world.run(program)
+    assert all(torch.equal(own["loss"], expected["loss"]) for own in found)
+    assert differences({name: x for own in found for name, x in own.items()}, expected) == []
+    assert n < 4 or len(world.pairs) == (2 * (2 * 3 + 2 * len({*skips})) if way == "NCCL" else 0)
     assert all(pair.aborted for pair in world.pairs), "they are given back when the pipeline is closed"
 
 
@@ -204,3 +222,29 @@ def test_where_the_host_would_wait_for_nccl_it_is_not_used(name: str, monkeypatc
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setenv(name, "1")
     assert cuda._identity(torch.device("cuda", 0)) == cuda._UNFIT
+
+
+def test_a_message_that_is_lost_as_a_rank_ends_is_noticed(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo may lose what is sent as the connection breaks, and never end the wait for it."""
+    world, over, send = simulate_ranks(streams, GPUS[:2]), threading.Event(), Group.send
+
+    def sent(group: Group, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        return Mock(wait=over.wait) if group.lost(peer) else send(group, tensors, peer, tag)
+
+    monkeypatch.setattr(Group, "send", sent)
+    x, closed = torch.rand(7, 3), threading.Event()
+
+    def program(rank: int) -> None:
+        linears = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model = DistributedGPipe(linears, [1, 1], device=f"cpu:{rank}", chunks=3, timeout=None)
+        train(model, x, x)
+        if rank == 1:
+            model.close()
+            return closed.set()
+        assert closed.wait(PATIENCE)
+        with pytest.raises(RankFailed, match=r"rank 1 has ended.* rank 0 needs more.*a message to it was not received"):
+            model.loss(nn.functional.mse_loss, x, x)
+
+    found = world.run(program)
+    over.set()
+    assert found == [None, None]

@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -23,10 +24,13 @@ from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.distributed.connections import KINDS
 from torchgpipe.distributed.wires.message import Message
 from torchgpipe.distributed.wires.wire import Sender
+from torchgpipe.schedules import Action, Schedule, make
+from torchgpipe.schedules.action import LETTERS
+from torchgpipe.schedules.named import NAMED
 from torchgpipe.tensors.checkpoint import MODES
 
 from ...parts import Fails
-from ..layers import Lambda, Pop, Stash
+from ..layers import Lambda, Pop, Stash, partitions
 from ..ledger import assert_eventually
 from ..state.test_saved_files import forked
 from . import training
@@ -47,7 +51,7 @@ def layers(times: int = 1) -> nn.Sequential:
     with torch.device("meta"):
         return nn.Sequential(
             nn.Linear(5, 6), Lambda(lambda x: x.repeat(1, times)), Stash(torch.sin), nn.Dropout(0.3),
-            nn.BatchNorm1d(width), nn.Tanh(), Lambda(lambda x: (x[:, : width // 2], x[:, width // 2 :])),
+            nn.BatchNorm1d(width), nn.PReLU(), Lambda(lambda x: (x[:, : width // 2], x[:, width // 2 :])),
             Lambda(lambda halves: torch.cat(halves, 1)), Pop(), nn.Linear(width, 4),
         )  # fmt: skip
 
@@ -62,18 +66,61 @@ def seen(model: Any, *sizes: int) -> dict[str, Any]:
     return trained(model, adam(model), 5, sizes) | {"generator": torch.get_rng_state()}
 
 
+def drawing(y: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(nn.functional.dropout(y), target)
+
+
+def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]:
+    """Evaluate, step, and call `loss`, all with a criterion that draws; return all visible results."""
+    more: dict[str, Any] = {}
+
+    def loss_of(x: Tensor, target: Tensor) -> Tensor:
+        k, given = len(x), (x.requires_grad_() if first else None, target if last else None)
+        more[f"losses {k}"] = model.evaluate(drawing, *given, reduction="none")
+        loss: Tensor = model.step(drawing, *given)
+        again = model.loss(drawing, x, target)
+        again.backward()
+        more[f"again {k}"], more[f"generator {k}"] = again.detach(), torch.get_rng_state()
+        more.update({f"of the input {k}": x.grad} if first else {})
+        return loss
+
+    torch.manual_seed(3)
+    return trained(model, adam(model), 5, (23, 23, 20), loss_of) | more
+
+
 def test_equal_to_threads() -> None:
     # Some tensors are so large that they are sent separately from their description, into the memory of earlier ones.
-    cases = [*product((1, 2, 5), MODES, (False, True), [1]), *product((4,), MODES, (False,), [3_000])]
-    for chunks, checkpoint, deferred, times in cases:
-        options: dict[str, Any] = {"chunks": chunks, "checkpoint": checkpoint, "deferred_batch_norm": deferred}
-        ours = DistributedGPipe(layers(times), BALANCE, init=reset, **options)
-        threads = GPipe(layers(times), BALANCE, init=reset, devices=["cpu"] * WORLD, engine="workers", **options)
-        assert_same(seen(ours, 23, 23, 20, 23), seen(threads, 23, 23, 20, 23))
+    cases = [*product((1, 2, 5), MODES, (False, True), [1], ["GPipe"])]
+    cases += product([4], MODES, [False], [3_000], ["GPipe"])
+    cases += [(m, mode, False, 1, name) for m in (5, 1) for name, mode in zip(NAMED, 2 * MODES, strict=True)]
+    for chunks, checkpoint, deferred, times, name in cases:
+        options: dict[str, Any] = {"chunks": chunks, "checkpoint": checkpoint, "schedule": name, "init": reset}
+        options["deferred_batch_norm"] = deferred
+        balance = BALANCE if len(make(name, 1, 1).placement) == 1 else [1, 4, 1, 1, 1, 2]
+        ours = DistributedGPipe(layers(times), balance, **options)
+        threads = GPipe(layers(times), balance, devices=["cpu"] * WORLD, engine="workers", **options)
+        first, last = (ours.schedule.placement[k] == dist.get_rank() for k in (0, -1))
+        assert_same(stepped(ours, first, last), stepped(threads))
         with torch.no_grad():
             output = ours.eval()(torch.ones(7, 5))
-        assert (output is None) == (dist.get_rank() < WORLD - 1)
+        assert (output is None) == (not last)
         ours.close()
+
+
+@pytest.mark.ranks(2)
+def test_skips_may_be_fetched_in_another_order_than_they_are_left() -> None:
+    rows = ["0F0 0F1 1F1 1F0 1B1 1B0 0B0 0B1", "2F1 2F0 2B1 2B0"]
+    lists = [[Action(LETTERS[x[1]], int(x[2]), int(x[0])) for x in row.split()] for row in rows]
+    found: list[dict[str, Any]] = []
+    for pipeline in (DistributedGPipe, partial(GPipe, devices=["cpu"] * 2)):
+        torch.manual_seed(0)
+        given = partitions([nn.Linear(4, 4) for _ in range(3)], [(0, 2)], torch.sin)
+        model = pipeline(*given, chunks=2, schedule=Schedule("mine", [0, 0, 1], lists))
+        x = torch.arange(12.0).view(3, 4).cos()
+        losses = [model.step(nn.functional.mse_loss, x, x), model.loss(nn.functional.mse_loss, x, x)]
+        losses[1].backward()
+        found.append({name: p.grad for name, p in model.named_parameters()} | {"loss": torch.stack(losses).detach()})
+    assert_same(found[0], found[1])
 
 
 def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +128,9 @@ def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     give, counted = Sender.give, Counter[tuple[str, int]]()
 
     def noted(sender: Sender, message: Message) -> None:
-        counted[KINDS[sender._tag], sender._rank] += sum(x.nbytes for x in message.tensors if x is not None)
+        counted[KINDS[sender._tag % len(KINDS)], sender._rank] += sum(
+            x.nbytes for x in message.tensors if x is not None
+        )
         give(sender, message)
 
     monkeypatch.setattr(Sender, "give", noted)
@@ -91,7 +140,7 @@ def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         seen(ours, size)
         connections: Any = ours._connections
         described.append(sum(len(sender._numbers) for sender in connections._senders()))
-        sent.append(Counter({key: n for key, n in counted.items() if key[0] not in ("control", "liveness")}))
+        sent.append(Counter({key: n for key, n in counted.items() if key[0] not in ("control", "liveness", "loss")}))
     first, again, others, *later = described
     assert first == again < others == later[0] == later[1], described
     boundary = 20 * 6 * 4
@@ -166,3 +215,12 @@ def test_over_a_mesh_it_equals_plain_layers_that_are_spread_alike(how: str) -> N
         spread(model, model.partition, mesh["dp"])
         assert_same(trained(model, adam(model), replica), expected)
         model.close()
+    # A step, up to rounding: the schedule adds micro-batches up in its own order.
+    model = DistributedGPipe(training.layers(), [1, 2, 2, 3], mesh=mesh["pp"], chunks=3, schedule="ZBVZeroBubble")
+    for partition in model.partitions if how == "sharded" else [model.partitions]:
+        spread(model, partition, mesh["dp"])
+    found = trained(model, adam(model), replica, loss_of=partial(model.step, nn.functional.cross_entropy))
+    kept = {name: x for name, x in found.items() if name.startswith(("gradient 0", "loss 0"))}
+    torch.testing.assert_close(kept, {name: expected[name] for name in kept})
+    assert len(kept) > 1
+    model.close()

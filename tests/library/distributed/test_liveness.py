@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -30,9 +30,11 @@ from ...start import python
 from ..ledger import assert_eventually
 
 PATIENCE = 120  # seconds; only a hang takes as long
+BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()\n"
+GRANDCHILD = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BURN!r}])"]
 
 
-def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_does_not_come_or_came_twice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=0.2))
     monkeypatch.setattr(connections, "NOTICE", 0.1)
@@ -40,9 +42,6 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, capsy
     with pytest.raises(RuntimeError, match=r"has waited for 0.2 s .* no sign of rank 1, 2;"):
         connections.Connections([0, 1, 2], 0, None)
     assert capsys.readouterr().err.startswith("rank 0 has waited for 0.1 s for others to make")
-
-
-def test_a_store_that_ends_and_one_that_another_process_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
     c10d: Any = dist
     kept = [c10d.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)]
     store = c10d.TCPStore("127.0.0.1", kept[0].port, 2, wait_for_workers=False, timeout=timedelta(seconds=2))
@@ -120,10 +119,6 @@ def test_how_long_a_task_has_been_idle(name: str, clocks: SimpleNamespace) -> No
             assert each.look(look.task, clocks.time) == look.idle
 
 
-BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()\n"
-GRANDCHILD = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BURN!r}])"]
-
-
 def test_cpu_time_counts_who_works_and_still_does_when_they_have_ended() -> None:
     before = cpu_time_of_descendants()
     with subprocess.Popen(GRANDCHILD, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -195,16 +190,6 @@ def monitoring(
         monitor.thread.join()
 
 
-@pytest.mark.parametrize("timeout", [0.5, None])
-def test_a_rank_that_has_ended_may_be_silent(timeout: float | None) -> None:
-    with monitoring(timeout, heard=(2,)) as (monitor, _, wrong):
-        if timeout is not None:
-            monitor.forget(1)
-            monitor.forget(3)
-        time.sleep(1.5)
-        assert wrong.empty()
-
-
 def test_ranks_that_have_ended_are_named_where_all_others_wait() -> None:
     with (
         monitoring(0.5, heard=(1, 2), waits=True) as (monitor, activity, wrong),
@@ -218,14 +203,19 @@ def test_ranks_that_have_ended_are_named_where_all_others_wait() -> None:
             assert "ranks 1, 2 were at home; rank 3 had ended. Has a rank left out" in told.get(timeout=10)
 
 
-def test_a_task_of_sharded_layers_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may wait for a rank of another pipeline."""
+@pytest.mark.parametrize("timeout, ended, task", [(0.5, (1, 3), ""), (None, (), ""), (0.5, (), "a task")])
+def test_who_may_be_silent(timeout: float | None, ended: tuple[int, ...], task: str, monkeypatch: Any) -> None:
+    """A rank that has ended; one without a timeout; and a task of sharded layers, for a rank of another pipeline."""
     monkeypatch.setattr(idle, "cpu_time_of_descendants", lambda: 0.0)  # ranks of other tests wake up all the time
     monkeypatch.setattr("torchgpipe.distributed.liveness.monitor.sharded", lambda modules: set(modules))
-    program: Any = SimpleNamespace(doing="a task", computing="a task", stage=SimpleNamespace(partition=nn.Linear(1, 1)))
-    with monitoring(0.5, heard=(1, 2, 3)) as (_, activity, wrong), activity.call(4, "the call", program):
-        time.sleep(1.5)
-        assert wrong.empty()
+    stages = {0: SimpleNamespace(partition=nn.Linear(1, 1))}
+    program: Any = SimpleNamespace(doing=task, computing=task, stages=stages)
+    with monitoring(timeout, heard=(1, 2, 3) if task else (2,)) as (monitor, activity, wrong):
+        for rank in ended:
+            monitor.forget(rank)
+        with activity.call(4, "the call", program) if task else nullcontext():
+            time.sleep(1.5)
+            assert wrong.empty()
 
 
 ENDS = """

@@ -36,13 +36,9 @@ def shared_folder() -> Path:
 @pytest.mark.parametrize("chunks", [3, 1])
 def test_going_on(chunks: int) -> None:
     """On as many ranks, dropout included."""
-
-    def make(seed: int) -> tuple[Model, torch.optim.Optimizer]:
-        given = layers(seed, draws=True)
-        model = DistributedGPipe(given, [2, 2, 2, 2], chunks=chunks, deferred_batch_norm=True)
-        return model, adam(model)
-
-    assert_goes_on(shared_folder(), make)
+    options: dict[str, Any] = {"chunks": chunks, "deferred_batch_norm": True}
+    made = lambda seed: DistributedGPipe(layers(seed, draws=True), [2, 2, 2, 2], **options)  # noqa: E731
+    assert_goes_on(shared_folder(), lambda seed: (model := made(seed), adam(model)))
 
 
 def state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Group:
     own: int
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        self.world.sent[connections.KINDS[tag], self.own, peer] += 1
+        self.world.sent[connections.KINDS[tag % len(connections.KINDS)], self.own, peer] += 1
         self.world.bytes += tensors[0].numel()
         return self._posted(tensors[0].clone(), peer, (self.name, self.own, peer, tag), 0)
 

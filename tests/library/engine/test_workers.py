@@ -1,24 +1,28 @@
-"""The workers engine: its threads, and that no task comes before there is a use for it.
+"""Engines: which one runs a pipeline; threads of workers, and that no task comes before there is a use for it.
 
 That tasks run at once, as early as they may, is tested in tests/benchmarks/gates/test_meeting.py, errors in
 tests/failures, the end of threads in tests/library/test_leaks.py, forked processes in tests/behaviours/rows/tools.py.
 """
 
+import pickle
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from torchgpipe import GPipe
-from torchgpipe.tensors.checkpoint import Mode, checkpointed
+from torchgpipe.gpipe import EngineName
 from torchgpipe.tensors.observe import Task
 
+from ...behaviours.parts.layers import Do
+from ...parts import Fails
 from ...plain import piped
 from ..layers import linears
 from ..ledger import at_once
@@ -47,38 +51,6 @@ def test_each_partition_has_a_thread_of_its_own_for_good(chunks: int, n: int, wo
         step(model, lambda task: threads[task.partition].add(threading.current_thread()))
     assert [len(t) for t in threads] == [1] * n and threads[-1] == {threading.current_thread()}
     assert len(set.union(*threads)) == workers + 1 and len({*threading.enumerate()} - before) == workers
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_no_recomputation_before_there_is_a_use_for_it(checkpoint: Mode) -> None:
-    n, m = 3, 4
-    seen: list[tuple[str, Task]] = []
-
-    @contextmanager
-    def note(task: Task) -> Iterator[None]:
-        seen.append(("begin", task))
-        time.sleep(0.02 * (task.kind == "recompute"))
-        yield
-        seen.append(("end", task))
-
-    step(pipeline(n, chunks=m, checkpoint=checkpoint), note)
-
-    count = checkpointed(checkpoint, m)
-    for j in range(n):
-        kinds = [(kind, i) for i in reversed(range(m)) for kind in ["recompute"] * (i < count) + ["backward"]]
-        begun = [task for what, task in seen if (what, task.partition) == ("begin", j)]
-        assert [task[:2] for task in begun if task.kind != "forward"] == kinds
-
-    def recomputed(what: str, i: int, j: int) -> int:
-        return seen.index((what, Task("recompute", i, j)))
-
-    for i in range(count):
-        for j in range(1, n):
-            # The recomputation at j - 1 starts only when its gradient is on its way: j has recomputed.
-            assert recomputed("end", i, j) < recomputed("begin", i, j - 1)
-            # Partition j starts only after j - 1 has taken the gradient of micro-batch i + 1.
-            if i + 1 < count:
-                assert recomputed("end", i + 1, j - 1) < recomputed("begin", i, j)
 
 
 def test_no_partition_is_far_ahead_of_the_next() -> None:
@@ -129,3 +101,38 @@ def test_a_thread_that_did_not_start_is_started_by_the_next_call(monkeypatch: py
             model(torch.ones(2, 2))
     at_once(1, lambda _: done.extend(model(torch.ones(2, 2))))
     assert len(done) == 2
+
+
+# The argument `engine`, the devices, the engine that is used.
+CASES: list[tuple[EngineName, list[str], str]] = [
+    ("auto", ["cpu"], "GraphEngine"),
+    ("auto", ["cpu", "cpu"], "WorkersEngine"),
+    ("auto", ["cpu", "meta"], "GraphEngine"),
+    ("graph", ["cpu", "cpu"], "GraphEngine"),
+    ("workers", ["cpu"], "WorkersEngine"),
+]
+
+
+@pytest.mark.parametrize("engine, devices, expected", CASES)
+def test_the_engine_is_chosen_once(engine: EngineName, devices: list[str], expected: str) -> None:
+    n = len(devices)
+    model = piped(nn.Sequential(*(nn.Linear(2, 2) for _ in range(n))), [1] * n, devices=devices, engine=engine)
+    chosen = model._engine
+    for size, model.chunks, model.checkpoint in ((1, 1, "never"), (8, 4, "always"), (3, 8, "except_last")):
+        model(torch.ones(size, 2))
+        model.train(not model.training)
+    assert model._engine is chosen
+    for each in (model, pickle.loads(pickle.dumps(model))):
+        assert type(each._engine).__name__ == expected
+
+
+def test_what_a_backward_that_failed_has_left_is_not_handed_to_the_next() -> None:
+    fails = Fails()
+    apart = Do(lambda self, x: (x, self.weight * 2), weight=nn.Parameter(torch.ones(2, 2)))
+    model = piped(nn.Sequential(nn.Linear(2, 2), fails, apart), [2, 1], 2, engine="graph")
+    one, other = model(torch.ones(2, 2))
+    fails.fail("backward", ArithmeticError(), calls_before=1)
+    with pytest.raises(ArithmeticError):
+        one.sum().backward(retain_graph=True)
+    other.sum().backward()
+    assert [p.grad is not None for p in model.parameters()] == [False, False, True]

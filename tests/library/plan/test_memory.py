@@ -1,7 +1,8 @@
 """Predicted bytes equal the live bytes of a real pipeline on `meta`, for a table of models and setups."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,13 +15,17 @@ from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
 from torchgpipe import GPipe
 from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.plan.count.live import Live
-from torchgpipe.plan.count.optimizer import OPTIMIZERS, optimizer_named
+from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Setup
+from torchgpipe.schedules import make
+from torchgpipe.schedules.named import NAMED
 from torchgpipe.tensors.checkpoint import MODES
 from torchgpipe.tensors.microbatch import mapped
+from torchgpipe.tensors.observe import Task
 
 from ...behaviours.parts.layers import KINDS, WIDTH, Do, freeze
+from ...parts import OPTIMIZERS
 
 
 class OnMeta(LiveBytes):
@@ -146,7 +151,7 @@ ROWS = [(build, shape, balance) for build, shape, balances in CASES for balance 
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("name", ["sgd", "momentum", "rmsprop", "adagrad", "adam"])
+@pytest.mark.parametrize("name", ["sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw"])
 @pytest.mark.parametrize(("build", "shape", "balance"), ROWS)
 def test_as_counted_on_a_real_run(
     build: Any, shape: Any, balance: list[int], name: str, foreach: bool, chunks: int, checkpoint: Any, zeroed: bool
@@ -202,3 +207,36 @@ def test_a_steps_peak_is_within_five_percent_of_a_real_run(autocast: torch.dtype
         y.backward(torch.ones_like(y))
     real = live.peak() + x.nbytes + sum(p.nbytes for p in model.parameters())
     assert device.peak == pytest.approx(real, rel=0.05)
+
+
+STAGE = (lambda: nn.Linear(8, 256), nn.GELU, lambda: nn.Linear(256, 8))  # what it hands on is small
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_step_keeps_the_micro_batches_that_its_schedule_has_in_flight(name: str) -> None:
+    """Until its second half, a backward in halves keeps no more than what the layers have saved."""
+    n, m, v = 4, 16, NAMED[name][1] or 2
+    model = nn.Sequential(*(f() for _ in range(n * v) for f in STAGE))
+    counts, balance = counted(lambda: model, (2, 8)), [len(STAGE)] * (n * v)
+    x, devices = torch.empty(m * 512, 8, device="meta"), [f"meta:{d}" for d in range(n)]
+    pipeline = GPipe(model.to("meta"), balance, devices=devices, chunks=m, checkpoint="never", schedule=name)
+    live, before, kept, placement = OnMeta(n), list[int](), [0] * n, pipeline.schedule.placement
+    for d, partition in zip(placement, pipeline.partitions, strict=True):
+        live.add(partition.parameters(), d)
+    live.add([x], 0)
+
+    @contextmanager
+    def look(task: Task) -> Iterator[None]:
+        before[:] = before or live.live
+        yield
+        kept[:] = map(max, kept, live.live) if task.kind == "forward" else kept
+
+    pipeline.observer = look
+    with Copies(live, None):
+        pipeline.step(lambda y, _: y.sum(), x, None)
+    task = counts.task(512, len(STAGE), 2 * len(STAGE), checkpoint=False)
+    tasks = [(most - least) / task.kept for most, least in zip(kept, before, strict=True)]
+    setup = Setup(len(x), tuple(balance), m, "never", schedule=name)
+    assert tasks == pytest.approx(make(name, n, m).in_flight, rel=0.05)
+    for device, most, least in zip(setup_memory(counts, setup), live.peak, before, strict=True):
+        assert device.peak - device.parameters == pytest.approx(most - least, rel=0.05)

@@ -13,6 +13,7 @@ from torchgpipe.plan import Hardware, Impossible, load_hardware, plan
 from torchgpipe.plan.amount import amount, parse_amount
 from torchgpipe.plan.predict import micro_batch_sizes
 from torchgpipe.plan.search.search import chunk_choices
+from torchgpipe.schedules import make
 
 from ...parts import explode
 from ..layers import Lambda
@@ -69,6 +70,22 @@ def test_describes_a_pipeline_and_itself() -> None:
         assert word in text
 
 
+def test_chooses_a_schedule_that_needs_less_memory() -> None:
+    """With 1F1B devices keep fewer micro-batches, so that none has to be recomputed."""
+    how: dict[str, Any] = {"batch_size": 4096, "devices": 4, "headroom": 0, "hardware": NODE, "chunks": 16}
+    names = ["GPipe", "1F1B", "ZBH1", "Interleaved1F1B"]
+    free = plan(model(), X, memory="1GiB", schedules=names, **how)
+    least = {name: plan(model(), X, memory="1GiB", schedules=name, **how) for name in names}
+    assert free.seconds <= min(each.seconds for each in least.values()) and str(free.schedule) in names
+    room = max(least["1F1B"].peaks)
+    found = plan(model(), X, memory=room, schedules=["GPipe", "1F1B"], **how)
+    assert (found.schedule, found.checkpoint) == ("1F1B", "never") and max(found.peaks) <= room
+    assert "schedule    1F1B" in str(found)
+    assert found.gpipe(devices=["cpu"] * len(found.balance)).schedule.name == "1F1B"
+    with pytest.raises(Impossible):
+        plan(model(), X, memory=room, **how)
+
+
 def test_a_layer_fits_whose_gradients_are_made_once() -> None:
     """Parameters and gradients take 2 P; a second micro-batch would add P."""
     layer = nn.Sequential(nn.Linear(4096, 4096))
@@ -109,10 +126,16 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(monkeypatch: pyt
         ({"batch_size": 0}, ValueError, "batch_size must be"),
         ({"devices": 0}, ValueError, "devices must be a whole number of at least 1, got 0"),
         ({"devices": 2.0}, ValueError, "devices must be a whole number of at least 1, got 2.0"),
-        ({"chunks": [0]}, ValueError, "chunks must be whole numbers from 1 to the batch size 64"),
         ({"chunks": 1.5}, TypeError, "chunks must be one whole number or a sequence of them, got 1.5"),
-        ({"chunks": 65}, ValueError, "chunks must be whole numbers from 1 to the batch size 64, got 65"),
+        ({"chunks": [65]}, ValueError, "chunks must be a whole number from 1 to the batch size 64, got 65"),
         ({"chunks": []}, ValueError, "chunks must name at least one whole number, got none"),
+        ({"schedules": "LoopedBFS"}, ValueError, "no schedule is called 'LoopedBFS'; there are GPipe, 1F1B"),
+        ({"schedules": 5}, ValueError, "no schedule is called 5; there are GPipe, 1F1B"),
+        (
+            {"schedules": make("1F1B", 9, 4)},
+            Impossible,
+            r"no schedule that was asked for is for 8 device\(s\), 8 layers",
+        ),
         ({"checkpoint": "often"}, ValueError, "checkpoint must be among .*, got 'often'"),
         ({"module": nn.Linear(1, 1)}, TypeError, "only an nn.Sequential"),
         ({"master_weights": True}, ValueError, "master_weights is for parameters in 16 bits"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.balance.profile import seconds_of
 from torchgpipe.plan import plan, profiled
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.hardware import here
@@ -36,11 +37,7 @@ class Layer(nn.Module):
 
 @pytest.fixture(autouse=True)
 def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    def copied() -> float:
-        clock.now += 2**-20
-        return clock.now
-
-    monkeypatch.setattr(here, "perf_counter", copied)
+    monkeypatch.setattr(here, "seconds_of", lambda *given: 2**-20 + seconds_of(*given))
     # All threads share one clock here, so parallel work would seem to take the sum of its times.
     monkeypatch.setattr(profiled, "sharing", lambda works: 0.0)
 
@@ -74,8 +71,7 @@ def test_layers_are_timed_for_the_sample_and_by_halves(
         model = nn.Sequential(Layer(1, 0.5), nn.BatchNorm1d(4), Layer(0, 2))
     found = profile_layers(model, torch.rand(samples, 4), whole=whole)
     assert (found.sizes, found.whole) == (sizes, whole)
-    assert [[curve.at(8) for curve in curves] for curves in (found.forward, found.graph)] == [[5, 0, 16]] * 2
-    assert [curve.at(8) for curve in found.backward] == [10, 0, 32]
+    assert [[curve.at(8) for curve in curves] for curves in found.curves] == [[5, 0, 16], [5, 0, 16], [10, 0, 32]]
     assert all(p.device.type == device and p.grad is None for p in model.parameters())
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import pytest
 import torch
@@ -14,9 +14,10 @@ from torchgpipe.plan import load_hardware
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict import Predictor, Setup
-from torchgpipe.plan.search.balances import Work
+from torchgpipe.plan.search.balances import Work, heaviest
 from torchgpipe.plan.search.search import search
 from torchgpipe.plan.search.trial import Candidate, assess
+from torchgpipe.schedules.named import NAMED
 from torchgpipe.tensors.checkpoint import MODES
 
 BATCH_SIZE, CHUNKS, NUMBERS = 12, [1, 2, 5, 12], [1, 2, 3]
@@ -65,7 +66,7 @@ def test_against_every_setup(
     for x in setups:
         work, n = Work(predictor, replace(x.setup, balance=())), len(x.setup.balance)
         assert work.bound(n) <= work.bound_of(x.setup.balance) <= x.seconds
-        assert work.has_room(n, x.peak)
+        assert heaviest(work.held, work.balance(n, 1.0)) <= x.peak
     peaks = sorted(each.peak for each in setups)
     evened: dict[tuple[int, int], tuple[int, ...]] = {}
     for memory, near in ((peaks[-1], 1.01), (peaks[len(peaks) // 2], 1.02), (peaks[len(peaks) // 20], 1.1)):
@@ -82,3 +83,18 @@ def test_against_every_setup(
         for x in setups:  # it is never slower than the time-balanced setups, with any m and mode
             plain = evened.setdefault((len(x.setup.balance), x.setup.chunks), even(predictor, x.setup))
             assert x.peak > memory or x.setup.balance != plain or least <= x.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("build", [features, images])
+def test_no_schedule_is_below_its_bound(build: Callable[[], tuple[nn.Sequential, torch.Tensor]], device: str) -> None:
+    predictor = Predictor(count(*build(), device=device), load_hardware("h100x8"))
+    layers = len(predictor.counts)
+    for name, n, m, mode in product(NAMED, NUMBERS, CHUNKS, MODES):
+        setup = Setup(BATCH_SIZE, (), m, mode, optimizer_named("adam", foreach=True), schedule=name)
+        work = Work(predictor, setup)
+        for cuts in [*combinations(range(1, layers), work.stages(n) - 1)][::5]:
+            balance = tuple(b - a for a, b in pairwise((0, *cuts, layers)))
+            found = assess(predictor, replace(setup, balance=balance))
+            assert work.bound(n) <= work.bound_of(balance) <= found.seconds
+            assert heaviest(work.held, work.balance(n, 1.0)) <= found.peak

@@ -24,6 +24,8 @@ from ..distributed.training import adam, assert_goes_on
 
 F32 = torch.float32
 Optimizers = Callable[[GPipe], torch.optim.Optimizer]
+CHANGED = "is not as it was written, by its checksum"
+STEP, KEEP = "step must be a whole number", "keep must be a whole number of at least 1"
 
 
 def noise(module: Any, x: Tensor) -> Tensor:
@@ -136,17 +138,12 @@ def test_refused(
     assert differences(([*model.state_dict().values()], torch.get_rng_state()), before) == []
 
 
-CHANGED = "is not as it was written, by its checksum"
-
-
 @pytest.mark.parametrize(
     ("part", "damage", "why"),
-    [
-        (".metadata", lambda content, _: content[:20], rf"ValueError: \.metadata {CHANGED}"),
-        ("__0_0.distcp", lambda content, weights: content.replace(weights, weights[::-1]), f"__0_0.distcp {CHANGED}"),
-        ("saved-by-torchgpipe.json", lambda *_: b"", "JSONDecodeError"),
-    ],
-)
+    [(".metadata", lambda content, _: content[:20], rf"ValueError: \.metadata {CHANGED}"),
+     ("__0_0.distcp", lambda content, weights: content.replace(weights, weights[::-1]), f"__0_0.distcp {CHANGED}"),
+     ("saved-by-torchgpipe.json", lambda *_: b"", "JSONDecodeError")],
+)  # fmt: skip
 def test_a_damaged_state_is_named(part: str, damage: Any, why: str, tmp_path: Path) -> None:
     model = piped(0)
     Saves(tmp_path).save(0, model, None)
@@ -172,21 +169,16 @@ def saving(step: Any, make: Any = lambda model: None) -> Callable[[Path], object
     return lambda folder: Saves(folder).save(step, model := piped(0), make(model))
 
 
-STEP, KEEP = "step must be a whole number", "keep must be a whole number of at least 1"
-
-
 @pytest.mark.parametrize(
     ("act", "error", "message"),
-    [
-        *((saving(step), TypeError, STEP) for step in (None, True, 1.5)),
-        *((lambda folder, keep=keep: Saves(folder, keep), ValueError, KEEP) for keep in (0, True, 1.0)),
-        (saving(0, slow), ValueError, "the optimizer holds 'slow' beside the states"),
-        (saving(0, counting), ValueError, "the optimizer holds 'steps' beside the states"),
-        (lambda folder: saving(0)(folder / "file"), OSError, r"step 0 cannot be saved .*; nothing was saved"),
-        # Known before the training.
-        (lambda folder: Saves(folder / "file").load(piped(0), None), OSError, r"states cannot be saved in .*file"),
-    ],
-)
+    [*((saving(step), TypeError, STEP) for step in (None, True, 1.5)),
+     *((lambda folder, keep=keep: Saves(folder, keep), ValueError, KEEP) for keep in (0, True, 1.0)),
+     (saving(0, slow), ValueError, "the optimizer holds 'slow' beside the states"),
+     (saving(0, counting), ValueError, "the optimizer holds 'steps' beside the states"),
+     (lambda folder: saving(0)(folder / "file"), OSError, r"step 0 cannot be saved .*; nothing was saved"),
+     # Known before the training.
+     (lambda folder: Saves(folder / "file").load(piped(0), None), OSError, r"states cannot be saved in .*file")],
+)  # fmt: skip
 def test_misuse(act: Callable[[Path], object], error: type[Exception], message: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(error, match=message):

@@ -61,7 +61,7 @@ class Place(dict[str, Any]):
 def test_an_interrupt_leaves_nothing_exchanged(count: int) -> None:
     places = [Place(held="parameter") for _ in range(3)]
     Place.count = count
-    with pytest.raises(KeyboardInterrupt), InPlace("held", places, ["leaf"] * 3):  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt), InPlace([(place, "held", "leaf") for place in places]):
         assert [place["held"] for place in places] == ["leaf"] * 3
     gc.collect()
     assert [place["held"] for place in places] == ["parameter"] * 3

@@ -19,7 +19,6 @@ PRIVATE = [
     ("torch._C._current_graph_task_id", "tensors/_autograd.py"),
     ("torch._C._EnableTorchFunction", "tensors/_autograd.py"),
     ("torch._C.DisableTorchFunction", "tensors/_autograd.py"),
-    ("torch._C._storage_Use_Count", "tensors/_autograd.py"),
     ("torch.default_generator._cdata", "tensors/_autograd.py"),
     ("torch._C._functorch.peek_interpreter_stack", "tensors/_autograd.py"),
     ("torch._C._autograd._top_saved_tensors_default_hooks", "tensors/_autograd.py"),
@@ -32,8 +31,8 @@ PRIVATE = [
     ("torch._C._pop_torch_function_stack", "tensors/_autograd.py"),
     ("torch._C._push_on_torch_function_stack", "tensors/_autograd.py"),
     ("torch._C._nn._parse_to", "partitioned.py"),
-    ("torch._foreach_add_", "task/batchnorm.py"),
-    ("torch._foreach_copy_", "task/batchnorm.py"),
+    ("torch._foreach_add_", "batchnorm.py"),
+    ("torch._foreach_copy_", "batchnorm.py"),
     ("torch._subclasses.fake_tensor.DataDependentOutputException", "trace/record.py"),
     ("torch._subclasses.fake_tensor.DynamicOutputShapeException", "trace/record.py"),
     ("torch._subclasses.fake_tensor.FakeTensor", "trace/recorder.py"),
@@ -41,14 +40,14 @@ PRIVATE = [
     ("torch._subclasses.fake_tensor.FakeTensorMode", "trace/recorder.py"),
     ("torch._subclasses.fake_tensor.unset_fake_temporarily", "trace/recorder.py"),
     ("torch.distributed.distributed_c10d._get_default_store", "distributed/connections.py"),
-    ("torch.nn.modules.batchnorm._BatchNorm", "task/batchnorm.py"),
+    ("torch.nn.modules.batchnorm._BatchNorm", "batchnorm.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "task/snapshot.py"),
     ("torch.utils._device.DeviceContext", "tensors/_autograd.py"),
     ("torch.utils._python_dispatch._pop_mode", "tensors/_autograd.py"),
     ("torch.utils._python_dispatch._push_mode", "tensors/_autograd.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/counter.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/live.py"),
-    ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/remembered.py"),
+    ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/known.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "task/seeded.py"),
 ]
 # Attributes that the library accesses on objects.
@@ -101,3 +100,23 @@ def test_no_other_private_name_is_used() -> None:
         for name in private_names(path.read_text())
     }
     assert used and used == set(PRIVATE), "list what is new, or keep it behind torchgpipe/tensors/_autograd.py"
+
+
+def test_what_nodes_of_products_have_saved() -> None:
+    x = torch.ones(1, 1, 1, requires_grad=True)
+    sizes = "{0}_sym_sizes {0}_sym_strides {1}_sym_sizes {1}_sym_strides".format
+    for y, names in (
+        (torch.mm(x[0], x[0]), f"self mat2 {sizes('self', 'mat2')}"),
+        (torch.addmm(x[0], x[0], x[0]), f"mat1 mat2 alpha beta {sizes('mat1', 'mat2')}"),
+        (torch.bmm(x, x), "self mat2"),
+        (torch.baddbmm(x, x, x), "batch1 batch2 alpha beta"),
+        (
+            torch.conv1d(x, x),
+            "input weight bias_sym_sizes_opt stride padding dilation transposed output_padding groups",
+        ),
+    ):
+        node: Any = y.grad_fn
+        needed = [f"_saved_{name}" for name in names.split()] + [f"_raw_saved_{name}" for name in names.split()[:2]]
+        missing = [name for name in needed if not hasattr(node, name)]
+        assert not missing, f"{type(node).__name__} of PyTorch {torch.__version__} has no {missing} any more"
+        assert {"data", "unpack_hook"} <= {*dir(getattr(node, needed[-1]))}

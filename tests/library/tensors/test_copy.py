@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe import GPipe
-from torchgpipe.tensors.copy import CopyPath, CopyStreams, StreamFence
+from torchgpipe.tensors.copy import CopyPath, StreamFence
 
 from ...behaviours.row import Row, steps, unlike
 from ...behaviours.rows.passed import PATTERN, paired
@@ -26,7 +26,7 @@ class Passage:
     """A copy between two tasks, without the tasks."""
 
     def __init__(self, *, enabled: bool = True) -> None:
-        self.path = CopyPath(CopyStreams([SOURCE, TARGET], enabled=enabled), 0, 1)
+        self.path = CopyPath([SOURCE, TARGET], 0, 1, own=enabled)
         self.departure, self.arrival = StreamFence(SOURCE), StreamFence(TARGET)
 
     def forward(self, *tensors: Tensor | None) -> tuple[Any, ...]:

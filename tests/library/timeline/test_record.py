@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from torchgpipe import GPipe
 from torchgpipe.plan.replay import Event, Timeline
+from torchgpipe.schedules import make
 from torchgpipe.timeline import Recording, record
-from torchgpipe.timeline.clocks import ahead_of_first
 from torchgpipe.timeline.perfetto import perfetto
-from torchgpipe.timeline.record import mini_batches
+from torchgpipe.timeline.record import ahead_of_first, mini_batches
 
 from ...plain import piped
 from ..layers import linears
@@ -23,7 +24,7 @@ def pipeline(n: int) -> Any:
     return piped(linears(n), [1] * n, 2, checkpoint="never", engine="graph")
 
 
-def test_the_bubble_of_tasks_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bubble_of_whole_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the clock takes a second. So each of the 8 tasks takes a second, with a second between tasks."""
     model, ticks = pipeline(2), count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
@@ -33,11 +34,8 @@ def test_the_bubble_of_tasks_one_after_another(monkeypatch: pytest.MonkeyPatch) 
     assert [step.seconds for step in recording.steps] == [15, 15]
     assert recording.steps[1].bubble == pytest.approx(1 - 8 / 30)
     assert str(recording) == "2 mini-batches, 30 s: bubble 73.3% (partition 0 73.3%, partition 1 73.3%)"
-
-
-def test_only_whole_mini_batches_count() -> None:
     events = [Event("forward", 1, 0, 1.0, 2.0), Event("forward", 0, 0, 5.0, 6.0), Event("forward", 1, 0, 7.0, 8.0)]
-    (step,) = mini_batches(events, 1)
+    (step,) = mini_batches(events, [0])
     assert step.events == [("forward", 0, 0, 0.0, 1.0), ("forward", 1, 0, 2.0, 3.0)] and step.seconds == 3
     assert str(Recording()) == "no mini-batch was recorded"
     assert str(Recording([step], 0.00025, over_ranks=True)).endswith("33.3% (rank 0 33.3%); clocks agree to 0.25 ms")
@@ -61,14 +59,12 @@ def test_refuses_before_anything_is_trained(file: str, observer: Any, error: Any
 # Seconds that rank 1's clock is ahead; for each round the times when ranks 0 and 1 send, and the delays; the error.
 @pytest.mark.parametrize(
     ("ahead", "rounds", "error"),
-    [
-        (0.0, [((1.0, 1.0), (0.5, 0.5))], 0.5),
-        (-3.0, [((1.0, 1.0), (0.0, 0.5))], 0.25),
-        (100.0, [((1.0, 1.0), (9.0, 9.0)), ((20.0, 20.0), (0.125, 0.25))], 0.1875),
-        (100.0, [((1.0, 1.0), (0.125, 9.0)), ((20.0, 20.0), (9.0, 0.25))], 0.1875),
-        (100.0, [((1.0, 2.0), (0.5, 0.5))], 0.75),
-    ],
-)
+    [(0.0, [((1.0, 1.0), (0.5, 0.5))], 0.5),
+     (-3.0, [((1.0, 1.0), (0.0, 0.5))], 0.25),
+     (100.0, [((1.0, 1.0), (9.0, 9.0)), ((20.0, 20.0), (0.125, 0.25))], 0.1875),
+     (100.0, [((1.0, 1.0), (0.125, 9.0)), ((20.0, 20.0), (9.0, 0.25))], 0.1875),
+     (100.0, [((1.0, 2.0), (0.5, 0.5))], 0.75)],
+)  # fmt: skip
 def test_two_clocks(ahead: float, rounds: list[tuple[tuple[float, float], tuple[float, float]]], error: float) -> None:
     stamps: list[list[tuple[float, float]]] = [[], []]
     for (first, second), (there, back) in rounds:
@@ -76,11 +72,8 @@ def test_two_clocks(ahead: float, rounds: list[tuple[tuple[float, float], tuple[
         stamps[1].append((second + ahead, max(second, first + there) + ahead))
     (zero, found), most = ahead_of_first([torch.tensor(each, dtype=torch.float64) for each in stamps])
     assert zero == 0 and abs(found - ahead) <= most == error
-
-
-def test_the_largest_error_counts() -> None:
-    stamps = [[(0.0, 2.0)], [(10.0, 12.0)], [(0.0, 8.0)]]
-    assert ahead_of_first([torch.tensor(each, dtype=torch.float64) for each in stamps]) == ([0.0, 10.0, 3.0], 5.0)
+    largest = [[(0.0, 2.0)], [(10.0, 12.0)], [(0.0, 8.0)]]
+    assert ahead_of_first([torch.tensor(each, dtype=torch.float64) for each in largest]) == ([0.0, 10.0, 3.0], 5.0)
 
 
 STEP = Timeline(
@@ -142,3 +135,18 @@ def test_arrows_lead_to_the_task_that_needs_the_result() -> None:
     assert sorted((a["s"], a["f"]) for a in arrows.values()) == sorted(
         (f"{source} of {k}", f"{target} of {k}") for source, target in pairs for k in range(2)
     )
+
+
+def test_a_step_of_several_stages_on_a_device_in_halves(tmp_path: Path) -> None:
+    name = "ZBVZeroBubble"
+    model = GPipe(linears(4), [1] * 4, devices=["cpu"] * 2, chunks=4, checkpoint="never", schedule=name)
+    with record(model, file := tmp_path / "t.json") as recording:
+        model.step(lambda y, _: y.sum(), torch.rand(4, 2), None)
+    ((step,), events) = recording.steps, json.loads(file.read_text())["traceEvents"]
+    ran: list[Any] = [[], []]
+    for event in sorted(step.tasks, key=lambda event: event.start):
+        ran[step.row(event)].append(event[:3])
+    assert ran == [[*actions] for actions in make(name, 2, 4).lists]
+    assert (step.partitions, recording.row) == (2, "device")
+    assert {"backward of inputs (0, 3)", "backward of weights (0, 3)"} <= {event["name"] for event in events}
+    assert sum(event["ph"] == "s" for event in events) == 2 * 3 * 4

@@ -20,12 +20,6 @@ from torchgpipe.trace.recorder import random_states
 from .. import traced
 from ..traced import WIDTH, does, rows
 
-
-class Extra(traced.Residual):
-    def get_extra_state(self) -> Any:
-        return torch.ones(1)
-
-
 AUTOCAST = torch.autocast("cpu", torch.bfloat16)
 
 
@@ -116,7 +110,11 @@ OTHERS: dict[str, tuple[Callable[[], Any], bool, list[str]]] = {
     "compiled, around it": (lambda: torch.compile(traced.Residual()), False, ["OptimizedModule is compiled"]),
     "scripted": (lambda: nn.Sequential(torch.jit.script(nn.ReLU())), False, ["Sequential has a scripted part, '0'"]),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(2)), False, ["without shapes, such as in ''; run it once"]),
-    "a state of its own": (Extra, False, ["_extra_state"]),
+    "a state of its own": (
+        type("Extra", (traced.Residual,), {"get_extra_state": lambda _: torch.ones(1)}),
+        False,
+        ["_extra_state"],
+    ),
 }
 CASES = OTHERS | {
     name: (partial(does, forward), *SAID.get(name, (True, [f"it sets or asks for {name},", "do that in a submodule"])))

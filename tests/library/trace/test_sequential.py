@@ -15,7 +15,7 @@ from torch import nn
 
 from torchgpipe import GPipe, pipeline, sequential
 from torchgpipe.balance import balance_by_size
-from torchgpipe.task.batchnorm import DeferredBatchNorm
+from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.trace.parts import tensors_in
 from torchgpipe.trace.recorder import random_states
 
@@ -89,12 +89,6 @@ def test_the_module_is_left_as_it_was(frozen: bool) -> None:
         assert torch.equal(x, before["state"][name])
 
 
-def test_the_sample_is_left_as_it_was() -> None:
-    sample = torch.zeros(5, traced.WIDTH)
-    sequential(nn.Sequential(nn.ReLU(inplace=True), Mixed()), sample.sub_(1))
-    assert (sample == -1).all()
-
-
 @pytest.mark.parametrize("name", ["1.b", "1"], ids=["a layer", "a module around layers"])
 def test_hooks_run(name: str) -> None:
     module, seen = nn.Sequential(nn.Linear(traced.WIDTH, traced.WIDTH), traced.Residual()), []
@@ -108,7 +102,7 @@ def test_hooks_run(name: str) -> None:
     assert seen == ["forward", "forward", "backward", "backward"]
 
 
-def test_copies() -> None:
+def test_copies_and_two_in_one_sequence() -> None:
     module = traced.Residual()
     layers, x, many = sequential(module, rows()), rows(), torch.randn(2, 9, traced.WIDTH)
     for other in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers))):
@@ -116,6 +110,11 @@ def test_copies() -> None:
         torch.testing.assert_close(torch.func.vmap(other)(many), module(many))
         model = GPipe(other, [1, 1, 1], devices=["cpu"] * 3, chunks=2)
         assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+    one, other = (sequential(traced.Residual(), rows()) for _ in range(2))
+    model = GPipe(nn.Sequential(*one, nn.ReLU(), *other), [3, 4], devices=["cpu"] * 2, chunks=2)
+    torch.testing.assert_close(model(x), other(one(x).relu()))
+    assert len(model.state_dict()) == len(one.state_dict()) + len(other.state_dict())
+    model.load_state_dict(model.state_dict())
 
 
 def test_training_and_evaluation() -> None:
@@ -145,22 +144,6 @@ def test_deferred_batch_norm() -> None:
     torch.testing.assert_close(model.state_dict()["norm.running_mean"], expected.running_mean)
 
 
-def test_balanced_with_a_sample_of_the_module() -> None:
-    case = CASES["by keyword, a mask of one sample"]
-    layers = sequential(case.make(), case.sample())
-    assert sum(balance_by_size(2, layers, case.sample(), chunks=2)) == len(layers)
-
-
-def test_two_in_one_sequence() -> None:
-    one, other = (sequential(traced.Residual(), rows()) for _ in range(2))
-    both = nn.Sequential(*one, nn.ReLU(), *other)
-    x = rows()
-    model = GPipe(both, [3, 4], devices=["cpu"] * 2, chunks=2)
-    torch.testing.assert_close(model(x), other(one(x).relu()))
-    assert len(model.state_dict()) == len(one.state_dict()) + len(other.state_dict())
-    model.load_state_dict(model.state_dict())
-
-
 class Mixed(nn.Module):
     """Uses its parameters in an order that is not that of their names."""
 
@@ -175,16 +158,20 @@ class Mixed(nn.Module):
         return x + torch.stack([getattr(self, name) for name in self.ORDER]).sum(0)
 
 
-def test_parameters_are_in_the_order_of_use() -> None:
-    """An optimizer's state goes by it, so that it has to be the same in every process."""
+def test_parameters_are_in_the_order_of_use_and_the_sample_as_it_was() -> None:
+    """An optimizer's state goes by that order, so that it has to be the same in every process."""
+    sample = torch.zeros(5, traced.WIDTH)
+    sequential(nn.Sequential(nn.ReLU(inplace=True), Mixed()), sample.sub_(1))
+    assert (sample == -1).all()
     layers = sequential(Mixed(), rows())
     assert "".join(name for name, _ in layers.named_parameters()) == Mixed.ORDER
 
 
 @pytest.mark.parametrize("hardware", ["p40x8", "here"])
 @pytest.mark.parametrize("name", ["in place, with views", "by keyword, a mask of one sample", "dictionaries"])
-def test_a_planned_pipeline(name: str, hardware: str) -> None:
+def test_a_balanced_and_a_planned_pipeline(name: str, hardware: str) -> None:
     module, sample = CASES[name].make().eval(), CASES[name].sample()
+    assert sum(balance_by_size(2, layers := sequential(module, sample), sample, chunks=2)) == len(layers)
     model: Any = pipeline(module, sample, devices=["cpu"] * 3, batch_size=6, chunks=2, memory="1GiB", hardware=hardware)
     assert 1 <= len(model.partitions) <= 3 and model.chunks == 2
     outputs = [called(run, sample) for run in (model, module)]

@@ -1,9 +1,9 @@
-"""Command line: help, list, and errors that prevent the program from starting."""
+"""Command line: help, list, and what keeps the program from starting. Ctrl-C works wherever it arrives."""
 
-import os
-import shutil
+import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,23 +14,26 @@ from msgspec.structs import replace
 import reproduce.__main__ as program
 from reproduce.cli.main import COMMANDS, main
 from reproduce.cli.predict import HEADROOM, OPTIMIZERS
+from reproduce.cli.regression import regression
 from reproduce.cli.shared import HARDWARE, HERE
-from reproduce.error import INTERRUPTED, missing
+from reproduce.error import INTERRUPTED, interruptible, missing
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import ROOT
 from reproduce.machine.devices import GPU_DRIVERS, Devices
-from reproduce.records.places import RESULTS
 from reproduce.records.record import save
-from reproduce.report.page import TITLE
+from reproduce.regression.job import Settings
 from reproduce.tables.layout import WIDTH
 from torchgpipe.plan import hardware_names, planner
 from torchgpipe.plan.count import optimizer
-from torchgpipe.plan.hardware import headroom
+from torchgpipe.plan.hardware import hardware
 
 from ..made import record, row
 
 SCREEN = 24  # lines of a terminal
+PRESS = partial(signal.raise_signal, signal.SIGINT)
 PATIENCE = 300  # seconds; only a hang takes as long
+RUN_HERE = {"state": "finished", "command": ["run"], "started": "2020-04-21T10:00:00Z", "ended": "2020-04-21T10:07:00Z"}
+LATER = {"started": "2020-04-21T10:02:00Z"}
 
 
 @pytest.mark.parametrize("arguments", [[], *([command.name, "--help"] for command in COMMANDS)])
@@ -49,31 +52,16 @@ def test_help_fits_a_screen_and_ends_with_two_examples(arguments: list[str], mon
         commands[name].make_context(name, options)  # raises if there is no such option or value
 
 
-@pytest.mark.parametrize("devices", [Devices("cpu", 2, 1), Devices("cuda", 8), Devices("meta", 8)], ids=str)
-def test_the_list_is_one_screen(devices: Devices, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
-    monkeypatch.setattr("reproduce.cli.list.find_devices", lambda *_: devices)
-    monkeypatch.setattr(Devices, "memory", 24 << 30)
-    lines = command("list")[0].splitlines()
-    assert max(map(len, lines)) <= WIDTH and len(lines) <= SCREEN
-    assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in EXPERIMENTS] == [*EXPERIMENTS]
-
-
-RUN_HERE = {"state": "finished", "command": ["run"], "started": "2020-04-21T10:00:00Z", "ended": "2020-04-21T10:07:00Z"}
-LATER = {"started": "2020-04-21T10:02:00Z"}
-
-
 @pytest.mark.parametrize(
     ("runs", "said"),
-    [
-        ([], "?"),
-        ([{}], "7"),
-        ([{}, LATER], "5"),  # the newer one
-        ([{}, {**LATER, "command": ["run", "--row", "n2m1"]}, {**LATER, "state": "interrupted"}], "7"),
-        ([{"folder": "measured"}], "(7)"),
-        ([{}, {**LATER, "folder": "measured"}], "7"),
-        ([{"several": True}], "<7"),
-    ],
-)
+    [([], "?"),
+     ([{}], "7"),
+     ([{}, LATER], "5"),  # the newer one
+     ([{}, {**LATER, "command": ["run", "--row", "n2m1"]}, {**LATER, "state": "interrupted"}], "7"),
+     ([{"folder": "measured"}], "(7)"),
+     ([{}, {**LATER, "folder": "measured"}], "7"),
+     ([{"several": True}], "<7")],
+)  # fmt: skip
 def test_the_list_says_how_long_a_run_has_taken_here(
     runs: list[dict[str, Any]], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
@@ -94,8 +82,11 @@ def test_the_list_says_how_long_a_run_has_taken_here(
 
 
 @pytest.mark.parametrize("devices", [Devices("cpu", 2, 1), Devices("cpu", 8, 16)], ids=str)
-def test_the_list_has_every_row(devices: Devices, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+def test_the_list_is_a_screen_or_has_every_row(devices: Devices, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.setattr("reproduce.cli.list.find_devices", lambda *_: devices)
+    lines = command("list")[0].splitlines()
+    assert max(map(len, lines)) <= WIDTH and len(lines) <= SCREEN
+    assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in EXPERIMENTS] == [*EXPERIMENTS]
     monkeypatch.setattr("reproduce.cli.list.why_not", lambda *_: None)  # independent of free memory
     lines = command("list", *EXPERIMENTS)[0].splitlines()
     assert max(map(len, lines)) <= WIDTH
@@ -107,18 +98,6 @@ def test_the_list_has_every_row(devices: Devices, monkeypatch: pytest.MonkeyPatc
         fitting = sum(row.devices <= devices.count and not row.name.endswith("/pb") for row in scale.rows)
         said = (f"measures {fitting} and emulates all of {every} rows", f"all {every} rows")
         assert any(f"- on {devices}: can run; {each}" in " ".join([*map(str.strip, lines), ""]) for each in said)
-
-
-def test_the_report_is_written_where_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("paper").mkdir()
-    shutil.copy(RESULTS / "paper" / "tg-unet-speed.json", "paper")
-    Path("paper/broken.json").write_text("{}")
-    skipped = 'skipped: paper/broken.json: not a record (its "format" is not "torchgpipe-reproduce")\n'
-    for options, name in (([], "report.html"), (["--out", "other.html"], "other.html")):
-        assert command("report", "--results", ".", *options) == (f"written: {name}\n", skipped)
-        assert f"<title>{TITLE}</title>" in Path(name).read_text() and ">88.5<" in Path(name).read_text()
-    assert sorted(os.listdir()) == ["other.html", "paper", "report.html"]
 
 
 def test_a_reader_who_leaves_early_sees_no_traceback(start: Callable[..., Any]) -> None:
@@ -169,7 +148,9 @@ def test_no_torch_where_nothing_is_run(start: Callable[..., Any]) -> None:
     out, err = start("-c", WITHOUT, *FAST).communicate(timeout=PATIENCE)
     assert out.endswith("\nFalse\n") or GPU_DRIVERS[0].exists(), err
     assert (planner.HERE, hardware_names(), tuple(optimizer.OPTIMIZERS)) == (HERE, HARDWARE, OPTIMIZERS)
-    assert HEADROOM == headroom.HEADROOM
+    assert HEADROOM == hardware.HEADROOM
+    offered, settings = {option.name: option.default for option in regression.params}, Settings({})
+    assert all(offered[name] == getattr(settings, name) for name in ("restarts", "rounds", "clock", "slow_down"))
 
 
 def test_a_shell_completes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,3 +182,35 @@ def test_a_run_keeps_freed_memory(command: str, started_over: int, monkeypatch: 
     monkeypatch.setattr(sys, "argv", ["reproduce", command])
     assert program.main() == 2
     assert len(calls) == started_over
+
+
+class Dying:
+    """An object whose destructor calls a function. Python swallows exceptions there."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
+
+    def __del__(self) -> None:
+        self.act()
+        sum(range(1000))  # Python handles the signal here
+
+
+def test_strikes_where_the_program_is_and_leaves_everything_as_it_was() -> None:
+    before = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt), interruptible() as check:
+        check()
+        PRESS()
+        pytest.fail("not reached")
+    assert (signal.getsignal(signal.SIGINT), sys.unraisablehook) == before
+
+
+def test_is_remembered_where_python_swallows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other exceptions in destructors are still shown."""
+    shown: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: shown.append(unraisable.exc_type))
+    with interruptible() as check:
+        Dying(lambda: 1 / 0)
+        Dying(PRESS)
+        with pytest.raises(KeyboardInterrupt):
+            check()
+    assert shown == [ZeroDivisionError]

@@ -32,7 +32,7 @@ def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     [
         ("unet", "--size 1 8 --memory 1GiB --batch-size 8", "U-Net (1, 8), batch size 8, sgd"),
         ("unet", "--size 1 4 --hardware here --batch-size 6 --profile 6", "micro-batches of 3 and 6"),
-        (f"{HERE}:own", "--input 8", f"{HERE}:own, batch size 128, sgd"),
+        (f"{HERE}:own", "--input 8 --schedules ZBH1,1F1B", "schedule 1F1B"),
         (f"{HERE}:own_by_keyword", "--hardware here", "layers profiled on "),
         pytest.param("unet", "--size 1 8 --largest width --memory 300MiB --batch-size 8", "pipelined U-Net (1, ",
                      marks=pytest.mark.slow),
@@ -42,6 +42,13 @@ def test_plans(model: str, options: str, said: str, command: Any) -> None:
     output, _ = command("plan", model, "--devices", "2", *options.split())
     assert said in " ".join(output.split())
     assert max(map(len, output.splitlines())) <= WIDTH
+
+
+def test_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    output, told = command("schedule", "zbh1", "-n", "2", "-m", "2", "--svg", "two.svg")
+    assert "1 | .  0  I0 1  I1 W0 W1" in output and "kept at most, tasks by device: 2, 2" in output
+    assert told == "written: two.svg\n" and "<svg" in Path("two.svg").read_text()
 
 
 def single() -> tuple[nn.Module, torch.Tensor]:

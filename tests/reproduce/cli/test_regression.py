@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from reproduce.cli.regression import WORKFLOW, regression
+from reproduce.cli.regression import WORKFLOW
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
 from reproduce.regression import bisect
@@ -20,7 +20,7 @@ from reproduce.regression.cases import CASES, OVERLAP
 from reproduce.regression.job import Settings
 from reproduce.regression.trees import Project, Tree
 
-from ..repository import commit
+from ..made import commit
 
 NAMES = [case.name for case in CASES]
 CASE = "U-Net GPipe"
@@ -126,14 +126,6 @@ def test_formats(style: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, co
         assert last["ratio"] == pytest.approx(1.2, rel=0.01)
 
 
-def test_defaults_stand_in_one_place() -> None:
-    """The command repeats the defaults: importing them would take seconds, also for `--help`."""
-    offered = {option.name: option.default for option in regression.params}
-    settings = Settings({})
-    for name in ("restarts", "rounds", "clock", "slow_down"):
-        assert offered[name] == getattr(settings, name)
-
-
 def test_the_workflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
     """This repository's own is as `init-ci` writes it, and another's has its own commands."""
     own = (ROOT / WORKFLOW).read_text()
@@ -165,14 +157,12 @@ FOREIGN = "--package mine --cases mine.txt --build 'mkdir src; cp mine.txt src/m
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "ends", "code", "said"),
-    [
-        ("--base HEAD --restarts 8 --rounds 1", None, 0, "reproduce: "),
-        ("--base HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
-        ("--base HEAD --restarts 100000", signal.SIGTERM, 143, ""),
-        ("--bisect HEAD~1 HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
-        (f"--base HEAD --restarts 8 --rounds 1 {FOREIGN}", None, 0, "reproduce: "),
-    ],
-)
+    [("--base HEAD --restarts 8 --rounds 1", None, 0, "reproduce: "),
+     ("--base HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
+     ("--base HEAD --restarts 100000", signal.SIGTERM, 143, ""),
+     ("--bisect HEAD~1 HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
+     (f"--base HEAD --restarts 8 --rounds 1 {FOREIGN}", None, 0, "reproduce: ")],
+)  # fmt: skip
 def test_for_real(
     asked: str, ends: signal.Signals | None, code: int, said: str, start: Callable[..., Any], tmp_path: Path
 ) -> None:

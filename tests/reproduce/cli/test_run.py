@@ -22,12 +22,7 @@ Tiny = Mapping[str, Experiment]
 SCRIPT = str(Path(__file__).parents[1] / "tiny.py")
 SMALL = ("--on", "cpu", "--scale", "small")
 PATIENCE = 300  # seconds; only a hang takes as long
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change into an empty folder."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def the_record(folder: str = "out") -> Record:

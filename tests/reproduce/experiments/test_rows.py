@@ -27,6 +27,7 @@ NOT_OURS = {
     "utilization_sampling_interval_s", "devices_in_code", "cli_name", "gpus_source", "outcome",
     "implemented_in_main_py",
 }  # fmt: skip
+SAME: Any = dict.fromkeys(("model", "size", "input_shape", "batch_size", "chunks", "balance", "name", "link"))
 
 
 @pytest.mark.parametrize("experiment", WITH_A_TABLE, ids=lambda value: value.name)
@@ -62,9 +63,6 @@ def test_the_newest_committed_run_has_the_rows_that_are_run_now(experiment: Expe
         assert {**row.config(), **{name: each.config.get(name) for name in found}} == {"link": None, **each.config}
         linked = each.emulated and row.devices > 1 and row.link == PUBLISHED_NODE
         assert bool(each.config.get("link")) == linked
-
-
-SAME: Any = dict.fromkeys(("model", "size", "input_shape", "batch_size", "chunks", "balance", "name", "link"))
 
 
 @pytest.mark.parametrize("name", ["amoebanet-speed", "unet-speed", "resnet101-speed", "zoo-speed"])

@@ -22,8 +22,8 @@ from reproduce.machine.devices import MOST_DEVICES, Devices, cores, find_devices
 from reproduce.machine.git import Git, checkout, commit_of
 from reproduce.machine.load import Load, other_runs, too_busy
 
-from ..repository import commit
-from ..repository import git as run
+from ..made import commit
+from ..made import git as run
 
 
 def test_this_machine() -> None:
@@ -120,59 +120,44 @@ def test_what_the_driver_tells(driver: SimpleNamespace | None, monkeypatch: pyte
     assert machine().gpus == [KNOWN if driver else UNKNOWN, UNKNOWN]
 
 
+CPUS, CUDA, LEAST = "CPU devices of", "CUDA devices", "a CPU device is at least one core"
+
+
 @pytest.mark.parametrize(
-    ("have", "cuda", "kind", "count", "expected"),
-    [
-        (2, 0, None, None, Devices("cpu", 2, 1)),
-        (2, 4, "cpu", 1, Devices("cpu", 1, 2)),
-        (16, 0, "cpu", None, Devices("cpu", 8, 2)),
-        (8, 0, "cpu", 9, "--devices 9: a CPU device is at least one core and this machine offers 8; use at most 8"),
-        (2, 4, None, None, Devices("cuda", 4)),
-        (2, 0, "cuda", None, "--on cuda: this machine has no CUDA device that PyTorch can use; use --on cpu"),
-        (2, 2, None, 3, "--devices 3: this machine has 2 CUDA device(s); use at most 2"),
-        (2, 0, "meta", None, Devices("meta", MOST_DEVICES)),
-        (2, 0, "meta", 3, Devices("meta", 3)),
-    ],
-)
+    ("have", "cuda", "kind", "count", "expected", "said"),
+    [(1, 0, None, None, Devices("cpu", 1, 1), "1 CPU device of 1 thread"),
+     (2, 0, None, None, Devices("cpu", 2, 1), f"2 {CPUS} 1 thread each"),
+     (2, 4, "cpu", 1, Devices("cpu", 1, 2), "1 CPU device of 2 threads"),
+     (16, 0, "cpu", None, Devices("cpu", 8, 2), f"8 {CPUS} 2 threads each"),
+     (8, 0, "cpu", 9, None, f"--devices 9: {LEAST} and this machine offers 8; use at most 8"),
+     (2, 1, None, None, Devices("cuda", 1), "1 CUDA device"),  # the first one stands for all
+     (2, 4, None, None, Devices("cuda", 4), f"4 {CUDA}"),
+     (2, 0, "cuda", None, None, "--on cuda: this machine has no CUDA device that PyTorch can use; use --on cpu"),
+     (2, 2, None, 3, None, "--devices 3: this machine has 2 CUDA device(s); use at most 2"),
+     (2, 0, "meta", None, Devices("meta", MOST_DEVICES), f"{MOST_DEVICES} devices that hold no data (meta)"),
+     (2, 0, "meta", 3, Devices("meta", 3), "3 devices that hold no data (meta)")],
+)  # fmt: skip
 def test_devices_that_are_found(
-    have: int, cuda: int, kind: str | None, count: int | None, expected: Devices | str, monkeypatch: pytest.MonkeyPatch
+    have: int, cuda: int, kind: str | None, count: int | None, expected: Devices | None, said: str, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(reproduce.machine.devices, "cores", lambda: have)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
     try:
-        assert find_devices(kind, count) == expected
+        found = find_devices(kind, count)
     except Error as error:
-        assert str(error) == expected
-
-
-@pytest.mark.parametrize(
-    ("devices", "text", "first"),
-    [
-        (Devices("cpu", 1, 1), "1 CPU device of 1 thread", ["cpu", "cpu"]),
-        (Devices("cpu", 2, 4), "2 CPU devices of 4 threads each", ["cpu", "cpu"]),
-        (Devices("cuda", 1), "1 CUDA device", ["cuda:0", "cuda:0"]),  # the first one stands for all
-        (Devices("cuda", 8), "8 CUDA devices", ["cuda:0", "cuda:1"]),
-        (Devices("meta", 3), "3 devices that hold no data (meta)", ["meta", "meta"]),
-    ],
-)
-def test_what_they_are(devices: Devices, text: str, first: list[str]) -> None:
-    assert str(devices) == text
-    assert devices.first(2) == [torch.device(name) for name in first]
-
-
-def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(reproduce.machine.devices, "MEMORY", tmp_path / "meminfo")
-    assert Devices("meta", 3).memory is None and Devices("cpu", 2, 1).memory is None
-    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:       7340032 kB\n")
-    assert Devices("cpu", 2, 1).memory == 7 << 30
+        assert expected is None and str(error) == said
+    else:
+        first = [f"cuda:{k}" for k in (0, int(found.count > 1))] if found.kind == "cuda" else [found.kind] * 2
+        assert (found, str(found)) == (expected, said)
+        assert found.first(2) == [*map(torch.device, first)]
 
 
 @pytest.mark.parametrize(
     ("quota", "expected"),
     [("max 100000\n", 4), ("1600000 100000\n", 4), ("250000 100000\n", 2), ("50000 100000\n", 1), ("", 4), (None, 4)],
 )
-def test_cores_are_bounded_by_a_containers_quota(
+def test_cores_are_bounded_by_a_containers_quota_and_memory_is_what_is_free(
     quota: str | None, expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if quota is not None:
@@ -180,6 +165,10 @@ def test_cores_are_bounded_by_a_containers_quota(
     monkeypatch.setattr(reproduce.machine.devices, "CPU_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     assert cores() == expected
+    monkeypatch.setattr(reproduce.machine.devices, "MEMORY", tmp_path / "meminfo")
+    assert Devices("meta", 3).memory is None and Devices("cpu", 2, 1).memory is None
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:       7340032 kB\n")
+    assert Devices("cpu", 2, 1).memory == 7 << 30
 
 
 PROGRAM = """
@@ -194,13 +183,11 @@ print(json.dumps([sys.argv[1:], {name: value for name, value in os.environ.items
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 @pytest.mark.parametrize(
     ("given", "starts", "found"),
-    [
-        ({}, 2, KEEP_FREED),
-        ({"MALLOC_TOP_PAD_": "1"}, 1, {"MALLOC_TOP_PAD_": "1"}),
-        ({"MALLOC_ARENA_MAX": "2"}, 2, {"MALLOC_ARENA_MAX": "2", **KEEP_FREED}),
-    ],
+    [({}, 2, KEEP_FREED),
+     ({"MALLOC_TOP_PAD_": "1"}, 1, {"MALLOC_TOP_PAD_": "1"}),
+     ({"MALLOC_ARENA_MAX": "2"}, 2, {"MALLOC_ARENA_MAX": "2", **KEEP_FREED})],
     ids=["nothing", "one of them", "something else"],
-)
+)  # fmt: skip
 def test_starts_over_once(given: dict[str, str], starts: int, found: dict[str, str]) -> None:
     own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     command = [sys.executable, "-c", PROGRAM, "--an", "option"]
@@ -253,14 +240,12 @@ def test_no_checkout_is_none(tmp_path: Path, root: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("folder", "revision", "said"),
-    [
-        ("root", "nowhere", "^nowhere: no such git revision here; name a commit, a branch or a tag$"),
-        ("root", "--help", "^--help: no such git revision here"),
-        ("root", "", "^: no such git revision here"),
-        ("shallow", "old", "^old: this clone is shallow and does not hold it; run 'git fetch --unshallow' first$"),
-        (".", "HEAD", r"^HEAD: .* cannot be used as a git checkout \(.*not a git repository"),
-    ],
-)
+    [("root", "nowhere", "^nowhere: no such git revision here; name a commit, a branch or a tag$"),
+     ("root", "--help", "^--help: no such git revision here"),
+     ("root", "", "^: no such git revision here"),
+     ("shallow", "old", "^old: this clone is shallow and does not hold it; run 'git fetch --unshallow' first$"),
+     (".", "HEAD", r"^HEAD: .* cannot be used as a git checkout \(.*not a git repository")],
+)  # fmt: skip
 def test_a_revision_that_is_not_there(folder: str, revision: str, said: str, root: Path, tmp_path: Path) -> None:
     with pytest.raises(Error, match=said):
         commit_of(tmp_path / folder, revision)

@@ -128,11 +128,9 @@ def test_what_is_fair_to_compare(
 
 @pytest.mark.parametrize(
     ("rows", "bases"),
-    [
-        ("xyz", {"x": "z", "y": "z", "z": "z"}),  # all name z
-        ("xy", {"x": "x", "y": "x", "z": "z"}),  # the third side lacks z, so the first row that all have
-    ],
-)
+    [("xyz", {"x": "z", "y": "z", "z": "z"}),  # all name z
+     ("xy", {"x": "x", "y": "x", "z": "z"})],  # the third side lacks z, so the first row that all have
+)  # fmt: skip
 def test_what_rows_are_divided_by(rows: str, bases: dict[str, str]) -> None:
     seconds = {"x": 2.0, "y": 3.0, "z": 4.0}
     old, new = ([row(name, seconds[name], over="z") for name in names] for names in ("xyz", rows))

@@ -36,21 +36,15 @@ def reproducing(name: str, **changes: Any) -> Record:
 PUBLISHED = published("n2m4", **CONFIG, parameters_exact=1)
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "matched"),
-    [
-        ({"L": 6, "m": 4}, {"L": 6, "m": 4}, True),
-        ({"L": 6, "m": 4}, {"L": 6, "m": 8}, False),
-        ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # chosen by the run
-        ({"L": 6}, {"L": 6, "components": []}, True),  # an older record lacks a field
-        ({"checkpoint": None}, {"checkpoint": "always"}, False),
-        ({"L": 6}, {"benchmark": "x"}, False),  # nothing in common, and other names
-    ],
-)
-def test_by_configuration(ours: dict[str, Any], theirs: dict[str, Any], matched: bool) -> None:
-    one, other = replace(row("one"), config=ours), replace(row("another name"), config=theirs)
-    found = lines([record(one)], [record(other)])
-    assert [len(line.entries) for line in found] == ([2] if matched else [1, 1])
+# Two configurations, and whether they are the same row's.
+ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+    ({"L": 6, "m": 4}, {"L": 6, "m": 4}, True),
+    ({"L": 6, "m": 4}, {"L": 6, "m": 8}, False),
+    ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # chosen by the run
+    ({"L": 6}, {"L": 6, "components": []}, True),  # an older record lacks a field
+    ({"checkpoint": None}, {"checkpoint": "always"}, False),
+    ({"L": 6}, {"benchmark": "x"}, False),  # nothing in common, and other names
+]
 
 
 def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
@@ -73,6 +67,13 @@ BOTH = record(N2, emulated(N2))
 ENGINES = record(X, row("x", 1.0, engine="ranks"))
 # The sides, and the rows on each line. One side may have run a published row, another side a smaller one like it.
 PLACED: dict[str, tuple[list[list[Record]], list[tuple[str, dict[int, str]]]]] = {
+    **{
+        f"{ours} and {theirs}": (
+            [[record(replace(row("one"), config=ours))], [record(replace(row("other"), config=theirs))]],
+            [("one", {0: "one", 1: "other"})] if same else [("one", {0: "one"}), ("other", {1: "other"})],
+        )
+        for ours, theirs, same in ALIKE
+    },
     "in any order, and sides may lack rows": (
         [[record(X, Y)], [record(Z, Y, X)], [], [record(Z)]],
         [("x", {0: "x", 1: "x"}), ("y", {0: "y", 1: "y"}), ("z", {1: "z", 3: "z"})],

@@ -8,22 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from reproduce.numbers.metrics import (
-    Measurement,
-    Reading,
-    epoch_throughput,
-    final_error,
-    over,
-    over_measured,
-    read,
-    speed_up,
-    throughput,
-)
+from reproduce.numbers import metrics
+from reproduce.numbers.metrics import Measurement, Reading, over, read, speed_up, throughput
 from reproduce.numbers.significance import Rule, compare_samples
 from reproduce.numbers.sources import Entry
 from reproduce.records.record import Record, Result
-
-from ..made import record
 
 
 def timed(times: list[float], rounds: Sequence[float] = (), batch_size: int = 8) -> Result:
@@ -36,13 +25,13 @@ def test_throughput_is_of_each_step_or_of_the_median_epoch() -> None:
     assert steps == Reading([8.0, 4.0, 2.0], "samples/s", [("a run", 0), ("a run", 1), ("a run", 2)])
     assert throughput(timed([])) is None
     trained = Result("e", "r", "measured", values={"samples_per_epoch": 900}, samples={"epoch_time": [2.0, 3.0, 9.0]})
-    assert epoch_throughput(trained) == 300 and epoch_throughput(timed([1.0])) is None
+    assert metrics.epoch_throughput(trained) == 300 and metrics.epoch_throughput(timed([1.0])) is None
 
 
 def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
     """Divide emulated by measured throughput. Only the emulation of this machine's devices counts, without a link."""
     behind = timed([99.0, 99.0], [0, 1])
-    return over_measured(replace(behind, samples={**behind.samples, "here_time": here}), theirs)
+    return metrics.over_measured(replace(behind, samples={**behind.samples, "here_time": here}), theirs)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +60,6 @@ def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
 def test_ratios(ratio: Any, ours: Any, base: Any, ratios: float | list[float] | None) -> None:
     found = ratio(ours, base)
     assert (None if found is None else found.measurement) == ratios
-
-
-@pytest.mark.parametrize(("other", "paired"), [("2020", True), ("2021", False)])
-def test_rounds_of_different_runs_are_not_paired(other: str, paired: bool) -> None:
-    """Rounds belong to a run: the first rounds of two runs are not the same round."""
-    runs = [record(timed([1.0, 2.0], [0, 1]), started=started) for started in ("2020", other)]
-    x, y = (read(Entry(run, run.results[0]), "throughput") for run in runs)
-    assert x is not None and y is not None and bool(over(y, x).rounds) == paired
 
 
 @pytest.mark.parametrize(
@@ -114,9 +95,9 @@ def test_errors_are_those_after_the_last_epoch_of_each_seed_that_has_ended() -> 
     reading = read(Entry(Record("r", "T", "measured", {}, [result]), result), "top1_error")
     assert reading == Reading([10, 17], "%", mean=True)
     assert (reading.middle, reading.quartiles) == (13.5, (11.75, 15.25))
-    assert final_error(replace(result, samples={key: each[-1:] for key, each in samples.items()})) is None
+    assert metrics.final_error(replace(result, samples={key: each[-1:] for key, each in samples.items()})) is None
     printed = Result("e", "r", "published", values={"top1_error": 22.0, "top1_error_spread": 0.1})
-    assert final_error(printed) == (22.0, 0.1) and final_error(replace(printed, values={})) is None
+    assert metrics.final_error(printed) == (22.0, 0.1) and metrics.final_error(replace(printed, values={})) is None
 
 
 EIGHT = [1.0, 1.02, 0.98, 1.01, 0.99, 1.03, 0.97, 1.005]
@@ -129,35 +110,28 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
 
 @pytest.mark.parametrize(
     ("base", "head", "paired", "outcome"),
-    [
-        (EIGHT, times(1.2), False, "higher"),
-        (EIGHT, times(0.8), False, "lower"),
-        (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),  # significant, but below the threshold
-        (POWERS, times(1.2, POWERS), False, "~"),  # large, but not significant
-        (POWERS, times(1.2, POWERS), True, "higher"),
-        ([5.0] * 8, [5.0] * 8, False, "~"),
-        ([5.0] * 8, [5.0] * 8, True, "~"),
-        (2.0, EIGHT, False, "lower"),
-        (EIGHT, 2.0, False, "higher"),
-        (1, 2, False, "untested"),
-        (1.0, times(2)[:7], False, "too few"),
-    ],
-)
+    [(EIGHT, times(1.2), False, "higher"),
+     (EIGHT, times(0.8), False, "lower"),
+     (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),  # significant, but below the threshold
+     (POWERS, times(1.2, POWERS), False, "~"),  # large, but not significant
+     (POWERS, times(1.2, POWERS), True, "higher"),
+     ([5.0] * 8, [5.0] * 8, False, "~"),
+     ([5.0] * 8, [5.0] * 8, True, "~"),
+     (2.0, EIGHT, False, "lower"),
+     (EIGHT, 2.0, False, "higher"),
+     (1, 2, False, "untested"),
+     (1.0, times(2)[:7], False, "too few"),
+     ([], EIGHT, False, "there is no sample"),
+     (EIGHT, [0.0] * 8, False, "only positive numbers have ratios"),
+     ([math.nan] * 8, EIGHT, False, "only positive numbers have ratios"),
+     (EIGHT, EIGHT[:7], True, "equal numbers, not 8 and 7")],
+)  # fmt: skip
 def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: str) -> None:
-    assert compare_samples(base, head, paired=paired).outcome == outcome
-
-
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("count", [20, 100_000])  # very many samples do not take long
-def test_a_planted_slowdown_is_seen_where_it_passes_the_threshold(paired: bool, count: int) -> None:
-    draw = random.Random(7)
-    for slowdown in (1.0, 1.2, 1.5):
-        base, head = ([draw.lognormvariate(0, 0.02) for _ in range(count)] for _ in range(2))
-        for threshold in (0.0, 0.1, 0.3):
-            decision = compare_samples(base, times(slowdown, head), Rule(0.001, threshold), paired=paired)
-            assert decision.outcome == ("higher" if slowdown > 1 + threshold else "~")
-            assert decision.low is not None and decision.high is not None
-            assert decision.low < slowdown < decision.high and decision.high / decision.low < 1.08
+    """Or what is said of samples that cannot be compared."""
+    try:
+        assert compare_samples(base, head, paired=paired).outcome == outcome
+    except ValueError as error:
+        assert len(outcome) > 10 and outcome in str(error)
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -170,17 +144,3 @@ def test_the_interval_is_all_ratios_that_are_not_rejected(paired: bool) -> None:
     for inside, outside in near:
         p = [compare_samples(times(ratio, base), head, paired=paired).p or 0 for ratio in (inside, outside)]
         assert p[0] > Rule.alpha >= p[1]
-
-
-@pytest.mark.parametrize(
-    ("base", "head", "paired", "message"),
-    [
-        ([], EIGHT, False, "there is no sample"),
-        (EIGHT, [0.0] * 8, False, "only positive numbers have ratios"),
-        ([math.nan] * 8, EIGHT, False, "only positive numbers have ratios"),
-        (EIGHT, EIGHT[:7], True, "equal numbers, not 8 and 7"),
-    ],
-)
-def test_refuses(base: Measurement, head: Measurement, paired: bool, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        compare_samples(base, head, paired=paired)

@@ -15,10 +15,10 @@ from reproduce.records.record import Result, load, save
 from reproduce.tables.comparison import write_comparisons
 from reproduce.tables.predicted import MeasuredRow, measured_rows, predicted_tables
 
-from ..made import emulated, record, row
-from ..repository import commit
+from ..made import commit, emulated, record, row
 
 FOREIGN = Path(__file__).parents[1] / "records" / "data" / "pytest-benchmark.json"
+GPUS = Machine("Linux", "a CPU", 4, 8, None, [Gpu("a GPU", 2**30)] * 4)
 
 
 @pytest.fixture
@@ -36,24 +36,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "rows", "superseded"),
-    [
-        ("results/measured/old.json", {"x": 2.0, "y": 2.0}, 0),
-        ("results/measured", {"y": 2.0, "x": 1.0, "z": 1.0}, 1),  # the newest run's of those with most rows
-        ("before", {"x": 2.0, "y": 2.0}, 0),
-        ("HEAD:results/measured", {"x": 2.0, "y": 2.0}, 0),
-        ("before:results/measured/old.json", {"x": 2.0, "y": 2.0}, 0),
-    ],
-)
+    [("results/measured/old.json", {"x": 2.0, "y": 2.0}, 0),
+     ("results/measured", {"y": 2.0, "x": 1.0, "z": 1.0}, 1),  # the newest run's of those with most rows
+     ("before", {"x": 2.0, "y": 2.0}, 0),
+     ("HEAD:results/measured", {"x": 2.0, "y": 2.0}, 0),
+     ("before:results/measured/old.json", {"x": 2.0, "y": 2.0}, 0)],
+)  # fmt: skip
 def test_a_side_has_each_row_once(folder: Path, name: str, rows: dict[str, float], superseded: int) -> None:
     side = load_side("A", name)
     steps = {entry.result.row: entry.result.samples["step_time"] for entry in side.entries}
     assert (steps, side.superseded) == ({row: [seconds] for row, seconds in rows.items()}, superseded)
     said = write_comparisons([], [side], Rule(), [], "text")
     assert ("A: e: rows of 2 runs, not in turn: name, new" in said) == bool(superseded)
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_revision_without_records() -> None:
     with pytest.raises(Error, match=r"^HEAD:docs: that .* no record .* in docs; name a place as HEAD:FOLDER$"):
         load_side("A", "HEAD:docs")
 
@@ -68,9 +62,6 @@ def test_pytest_benchmark() -> None:
     run = one.record.run
     assert run is not None and run.seed is None and run.machine.cpu == "a CPU" and run.machine.cores == 4
     assert run.git is not None and run.git.revision == "abc" and run.git.dirty
-
-
-GPUS = Machine("Linux", "a CPU", 4, 8, None, [Gpu("a GPU", 2**30)] * 4)
 
 
 def result(name: str = "n2m1", **changes: Any) -> Result:

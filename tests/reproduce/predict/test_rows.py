@@ -14,26 +14,21 @@ from reproduce.records.places import RESULTS
 from reproduce.records.published import published
 from reproduce.records.record import Record, load
 from reproduce.tables.predicted import predicted_tables, speed_up_errors, throughput_errors
-from torchgpipe.plan.hardware.hardware import load_hardware
-from torchgpipe.plan.hardware.headroom import HEADROOM
+from torchgpipe.plan.hardware.hardware import HEADROOM, load_hardware
 
 P40 = load_hardware("p40x8")
+SLOW = [("amoebanet-speed", "n4m32"), ("amoebanet-memory", "pipeline-1"), ("unet-memory", "baseline")]
 
 
 def committed(experiment: str) -> Record:
     return load(RESULTS / "predicted" / f"{experiment}-p40x8.json")
 
 
-SLOW = [("amoebanet-speed", "n4m32"), ("amoebanet-memory", "pipeline-1"), ("unet-memory", "baseline")]
-
-
 @pytest.mark.parametrize(
     ("experiment", "rows"),
-    [
-        *((experiment, "all") for experiment in ("unet-speed", "unet-ablation", "resnet101-speed")),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW),  # one row of each table that takes long
-    ],
-)
+    [*((experiment, "all") for experiment in ("unet-speed", "unet-ablation", "resnet101-speed")),
+     *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],  # one row of each table that takes long
+)  # fmt: skip
 def test_rows_are_not_stale(experiment: str, rows: str) -> None:
     kept = committed(experiment)
     if rows == "all":
@@ -85,14 +80,12 @@ def test_on_other_hardware_a_difference_is_no_error() -> None:
 
 @pytest.mark.parametrize(
     ("start", "limit", "sizes", "beyond"),
-    [
-        ((5, 64), 5, (5, 64), (6, 64)),
-        ((5, 64), 1, (1, 64), (2, 64)),
-        ((5, 64), 97, (97, 64), (98, 64)),
-        ((5, 64), 0, None, (1, 64)),
-        ((5, 64), 10**6, (320, 64), None),
-    ],
-)
+    [((5, 64), 5, (5, 64), (6, 64)),
+     ((5, 64), 1, (1, 64), (2, 64)),
+     ((5, 64), 97, (97, 64), (98, 64)),
+     ((5, 64), 0, None, (1, 64)),
+     ((5, 64), 10**6, (320, 64), None)],
+)  # fmt: skip
 def test_the_largest_that_fits(start: tuple[int, int], limit: int, sizes: object, beyond: object) -> None:
     fit = Mock(side_effect=lambda tried: tried[0] <= limit)
     asked = Asked(PAPERS["unet"], start, 32, 8, 2.0**30, "sgd", load_hardware("p40x8"))

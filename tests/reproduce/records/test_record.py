@@ -27,6 +27,7 @@ DATA = Path(__file__).with_name("data")
 TIMED = Result("e", "r", "measured", "small", "cpu", {"balance": [1, 2]}, over="r", samples={"step_time": [0.1, 1e-9]})
 FAILED = Result("e", "s", "failed", reason='RuntimeError: "quoted" ünïcode\n[1,\n 2]')
 RECORD = Record("name", "Title", "measured", {"step_time": "s"}, [TIMED, FAILED], run=RUN)
+COMMITTED = sorted(RESULTS.rglob("*.json"))
 
 
 def test_comes_back_as_it_was_with_ten_digits(tmp_path: Path) -> None:
@@ -58,20 +59,15 @@ def test_a_kill_leaves_the_old_file(
 
 @pytest.mark.parametrize(
     ("record", "name", "message"),
-    [
-        (RECORD, "none/r.json", "none/r.json: cannot be written (No such file or directory)"),
-        (replace(RECORD, results=[replace(TIMED, samples={"x": [float("nan")]})]), "r.json", "Out of range float"),
-        (replace(RECORD, results=[TIMED, TIMED]), "r.json", "results[1]: 'r' of e is in results[0] already"),
-    ],
-)
+    [(RECORD, "none/r.json", "none/r.json: cannot be written (No such file or directory)"),
+     (replace(RECORD, results=[replace(TIMED, samples={"x": [float("nan")]})]), "r.json", "Out of range float"),
+     (replace(RECORD, results=[TIMED, TIMED]), "r.json", "results[1]: 'r' of e is in results[0] already")],
+)  # fmt: skip
 def test_what_could_not_be_read_again_is_not_written(record: Record, name: str, message: str, tmp_path: Path) -> None:
     save(RECORD, tmp_path / "r.json")
     with pytest.raises(Error, match=re.escape(message)):
         save(record, tmp_path / name)
     assert load(tmp_path / "r.json") == RECORD
-
-
-COMMITTED = sorted(RESULTS.rglob("*.json"))
 
 
 @pytest.mark.parametrize("version", range(1, VERSION))

@@ -16,7 +16,7 @@ from reproduce.regression.main import TOGETHER, Judgement
 from reproduce.regression.timed import Clock
 from reproduce.regression.trees import Project, Tree, committed, snapshot, trees
 
-from ..repository import commit, git
+from ..made import commit, git
 
 
 def of(root: Path, build: str | None = None) -> Project:
@@ -39,15 +39,6 @@ def root(tmp_path: Path) -> Path:
 
 def version(folder: Path) -> str:
     return (folder / "torchgpipe" / "__init__.py").read_text().split("'")[1]
-
-
-def test_a_revision(root: Path, tmp_path: Path) -> None:
-    (root / "torchgpipe" / "__init__.py").write_text("version = 'edited'\n")
-    before = git(root, "status", "--porcelain")
-    tree = committed(of(root), "HEAD~1", tmp_path / "base")
-    assert (tree.name, tree.commit, tree.dirty) == ("HEAD~1", git(root, "rev-parse", "old"), False)
-    assert [path.name for path in tree.folder.iterdir()] == ["torchgpipe"] and version(tree.folder) == "old"
-    assert version(root) == "edited" and git(root, "status", "--porcelain") == before
 
 
 def test_a_snapshot_of_the_working_tree_as_it_is(root: Path, tmp_path: Path) -> None:
@@ -154,14 +145,12 @@ def test_the_first_slower_commit(culprit: int, slower: list[str], tmp_path: Path
 
 @pytest.mark.parametrize(
     ("good", "bad", "culprit", "broken", "restarts", "said"),
-    [
-        ("v0", "HEAD", 5, [], 20, "HEAD is not slower than v0"),
-        ("HEAD", "v0", 1, [], 20, "no commit after HEAD, up to v0, changes torchgpipe"),
-        ("v0", "nowhere", 1, [], 20, "nowhere: no such git revision"),
-        ("v0", "v2", 1, [1], 20, "a cannot run in [0-9a-f]{9}: ImportError: gone"),
-        ("v0", "v2", 1, [], 3, "nothing could be called significant"),
-    ],
-)
+    [("v0", "HEAD", 5, [], 20, "HEAD is not slower than v0"),
+     ("HEAD", "v0", 1, [], 20, "no commit after HEAD, up to v0, changes torchgpipe"),
+     ("v0", "nowhere", 1, [], 20, "nowhere: no such git revision"),
+     ("v0", "v2", 1, [1], 20, "a cannot run in [0-9a-f]{9}: ImportError: gone"),
+     ("v0", "v2", 1, [], 3, "nothing could be called significant")],
+)  # fmt: skip
 def test_what_cannot_be_searched(
     good: str, bad: str, culprit: int, broken: list[int], restarts: int, said: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

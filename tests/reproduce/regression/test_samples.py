@@ -14,19 +14,10 @@ from reproduce.error import Error
 from reproduce.numbers.compare import verdict
 from reproduce.numbers.significance import Rule
 from reproduce.regression import timed
-from reproduce.regression.cases import CASES, OVERLAP, TRAINING
+from reproduce.regression.cases import CASES, OVERLAP
 from reproduce.regression.job import Samples
 from reproduce.regression.main import TOGETHER, WALL_TOGETHER, _row, judge, least_restarts
 from reproduce.regression.timed import CORES, WARM_UP, Case, Clock, Timed
-
-
-@pytest.mark.parametrize("model", ["AmoebaNet-D", "U-Net"])
-def test_the_three_configurations_at_equal_batch_size(model: str) -> None:
-    three: list[Any] = [case.prepare for case in TRAINING if case.name.startswith(model)]
-    micro_batches = three[-1].m
-    expected = [(2, 1, "never"), (1, micro_batches, "always"), (2, micro_batches, "except_last")]
-    assert [(len(case.balance), case.m, case.checkpoint) for case in three] == expected and micro_batches > 1
-    assert len({(case.batch, sum(case.balance)) for case in three}) == 1
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -149,8 +140,3 @@ def test_tests_share_alpha(cases: int, alpha: float, restarts: int) -> None:
     assert least_restarts(Rule(alpha), cases) == restarts
     judged = judge({str(k): made(SAME, 0.1) for k in range(cases)}, Rule(alpha))
     assert judged.rule.alpha == alpha / len(judged.decisions) and len(judged.decisions) == cases + (cases > 1)
-
-
-def test_a_case_that_a_side_cannot_run_is_not_judged_and_takes_no_share() -> None:
-    found = judge({"a": made(SLOWER, 0.001, restarts=8), "b": Samples(unable={"base": "ImportError: x"})}, Rule())
-    assert [*found.decisions] == ["a"] == found.worse, "eight restarts are enough for one case, not for two"

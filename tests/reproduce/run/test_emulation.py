@@ -29,6 +29,7 @@ KINDS: tuple[Kind, ...] = ("forward", "recompute", "backward")
 UPDATES = (0.25, 8.0, 0.5, 2.0)
 LOSS = 0.125
 HARDWARE = replace(load_hardware("p40x8"), link_latency=0.0)
+BARE = next(i for i, layer in enumerate(PLAIN.sized.layers()) if not [*layer.parameters()])
 
 
 def pipeline(n: int = 2, m: int = 4, checkpoint: Any = "except_last", **changes: Any) -> Row:
@@ -59,17 +60,12 @@ class Clocks:
         return float(self.marks**2)
 
 
-BARE = next(i for i, layer in enumerate(PLAIN.sized.layers()) if not [*layer.parameters()])
-
-
 @pytest.mark.parametrize(
     ("row", "updated"),
-    [
-        (PLAIN, 1),
-        *((pipeline(3, checkpoint=mode), 3) for mode in ("always", "except_last", "never")),
-        (pipeline(3, balance=(BARE, 1, 65 - BARE - 1)), 2),  # without parameters there is nothing to update
-    ],
-)
+    [(PLAIN, 1),
+     *((pipeline(3, checkpoint=mode), 3) for mode in ("always", "except_last", "never")),
+     (pipeline(3, balance=(BARE, 1, 65 - BARE - 1)), 2)],  # without parameters there is nothing to update
+)  # fmt: skip
 def test_every_task_is_run_once_and_timed(row: Row, updated: int, monkeypatch: pytest.MonkeyPatch) -> None:
     emulated = emulation(row)
     monkeypatch.setattr("torchgpipe.timeline.stopwatch.time", Clocks())
@@ -118,18 +114,16 @@ LONE = pipeline(3, m=1, checkpoint="always")
 
 @pytest.mark.parametrize(
     ("row", "like", "changes", "linked"),
-    [
-        (PLAIN, range(1), {}, False),
-        *((pipeline(3, checkpoint=mode), range(4), {}, False) for mode in ("always", "except_last", "never")),
-        (pipeline(3), range(4), {}, True),
-        (pipeline(3, m=16, batch_size=31), [0, 1, 2] * 5 + [3], {"loss": LOSS * 31 / 7}, False),  # only 4 of 16 are run
-        (LONE, range(1), {"ahead": False}, False),  # without overlap, a CPU uses one thread
-        (LONE, range(1), {}, True),
-        # Without the dependency, a recomputation starts only when its gradient has arrived.
-        (pipeline(3, components=("streams", "portals")), range(4), {"ahead": False}, False),
-        (pipeline(3, components=("portals",)), range(4), {"ahead": False, "blocking": True}, True),
-    ],
-)
+    [(PLAIN, range(1), {}, False),
+     *((pipeline(3, checkpoint=mode), range(4), {}, False) for mode in ("always", "except_last", "never")),
+     (pipeline(3), range(4), {}, True),
+     (pipeline(3, m=16, batch_size=31), [0, 1, 2] * 5 + [3], {"loss": LOSS * 31 / 7}, False),  # only 4 of 16 are run
+     (LONE, range(1), {"ahead": False}, False),  # without overlap, a CPU uses one thread
+     (LONE, range(1), {}, True),
+     # Without the dependency, a recomputation starts only when its gradient has arrived.
+     (pipeline(3, components=("streams", "portals")), range(4), {"ahead": False}, False),
+     (pipeline(3, components=("portals",)), range(4), {"ahead": False, "blocking": True}, True)],
+)  # fmt: skip
 def test_a_step_is_its_tasks_replayed(row: Row, like: Sequence[int], changes: dict[str, Any], linked: bool) -> None:
     link = Link(HARDWARE, {"": row}) if linked else None
     emulated = emulation(row, link=link)
@@ -167,28 +161,18 @@ def test_a_task_takes_its_share_in_the_median_run() -> None:
 
 @pytest.mark.parametrize(
     ("batch_size", "chunks", "ran"),
-    [
-        (64, 32, (8, 4)),
-        (62, 16, (14, 4)),  # the last is of two samples instead of four
-        (12, 4, (12, 4)),
-        (5, 4, (5, 4)),  # three micro-batches: 2, 2, 1
-        (25000, 1667, (85, 6)),  # 15 samples each but 10: four parts of 55 samples would be smaller, six of 85 are not
-        (5, None, (5, None)),
-    ],
-)
+    [(64, 32, (8, 4)),
+     (62, 16, (14, 4)),  # the last is of two samples instead of four
+     (12, 4, (12, 4)),
+     (5, 4, (5, 4)),  # three micro-batches: 2, 2, 1
+     (25000, 1667, (85, 6)),  # 15 samples each but 10: four parts of 55 samples would be smaller, six of 85 are not
+     (5, None, (5, None))],
+)  # fmt: skip
 def test_equal_micro_batches_are_not_all_run(batch_size: int, chunks: int | None, ran: tuple[int, int | None]) -> None:
     row = replace(PLAIN, partitions=chunks and 2, chunks=chunks, batch_size=batch_size)
     found = shortened(row)
     assert (found.batch_size, found.chunks) == ran
     assert found.micro_batch_size == row.micro_batch_size
-
-
-def test_all_partitions_are_on_the_first_device_and_one_thread_issues_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Mock(side_effect=InterruptedError)
-    monkeypatch.setattr("reproduce.run.training.on_devices", asked)
-    with pytest.raises(InterruptedError):
-        emulation(pipeline(4), Devices("cuda", 4))
-    assert asked.call_args.args[2:] == ([torch.device("cuda", 0)] * 4, "graph")
 
 
 def test_copies_take_what_the_hardware_says_or_the_same_share_of_a_forward_as_in_the_published_model() -> None:
@@ -213,7 +197,13 @@ def test_copies_take_what_the_hardware_says_or_the_same_share_of_a_forward_as_in
     assert link.copies(replace(small, name="none"), 3.0) == first != (copies, skips)
 
 
-def test_gpus_have_the_links_of_a_shipped_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_have_the_links_of_a_shipped_node_and_one_thread_issues_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All partitions are on the first device."""
+    asked = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr("reproduce.run.training.on_devices", asked)
+    with pytest.raises(InterruptedError):
+        emulation(pipeline(4), Devices("cuda", 4))
+    assert asked.call_args.args[2:] == ([torch.device("cuda", 0)] * 4, "graph")
     for gpu, expected in {"Tesla P40": "p40x8", "NVIDIA A100-SXM4-80GB": "a100x8", "NVIDIA A10": None}.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, gpu=gpu: gpu)
         assert own_links(Devices("cuda", 1)) == expected and expected in (None, *hardware_names())

@@ -72,12 +72,10 @@ def test_every_engine_trains_alike(processes: Processes, engine: Engine, checkpo
 
 @pytest.mark.parametrize(
     ("make", "engine", "said"),
-    [
-        (failing, "ranks", r"^ValueError: no such luck \(parts.py, line \d+\)$"),
-        (failing, "Schedule1F1B", r"^ValueError: no such luck \(parts.py, line \d+\)$"),
-        pytest.param(killed, "ranks", "^a rank's process has ended by SIGKILL$", marks=pytest.mark.slow),
-    ],
-)
+    [(failing, "ranks", r"^ValueError: no such luck \(parts.py, line \d+\)$"),
+     (failing, "Schedule1F1B", r"^ValueError: no such luck \(parts.py, line \d+\)$"),
+     pytest.param(killed, "ranks", "^a rank's process has ended by SIGKILL$", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_failure_is_told_in_a_line(make: Any, engine: Engine, said: str) -> None:
     with closing(Processes(2)) as processes, pytest.raises(Error, match=said):
         processes.make(engine, make)
@@ -98,19 +96,17 @@ def test_processes_end_with_the_one_that_asks(sent: signal.Signals, start: Any) 
 
 @pytest.mark.parametrize(
     ("engines", "row", "why"),
-    [
-        ("ranks torch", ROW, None),
-        ("ranks torch", replace(ROW, partitions=None, chunks=None), "there is no pipeline"),
-        ("ranks torch", replace(ROW, partitions=1), "there is one partition only"),
-        ("ranks torch", replace(ROW, components=()), "only GPipe can do without a component"),
-        ("ranks", replace(ROW, batch_size=13, deferred_batch_norm=True, chunks=1), None),
-        ("torch", replace(ROW, batch_size=13), "PyTorch's schedules need micro-batches of equal size"),
-        ("torch", replace(ROW, deferred_batch_norm=True), "PyTorch's schedules know no deferred batch norm"),
-        ("torch", UNET, "PyTorch's schedules know no skips"),
-        ("ranks", UNET, None),
-        ("threads", replace(ROW, batch_size=13, components=(), partitions=None), None),
-    ],
-)
+    [("ranks torch", ROW, None),
+     ("ranks torch", replace(ROW, partitions=None, chunks=None), "there is no pipeline"),
+     ("ranks torch", replace(ROW, partitions=1), "there is one partition only"),
+     ("ranks torch", replace(ROW, components=()), "only GPipe can do without a component"),
+     ("ranks", replace(ROW, batch_size=13, deferred_batch_norm=True, chunks=1), None),
+     ("torch", replace(ROW, batch_size=13), "PyTorch's schedules need micro-batches of equal size"),
+     ("torch", replace(ROW, deferred_batch_norm=True), "PyTorch's schedules know no deferred batch norm"),
+     ("torch", UNET, "PyTorch's schedules know no skips"),
+     ("ranks", UNET, None),
+     ("threads", replace(ROW, batch_size=13, components=(), partitions=None), None)],
+)  # fmt: skip
 def test_what_an_engine_cannot_run(engines: str, row: Any, why: str | None) -> None:
     assert {why_not(engine, row, CPU) for each in engines.split() for engine in OFFERED[each]} == {why}
     assert why_not("ranks", ROW, Devices("cuda", 2)) == "processes are measured on CPUs only"

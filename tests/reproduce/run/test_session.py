@@ -18,23 +18,24 @@ from reproduce.run.training import FakeData
 from torchgpipe.plan.replay import Event, Timeline
 
 from ..tiny import TINY
-from .fakes import SECONDS, Fake
+from .conftest import SECONDS, Fake
 
 ROWS = TINY["tiny-speed"].scale("small").rows
 EVERY = [f"{row.name}{how}" for row in ROWS for how in ("", " emulated")
          if how or (row.devices <= 2 and "/pb" not in row.name)]  # fmt: skip
 PAPER, OWN, GIVEN = "p40x8, in proportion to the tasks", "a100x8", "h100x8, in proportion to the tasks"
+NONE = torch.OutOfMemoryError("CUDA out of memory")
+LONG = {"warmup": 1, "steps": 1, "least_steps": 8, "seconds": 30.0}
+ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
 
 
 @pytest.mark.parametrize(
     ("most", "own", "link", "links"),
-    [
-        (8, None, [], [PAPER, None]),
-        (2, OWN, [], [OWN, OWN]),
-        (2, OWN, ["--link=h100x8"], [GIVEN, GIVEN]),
-        (0, OWN, [], []),
-    ],
-)
+    [(8, None, [], [PAPER, None]),
+     (2, OWN, [], [OWN, OWN]),
+     (2, OWN, ["--link=h100x8"], [GIVEN, GIVEN]),
+     (0, OWN, [], [])],
+)  # fmt: skip
 def test_every_row_ends_in_a_result(
     fake: type[Fake], run: Any, most: int, own: str | None, link: list[str], links: list[str | None],
     monkeypatch: pytest.MonkeyPatch,
@@ -66,26 +67,21 @@ def test_every_row_ends_in_a_result(
         assert found["GPipe n8m4 emulated"].values == {"executed": 4, "bubble": 7 / 8, "utilization": [0.5, *[0] * 7]}
 
 
-NONE = torch.OutOfMemoryError("CUDA out of memory")
-
-
 @pytest.mark.parametrize(
     ("experiment", "row", "others", "at"),
-    [
-        ("tiny-speed", "naive n2", ("naive n2 emulated", "GPipe n2m4"), 0),
-        ("tiny-speed", "naive n2", ("naive n2 emulated", "GPipe n2m4"), 2),
-        ("tiny-speed", "naive n2 emulated", ("naive n2", "GPipe n2m4 emulated"), 0),
-        ("tiny-speed", "naive n2 emulated", ("naive n2", "GPipe n2m4 emulated"), 2),
-        ("tiny-memory", "baseline", ("pipeline-2",), 0),
-    ],
-)
+    [("tiny-speed", "naive n2", ("naive n2 emulated", "GPipe n2m4"), 0),
+     ("tiny-speed", "naive n2", ("naive n2 emulated", "GPipe n2m4"), 2),
+     ("tiny-speed", "naive n2 emulated", ("naive n2", "GPipe n2m4 emulated"), 0),
+     ("tiny-speed", "naive n2 emulated", ("naive n2", "GPipe n2m4 emulated"), 2),
+     ("tiny-memory", "baseline", ("pipeline-2",), 0)],
+)  # fmt: skip
 @pytest.mark.parametrize("error", [ValueError("no"), NONE])
 def test_a_row_that_fails_is_a_result(
     fake: type[Fake], run: Any, experiment: str, row: str, others: tuple[str, ...], at: int, error: Exception
 ) -> None:
     fake.raises[row] = lambda step: error if step >= at else None
     found = run(experiment, "--steps=3", status=2 * (error is not NONE))
-    reason = r"ValueError: no \(fakes.py, line \d+\)"
+    reason = r"ValueError: no \(conftest.py, line \d+\)"
     if error is NONE:
         reason = "out of memory" + r": its 2 partition\(s\) take \d+ GiB on the one device .*" * ("emulated" in row)
     assert found[row].status == ("out of memory" if error is NONE else "failed")
@@ -130,9 +126,7 @@ def test_an_interruption_keeps_every_step(
         assert len(set(result.samples.get("round", ()))) == steps.get(name, 0), "each round has its own number"
 
 
-def test_rows_appear_before_all_is_done(
-    fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_appear_before_all_is_done(fake: type[Fake], run: Any, monkeypatch: Any, capsys: Any) -> None:
     """A speed table after the first round, and a line for each memory row. Neither is written to stdout."""
     monkeypatch.setattr("reproduce.run.speed.PREVIEW_AFTER", -1)
     run("tiny-speed", "--steps=2")
@@ -184,20 +178,14 @@ def test_an_ablation_has_speed_utilization_and_memory(
             assert values["memory_problem"].startswith("ValueError: no")
 
 
-LONG = {"warmup": 1, "steps": 1, "least_steps": 8, "seconds": 30.0}
-ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
-
-
 @pytest.mark.parametrize(
     ("steps", "changes", "timed", "said"),
-    [
-        ([], LONG, 1, "not measured: a step would take about 2 s; --steps K measures it nevertheless"),
-        (["--steps=1"], LONG, 1, None),
-        ([], {**LONG, "seconds": 190.0}, 1, None),  # extra rows take nothing of this time
-        ([], {**ENDED, "warmup": 0}, 4, None),  # not before the least number of steps
-        (["--steps=6"], ENDED, 6, None),
-    ],
-)
+    [([], LONG, 1, "not measured: a step would take about 2 s; --steps K measures it nevertheless"),
+     (["--steps=1"], LONG, 1, None),
+     ([], {**LONG, "seconds": 190.0}, 1, None),  # extra rows take nothing of this time
+     ([], {**ENDED, "warmup": 0}, 4, None),  # not before the least number of steps
+     (["--steps=6"], ENDED, 6, None)],
+)  # fmt: skip
 def test_a_time_limit_bounds_steps_that_nobody_asked_for(
     fake: type[Fake], run: Any, steps: list[str], changes: dict[str, Any], timed: int, said: str | None
 ) -> None:
@@ -210,14 +198,12 @@ def test_a_time_limit_bounds_steps_that_nobody_asked_for(
 
 @pytest.mark.parametrize(
     ("busy", "steps", "changes", "timed", "left_out"),
-    [
-        ([0, 0.2, 0, 0], ["--steps=3"], {}, 3, 1),  # run again
-        ([0.2] * 9, ["--steps=3"], {}, 6, 0),  # again and again
-        ([0, 0, 0, 0, 0.2], [], ENDED, 4, 0),
-        ([0, 0, 0, 0.2, 0], [], ENDED, 4, 0),  # there is no time
-        ([0, 0.2, 0, 0, 0], [], {**ENDED, "least_steps": 2, "seconds": 1e9, "steps": 4}, 4, 1),
-    ],
-)
+    [([0, 0.2, 0, 0], ["--steps=3"], {}, 3, 1),  # run again
+     ([0.2] * 9, ["--steps=3"], {}, 6, 0),  # again and again
+     ([0, 0, 0, 0, 0.2], [], ENDED, 4, 0),
+     ([0, 0, 0, 0.2, 0], [], ENDED, 4, 0),  # there is no time
+     ([0, 0.2, 0, 0, 0], [], {**ENDED, "least_steps": 2, "seconds": 1e9, "steps": 4}, 4, 1)],
+)  # fmt: skip
 def test_a_disturbed_round_is_run_again_while_there_is_time(
     fake: type[Fake], run: Any, busy: list[float], steps: list[str], changes: dict[str, Any], timed: int, left_out: int,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,21 +1,23 @@
-"""Pages of records: their tables are computed from the records, and fit in 80 columns.
+"""Pages of records are computed from them and fit in 80 columns; committed ones equal those made from their records.
 
-Pages of committed results are tested in test_render.py.
+A block shows the newest finished run's tables.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from reproduce.experiments.row import Row
-from reproduce.machine.description import Gpu, Machine
+from reproduce.machine.description import ROOT, Gpu, Machine
 from reproduce.machine.git import Git
 from reproduce.numbers.metrics import DISTURBED, Reading
-from reproduce.records.record import Engine, Record, Result
+from reproduce.records.record import Engine, Record, Result, save
 from reproduce.tables.all import document, tables
 from reproduce.tables.layout import WIDTH, number, ratio, reading_text, span, with_quartiles
+from reproduce.tables.render import render, stale
 
 from ..made import RUN, ran
 from ..made import record as made_record
@@ -25,6 +27,7 @@ CUDA_RUN: dict[str, Any] = {
     "seed": 7, "device": "cuda", "devices": 8, "load": [0.5, 0.25, 1.0], "git": Git("0123456789abcdef", dirty=True),
     "machine": Machine("Linux", "a CPU", 4, 8, 64 << 30, [Gpu("Tesla P40", 22 << 30)] * 8),
 }  # fmt: skip
+PAGE = "before\n<!-- from records: amoebanet-speed -->\nold\n<!-- end -->\nafter\n"
 
 
 def record(*results: Result, **run: Any) -> Record:
@@ -197,19 +200,57 @@ def test_what_a_page_says(made: Record, said: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("write", "value", "text"),
-    [
-        (number, 0.0, "0"),
-        (number, 2.5e-5, "2.50e-05"),
-        (number, 0.0042, "0.00420"),
-        (number, 999.7, "1,000"),
-        (number, Reading([1.0, 3.0, -0.5]), "1.00"),
-        (ratio, 0.0042, "0.00420"),
-        (ratio, 0.104, "0.10"),
-        (reading_text, Reading(3 * 2**20, "bytes"), "3 MiB"),
-        (reading_text, Reading(1024.0, "MiB"), "1.00 GiB"),
-        (with_quartiles, Reading([0.5]), "0.500"),
-        (span, [64, 8, 9], "8 to 64"),
-    ],
-)
+    [(number, 0.0, "0"),
+     (number, 2.5e-5, "2.50e-05"),
+     (number, 0.0042, "0.00420"),
+     (number, 999.7, "1,000"),
+     (number, Reading([1.0, 3.0, -0.5]), "1.00"),
+     (ratio, 0.0042, "0.00420"),
+     (ratio, 0.104, "0.10"),
+     (reading_text, Reading(3 * 2**20, "bytes"), "3 MiB"),
+     (reading_text, Reading(1024.0, "MiB"), "1.00 GiB"),
+     (with_quartiles, Reading([0.5]), "0.500"),
+     (span, [64, 8, 9], "8 to 64")],
+)  # fmt: skip
 def test_how_numbers_are_written(write: Callable[[object], object], value: object, text: object) -> None:
     assert write(value) == text
+
+
+def test_what_is_committed_is_as_its_records_say() -> None:
+    files = render(ROOT)
+    assert stale(files) == [] and {path.parent.name for path in files} >= {"measured", "predicted", "docs"}
+
+
+def run_of(name: str, started: str, rows: int = 2) -> Record:
+    results = ran("amoebanet-speed", "small", lambda row: [8.0])[:rows]
+    return replace(made_record(*results, cpu=name, started=started), name=name)
+
+
+RUNS = [run_of("new", "2026-02"), run_of("few", "2026-05", rows=1)]
+
+
+def test_a_block_shows_the_newest_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+    monkeypatch.setattr("reproduce.cli.records.ROOT", tmp_path)
+    page, measured = tmp_path / "README.md", tmp_path / "results" / "measured"
+    page.write_text(PAGE)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("no block\n")
+    measured.mkdir(parents=True)
+    assert "Nothing measured is committed yet." in render(tmp_path)[page]
+    for each in RUNS:
+        save(each, measured / f"{each.name}.json")
+    names = [f"results/measured/{name}.md" for name in sorted(each.name for each in RUNS)] + ["README.md"]
+    assert command("render", "--check", code=1)[1].startswith(f"reproduce: stale: {', '.join(names)}; run")
+    assert command("render")[0].splitlines() == names
+    assert command("render", "--check")[0] == "3 files are as their records say\n"
+    text = page.read_text()
+    assert text.startswith("before\n<!-- from records: amoebanet-speed -->\n### AmoebaNet-D")
+    assert text.endswith("<!-- end -->\nafter\n") and "old\n" not in text
+    assert "machine: new, 2 cores" in text and "(results/measured/new.md)" in text
+    for each in RUNS:
+        busy = [replace(x, samples={**x.samples, "others": [0.2]}) for x in each.results]
+        save(replace(each, results=busy), measured / f"{each.name}.json")
+    page.write_text(PAGE.replace("amoebanet-speed", "amoebanet-speed/short"))
+    assert render(tmp_path)[page].count(f"\n- {DISTURBED}") == 1, "its only note"
+    page.write_text(PAGE.replace("amoebanet-speed", "x/y"))
+    assert "README.md: a block is from 'x/y'; name one of amoebanet-speed, " in command("render", code=2)[1]

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from torchgpipe.distributed.liveness.monitor import Activity, Label, RankMonitor
 from torchgpipe.distributed.wires.message import Message
@@ -35,14 +34,11 @@ def gist(error: BaseException) -> str:
 
 
 class Liveness:
-    """Tell all other ranks how rank `own` is, hear how they are, and keep the first failure of any rank.
+    """Tell all other ranks how rank `own` is, hear how they are, and keep the first failure of any rank: `stopped`.
 
     Each other rank has a wire both ways, by `address`, and a thread that listens to it. `timeout` and
-    `beside` are the monitor's, and `disconnect` breaks all connections of this rank, not only these.
-
-    Attributes:
-        activity: what this rank does.
-        stopped: whether some rank has failed.
+    `beside` are the monitor's, and `disconnect` breaks all connections of this rank, not only these. `pending` says
+    whether a message of a program is on its way to a rank.
     """
 
     def __init__(
@@ -53,8 +49,9 @@ class Liveness:
         timeout: float | None,
         disconnect: Callable[[], None],
         beside: list[Activity],
+        pending: Callable[[int], bool],
     ) -> None:
-        self._own, self._disconnect = own, disconnect
+        self._own, self._disconnect, self._pending = own, disconnect, pending
         self._disconnected = False
         self.stopped, self._error = False, ""  # a text: an error would keep the frames that it has come through alive
         self._told = threading.Event()  # others have heard of the error
@@ -65,7 +62,7 @@ class Liveness:
         self._senders = {peer: Sender(address(peer, lambda error: None)) for peer in others}
         self._telling = threading.RLock()
         self.activity = Activity(self.fail, beside)
-        self._monitor = RankMonitor(own, others, self.activity, timeout, self._tell_label)
+        self._monitor = RankMonitor(own, others, self.activity, timeout, self._tell)
         self._threads = [
             threading.Thread(target=self._listen, args=(peer, address), name=f"gpipe-listens-to-{peer}", daemon=True)
             for peer in others
@@ -92,7 +89,7 @@ class Liveness:
         """Tell others that this rank has ended, or `why` one has failed, and wait: to close too early might lose it."""
         told = self._monitor.others - {told_by}
         for peer in told:
-            self._tell(peer, _LAST, why)
+            self._tell(peer, (_LAST, why))
         awaited = {peer for peer in told if self._monitor.answers(peer)}
         with self._changed:
             self._changed.wait_for(lambda: awaited <= self._answered, GRACE)
@@ -128,15 +125,12 @@ class Liveness:
                 f"call the pipeline, and then backward(), equally often ({line})"
             )
 
-    def _tell_label(self, peer: int, label: Label) -> None:
-        """Tell a rank what this one does, unless what it was told last has not arrived yet."""
+    def _tell(self, peer: int, told: Label | tuple[int, str | None]) -> None:
+        """Tell a rank something; but not what this one does if what it was told last has not arrived yet."""
+        label = isinstance(told, Label)
         with self._telling, suppress(Stopped):
-            if self._senders[peer].settled():
-                self._tell(peer, _LABEL, *label)
-
-    def _tell(self, peer: int, *told: Any) -> None:
-        with self._telling, suppress(Stopped):
-            self._senders[peer].give(Message(0, None, (packed(told),)))
+            if not label or self._senders[peer].settled():
+                self._senders[peer].give(Message(0, None, (packed((_LABEL, *told) if label else told),)))
 
     def _listen(self, peer: int, address: Callable[[int, Broken], WireAddress]) -> None:
         """Hear what another rank tells, until its last word."""
@@ -159,6 +153,10 @@ class Liveness:
             with self._changed:
                 self._monitor.forget(peer)
             self._check_not_needed(peer)
+            # A message that gloo sends as the connection breaks may get lost, and the wait for it to end goes on.
+            while not self._monitor.ended.wait(GRACE):
+                if self._pending(peer) and not self._monitor.ended.wait(GRACE) and self._pending(peer):
+                    return self.broken(peer, RuntimeError("a message to it was not received"))
 
     def _died(self, peer: int) -> str:
         if pause := self._monitor.pause():

@@ -39,12 +39,8 @@ class Label(NamedTuple):
 class Activity:
     """What this rank does now: a call in which it may wait for other ranks, or something outside of the pipeline.
 
-    Attributes:
-        fail: what is called with a line that says what is wrong.
-        beside: those of all pipelines that this process has over the same ranks, this one included.
-        program: the one that runs in this call, once there is one.
-        hears: whether the call waits for another rank apart from a program's links.
-        thread: the one that the call is in.
+    `fail` is called with a line that says what is wrong. `beside` are those of all pipelines that this process has over
+    the same ranks, this one included. `hears`: whether the call waits for a rank apart from its program's links.
     """
 
     def __init__(self, fail: Callable[[str], None], beside: list[Activity]) -> None:
@@ -96,11 +92,8 @@ class RankMonitor:
     """Monitor all ranks for rank `own`, in a thread, until it is `ended` or something is wrong.
 
     With a `timeout` of `None` nothing is wrong for it. `tell` sends this rank's label to another one, and does not
-    wait. What is wrong ends all pipelines that this process has over these ranks: it may wait in any of them.
-
-    Attributes:
-        others: the other ranks, without those that have ended.
-        ended: an event that ends the thread.
+    wait. What is wrong ends all pipelines that this process has over these ranks: it may wait in any of them. Of
+    `others`, those that have ended are left out.
     """
 
     def __init__(
@@ -199,7 +192,9 @@ class RankMonitor:
     def _hang(self) -> str | None:
         task, program = self._activity.computing, self._activity.program
         idle = self._idle.look(task, self._now())
-        if idle < self._timeout or task is None or program is None or sharded([program.stage.partition]):
+        if idle < self._timeout or task is None or program is None:
+            return None
+        if sharded(stage.partition for stage in program.stages.values()):
             return None  # sharded layers may wait for a rank of another pipeline, which is only slow
         return (
             f"rank {self._own} hangs in {task[1]}: for {self._timeout:g} s it has neither ended nor used the "

@@ -9,13 +9,14 @@ NCCL needs a GPU for each rank. Either way a wire has a stream of its own, so th
 This waits for the program's stream, and the program's stream for what arrives. Only threads of wires wait for streams.
 
 An operation of NCCL keeps a part of its GPU busy until the other rank has begun its own. So a rank receives only when
-a description has arrived: by then the other rank has given the sending to its stream. And rank s sends a skip for rank
-p not before it has run p - s - 1 more tasks, when rank p is about to need it.
+a description has arrived: by then the other rank has given the sending to its stream. And in GPipe's schedule stage s
+sends a skip for stage p not before it has run p - s - 1 more tasks, when stage p is about to need it.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import NamedTuple, cast
 
 import torch
@@ -50,11 +51,8 @@ class Departure(NamedTuple):
 class Transfer:
     """Let the tensors of a wire leave this rank's GPU, or arrive there: by NCCL with rank `peer` of `group`, or staged.
 
-    In a group, rank 0 sends and rank 1 receives.
-
-    Attributes:
-        late: how many messages later each one leaves.
-        pins: whether what comes over gloo shall be in pinned memory.
+    In a group, rank 0 sends and rank 1 receives. Each message leaves `late` messages later. `pins`: whether what comes
+    over gloo shall be in pinned memory.
     """
 
     def __init__(
@@ -108,12 +106,6 @@ class Transfer:
         fence.arrive(arriving)
         return arriving
 
-    def try_out(self) -> None:
-        """Move a first tensor by NCCL, which connects the two ranks, and wait for that."""
-        with using(self._stream):
-            self._move([torch.zeros(1, device=self._device)])
-        self.finish()
-
     def finish(self) -> None:
         """Wait until the stream has done all that it was given."""
         if self._stream is not None:
@@ -141,35 +133,45 @@ class Transfer:
 
 
 def connect(
-    made: dict[tuple[str, int], Transfer],
+    made: dict[tuple[str, int, tuple[int, int]], Transfer],
     device: torch.device,
     own: int,
+    placement: Sequence[int],
     crossings: Sequence[Crossing],
     store: Store,
     exchange: Callable[[Tensor], list[Tensor]],
+    *,
+    late: bool,
 ) -> None:
-    """Add a transfer for each wire of rank `own`, by its kind and the other rank; all ranks call this at once.
+    """Add a transfer for each wire of rank `own`, by its kind, the other rank, and the two stages; all ranks do so.
 
     They use NCCL if every rank has a GPU of its own, and staging otherwise; off CUDA none is needed. Groups meet at
-    `store`; `exchange` returns what every rank gives it.
+    `store`; `exchange` returns what every rank gives it. `late` says whether skips leave late.
     """
     gpu = _identity(device)
     gpus = [bytes(x.tolist()) for x in exchange(torch.tensor([*gpu], device="cpu"))]
     if gpu == _NO_GPU:
         return
     direct = len({*gpus} - {_NO_GPU, _UNFIT}) == len(gpus)
-    for kind, source, target in _wires(len(gpus), crossings):
-        if own not in (source, target):
+    for kind, stages in _wires(len(placement), crossings):
+        source, target = (placement[s] for s in stages)
+        if own not in (source, target) or source == target:
             continue
-        group, late = None, 0
+        group, tasks = None, 0
         if direct:
             # Not by `new_group`, for which all ranks may have to come.
-            met = PrefixStore(f"{kind} {source} {target}", store)
+            met = PrefixStore(f"stages {stages}/{kind} {source} {target}", store)
             pair = dist.ProcessGroupNCCL(met, int(own == target), 2, NEVER)  # type: ignore[arg-type]
-            group, late = cast(dist.ProcessGroup, pair), abs(target - source) - 1
-        made[kind, source + target - own] = transfer = Transfer(device, group, int(own == source), late)
-        # Every rank comes to its groups in this one order, so that no two wait for each other in a circle.
-        transfer.try_out()
+            group, tasks = cast(dist.ProcessGroup, pair), late * (abs(stages[1] - stages[0]) - 1)
+        low, high = sorted(stages)
+        made[kind, source + target - own, (low, high)] = transfer = Transfer(device, group, int(own == source), tasks)
+        # A first tensor connects the two. Every rank comes to its groups in this one order, and so in no circle.
+        with using(transfer._stream):
+            transfer._move([torch.zeros(1, device=device)])
+        transfer.finish()
+    last = placement[-1]
+    for peer in range(len(gpus)) if own == last else [last]:
+        made["loss", peer, (0, 0)] = Transfer(device)
 
 
 def _identity(device: torch.device) -> bytes:
@@ -181,10 +183,10 @@ def _identity(device: torch.device) -> bytes:
     return str(torch.cuda.get_device_properties(device).uuid).encode()
 
 
-def _wires(n: int, crossings: Sequence[Crossing]) -> Iterator[tuple[str, int, int]]:
-    """Yield kind, source and target of every wire by which tensors travel."""
+def _wires(stages: int, crossings: Sequence[Crossing]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield kind, source and target of every wire by which tensors travel between stages."""
     far = sorted({(crossing.source, crossing.target) for crossing in crossings})
-    for what, pairs in (("", [(j, j + 1) for j in range(n - 1)]), (" skips", far)):
+    for what, pairs in (("", [*pairwise(range(stages))]), (" skips", far)):
         for source, target in pairs:
-            yield f"forward{what}", source, target
-            yield f"backward{what}", target, source
+            yield f"forward{what}", (source, target)
+            yield f"backward{what}", (target, source)

@@ -1,13 +1,10 @@
-"""How tensors are placed in memory: what a wire sends of that, and the memory that a received tensor is put into.
+"""How tensors are placed in memory: what a wire sends of that.
 
 A received tensor is placed as the sent one was, gaps and repetitions included, since PyTorch adds up in another order
 where it is not. Neither gaps nor repetitions travel.
 """
 
-import mmap
-import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -84,38 +81,3 @@ def dense(x: Tensor) -> Tensor:
 def row(x: Tensor) -> Tensor:
     """Return the bytes of a dense tensor in a row, as they are in memory."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
-
-
-class Memory:
-    """Memory for large tensors that arrive, which is used again when no tensor is in it any more.
-
-    New memory would come from the system page by page, which takes longer than to receive what goes into it.
-    """
-
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._free: list[mmap.mmap] = []
-
-    def row(self, size: int) -> Tensor:
-        """Return memory of `size` bytes."""
-        if self._pinned:  # of which PyTorch keeps what is free
-            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-        memory = next((x for x in self._free if len(x) == size), None)
-        if memory is None:
-            self._free.clear()  # shapes have changed
-            memory = _fresh(size)
-        else:
-            self._free.remove(memory)
-        view = memoryview(memory)  # PyTorch holds it as long as there are tensors in it
-        weakref.finalize(view, self._free.append, memory).atexit = False
-        return torch.frombuffer(view, dtype=torch.uint8)
-
-
-def _fresh(size: int) -> mmap.mmap:
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, size)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # or a fork would see what comes later
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory

@@ -3,7 +3,7 @@
 The description says everything else: shapes, types, and whatever the sender adds. It is sent once, and has a number
 from then on. So a message is
 
-    a slot of at most 64 KiB:   serial | number of the description | its length, if it is new | it | small tensors
+    a slot of at most 1 MiB:    serial | number of the description | its length, if it is new | it | small tensors
     large parts, one by one     what does not fit into the slot
 """
 
@@ -18,7 +18,7 @@ from torchgpipe.distributed.wires.layout import Layout
 from torchgpipe.plain import packed, unpacked
 from torchgpipe.tensors.microbatch import Flat
 
-SLOT = 2**16
+SLOT = 2**20
 """Bytes of a slot."""
 
 HEAD = struct.Struct("<qqq")

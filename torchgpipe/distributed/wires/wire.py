@@ -25,11 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchgpipe.distributed.wires.cuda import NEVER, Departure, Transfer
-from torchgpipe.distributed.wires.layout import Memory, dense, disjoint, layout_of, once, placed, row
+from torchgpipe.distributed.wires.layout import dense, disjoint, layout_of, once, placed, row
 from torchgpipe.distributed.wires.message import HEAD, SLOT, Description, Message, Predicted, described, places, sizes
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.tensors.item import versions
 from torchgpipe.tensors.microbatch import Flat
+
+LARGE = 1 << 30
+"""Is added to the tag of what does not fit into the slot: receives of slots are posted further ahead."""
 
 
 class WireAddress(NamedTuple):
@@ -111,8 +114,13 @@ class Sender(_End):
 
     def settled(self) -> bool:
         """Return, without waiting, whether all messages that have departed were received."""
-        self.settle(max(0, self._under_way - self._ended.qsize()))
+        self.settle(max(0, self.pending))
         return not self._under_way
+
+    @property
+    def pending(self) -> int:
+        """How many messages have departed and are not received yet; any thread may ask."""
+        return self._under_way - self._ended.qsize()
 
     def stop(self) -> None:
         """End every wait, now and later, and the thread."""
@@ -167,12 +175,12 @@ class Sender(_End):
         unused = 0 if number == predicted.number else len(predicted.large())  # receives that are posted in vain
         predicted.note(number)
         parts = new + [row(dense(once(x))) for x in flat if x is not None and not x.is_meta and x.numel()]
-        small, large = [_bytes(HEAD.pack(message.serial, number, sum(map(len, new))))], list[Tensor]()
+        small, large = [_bytes(bytearray(HEAD.pack(message.serial, number, sum(map(len, new)))))], list[Tensor]()
         for part, (_, start) in zip(parts, places(map(len, parts)), strict=True):
             (large if start is None else small).append(part)
         slot = torch.cat(small)
-        sent = [slot, *[slot[:0]] * unused, *large]
-        return [self._gloo(self._group.send, [part], self._rank, self._tag) for part in sent]
+        sent = [(slot, 0), *((part, LARGE) for part in (*[slot[:0]] * unused, *large))]
+        return [self._gloo(self._group.send, [part], self._rank, self._tag | apart) for part, apart in sent]
 
 
 class Receiver(_End):
@@ -180,10 +188,11 @@ class Receiver(_End):
 
     def __init__(self, address: WireAddress) -> None:
         super().__init__(address)
-        self._memory = Memory(pinned=self._transfer is not None and self._transfer.pins)
-        self._content = bytearray(SLOT)
-        self._slot = torch.frombuffer(self._content, dtype=torch.uint8)
-        self._next = self._receive(self._slot)
+        pinned = self._transfer is not None and self._transfer.pins
+        self._row = partial(torch.empty, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        # Two, so that a receive is posted while this rank works, and none has to be before its next task.
+        self._slots = deque((content, self._receive(_bytes(content))) for content in (bytearray(SLOT), bytearray(SLOT)))
+        self._taken: bytearray | None = None
         self._large: list[tuple[Tensor, Callable[..., Any]]] = []  # receives that are posted for the prediction
 
     def begin(self) -> None:
@@ -193,43 +202,40 @@ class Receiver(_End):
 
     def take(self) -> Message:
         """Wait for the next message."""
-        self._gloo(self._next)
-        serial, number, length = HEAD.unpack_from(self._content)
+        if self._taken is not None:
+            self._slots.append((self._taken, self._receive(_bytes(self._taken))))
+        self._taken, arrived = self._slots.popleft()
+        self._gloo(arrived)
+        slot = _bytes(self._taken)
+        serial, number, length = HEAD.unpack_from(self._taken)
         predicted = self._predicted
         right = number == predicted.number
         if not right:
             self._wait(self._large)  # until each has got its empty tensor
         if length:
-            predicted.learn(self._new(length), self._rank)
+            ((_, at),) = places([length])
+            apart = self._posted([length] * (at is None))
+            self._wait(apart)
+            predicted.learn(apart[0][0] if at is None else slot[at:][:length], self._rank)
         about, layouts = description = predicted.known[number]
         _, *parts = places([length, *sizes(description)])
         large = self._large if right else self._posted([size for size, start in parts if start is None])
-        apart = iter(large)
-        rows = [next(apart)[0] if at is None else self._slot[at : at + size].clone() for size, at in parts]
+        filled = iter(large)
+        rows = [next(filled)[0] if at is None else self._row(size).copy_(slot[at:][:size]) for size, at in parts]
         predicted.note(number)
-        self._next = self._receive(self._slot)
         self._large = self._posted(predicted.large())
         self._wait(large)
         contents = iter(rows)
         tensors = tuple([None if layout is None else placed(layout, contents) for layout in layouts])
         return Message(serial, about, tensors if self._transfer is None else self._transfer.arrive(tensors))
 
-    def _new(self, length: int) -> Tensor:
-        """Return the description that comes with this message."""
-        ((_, at),) = places([length])
-        if at is not None:
-            return self._slot[at : at + length]
-        content = _bytes(bytes(length))
-        self._gloo(self._receive(content), self._limit)
-        return content
-
     def _posted(self, lengths: Sequence[int]) -> list[tuple[Tensor, Callable[..., Any]]]:
         """Post receives of these sizes; return memory, and what waits until it is filled."""
-        return [(x, self._receive(x)) for x in map(self._memory.row, lengths)]
+        return [(x, self._receive(x, LARGE)) for x in map(self._row, lengths)]
 
-    def _receive(self, x: Tensor) -> Callable[..., Any]:
+    def _receive(self, x: Tensor, apart: int = 0) -> Callable[..., Any]:
         try:
-            return self._group.recv([x], self._rank, self._tag).wait
+            return self._group.recv([x], self._rank, self._tag | apart).wait
         except RuntimeError as error:  # the connection is closed: no matter, if nothing more is to come
             # Its text: the error would keep the frames that it has come through alive, and so all of the mini-batch.
             return partial(_fail, str(error))
@@ -243,5 +249,5 @@ def _fail(why: str, limit: timedelta = NEVER) -> NoReturn:
     raise RuntimeError(why)
 
 
-def _bytes(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+def _bytes(content: bytearray) -> Tensor:
+    return torch.frombuffer(content, dtype=torch.uint8)

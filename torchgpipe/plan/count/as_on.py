@@ -18,13 +18,10 @@ CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_
 
 @contextmanager
 def as_on(device: str, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Follow, in this thread, what PyTorch does on a type of device: "cuda" or "cpu"; on "meta", nothing changes.
+    """Follow, in this thread, what PyTorch does on a type of device: "cuda" or "cpu".
 
     Operators are cast while autocast is enabled for that type; `autocast` enables it, with this type of numbers.
     """
-    if device == "meta":
-        yield
-        return
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     if autocast is not None:  # not by `torch.autocast`, which refuses a device that is not here
         torch.set_autocast_enabled(device, True)

@@ -9,29 +9,27 @@ any other follows. Layers that multiply samples with each other are an exception
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.balance.profile import Rehearsal, rehearse, undisturbed
 from torchgpipe.caught import caught
-from torchgpipe.plan.count.alike import Alike
 from torchgpipe.plan.count.as_on import as_on
 from torchgpipe.plan.count.counter import Counter
-from torchgpipe.plan.count.footprint import NOTHING, Footprint, LayerCount, Stashed
+from torchgpipe.plan.count.footprint import Footprint, LayerCount
 from torchgpipe.plan.count.growth import between, check_growth
+from torchgpipe.plan.count.known import Alike, Remembered
 from torchgpipe.plan.count.measure import StorageNumbers, measure_footprint
-from torchgpipe.plan.count.remembered import Remembered
 from torchgpipe.plan.count.task_bytes import TaskBytes, task_bytes
 from torchgpipe.plan.hardware.operators import Operator, dtype_of
-from torchgpipe.skip.scope import SkipKey
-from torchgpipe.skip.skippable import skips_of
-from torchgpipe.tensors.microbatch import TensorOrTensors, check, tensors_of
+from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.layer import batched
+
+T = TypeVar("T")
 
 SIZES = (2, 4)
 """The micro-batch sizes that are counted; not 1, which batch normalization may refuse."""
@@ -47,20 +45,25 @@ class Counts:
 
     low: tuple[LayerCount, ...]
     high: tuple[LayerCount, ...]
+    held: tuple[tuple[Footprint, ...], tuple[Footprint, ...]] = field(repr=False)
+    """Their footprints, for both."""
     input: float
     """Bytes of one sample of the model's input."""
     copied: bool = True
     """Whether a partition gets copies of what others hand it; CPU devices share their memory."""
-    known: dict[int, list[Footprint]] = field(default_factory=dict, repr=False, compare=False)
+    known: dict[int, tuple[Footprint, ...]] = field(default_factory=dict, repr=False, compare=False)
     """Footprints that were worked out already, by micro-batch size."""
     tasks: dict[tuple[int, int, int, bool], TaskBytes] = field(default_factory=dict, repr=False, compare=False)
     """And bytes of tasks, by micro-batch size, first layer, the one after the last, and whether it is checkpointed."""
 
-    def footprints(self, size: int) -> list[Footprint]:
+    def at(self, size: int) -> tuple[LayerCount, ...]:
+        """Return the layers' counts for micro-batches of `size` samples."""
+        return _line(self.low, self.high, size)
+
+    def footprints(self, size: int) -> tuple[Footprint, ...]:
         """Return what the layers hold for micro-batches of `size` samples."""
         if size not in self.known:
-            pairs = zip(self.low, self.high, strict=True)
-            self.known[size] = self._line(size, [(a.footprint, b.footprint) for a, b in pairs])
+            self.known[size] = _line(*self.held, size)
         return self.known[size]
 
     def task(self, size: int, start: int, stop: int, *, checkpoint: bool) -> TaskBytes:
@@ -71,65 +74,66 @@ class Counts:
             self.tasks[key] = task_bytes(footprints, start, stop, checkpoint=checkpoint, copied=self.copied)
         return self.tasks[key]
 
-    def at(self, size: int) -> list[LayerCount]:
-        """Return the layers' counts for micro-batches of `size` samples, without footprints."""
-        pairs = zip(self.low, self.high, strict=True)
-        return self._line(size, [(a._replace(footprint=NOTHING), b._replace(footprint=NOTHING)) for a, b in pairs])
-
-    def _line(self, size: int, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
-        low, high = SIZES
-        known: dict[tuple[int, int], Any] = {}
-        return [between(a, b, (size - low) / (high - low), known) for a, b in pairs]
-
     def __len__(self) -> int:
         return len(self.low)
+
+
+def _line(low: T, high: T, size: int) -> T:
+    """Return what is as `low` and `high`, which are for micro-batches of `SIZES`, for those of `size` samples."""
+    found: T = between(low, high, (size - SIZES[0]) / (SIZES[1] - SIZES[0]), {})
+    return found
 
 
 def count(
     module: nn.Sequential,
     sample: TensorOrTensors,
     *,
-    memory: bool = True,
     device: str = "cuda",
     autocast: torch.dtype | None = None,
     alike: Alike | None = None,
 ) -> Counts:
     """Count the layers of `module` for inputs like `sample`, whose batch size does not matter.
 
-    Counted are the kernels of a type of device: "cuda", "cpu", or "meta" itself, which has no fused ones. They run
-    under `autocast` to this type of numbers; by default, under what is enabled for that device where it is called.
-    Without `memory` footprints are left out, which are most of the work. With one `alike` for several models, layers
-    that are in two of them are counted once.
+    Counted are the kernels of a type of device, "cuda" or "cpu". They run under `autocast` to this type of numbers; by
+    default, under what is enabled for that device where it is called. With one `alike` for several models, layers that
+    are in two of them are counted once.
 
     Raises:
-        TypeError: a wrong type, or a layer that cannot be copied.
+        TypeError: a layer cannot be copied.
         ValueError: a layer fails, is compiled, or runs different operators for different batch sizes; the message
             names it.
 
     Warns:
         UserWarning: a layer does more for every further sample, so that larger micro-batches are counted too low.
     """
-    check(sample)
     _refuse_compiled(module)
-    meta = torch.device("meta")
-    found: list[list[LayerCount]] = []
-    numbers = {key: i for i, key in enumerate(skips_of(module)[0])}
-    names = list(module._modules)
-    remembered, alike = Remembered(), alike or Alike()
+    alike = alike or Alike()
     alike.begin(module, device, autocast)
-    for size in SIZES:
-        given = _empty(sample, size, batched(module))
-        with undisturbed(meta), remembered, as_on(device, autocast):
-            counted = rehearse(module, given, meta, functools.partial(_count_layer, names, numbers, alike))
-            layers = [x._replace(name=name) for name, x in zip(names, counted, strict=True)]
-            if memory:
-                storages = StorageNumbers(alike, len(tensors_of(given)))
-                footprints = rehearse(module, given, meta, functools.partial(measure_footprint, layers, storages))
-                layers = [x._replace(footprint=y) for x, y in zip(layers, footprints, strict=True)]
-            found.append(layers)
-    check_growth(found[0], found[1], SIZES)
+    with undisturbed(torch.device("meta")), Remembered(), as_on(device, autocast):
+        (low, low_held), (high, high_held) = (
+            _at(_empty(sample, size, batched(module)), module, alike) for size in SIZES
+        )
+    check_growth(low, high, SIZES)
     one = sum(x[:1].numel() * x.element_size() for x in tensors_of(sample))
-    return Counts(tuple(found[0]), tuple(found[1]), float(one), device != "cpu")
+    return Counts(low, high, (low_held, high_held), float(one), device != "cpu")
+
+
+def _at(
+    sample: TensorOrTensors, module: nn.Sequential, alike: Alike
+) -> tuple[tuple[LayerCount, ...], tuple[Footprint, ...]]:
+    """Return what the layers do with a sample on `meta`, and what they hold."""
+    names, storages = list(module._modules), StorageNumbers(len(tensors_of(sample)))
+
+    def does(layer: Rehearsal) -> LayerCount:
+        return alike.once(functools.partial(_count_layer, names), layer)._replace(name=names[layer.index])
+
+    def holds(layer: Rehearsal) -> Footprint:
+        needs = gives[layer.index], gives[layer.index + 1]
+        return storages.placed(alike.once(functools.partial(measure_footprint, *needs), layer, needs), layer)
+
+    layers = tuple(rehearse(module, sample, torch.device("meta"), does))
+    gives = (*(layer.gives for layer in layers), None)
+    return layers, tuple(rehearse(module, sample, torch.device("meta"), holds))
 
 
 def _refuse_compiled(module: nn.Sequential) -> None:
@@ -143,66 +147,43 @@ def _refuse_compiled(module: nn.Sequential) -> None:
                 )
 
 
-def _count_layer(
-    names: Sequence[str], numbers: Mapping[SkipKey, int], alike: Alike, rehearsal: Rehearsal
-) -> LayerCount:
-    """Count one layer, but leave out its name; one like an earlier layer is not run again. `numbers` are the skips'."""
-    key = alike.behaviour(rehearsal.original, rehearsal.value)
-    if key is not None and key in alike.counts:
-        found, rehearsal.output = alike.counts[key]
-        return found
-    which = f"layer {rehearsal.index} ({names[rehearsal.index]!r}, {type(rehearsal.original).__name__})"
+def _count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
+    """Count one layer, of those with these names.
+
+    Raises:
+        ValueError: in place of any exception of the layer, in one line that names it.
+    """
     value = rehearsal.prepare()
     reached: set[int] = set()
     given = [_Entry.apply(reached, i, x) for i, x in enumerate(tensors_of(value))]
     rehearsal.scope = {k: None if x is None else _Entry.apply(reached, -1, x) for k, x in rehearsal.scope.items()}
     layer = rehearsal.layer
-    entering = set(rehearsal.scope)
-    with _naming_layer(which, value), Counter() as forward:
-        rehearsal.forward(given[0] if isinstance(value, Tensor) else tuple(given))
-    stashes = tuple(Stashed(numbers[key], 0.0 if x is None else float(x.nbytes)) for key, x in rehearsal.scope.items())
-    nbytes = float(sum(x.nbytes for x in tensors_of(rehearsal.output)))
-    roots = [x for x in rehearsal.results() if x.requires_grad]
-    backward = Counter()
-    if roots:
+    forward, backward = Counter(), Counter()
+    try:
+        with forward:
+            rehearsal.forward(given[0] if isinstance(value, Tensor) else tuple(given))
+        roots = [x for x in rehearsal.results() if x.requires_grad]
         gradients = [torch.empty_like(x) for x in roots]
-        with _naming_layer(which, value), backward:
+        with backward:
             torch.autograd.backward(roots, gradients)
-    gives = tuple(i in reached for i in range(len(given)))
+    except Exception as error:
+        which = f"layer {rehearsal.index} ({names[rehearsal.index]!r}, {type(rehearsal.original).__name__})"
+        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        on = ", ".join(f"{tuple(x.shape)} {dtype_of(x)}" for x in tensors_of(value))
+        raise ValueError(f"{which} fails on {on}: {first.rstrip('.')}; {ADVICE}") from caught(error)
     trained = [p for p in layer.parameters() if p.requires_grad]
     others = [p for p in layer.parameters() if not p.requires_grad]
-    accumulate = tuple(Operator("elementwise", dtype_of(p), 0.0, 3.0 * p.nbytes) for p in trained)
-    counted = LayerCount(
-        name="",
+    return LayerCount(
+        name=names[rehearsal.index],
         forward=tuple(forward.operators),
         backward=tuple(backward.operators),
-        accumulate=accumulate,
-        output=nbytes,
-        stashes=stashes,
-        pops=tuple(numbers[key] for key in entering if key in numbers),
+        accumulate=tuple(Operator("elementwise", dtype_of(p), 0.0, 3.0 * p.nbytes) for p in trained),
+        output=float(sum(x.nbytes for x in tensors_of(rehearsal.output))),
         parameters=sum(p.nbytes for p in trained),
         parameter_sizes=tuple(p.nbytes for p in trained),
         frozen=sum(x.nbytes for x in (*others, *layer.buffers())),
-        gives=gives,
+        gives=tuple(i in reached for i in range(len(given))),
     )
-    if key is not None:
-        alike.counts[key] = counted, rehearsal.output
-    return counted
-
-
-@contextmanager
-def _naming_layer(which: str, value: TensorOrTensors) -> Iterator[None]:
-    """Turn whatever a layer raises on this input into one line that names it.
-
-    Raises:
-        ValueError: in place of any exception.
-    """
-    try:
-        yield
-    except Exception as error:
-        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
-        given = ", ".join(f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in tensors_of(value))
-        raise ValueError(f"{which} fails on {given}: {first.rstrip('.')}; {ADVICE}") from caught(error)
 
 
 class _Entry(torch.autograd.Function):

@@ -4,7 +4,7 @@ Floating-point operations come from PyTorch's own formulas (`torch.utils.flop_co
 memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.plan.count.attention import attention_operator
-from torchgpipe.plan.count.convolution import convolution, convolution_backward
-from torchgpipe.plan.hardware._flops import flops_of
-from torchgpipe.plan.hardware.operators import Operator, OperatorClass, bytes_of, dtype_of
+from torchgpipe.plan.count.convolution import convolution
+from torchgpipe.plan.hardware.operators import Operator, OperatorClass, bytes_of, dtype_of, flops_of
 from torchgpipe.tensors._autograd import without_torch_function
 from torchgpipe.trace.parts import tensors_in
 
 # Names of operators -> their class; others are elementwise, unless they do floating-point operations by a formula.
-NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm", "softmax")
-POOLS = ("pool", "upsample")
+KINDS: dict[OperatorClass, Sequence[str]] = {
+    "norm": ("batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm", "softmax"),
+    "pool": ("pool", "upsample"),
+}
 # Operators that read of their first tensor only as much as they put out, and those that only overwrite it.
 LOOKUPS = ("embedding", "index_select", "gather", "index")
 WRITE_ONLY = ("fill_", "zero_", "copy_")
@@ -38,9 +39,9 @@ class Counter(TorchDispatchMode):
         with without_torch_function():
             result = func(*args, **kwargs)
             if func is torch.ops.aten.convolution.default:
-                self.operators += convolution(func, args, result)
+                self.operators += convolution(args, [result])
             elif func is torch.ops.aten.convolution_backward.default:
-                self.operators += convolution_backward(func, args, result)
+                self.operators += convolution(args, result)
             elif (fused := attention_operator(func, args, kwargs, result)) is not None:
                 self.operators.append(fused)
             else:
@@ -54,7 +55,8 @@ def _operators(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], resu
         return []
     inputs = list(tensors_in((args, dict(kwargs))))
     flops = flops_of(func, args, kwargs, result)
-    kind = _kind(func, flops)
+    named = [kind for kind, names in KINDS.items() if any(part in str(func) for part in names)]
+    kind: OperatorClass = "matmul" if flops else named[0] if named else "elementwise"
     written = sum(map(bytes_of, outputs))
     read = list(map(bytes_of, inputs))
     name = func.__name__.partition(".")[0]
@@ -75,16 +77,5 @@ def _makes_views(func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> boo
     """Return whether the operator computes nothing: its outputs are other views of its input."""
     if getattr(func, "is_view", False):
         return True
-    name = str(func)
-    return name in ("aten._unsafe_view.default", "aten.detach.default", "aten.empty_like.default") or name.startswith(
-        ("aten.empty", "aten.new_empty", "aten._reshape_alias")
-    )
-
-
-def _kind(func: Any, flops: float) -> OperatorClass:
-    name = str(func)
-    if flops:
-        return "matmul"
-    if any(part in name for part in NORMS):
-        return "norm"
-    return "pool" if any(part in name for part in POOLS) else "elementwise"
+    views = ("aten._unsafe_view.default", "aten.detach.default", "aten.empty", "aten.new_empty", "aten._reshape_alias")
+    return str(func).startswith(views)

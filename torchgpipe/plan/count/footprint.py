@@ -20,10 +20,11 @@ SUMMED = -1
 
 
 class Stashed(NamedTuple):
-    """A skip by a number, and the bytes of the tensor and of its gradient."""
+    """A skip by its storage's number, and the bytes of that, of the tensor, and of its gradient."""
 
     skip: int
     bytes: float
+    copied: float = 0.0
     grad: float = 0.0
 
 
@@ -34,7 +35,6 @@ class Footprint(NamedTuple):
     pops: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     stashes: tuple[Stashed, ...] = ()
-    """By their storages."""
     saves: tuple[int, ...] = ()
     """What its graph keeps for backward, parameters and buffers apart."""
     sizes: tuple[tuple[int, float], ...] = ()
@@ -42,22 +42,15 @@ class Footprint(NamedTuple):
     """The most bytes beside its inputs, without a graph."""
     graph: float = 0.0
     """The most bytes beside its inputs, with a graph; what it saves is among them."""
-    first: tuple[Change, ...] = ()
-    """Backward, from where the outputs' gradients are there, if parameters have no gradients yet."""
-    later: tuple[Change, ...] = ()
-    """Backward, if they have."""
-    first_held: tuple[Change, ...] = ()
-    """Backward, if parameters have no gradients yet and somebody holds the outputs' gradients until its end."""
-    later_held: tuple[Change, ...] = ()
+    traces: tuple[tuple[Change, ...], ...] = ()
+    """Backward, from where the outputs' gradients are there: if parameters have no gradients yet, and if they have; and
+    both if somebody holds the outputs' gradients until its end."""
     input_grad: float = 0.0
     """Bytes of the gradients that it hands to the layer before."""
     output_grad: float = 0.0
     """Bytes of the gradients of its output, those of stashed skips apart."""
     in_place: bool = False
     """Whether it changes its input."""
-
-
-NOTHING = Footprint()
 
 
 class LayerCount(NamedTuple):
@@ -70,8 +63,6 @@ class LayerCount(NamedTuple):
     """What backward does besides, where the parameters have gradients already: all but the first time in a step."""
     output: float
     """Bytes that it hands to the next layer."""
-    stashes: tuple[Stashed, ...]
-    pops: tuple[int, ...]
     parameters: int
     """Bytes of parameters that take gradients."""
     parameter_sizes: tuple[int, ...]
@@ -80,4 +71,8 @@ class LayerCount(NamedTuple):
     """Bytes of other parameters, and of buffers."""
     gives: tuple[bool, ...]
     """Which of its inputs get a gradient from it."""
-    footprint: Footprint = NOTHING
+
+    @property
+    def products(self) -> tuple[Operator, ...]:
+        """Its products with parameters: backward does each once more for these alone."""
+        return tuple([x for x in self.forward if x.flops and "attention" not in x.kind and self.parameters])

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchgpipe.plan.count.footprint import LayerCount
-from torchgpipe.plan.hardware.operators import Operator
 
 
 def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> Any:
@@ -41,13 +40,16 @@ def check_growth(low: Sequence[LayerCount], high: Sequence[LayerCount], sizes: t
     Warns:
         UserWarning: an operator does more for every further sample, so that larger micro-batches are counted too low.
     """
+    steeper = []
     for a, b in zip(low, high, strict=True):
-        if not _alike(a.forward, b.forward) or not _alike(a.backward, b.backward):
+        first, second = ((*x.forward, *x.backward) for x in (a, b))
+        if [(o.kind, o.dtype) for o in first] != [(o.kind, o.dtype) for o in second]:
             raise ValueError(
                 f"layer {a.name!r} runs different operators for micro-batches of {sizes[0]} and of {sizes[1]} samples, "
                 "so its cost cannot be worked out for others"
             )
-    steeper = [a.name for a, b in zip(low, high, strict=True) if _steeper(a, b, sizes[1] / sizes[0])]
+        for_none = between(first, second, sizes[0] / (sizes[0] - sizes[1]), {})
+        steeper += [a.name] if any(o.flops < 0 or o.bytes < 0 for o in for_none) else []
     if steeper:
         more = f" and {len(steeper) - 1} more" if len(steeper) > 1 else ""
         warnings.warn(
@@ -55,14 +57,3 @@ def check_growth(low: Sequence[LayerCount], high: Sequence[LayerCount], sizes: t
             f"multiplied with each other; micro-batches of more than {sizes[1]} samples are counted too low",
             stacklevel=3,
         )
-
-
-def _alike(a: Sequence[Operator], b: Sequence[Operator]) -> bool:
-    return [(o.kind, o.dtype) for o in a] == [(o.kind, o.dtype) for o in b]
-
-
-def _steeper(a: LayerCount, b: LayerCount, times: float) -> bool:
-    """Return whether any operator grows by more than the size does."""
-    most = times * (1 + 1e-9)
-    pairs = zip((*a.forward, *a.backward), (*b.forward, *b.backward), strict=True)
-    return any(y.flops > x.flops * most or y.bytes > x.bytes * most for x, y in pairs)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchgpipe.plan.count.footprint import SUMMED, Change, Footprint
+from torchgpipe.plan.count.footprint import SUMMED, Footprint
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def task_bytes(
         pending -= set(layer.pops)
         pending |= {stashed.skip for stashed in layer.stashes}
 
-    def backward(trace: str, *, apart: bool = True) -> float:
-        """Return the peak of a backward beyond what lives when it begins.
+    def backward(*, later: bool, apart: bool = True) -> float:
+        """Return the peak of a backward beyond what lives when it begins, `later` with gradients to add to.
 
         `apart` says that the task has a graph of its own, and adds to the parameters' gradients in place; where all
         micro-batches share one graph, autograd makes a new sum each time.
@@ -86,11 +86,11 @@ def task_bytes(
         held = True  # whoever asks for a backward holds the gradients that it starts from
         for index in reversed(range(start, stop)):
             layer = footprints[index]
-            if held and not layer.first:
+            if held and not layer.traces[0]:
                 continue  # it hands them on
-            changes: Sequence[Change] = getattr(layer, trace + ("_held" if held else ""))
+            trace = layer.traces[later + 2 * held]
             held = False
-            for change in changes:
+            for change in trace:
                 number = change.storage
                 if number is not None and (number in others or saver.get(number, index) < index):
                     continue  # somebody else holds it
@@ -109,9 +109,9 @@ def task_bytes(
         output=_total(set(footprints[stop - 1].outputs), size),
         output_grad=footprints[stop - 1].output_grad,
         input_grad=footprints[start].input_grad,
-        first=backward("first"),
-        later=backward("later"),
-        summed=backward("later", apart=False),
+        first=backward(later=False),
+        later=backward(later=True),
+        summed=backward(later=True, apart=False),
         arrivals=_total(arrivals, size),
     )
 

@@ -4,14 +4,14 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 
 import torch
 from torch import nn
 
-from torchgpipe.balance.profile import synchronize, undisturbed
+from torchgpipe.balance.profile import seconds_of, undisturbed
 from torchgpipe.gpipe import GPipe
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.hardware.operators import CLASSES
@@ -38,7 +38,8 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
     """
     cuda = device.type == "cuda"
     if devices is None:
-        devices = torch.cuda.device_count() if cuda else max(1, _cores() // torch.get_num_threads())
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        devices = torch.cuda.device_count() if cuda else max(1, cores // torch.get_num_threads())
     if memory is None:
         memory = torch.cuda.get_device_properties(device).total_memory if cuda else _main_memory() / devices
     source = torch.ones(2**26 if cuda else 2**22, device=device)
@@ -53,9 +54,6 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
         memory_bandwidth=bandwidth,
         link_bandwidth=link,
         link_latency=hand_over() if device.type == "cpu" and devices > 1 else 0.0,
-        launch=0.0,
-        peak={},
-        compute_efficiency={},
         memory_efficiency=dict.fromkeys(CLASSES, 1.0),
         launch_overlaps=cuda,
         sources={"link_bandwidth": how, "memory_bandwidth": "a copy on the device"},
@@ -92,41 +90,25 @@ def sharing(works: Sequence[Callable[[], object]]) -> float:
 
     Each is done over and over, in a thread of its own.
     """
-    over, threads = threading.Event(), torch.get_num_threads()
+    (first, *others), over, threads = works, threading.Event(), torch.get_num_threads()
 
     def work(other: Callable[[], object]) -> None:
-        torch.set_num_threads(threads)
         while not over.is_set():
             other()
 
-    first, *others = works
     alone = _seconds(first, torch.device("cpu"))
-    workers = [threading.Thread(target=work, args=(other,)) for other in others]
-    for worker in workers:
-        worker.start()
-    try:
-        beside = _seconds(first, torch.device("cpu"))
-    finally:
-        over.set()
-        for worker in workers:
-            worker.join()
+    with ThreadPoolExecutor(len(others), initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+        for other in others:
+            pool.submit(work, other)
+        try:
+            beside = _seconds(first, torch.device("cpu"))
+        finally:
+            over.set()
     return max(0.0, beside / alone - 1) / len(others)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    seconds = []
-    for _ in range(1 + RUNS):
-        synchronize(device)
-        start = perf_counter()
-        work()
-        synchronize(device)
-        seconds.append(perf_counter() - start)
-    return median(seconds[1:])
-
-
-def _cores() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return median([seconds_of(work, device) for _ in range(1 + RUNS)][1:])
 
 
 def _main_memory(limit: Path = MEMORY_LIMIT) -> float:

@@ -30,8 +30,10 @@ class Seconds(NamedTuple):
 def time_step(module: nn.Sequential, sample: TensorOrTensors, device: torch.device) -> Seconds:
     """Run all layers forward without a graph, then forward and backward, and time each of them on the way.
 
-    A layer's backward lasts from when its output's gradient is there until that of the layer before is.
+    A layer's backward lasts from when its output's gradient is there until that of the layer before is. Adding up
+    gradients of parameters is counted, not timed: they are freed first.
     """
+    module.zero_grad()
     with torch.no_grad(), skip_scope({}):
         forward, _ = _forward(module, sample, device)
     arrived: dict[int, float] = {}
@@ -66,7 +68,7 @@ def _forward(
 ) -> tuple[list[float], TensorOrTensors]:
     """Run the layers; return their seconds and the output. `notice` is told when a layer's output has its gradient."""
     seconds: list[float] = []
-    value = mapped(_entering, sample)
+    value = mapped(lambda x: x.clone() if x.requires_grad else x, sample)  # no leaf, which may not be changed in place
     for i, layer in enumerate(module):
         synchronize(device)
         start = perf_counter()
@@ -82,11 +84,6 @@ def _forward(
     return seconds, value
 
 
-def _entering(x: Tensor) -> Tensor:
-    """Return what the first layer may change in place: no leaf that takes a gradient."""
-    return x.clone() if x.requires_grad else x
-
-
 def time_alone(module: nn.Sequential, sample: TensorOrTensors, device: torch.device, runs: int) -> list[Seconds]:
     """Time copies of the layers one after another, each `runs` times after a warm-up; return every run.
 
@@ -97,8 +94,7 @@ def time_alone(module: nn.Sequential, sample: TensorOrTensors, device: torch.dev
     def measure(rehearsal: Rehearsal) -> list[tuple[float, float, float]]:
         found = []
         for _ in range(1 + runs):
-            for parameter in rehearsal.layer.parameters():
-                parameter.grad = None
+            rehearsal.layer.zero_grad()
             with torch.no_grad():
                 forward = time_forward(rehearsal, device)
             found.append((forward, *time_run(rehearsal, device)))

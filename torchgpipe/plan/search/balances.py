@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from torchgpipe.balance.minimise import minimise_heaviest
+from torchgpipe.engine.schedule import arranged
 from torchgpipe.plan.predict import Predictor, Setup
+from torchgpipe.plan.replay import recomputing
 from torchgpipe.tensors.checkpoint import checkpointed
 
 SAFE = 1 - 1e-9
@@ -13,11 +15,12 @@ SAFE = 1 - 1e-9
 
 
 class Work:
-    """What layers take with the micro-batches and the checkpoint mode of `setup`, and balances that share it out.
+    """What layers take with the micro-batches, checkpoint mode and schedule of `setup`, and balances that share it out.
 
     In GPipe's schedule a partition waits while one micro-batch is in other partitions: the first, on its way forward to
     it and backward from it, and the last, in the partitions behind it. So a step takes at least what one micro-batch
-    takes in all layers, and what any partition's layers take beyond that, their `seconds`.
+    takes in all layers, and what any partition's layers take beyond that, their `seconds`. In others the most of both
+    is known: of a micro-batch's way without what may be done later, and of what a partition's layers take in all.
     """
 
     def __init__(self, predictor: Predictor, setup: Setup) -> None:
@@ -33,30 +36,40 @@ class Work:
         others = [again * a + (m - 1) * (b + c) for a, b, c in zip(full.forward, full.graph, backward, strict=True)]
         one = [min(a + b, c) if m > 1 else c for a, b, c in zip(forward, backward, last_both, strict=True)]
         self.seconds = [a + (b - c) for a, b, c in zip(others, last_both, one, strict=True)]
-        self._one = sum(one)
+        if not setup.gathered:
+            self.seconds = [a + b for a, b in zip(others, last_both, strict=True)]
+        self._one = sum(one) - (sum(full.weights) if setup.halves else 0.0)
         self._copies = [2 * predictor.hardware.transfer(layer.output) for layer in full.layers[:-1]]
         self._cheapest = list(accumulate(sorted(self._copies), initial=0.0))
         self._parameters = sum(layer.parameters for layer in full.layers)
 
     def bound(self, n: int, most: float = 0.0, copies: float = 0.0) -> float:
-        """Return what no balance over `n` partitions can beat whose heaviest one, and copies, take at least that."""
+        """Return what no balance on `n` devices can beat whose heaviest one, and copies, take at least that."""
         most = max(most, sum(self.seconds) / n, max(self.seconds))
         update = self.predictor.update(self.setup, [self._parameters / n] * n)
-        return (self._one + most + max(copies, self._cheapest[n - 1]) + update) * SAFE
+        way = self._one + max(copies, self._cheapest[n - 1])
+        return (way + most + update if self.setup.gathered else max(way, most) + update) * SAFE
 
     def bound_of(self, balance: Sequence[int]) -> float:
         """Return what this balance cannot beat."""
-        copies = sum(self._copies[cut - 1] for cut in accumulate(balance[:-1]))
-        return self.bound(len(balance), heaviest(self.seconds, balance), copies)
+        _, n, _, at = arranged(self.setup.schedule, len(balance))
+        cuts = zip(accumulate(balance), pairwise(at), strict=False)
+        copies = sum(self._copies[cut - 1] for cut, (a, b) in cuts if a != b)
+        return self.bound(n, heaviest(self.seconds, balance), copies)
+
+    def stages(self, n: int) -> int:
+        """Return how many stages `n` devices have; none if the schedule is not for so many devices or micro-batches."""
+        schedule = self.setup.schedule
+        if isinstance(schedule, str):
+            return n * len(recomputing(schedule, 1, 1).placement)
+        fits = n == len(schedule.lists) and len(self.setup.sizes) <= schedule.micro_batches
+        return len(schedule.placement) if fits else 0
 
     def balance(self, n: int, share: float) -> tuple[int, ...]:
-        """Return the balance that evens out seconds, and bytes instead to this share of both."""
+        """Return the balance on `n` devices that evens out seconds, and bytes instead to this share of both."""
         a, b = (1 - share) / (sum(self.seconds) or 1.0), share / sum(self.held)
-        return tuple(minimise_heaviest([a * x + b * y for x, y in zip(self.seconds, self.held, strict=True)], n))
-
-    def has_room(self, n: int, memory: float) -> bool:
-        """Return whether a balance over `n` partitions may fit devices of so many bytes."""
-        return heaviest(self.held, self.balance(n, 1.0)) <= memory
+        costs = [a * x + b * y for x, y in zip(self.seconds, self.held, strict=True)]
+        return tuple(minimise_heaviest(costs, self.stages(n)))
 
     @functools.cached_property
     def held(self) -> list[float]:
@@ -64,7 +77,7 @@ class Work:
         setup, counts = self.setup, self.predictor.counts
         m, footprints = len(setup.sizes), counts.footprints(setup.sizes[0])
         each = 1 + setup.optimizer.state + (m > 1)  # of a single micro-batch, gradients come as activations go
-        kept = max(1, m - 1 - checkpointed(setup.checkpoint, m))
+        kept = max(1, m - 1 - checkpointed(setup.checkpoint, m)) if setup.gathered else 1
         known, held = {*footprints[0].inputs}, []  # parts of the mini-batch, which is there anyway
         for layer, footprint in zip(counts.low, footprints, strict=True):
             new = {*footprint.saves} - known
@@ -72,7 +85,7 @@ class Work:
             held.append(layer.parameters * each + layer.frozen + kept * saved)
             known |= new
         held[0] += counts.input * setup.batch_size
-        held[-1] += m * footprints[-1].output_grad
+        held[-1] += (m if setup.gathered else 1) * footprints[-1].output_grad
         return held
 
 

@@ -1,4 +1,4 @@
-"""Search balance x chunks x checkpoint for the shortest predicted step whose devices all have room.
+"""Search balance x chunks x checkpoint x schedule for the shortest predicted step whose devices all have room.
 
 For each number of micro-batches and each mode there is a lower bound on the step with any balance (`balances`). Those
 with the lowest come first, and those whose bound is no better than the best setup so far are left out. The others begin
@@ -8,6 +8,7 @@ long as the replay says that it helps (`trial`). Whatever is returned was replay
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf
 
 from torchgpipe.plan.count.optimizer import STATELESS, Optimizer
@@ -15,6 +16,7 @@ from torchgpipe.plan.predict import Predictor, Setup, micro_batch_sizes
 from torchgpipe.plan.search.balances import Work, heaviest
 from torchgpipe.plan.search.impossible import Impossible, least, why
 from torchgpipe.plan.search.trial import MOST_TASKS, Candidate, Trial, assess
+from torchgpipe.schedules import Schedule
 from torchgpipe.tensors.checkpoint import MODES, Mode
 
 BYTES = (0.5, 1.0)
@@ -55,6 +57,7 @@ def search(
     optimizer: Optimizer = STATELESS,
     chunks: Sequence[int] | None = None,
     checkpoint: Sequence[Mode] = MODES,
+    schedules: Sequence[str | Schedule] = ("GPipe",),
     close: float = CLOSE,
 ) -> dict[int, Found]:
     """Return the best setup for each number of partitions; `memory` is each device's, in bytes, for tensors alone.
@@ -68,22 +71,23 @@ def search(
     found = {n: Found() for n in partitions}
     kept = sum(layer.parameters * (2 + optimizer.state) + layer.frozen for layer in predictor.counts.low)
     asked = []
-    for m in sorted(set(chunks or chunk_choices(batch_size))):
-        for mode in checkpoint:
-            if mode == "except_last" and m == 1 and "never" in checkpoint:
-                continue  # a single micro-batch: the same as never
-            work = Work(predictor, replace(base, chunks=m, checkpoint=mode))
-            asked += [(work.bound(n), n, work) for n in partitions if kept <= n * memory]
+    for m, mode, schedule in product(sorted(set(chunks or chunk_choices(batch_size))), checkpoint, schedules):
+        if mode == "except_last" and m == 1 and "never" in checkpoint:
+            continue  # a single micro-batch: the same as never
+        work = Work(predictor, replace(base, chunks=m, checkpoint=mode, schedule=schedule))
+        fitting = [n for n in partitions if kept <= n * memory and 0 < work.stages(n) <= len(predictor.counts)]
+        asked += [(work.bound(n), n, work) for n in fitting]
     for lower, n, work in sorted(asked, key=lambda each: each[0]):
         if found[n].limit > lower * (1 + close) and (chunks or 3 * len(work.setup.sizes) * n <= MOST_TASKS):
             lower = _try(found[n], n, work, memory, close)
         found[n].bound = min(found[n].bound, lower)
     if all(each.best is None for each in found.values()):
         n = max(partitions)
-        smallest = least(predictor, batch_size, n, optimizer, sorted({*(chunks or (1, batch_size))}), checkpoint)
+        numbers = sorted({*(chunks or (1, batch_size))})
+        smallest = least(predictor, batch_size, n, optimizer, numbers, checkpoint, schedules)
         if smallest.peak > memory:
             raise Impossible(why(predictor, smallest, batch_size, n, memory))
-        found[n].best = assess(predictor, smallest.setup)
+        found[n].best = smallest
     for n, each in found.items():
         each.bound = min(each.bound, each.limit)
         if each.best is not None and each.limit > each.bound * (1 + close):
@@ -99,11 +103,11 @@ def _try(found: Found, n: int, work: Work, memory: float, close: float) -> float
     setup = replace(work.setup, balance=work.balance(n, 0.0))
     step = work.predictor.step(setup)
     found.unlimited = min(found.unlimited, step.seconds)
-    if not work.has_room(n, memory):
+    if heaviest(work.held, work.balance(n, 1.0)) > memory:
         return inf
     lower = work.bound(n, heaviest(work.seconds, setup.balance))
     trial = Trial(work, assess(work.predictor, setup, step), memory)
-    if found.best is not None:
+    if found.best is not None and len(found.best.setup.balance) == len(setup.balance):
         trial.take(found.best.setup.balance)
     for share in BYTES if trial.lacking else ():
         trial.take(work.balance(n, share))

@@ -1,11 +1,14 @@
-"""Replay balances of a setup, and keep the best."""
+"""Replay balances of a setup, and keep the best. Data parallel training is predicted, too, to be seen beside it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import ceil
 
+from torchgpipe.plan.count.optimizer import Optimizer
 from torchgpipe.plan.memory import DeviceBytes, setup_memory
-from torchgpipe.plan.predict import PredictedStep, Predictor, Setup
+from torchgpipe.plan.predict import Predictor, Setup
+from torchgpipe.plan.replay import Timeline
 from torchgpipe.plan.search.balances import Work
 
 MOST_TASKS = 1_000_000
@@ -31,7 +34,7 @@ class Candidate:
         return sum(max(0.0, device.peak - memory) for device in self.devices)
 
 
-def assess(predictor: Predictor, setup: Setup, step: PredictedStep | None = None) -> Candidate:
+def assess(predictor: Predictor, setup: Setup, step: Timeline | None = None) -> Candidate:
     """Predict a setup, whose `step` may be known."""
     step = step or predictor.step(setup)
     return Candidate(setup, step.seconds, step.bubble, tuple(setup_memory(predictor.counts, setup)))
@@ -74,8 +77,9 @@ class Trial:
         """Move layers from one partition to another, ever fewer, until that no longer helps or `enough` is reached."""
         stride = sum(self.best.setup.balance) // 2
         while stride and (self.lacking or self.best.seconds > enough):
-            full = [j for j, device in enumerate(self.best.devices) if device.peak > self.memory]
-            sources = full or range(len(self.best.devices))
+            placement = self.best.setup.lists.placement
+            full = [s for s, d in enumerate(placement) if self.best.devices[d].peak > self.memory]
+            sources = full or range(len(placement))
             if not any([self.take(moved) for moved in _moved(self.best.setup.balance, stride, sources)]):
                 stride = stride * 3 // 4
 
@@ -88,3 +92,21 @@ def _moved(balance: Sequence[int], stride: int, sources: Iterable[int]) -> Itera
             moved[j] -= stride
             moved[k] += stride
             yield tuple(moved)
+
+
+def data_parallel(predictor: Predictor, batch_size: int, devices: int, optimizer: Optimizer) -> Candidate:
+    """Predict data parallel training: every device has the model, and a share of the batch; nothing is recomputed.
+
+    Gradients are summed over the devices by a ring all-reduce, which sends 2 (k - 1) / k of their bytes from each of k
+    devices to the next (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+    2009). It overlaps with backward, as in `DistributedDataParallel`, which keeps a second copy of the gradients for
+    it. On one device this is plain training.
+    """
+    setup = Setup(ceil(batch_size / devices), (len(predictor.counts),), 1, "never", optimizer)
+    step, (device,) = predictor.step(setup), setup_memory(predictor.counts, setup)
+    gradients = float(sum(layer.parameters for layer in predictor.counts.low))
+    exchange = 2 * (devices - 1) * predictor.hardware.transfer(gradients / devices)
+    backward = sum(event.end - event.start for event in step.tasks if event.kind == "backward")
+    seconds = step.seconds * (1 + predictor.hardware.sharing * (devices - 1)) + max(0.0, exchange - backward)
+    device = device._replace(gradients=device.gradients + gradients * (devices > 1))
+    return Candidate(setup, seconds, step.bubble, (device,) * devices)

@@ -51,7 +51,7 @@ def test_counted_layer_by_layer_as_in_a_step_of_gpipe(
     """Backward may have another order: when autograd adds up the gradients of a reused tensor is not specified."""
     with torch.device("meta"):
         model, x = build(), torch.empty(2, *shape)
-    layers = count(model, x, memory=False).at(2)
+    layers = count(model, x).at(2)
     gpipe = GPipe(model, [len(model)], devices=["meta"], checkpoint="never")
     with Counter() as forward:
         output = gpipe(x)

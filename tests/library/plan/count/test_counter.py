@@ -12,9 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchgpipe.plan.count.as_on import as_on
 from torchgpipe.plan.count.counter import Counter
-from torchgpipe.plan.hardware._flops import flops_of
-from torchgpipe.plan.hardware.operators import Operator
-from torchgpipe.plan.hardware.tiles import Grid
+from torchgpipe.plan.hardware.operators import Grid, Operator, flops_of
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
@@ -84,7 +82,6 @@ FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_e
         ("cuda", torch.float64, {}, None),
         ("cpu", torch.float32, {"attn_mask": MASK}, f"{FLASH}_for_cpu"),
         ("cpu", torch.float32, {"dropout_p": 0.1}, None),
-        ("meta", torch.bfloat16, {}, None),
     ],
 )
 def test_attention(device: str, dtype: torch.dtype, options: dict[str, Any], kernel: str | None) -> None:

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from benchmarks.gates.tally import tallied
 from reproduce.models.built import amoebanetd, resnet101, unet
-from torchgpipe.plan.count.alike import Alike
 from torchgpipe.plan.count.count import count
-from torchgpipe.plan.count.live import Live
+from torchgpipe.plan.count.known import Alike, Remembered
 from torchgpipe.plan.count.optimizer import Optimizer
-from torchgpipe.plan.count.remembered import Remembered
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Setup
 from torchgpipe.skip.skippable import skips_of
@@ -78,8 +76,8 @@ def test_layers_that_behave_alike_are_copied_once(
 ) -> None:
     monkeypatch.setattr(Copied, "copies", 0)
     model = nn.Sequential(*(Copied(a, b) for a, b in pairwise(widths)))
-    assert len(count(model, torch.empty(1, 8), memory=False)) == 40
-    assert Copied.copies == 2 * (different + 1)  # for two sizes; the first layer is a kind of its own
+    assert len(count(model, torch.empty(1, 8))) == 40
+    assert Copied.copies == 2 * (2 * different + 3)  # for two sizes; the first layer differs, and in bytes the last
 
 
 @pytest.mark.parametrize(
@@ -110,11 +108,10 @@ def no_answer(_: Remembered, func: Any, __: Any, args: Any = (), kwargs: Any = N
     return func(*args, **(kwargs or {}))
 
 
-# What to disable: the caches of operators and of layers, and one backward instead of four.
+# What to disable: the caches of operators and of layers.
 SHORTCUTS: list[tuple[type, str, Callable[..., object]]] = [
     (Remembered, "__torch_dispatch__", no_answer),
     (Alike, "behaviour", lambda *_: None),
-    (Live, "given_only_read", lambda _: False),
 ]
 
 
@@ -123,7 +120,7 @@ def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), *twin, nn.GELU(), nn.Identity(), nn.Dropout(), nn.Linear(8, 8, bias=False))
 
 
-@pytest.mark.parametrize("owner, name, replacement", SHORTCUTS, ids=["operators", "layers", "backward"])
+@pytest.mark.parametrize("owner, name, replacement", SHORTCUTS, ids=["operators", "layers"])
 @pytest.mark.parametrize(
     ("build", "shape"),
     [

@@ -5,12 +5,14 @@ import math
 import os
 import threading
 from pathlib import Path
+from time import perf_counter
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.balance import profile
 from torchgpipe.balance.profile import profile_times
 from torchgpipe.plan.hardware import here, timing
 from torchgpipe.plan.hardware.here import describe_here, sharing
@@ -27,6 +29,7 @@ def test_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(here, "hand_over", lambda: 0.5)
+    monkeypatch.setattr(profile, "perf_counter", perf_counter)
     found = describe_here(CPU, None, None)
     assert (found.devices, found.memory, found.link_bandwidth, found.transfer(1e9)) == (3, 4.0, math.inf, 0.5)
     assert describe_here(CPU, 2, None).memory == 6.0
@@ -49,12 +52,13 @@ def test_what_works_beside_others_takes_longer(others: int, monkeypatch: pytest.
         with contextlib.suppress(threading.BrokenBarrierError):
             at_work.wait(10)
 
-    monkeypatch.setattr(here, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(profile, "perf_counter", lambda: now[0])
     assert sharing([first, *[other] * others]) == 3 / others
     assert threading.active_count() == before
 
 
 def test_a_system_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "perf_counter", perf_counter)
     monkeypatch.setattr("os.sysconf", Mock(side_effect=ValueError("unrecognized configuration name")))
     assert describe_here(CPU, 1, 5.0).memory == 5.0
     with pytest.raises(ValueError, match="this system does not tell its memory: say memory='16GiB'"):

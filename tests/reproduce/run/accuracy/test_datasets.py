@@ -56,14 +56,12 @@ def test_the_class_is_the_direction_of_the_wave() -> None:
 
 @pytest.mark.parametrize(
     ("files", "said"),
-    [
-        ([], "train/ cannot be used (No such file or directory); put ImageNet there as train/<class>/*.JPEG and val/"),
-        (["train/a/1", "train/b/1", "val/1"], "val/ cannot be used (Couldn't find any class folder in "),
-        (["train/a/1", "val/a/1"], "train/ has 1 folders of classes, not 2; put ImageNet there"),
-        (["train/a/1", "train/b/1", "val/a/1", "val/c/1"], "val/ has no folder b, and train/ has; put it there"),
-        (["train/a/1", "train/b/1.txt"], "train/ cannot be used (Found no valid file for the classes b); put"),
-    ],
-)
+    [([], "train/ cannot be used (No such file or directory); put ImageNet there as train/<class>/*.JPEG and val/"),
+     (["train/a/1", "train/b/1", "val/1"], "val/ cannot be used (Couldn't find any class folder in "),
+     (["train/a/1", "val/a/1"], "train/ has 1 folders of classes, not 2; put ImageNet there"),
+     (["train/a/1", "train/b/1", "val/a/1", "val/c/1"], "val/ has no folder b, and train/ has; put it there"),
+     (["train/a/1", "train/b/1.txt"], "train/ cannot be used (Found no valid file for the classes b); put")],
+)  # fmt: skip
 def test_a_folder_that_is_no_imagenet(files: list[str], said: str, tmp_path: Path) -> None:
     with pytest.raises(Error) as caught:
         ImageNet(fill(tmp_path, *files), classes=2, workers=1)
@@ -71,15 +69,12 @@ def test_a_folder_that_is_no_imagenet(files: list[str], said: str, tmp_path: Pat
     assert message.startswith(f"--data {tmp_path}: ") and said in message and "\n" not in message
 
 
-def test_a_broken_image_is_named(tmp_path: Path) -> None:
+def test_a_broken_image_is_named_and_imagenet_needs_a_folder(tmp_path: Path) -> None:
     """Also from a worker process, whose errors are tracebacks."""
     data = ImageNet(fill(tmp_path, "train/a/1", "val/a/1"), classes=1, workers=1)
     (tmp_path / "train/a/1.JPEG").write_bytes(b"no image")
     with pytest.raises(Error, match=r"^/.*/1.JPEG cannot be read as an image: put the file there anew$"):
         list(data.train_batches(1, 0, 0))
-
-
-def test_imagenet_needs_a_folder() -> None:
     experiment = EXPERIMENTS["resnet101-accuracy"]
     with pytest.raises(Error, match="scale paper trains on ImageNet: name its folder by --data DIR, which must have"):
         prepare(experiment.name, experiment.scale("paper"), None, 0, None)  # type: ignore[arg-type]

@@ -67,15 +67,13 @@ def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException, at: int, where: 
 
 @pytest.mark.parametrize(
     ("where", "at", "kept"),
-    [
-        ("step", 3, 1),
-        ("save_checkpoint", 0, 1),
-        pytest.param("step", 0, 0, marks=pytest.mark.slow),
-        pytest.param("step", 2 * STEPS * EPOCHS + 3, 5, marks=pytest.mark.slow),
-        pytest.param("step", 4 * STEPS * EPOCHS - 1, 7, marks=pytest.mark.slow),
-        pytest.param("write_atomically", 2, 3, marks=pytest.mark.slow),
-    ],
-)
+    [("step", 3, 1),
+     ("save_checkpoint", 0, 1),
+     pytest.param("step", 0, 0, marks=pytest.mark.slow),
+     pytest.param("step", 2 * STEPS * EPOCHS + 3, 5, marks=pytest.mark.slow),
+     pytest.param("step", 4 * STEPS * EPOCHS - 1, 7, marks=pytest.mark.slow),
+     pytest.param("write_atomically", 2, 3, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_run_that_was_stopped_goes_on_to_the_same_results_to_the_bit(
     where: str, at: int, kept: int, run: Any, uninterrupted: dict[str, Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,11 +107,9 @@ def test_only_a_whole_checkpoint_of_the_same_training_is_used(run: Any, monkeypa
 
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory", "seed 0: out of memory"),
-        (ValueError("no"), "failed", "seed 0: ValueError: no (test_run.py, line "),
-    ],
-)
+    [(torch.OutOfMemoryError("CUDA out of memory"), "out of memory", "seed 0: out of memory"),
+     (ValueError("no"), "failed", "seed 0: ValueError: no (test_run.py, line ")],
+)  # fmt: skip
 def test_a_row_that_fails_is_a_result_and_keeps_its_epochs(
     error: Exception, status: str, reason: str, run: Any, uninterrupted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

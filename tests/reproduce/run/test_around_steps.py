@@ -1,0 +1,176 @@
+"""Around steps: a bar or occasional lines, with the time left; failures in one line; and the driver's word on GPUs.
+
+Timelines are tested in test_emulation.py and cli/test_run.py.
+"""
+
+import io
+import re
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from reproduce.error import Error
+from reproduce.run.failure import explain
+from reproduce.run.progress import SECONDS_BETWEEN_LINES, Progress, duration
+from reproduce.run.timed import ask_driver
+from torchgpipe.timeline.stopwatch import Mark
+
+from ...library.ledger import assert_eventually
+
+
+class Clock:
+    time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def take(progress: Progress, job: str, seconds: float, steps: int = 1) -> None:
+    for _ in range(steps):
+        progress.start(job, job)
+        progress.clock.time += seconds  # type: ignore[attr-defined]
+        progress.stop()
+
+
+def test_a_step_takes_what_its_steps_took_and_a_new_one_its_guess() -> None:
+    progress = Progress(io.StringIO(), Clock())
+    progress.plan("a", 4, guess=10.0)
+    progress.plan("b", 7, guess=20.0)
+    progress.finish("b", 2)
+    assert progress.seconds_left() is None, "nothing is known at first"
+    take(progress, "a", seconds=2.0)
+    assert progress.seconds_left() == 3 * 2.0 + 5 * 4.0, "b is guessed to take twice as long as a"
+    take(progress, "b", seconds=1.0, steps=2)
+    assert progress.seconds_left() == 3 * 2.0 + 3 * 1.0
+    progress.finish("a")
+    assert progress.seconds_left() == 3.0
+
+
+def test_a_time_limit_bounds_the_time_left() -> None:
+    progress = Progress(io.StringIO(), clock := Clock())
+    progress.plan("a", 100, guess=1.0, group="slow", limit=50.0)
+    progress.plan("other", 3, guess=1.0)
+    take(progress, "a", seconds=10.0)
+    assert progress.seconds_left() == 50.0 + 3 * 10.0, "first steps are not among those that are limited"
+    progress.begin("slow")
+    for seconds, left in ((10, 40.0), (100, 0.0)):
+        clock.time += seconds
+        assert progress.seconds_left() == left + 3 * 10.0
+    progress.finish("slow")
+    take(progress, "other", seconds=10.0)
+    assert progress.seconds_left() == 2 * 10.0, "a group that has ended needs no time, whatever its limit"
+
+
+BARS = {80: "####    | 1/2 rows, 60 s left: b, round 1 of 30", 40: "##  | 1/2 rows, 60 s left: b, round",
+        30: "#5 | 1/2 rows, 60 s left:"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "last"), BARS.items())
+def test_a_terminal_has_a_bar(columns: int, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    progress = Progress(stream := Terminal(), Clock())
+    progress.plan("a", 4, guess=1.0)
+    progress.plan("b", 30, guess=1.0)
+    take(progress, "a", seconds=2.0, steps=4)
+    progress.start("b", "b, round 1 of 30")
+    drawn = stream.getvalue().split("\r")
+    assert drawn[-1].rstrip() == f"|{last}"
+    assert max(map(len, drawn)) <= columns - 3, "a terminal may show ^C behind it"
+    progress.say("stays")
+    assert stream.getvalue().endswith("\r" + " " * (columns - 1) + "\rstays\n"), "the bar is gone"
+
+
+def test_without_a_plan_there_is_text_and_elsewhere_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    progress = Progress(stream := Terminal(), Clock())
+    for text in ("x" * 200, "short"):
+        progress.show(text)
+    assert stream.getvalue().split("\r")[-1] == "short".ljust(37) and "x" * 38 not in stream.getvalue()
+    progress = Progress(file := io.StringIO(), Clock())
+    progress.plan("a", 4, 1.0)
+    take(progress, "a", seconds=SECONDS_BETWEEN_LINES / 2, steps=4)
+    progress.clear()
+    assert file.getvalue() == "0/1 rows: a\n0/1 rows, 30 s left: a\n"
+    texts = {9.6: "10 s", 59.7: "60 s", 125: "2 min", 5940: "99 min", 40000: "11 h"}
+    assert {seconds: duration(seconds) for seconds in texts} == texts
+
+
+CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+NONE = "out of memory"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), NONE),
+     (MemoryError(), NONE),
+     (RuntimeError(CPU_ALLOCATOR), NONE),
+     (RuntimeError("CUDA error: out of memory"), NONE),
+     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), NONE),
+     (ValueError("first\nsecond"), "ValueError: first"),
+     (ValueError(), "ValueError"),
+     (Error("a.JPEG cannot be read"), "a.JPEG cannot be read")],
+)  # fmt: skip
+def test_of_any_kind(error: Exception, reason: str) -> None:
+    assert explain(error) == ("out of memory" if reason is NONE else "failed", reason)
+
+
+def test_what_pytorch_raises() -> None:
+    with pytest.raises(RuntimeError) as wrong:
+        torch.zeros(2) @ torch.zeros(3)
+    with pytest.raises(RuntimeError) as large:
+        torch.empty(2**60, dtype=torch.int8)
+    assert explain(large.value).reason == NONE
+    place = rf"RuntimeError: inconsistent tensor size.* \(test_around_steps.py, line {wrong.traceback[0].lineno + 1}\)"
+    assert re.fullmatch(place, explain(wrong.value).reason)
+
+
+GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+def test_on_cuda_the_device_takes_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may be far ahead of the device."""
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Mock(elapsed_time=Mock(return_value=2500.0)))
+    monkeypatch.setattr(torch.cuda, "current_stream", "stream of {}".format)
+    start, end = (Mark(GPUS[1]) for _ in range(2))
+    assert end.since(start) == end.work_since(start) == 2.5
+    first: Any = start.event
+    assert first.elapsed_time.call_args.args == (end.event,) and first.record.call_args.args == ("stream of cuda:1",)
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(1.0, 3), (5.0, 1), (0.0, 50)])
+def test_samples_of_two_seconds_are_averaged(seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, taken = [0.0], [0]
+    ask = Mock(side_effect=lambda device: 50 * (device.index + 1))
+
+    def step() -> None:
+        if not taken[0]:
+            ask.reset_mock()  # calls before only check that the driver answers
+        taken[0] += 1
+        assert_eventually(lambda: ask.call_count > 4 * len(GPUS), lambda: "asked again and again while a step runs")
+        now[0] += seconds
+
+    monkeypatch.setattr(torch.cuda, "utilization", ask)
+    monkeypatch.setattr("reproduce.run.timed.SAMPLING_SECONDS", 0.001)
+    monkeypatch.setattr("reproduce.run.timed.time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert ask_driver(GPUS, step) == [0.5, 1.0]
+    assert taken == [steps]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),  # the first call only checks that the driver answers
+    [(ModuleNotFoundError("no\npynvml"), r" \(no pynvml\); try 'pip install"), ([1, 1], "the steps took less than 60")],
+)
+def test_silence_is_told_not_guessed(answer: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "utilization", Mock(side_effect=answer))
+    monkeypatch.setattr("reproduce.run.timed.MOST_STEPS", 1)
+    monkeypatch.setattr("reproduce.run.timed.SAMPLING_SECONDS", 60.0)
+    with pytest.raises(Error, match=said):
+        ask_driver(GPUS, lambda: None)

@@ -1,0 +1,9 @@
+"""Schedules: which device does what, in which order, as data. What needs what, times, memory and pictures follow.
+It may import nothing of the library, and no torch."""
+
+from torchgpipe.schedules.action import Action, Kind
+from torchgpipe.schedules.named import draw, make
+from torchgpipe.schedules.replay import Timeline
+from torchgpipe.schedules.schedule import Schedule
+
+__all__ = ["Action", "Kind", "Schedule", "Timeline", "draw", "make"]
