@@ -140,7 +140,7 @@ class InOrder(Layers):
 @pytest.mark.parametrize("row", TOGETHER, ids=lambda row: row.name)
 def test_steps(row: Training, schedule: str, engine: str, checkpoint: str, tmp_path: Path) -> None:
     if engine == "ranks" and row.name.startswith("tied") and schedule in TWICE:
-        return  # which stages are on one rank depends on the schedule
+        schedule = "1F1B"  # else a weight may be on two ranks, which is refused
     given = {"schedule": schedule, "engine": engine}
     mode: Any = {"always": "always"}.get(row.checkpoint, checkpoint)
     row = replace(row, checkpoint=mode)
