@@ -112,7 +112,7 @@ class GPipe(Partitioned):
         threads = engine == "workers" or (engine == "auto" and len(on_cpu) > 1 and all(on_cpu))
         arrangement = arranged(self._schedule, len(self._stages), len(self.devices))
         self._engine = self._steps = WorkersEngine(self._stages, arrangement, threads=threads)
-        # Only of the workers: the engine holds the layers, which may hold this module, so it would live forever.
+        # Not the engine's method: the engine holds the layers, and if these hold this module, it would live forever.
         weakref.finalize(self, self._steps.workers.close)
         if not threads:
             options = {"dependency": dependency, "copy_streams": copy_streams}

@@ -46,7 +46,7 @@ class WorkersEngine:
 class Batch:
     """One mini-batch of `m` micro-batches on arranged stages, of which this process has all or some.
 
-    Devices of one process have a thread each if tasks can overlap and the engine allows, or else one program for all.
+    In one process, each device has a thread if tasks can overlap and the engine allows it. Else one thread does all.
     `base` is what its seeds begin with, if another process has decided that. There are `snapshots` of what layers hold
     if there may be a backward. `last`: whether the last stage is in this process.
     """

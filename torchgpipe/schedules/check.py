@@ -40,8 +40,8 @@ def in_turn(lists: Lists, room: Mapping[Action, Action] | None = None) -> list[A
     done = {*order}
     for d, action in ((d, action) for d, actions in enumerate(lists) for action in actions if action not in done):
         for other in (other for other in needed[action] if other not in done):
-            full = (room or {}).get(action) == other and ", to make room at the boundary between the two"
-            raise ValueError(f"device {d} waits for ever: {action} needs {other}{full or ''}")
+            full = ", to make room at the boundary between the two" if (room or {}).get(action) == other else ""
+            raise ValueError(f"device {d} waits for ever: {action} needs {other}{full}")
     return order
 
 

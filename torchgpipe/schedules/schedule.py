@@ -93,7 +93,7 @@ class Schedule:
         turns = self._turns if buffered is None else self._numbered(in_turn(self.lists, room))
         at, copies = self.placement, [*copies]
         at_once = {(s, s + 1, 0.0) for s in range(len(at) - 1) if all(copy[:2] != (s, s + 1) for copy in copies)}
-        # Where a stage's items go, and its gradients: by how many numbers on, to which device, and how late.
+        # To which stages each stage sends: how far on they are, their devices, and the seconds that a copy takes.
         down, up, alone = ([list[tuple[int, int, float]]() for _ in at] for _ in range(3))
         for source, target, delay in [*copies, *at_once]:
             down[source].append((target - source, at[target], delay))

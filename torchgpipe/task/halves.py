@@ -184,7 +184,7 @@ def _plan(rows: Sequence[_Row], roots: Iterable[int], named: Sequence[str]) -> _
                 reasons[f"{named[x]!r} has its gradient from a custom Function ({kind.__name__})"] = None
         sides = {place: found for place, x in enumerate(below) if readable and (found := side(x))}
         first = _PRODUCTS[kind.__name__][0] if readable else 0
-        # A summand alone is sooner added up than kept. One kernel gives the gradients of a filter and its bias.
+        # To add up a bias's gradient takes less than to keep it. One kernel gives those of a filter and its bias.
         apart = kind.__name__ == "ConvolutionBackward0" and [p for p in (1, 2) if below[p] >= 0 and p not in sides]
         if sides.keys() & {first, first + 1} and not apart:
             later.append((k, [*sides]))

@@ -91,7 +91,7 @@ class StandInParameters:
         self._outer: list[tuple[list[Any], list[Any]]] = []  # what was there before, and what is shown now
         self._idle = True  # no backward has begun, or `take` has come
         self._backward = -1  # the number of the latest backward
-        # Whether layers would meet sums of gradients by themselves: in a step, forwards come after backwards, too.
+        # In a step, forwards come after backwards, too: then stand-ins hold sums, which layers must not meet.
         self.must_show = False
         self._thread: int | None = None  # where it began, until it has ended
         if any(met is not None for met in self._met):

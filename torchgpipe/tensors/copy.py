@@ -68,7 +68,7 @@ class StreamFence:
 class CopyPath:
     """The way from the device of partition `source` to that of `target`.
 
-    Off CUDA, or without streams of its `own`, it uses the compute streams that are current when tensors are copied.
+    On CUDA it has copy streams of its `own`. Without them it uses the streams that are current when it copies.
     """
 
     def __init__(self, devices: Sequence[torch.device], source: int, target: int, *, own: bool = True) -> None:

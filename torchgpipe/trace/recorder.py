@@ -144,8 +144,8 @@ class Recorder(TorchFunctionMode):
             kept = self._template(args), self._template(kwargs)
             index = len(self.calls)
             since = min((self._made.get(storage_of(x), index) for x in changed), default=index)
-            # Some calls return what they were given (`contiguous`), but for another batch or mode a new tensor. So that
-            # this has a number of its own in any case, a view stands for it here.
+            # Some calls, such as `contiguous`, may return what they were given, and for another batch a new tensor.
+            # So that their result has a number of its own in both cases, a view stands for it here.
             known = {id(x): x for x in made if id(x) in self._numbers or id(x) in self._names}
             views = {i: x.view_as(x) for i, x in known.items() if not any(x is y for y in changed)}
             if views:
