@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchgpipe.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.engine.batch import WorkersEngine
-from torchgpipe.engine.schedule import Arrangement
+from torchgpipe.engine.schedule import InUse
 from torchgpipe.partition import (
     AVERAGED,
     Elsewhere,
@@ -24,7 +24,7 @@ from torchgpipe.partition import (
     split,
     translate_old_state,
 )
-from torchgpipe.schedules import Schedule, make
+from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, verify_skippables
 from torchgpipe.step import Criterion, Goal
 from torchgpipe.task.ambient import Modes
@@ -40,25 +40,6 @@ from torchgpipe.tensors.observe import Observer
 from torchgpipe.trace.layer import Layers, keep_names
 
 T = TypeVar("T")
-
-
-class InUse:
-    """The schedule of a pipeline, with its `name`; its `placement` is each stage's place in `devices`, or its rank."""
-
-    def __init__(self, arrangement: Arrangement, stages: Sequence[Stage]) -> None:
-        schedule, n, v, self.placement = arrangement
-        made = schedule if isinstance(schedule, Schedule) else make(schedule, n, 1, v)
-        self.name, self._stages = made.name, stages
-        self._splits = made.halves
-
-    def report(self) -> str:
-        """Return a line for each stage here: how its backward is split, as far as steps have shown, and if not, why."""
-        where = "rank" if len(self._stages) < len(self.placement) else "device"
-        lines = []
-        for stage in self._stages:
-            how = stage.halves if self._splits else f"whole: {self.name} splits none"
-            lines.append(f"stage {stage.index} on {where} {self.placement[stage.index]}: {how}")
-        return "\n".join(lines)
 
 
 class Partitioned(nn.Module, ABC):

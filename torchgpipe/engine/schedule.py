@@ -1,4 +1,4 @@
-"""Which actions each program of a mini-batch does, and which tasks may run at once."""
+"""The schedule of a pipeline: which actions each program does, which tasks may run at once, and a report."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torchgpipe.schedules import Action, Schedule, make
 from torchgpipe.schedules.check import Lists
+from torchgpipe.task.stage import Stage
 
 
 class Orders(NamedTuple):
@@ -72,3 +73,21 @@ def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
 def overlaps(m: int, n: int) -> bool:
     """Return whether tasks can run at once: there are several of both, `m` micro-batches and `n` devices."""
     return m > 1 and n > 1
+
+
+class InUse:
+    """The schedule of a pipeline, with its `name`; its `placement` is each stage's place in `devices`, or its rank."""
+
+    def __init__(self, arrangement: Arrangement, stages: Sequence[Stage]) -> None:
+        schedule, n, v, self.placement = arrangement
+        made = schedule if isinstance(schedule, Schedule) else make(schedule, n, 1, v)
+        self.name, self._splits, self._stages = made.name, made.halves, stages
+
+    def report(self) -> str:
+        """Return a line for each stage here: how its backward is split, as far as steps have shown, and if not, why."""
+        where = "rank" if len(self._stages) < len(self.placement) else "device"
+        lines = []
+        for stage in self._stages:
+            how = stage.halves if self._splits else f"whole: {self.name} splits none"
+            lines.append(f"stage {stage.index} on {where} {self.placement[stage.index]}: {how}")
+        return "\n".join(lines)
