@@ -29,9 +29,10 @@ from torchgpipe.skip.layout import Crossing, verify_skippables
 from torchgpipe.step import Criterion, Goal
 from torchgpipe.task.ambient import Modes
 from torchgpipe.task.contents import equal
+from torchgpipe.task.in_place import taking_turns
 from torchgpipe.task.randomness import check_apart
 from torchgpipe.task.snapshot import begins_in_place
-from torchgpipe.task.stage import Stage
+from torchgpipe.task.stage import Stage, turns_of
 from torchgpipe.tensors._autograd import averages_gradients
 from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.tensors.item import versions
@@ -181,7 +182,9 @@ class Partitioned(nn.Module, ABC):
 
     def _step(self, input: Any, goal: Goal) -> Tensor:
         loss: Tensor = self._called(input, _goal=goal)
-        loss.backward(torch.ones_like(loss))
+        # A hook of a parameter may raise here, and all ranks have to hear of it.
+        with self._together("step"):
+            loss.backward(torch.ones_like(loss))
         return loss.detach()
 
     def evaluate(
@@ -241,8 +244,10 @@ class Partitioned(nn.Module, ABC):
         several = self.chunks > 1 or len(self._stages) < len(self.balance)
         copies = [x.detach().clone() for x in shared if x is not None and several]
         before = versions(shared)
+        # Runs that have no gradients put nothing into the layers.
+        turn = taking_turns(turns_of(self._stages)) if torch.is_grad_enabled() else nullcontext()
         try:
-            with Modes():
+            with turn, Modes():
                 result = run()
                 if versions(shared) != before or False in map(equal, [x for x in shared if x is not None], copies):
                     raise RuntimeError(

@@ -1,7 +1,7 @@
 """A training step: a mini-batch whose losses go backward as the schedule says, and how they are put together."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from math import nan
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,6 +11,7 @@ from torchgpipe.engine.batch import Batch, one_node
 from torchgpipe.engine.program import Ends
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import leaves
+from torchgpipe.tensors._autograd import leaves_behind, without_hooks
 from torchgpipe.tensors.item import Item
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, together
 
@@ -33,8 +34,10 @@ class Losses(Ends):
     """Call the criterion where an output leaves; go backward through it where the output's gradient is needed.
 
     The criterion gets what `shown` makes of an output, and the micro-batch's target. It draws random numbers as one
-    more stage would. Its parameters have stand-ins, so that a step adds to their gradients once. When the last output
-    has left, `batch` is told the mini-batch's loss, without its graph.
+    more stage would. When the last output has left, `batch` is told the mini-batch's loss, without its graph.
+
+    A criterion may use more than an output: parameters of its own or of the layers, or a tensor that it closes over.
+    What these get as gradients is added up here, and handed on with the others when the step ends.
     """
 
     def __init__(
@@ -42,24 +45,18 @@ class Losses(Ends):
     ) -> None:
         super().__init__(inputs)
         self._batch, self._goal, self._shown = batch, goal, shown
-        owner = getattr(goal.criterion, "__self__", goal.criterion)
-        layers = owner if isinstance(owner, nn.Module) else nn.Identity()
-        self._stage = Stage(len(batch.orders.placement), layers, batch.devices[-1])
-        self._stage.look()
+        self._stage = Stage(len(batch.orders.placement), nn.Identity(), batch.devices[-1])
         self._targets = parted(goal.target, sizes)
-        self._share = sharing(goal.reduction, goal.weight, sizes, self._targets)
+        self._shares = Shares(goal.reduction, goal.weight, sizes, self._targets)
         self._under_way: dict[int, tuple[Flat, Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
-        self._in_place: Callable[[], AbstractContextManager[object]] = nullcontext
-        if batch.snapshots:
-            batch.snapshots.append(snapshot := self._stage.snapshot(recomputed=False))
-            self._in_place = snapshot.stand_ins.in_place
+        self._sums: dict[Tensor, Tensor] = {}
 
     def leave(self, i: int, output: Item) -> None:
         """Work out the loss of micro-batch i."""
-        with self._stage.lock, self._batch.draws(i, self._stage, False).first(), self._in_place():
+        with self._batch.draws(i, self._stage, False).first():
             loss = self._goal.criterion(self._shown(together(output.form, output.flat)), self._targets[i])
-        loss = self._share(scalar(loss), i)
+        loss = self._shares.of(scalar(loss), i)
         self._losses[i] = loss.detach()
         if torch.is_grad_enabled():
             self._under_way[i] = output.flat, loss
@@ -69,11 +66,41 @@ class Losses(Ends):
             self._batch.tell(cast(Tensor, sum(self._losses.values())))
 
     def output_grads(self, i: int) -> Flat:
-        """Return the gradients of micro-batch i's outputs."""
+        """Return the gradients of micro-batch i's outputs; add up those of the criterion's other leaves."""
         outputs, loss = self._under_way.pop(i)
-        with self._stage.lock, self._in_place():
-            (loss if self._goal.scaler is None else self._goal.scaler.scale(loss)).backward()
-        return tuple([None if y is None else y.grad for y in outputs])
+        if self._shares.is_empty(i):
+            # Backward through a mean of nothing would give NaN.
+            return tuple([None if y is None or not y.requires_grad else torch.zeros_like(y) for y in outputs])
+        if self._goal.scaler is not None:
+            loss = self._goal.scaler.scale(loss)
+        leaves, reentrant = leaves_behind(loss) if loss.requires_grad else ([], False)
+        own = {id(y) for y in outputs}
+        others = [x for x in leaves if id(x) not in own]
+        if others and not reentrant:
+            taking = [y for y in outputs if y is not None and y.requires_grad]
+            with without_hooks(others):  # they run once, when the sums are handed on
+                found = torch.autograd.grad(loss, [*taking, *others], allow_unused=True)
+            grads = dict(zip(map(id, taking), found, strict=False))
+            for x, grad in zip(others, found[len(taking) :], strict=True):
+                self._add(x, self._shares.masked(grad, i))
+        else:
+            # A reentrant torch.utils.checkpoint goes backward for all leaves, and adds to each of them by itself.
+            loss.backward()
+            grads = {id(y): y.grad for y in outputs if y is not None}
+        return tuple([self._shares.masked(grads.get(id(y)), i) for y in outputs])
+
+    def _add(self, leaf: Tensor, grad: Tensor | None) -> None:
+        if grad is not None:
+            before = self._sums.get(leaf)
+            self._sums[leaf] = grad if before is None else before + grad
+
+    def sums(self) -> tuple[Flat, Flat]:
+        """Return the leaves that the criterion used beside the outputs, and what was added up for each.
+
+        In place of a stand-in, that is the parameter that it stands for.
+        """
+        parameters = {x: p for snapshot in self._batch.snapshots for p, x in snapshot.stand_ins.by_parameter.items()}
+        return tuple([parameters.get(x, x) for x in self._sums]), tuple(self._sums.values())
 
 
 def carried_out(
@@ -96,8 +123,11 @@ def carried_out(
         snapshot.check_sure()
     if not grad:
         return batch.loss
-    found = [grads for _, grads in sorted(ends.input_grads.items())]
-    (loss,) = one_node(snapshots, lambda *_, keep: found, [1], leaves((batch.loss,), (True,)), inputs)
+    given, found = [*inputs], [grads for _, grads in sorted(ends.input_grads.items())]
+    if isinstance(ends, Losses):
+        used, sums = ends.sums()
+        given, found = [*given, used], [*found, sums]
+    (loss,) = one_node(snapshots, lambda *_, keep: found, [1], leaves((batch.loss,), (True,)), given)
     assert loss is not None
     return loss
 
@@ -110,22 +140,45 @@ def scalar(loss: object) -> Tensor:
     return loss
 
 
-def sharing(
-    reduction: str, weight: Callable[[Any], Any] | None, sizes: Sequence[int], targets: Sequence[Any]
-) -> Callable[[Tensor, int], Tensor]:
-    """Return what makes of micro-batch i's loss its share: "mean" weighs by samples, or by `weight`; others do not."""
-    if reduction in ("sum", "none") and weight is None:
-        return lambda loss, i: loss
-    if reduction != "mean":
-        given = repr(reduction) + " with a weight" * (weight is not None)
-        raise ValueError(f"reduction must be 'mean', or 'sum' or 'none' without a weight, but got {given}")
-    counts: Sequence[Any] = sizes if weight is None else [weight(target) for target in targets]
-    total: Any = sum(counts)
-    # Where nothing counts, a criterion's mean may be NaN.
-    if not isinstance(total, Tensor):
-        return lambda loss, i: (loss if counts[i] else loss.nan_to_num()) * (counts[i] / (total or 1))
-    parts = [count.double() / total for count in counts]
-    return lambda loss, i: torch.where((parts[i] == 0).to(loss.device), 0.0, loss * parts[i].to(loss.dtype))
+class Shares:
+    """What each micro-batch's loss is of the mini-batch's.
+
+    The reduction "mean" weighs by samples, or by what `weight` says that a target counts; others add.
+    """
+
+    def __init__(
+        self, reduction: str, weight: Callable[[Any], Any] | None, sizes: Sequence[int], targets: Sequence[Any]
+    ) -> None:
+        self._counts: Sequence[Any] | None = None
+        if reduction in ("sum", "none") and weight is None:
+            return
+        if reduction != "mean":
+            given = repr(reduction) + " with a weight" * (weight is not None)
+            raise ValueError(f"reduction must be 'mean', or 'sum' or 'none' without a weight, but got {given}")
+        self._counts = sizes if weight is None else [weight(target) for target in targets]
+        self._total: Any = sum(self._counts)
+
+    def of(self, loss: Tensor, i: int) -> Tensor:
+        """Return the share of micro-batch i: zero if it counts nothing, and NaN if none counts anything."""
+        if self._counts is None:
+            return loss
+        count = self._counts[i]
+        if not isinstance(self._total, Tensor):
+            return torch.zeros_like(loss) if self.is_empty(i) else loss * (count / self._total if count else nan)
+        part = (count.double() / self._total).to(loss)
+        return torch.where(part == 0, 0.0, loss * part)
+
+    def is_empty(self, i: int) -> bool:
+        """Return whether micro-batch i counts nothing, and others do, if that is known on the host."""
+        if self._counts is None or isinstance(self._total, Tensor):
+            return False
+        return bool(self._total) and not self._counts[i]
+
+    def masked(self, grad: Tensor | None, i: int) -> Tensor | None:
+        """Return a gradient through micro-batch i's loss: zero if it counts nothing, where a mean would give NaN."""
+        if grad is None or self._counts is None or not isinstance(self._total, Tensor):
+            return grad
+        return torch.where((self._counts[i] == 0).to(grad.device) & (self._total != 0).to(grad.device), 0.0, grad)
 
 
 def parted(target: Any, sizes: Sequence[int]) -> list[Any]:

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe
 from torchgpipe.schedules import Action, Kind, Schedule, make
-from torchgpipe.step import parted, sharing
+from torchgpipe.step import Shares, parted
 
-from ..behaviours.parts.layers import Do
 from ..parts import Fails
 from .layers import linears
 
@@ -99,18 +98,6 @@ def test_a_step_that_fails_changes_no_gradient(schedule: Any, phase: str) -> Non
     assert all(map(torch.equal, before, grads(model)))  # type: ignore[arg-type]
 
 
-def test_layers_do_not_meet_what_the_step_has_added_up() -> None:
-    met: list[Tensor | None] = []
-
-    def look(layer: Any, x: Tensor) -> Tensor:
-        met.append(layer.scale.grad)
-        return x * layer.scale
-
-    scaled = Do(look, scale=nn.Parameter(torch.ones(2)))
-    pipeline(scaled, schedule="1F1B", checkpoint="never").step(crossed, X, T.abs() % 2)
-    assert met == [None] * 3
-
-
 def test_stages_of_one_device_may_take_micro_batches_in_another_order() -> None:
     model = pipeline(schedule=Schedule("mine", [0, 0], [[*CROSSED.lists[0][:2], *CROSSED.lists[1], *ACTIONS[2:]]]))
     loss = model.step(nn.functional.mse_loss, X[:2], X[1:3])
@@ -162,8 +149,8 @@ ACTIONS = [Action("forward", 0, 0), Action("forward", 1, 0), Action("backward", 
 CROSSED = Schedule("mine", [0, 1], [ACTIONS, [ACTIONS[k]._replace(stage=1) for k in (1, 0, 3, 2)]])
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "a reduction": (lambda: sharing("max", None, [1], [X]), ValueError, "'mean', or 'sum' or 'none' .* but got 'max'"),
-    "a weight of a sum": (lambda: sharing("sum", len, [1], [X]), ValueError, "but got 'sum' with a weight"),
+    "a reduction": (lambda: Shares("max", None, [1], [X]), ValueError, "'mean', or 'sum' or 'none' .* but got 'max'"),
+    "a weight of a sum": (lambda: Shares("sum", len, [1], [X]), ValueError, "but got 'sum' with a weight"),
     "a target of another size": (lambda: pipeline().step(crossed, X, T[1:]), ValueError, r"size, 7, .* shape \(6,\)"),
     "no scalar": (lambda: pipeline().step(lambda y, t: y, X, T), TypeError, r"scalar tensor, .* shape \(3, 2\)"),
     "no layers": (lambda: GPipe(nn.Sequential(), []).step(crossed, X, T), ValueError, "no layers to train"),

@@ -21,10 +21,11 @@ from torchgpipe.engine.schedule import Arrangement, orders, overlaps
 from torchgpipe.engine.seeds import Seeds, in_turn
 from torchgpipe.schedules.check import Lists
 from torchgpipe.task.ambient import Ambient, Modes
+from torchgpipe.task.in_place import InPlaceForRun, for_run_and_task, taking_turns, within_another_run
 from torchgpipe.task.parameters import TOKEN
 from torchgpipe.task.seeded import ASKING_PRIVATE_GENERATORS
 from torchgpipe.task.snapshot import LayerSnapshot
-from torchgpipe.task.stage import Stage
+from torchgpipe.task.stage import Stage, turns_of
 from torchgpipe.task.task_graph import mark, refuse_create_graph
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
@@ -77,6 +78,11 @@ class Batch:
             held.setdefault(self.orders.placement[stage.index], []).append(stage)
         self.programs = {d: Program(own, n, recomputed, ambient, draws, observer) for d, own in sorted(held.items())}
         self.snapshots = [snapshot for program in self.programs.values() for snapshot in program.snapshots.values()]
+        of_run, of_tasks = for_run_and_task([snapshot.stand_ins.changes for snapshot in self.snapshots])
+        for snapshot, changes in zip(self.snapshots, of_tasks, strict=True):
+            snapshot.of_tasks = changes
+        locks = [snapshot.lock for snapshot in self.snapshots]
+        self.stand_ins_in_place = InPlaceForRun([*zip(locks, of_run, strict=True)])
 
     def tell(self, loss: Tensor) -> None:
         """Note the mini-batch's loss, where the last stage is, and let all processes know."""
@@ -96,12 +102,12 @@ class Batch:
             # PyTorch keeps this number for each thread apart. Another one would change the bits, and crowd the cores.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
-            with modes():
+            with self.stand_ins_in_place, modes():
                 self.programs[d].run(lists[d], relay, ends, keep=keep)
 
         if len(self.programs) == 1:
             return run(0)
-        with ASKING_PRIVATE_GENERATORS:
+        with self.stand_ins_in_place, ASKING_PRIVATE_GENERATORS:
             self._engine.workers.run(relay, [partial(run, d) for d in self.programs])
 
     def forward(self, lists: Lists, ends: Ends) -> None:
@@ -120,9 +126,15 @@ class Batch:
         """
         for snapshot in self.snapshots:
             snapshot.begin(backward_id())
-        ambient, ends = Ambient(self.devices), Ends(output_grads=output_grads)
-        self.run(self.orders.rest, ends, ambient.again, keep=keep)
-        ambient.ended(refuse=self._threads)
+        with taking_turns(turns_of(self._engine.stages)):
+            if within_another_run() and any(snapshot.stand_ins.by_parameter for snapshot in self.snapshots):
+                raise RuntimeError(
+                    "a hook, layer or criterion goes backward through the pipeline that runs it, in the middle of "
+                    "another mini-batch; call backward() between mini-batches"
+                )
+            ambient, ends = Ambient(self.devices), Ends(output_grads=output_grads)
+            self.run(self.orders.rest, ends, ambient.again, keep=keep)
+            ambient.ended(refuse=self._threads)
         return [grads for _, grads in sorted(ends.input_grads.items())]
 
 
@@ -155,7 +167,7 @@ def one_node(
     The node's inputs are those of `inputs`, the micro-batches, and all parameters; `backward` is a batch's.
     """
     given = [x for micro_batch in inputs for x in tensors_of(micro_batch)]
-    parameters = [p for snapshot in snapshots for p in snapshot.stand_ins.parameters]
+    parameters = [p for snapshot in snapshots for p in snapshot.stand_ins.by_parameter]
     return cast(Flat, _Node.apply(snapshots, backward, widths, outputs, *given, *parameters, TOKEN))
 
 

@@ -21,6 +21,8 @@ from torchgpipe.engine.seeds import Draws
 from torchgpipe.schedules import Action
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.ambient import Ambient
+from torchgpipe.task.in_place import within_another_run
+from torchgpipe.task.snapshot import LayerSnapshot
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import TaskGraph, leaves
 from torchgpipe.tensors.item import Item, shared_by
@@ -87,8 +89,12 @@ class Program:
     ) -> None:
         self.stages = {stage.index: stage for stage in stages}
         self.ambient = ambient
-        held = self.stages.items() if ambient.grad else ()
-        self.snapshots = {s: stage.snapshot(recomputed=recomputed > 0) for s, stage in held}
+        self.snapshots: dict[int, LayerSnapshot] = {}
+        if ambient.grad:
+            # Within another run, its stand-ins are in the layers, and gradients are added to these.
+            own = not within_another_run()
+            for s, stage in self.stages.items():
+                self.snapshots[s] = stage.snapshot(recomputed=recomputed > 0, stand_ins=own)
         self._n, self._recomputed = n, recomputed
         self._moves = len({stage.device for stage in stages}) > 1  # one thread for several devices
         self._draws = draws

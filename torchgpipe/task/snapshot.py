@@ -9,7 +9,7 @@ quantization), `.data` and NumPy write without counting, so what they hold is co
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.task.contents import comparable, copied, equal
-from torchgpipe.task.parameters import Change, InPlace, StandInParameters
-from torchgpipe.tensors._autograd import storage_of, within_plain_checkpoint
+from torchgpipe.task.contents import BuffersOfThread, comparable, copied, equal
+from torchgpipe.task.in_place import Change, InPlace, Lock
+from torchgpipe.task.parameters import StandInParameters
+from torchgpipe.tensors._autograd import are_compiled, storage_of, within_plain_checkpoint
 from torchgpipe.tensors.checkpoint import has_asked, is_recomputing
 from torchgpipe.tensors.item import versions
 from torchgpipe.tensors.observe import NOTHING
@@ -64,10 +65,18 @@ class LayerSnapshot:
     """
 
     def __init__(
-        self, index: int, modules: list[nn.Module], lock: AbstractContextManager[object], *, recomputed: bool
+        self,
+        index: int,
+        modules: list[nn.Module],
+        lock: Lock,
+        *,
+        recomputed: bool,
+        stand_ins: bool = True,
     ) -> None:
         self.modules = modules
-        self.stand_ins = StandInParameters(modules)
+        self.stand_ins = StandInParameters(modules if stand_ins else [])
+        # What tasks put into the layers one by one: all stand-ins, unless a run has them in place from begin to end.
+        self.of_tasks: Sequence[Change] = self.stand_ins.changes
         held = (x for m in modules for d in (m._parameters, m._buffers) for x in d.values() if x is not None)
         self.held = frozenset(map(storage_of, held))
         self.begins_in_place = recomputed and begins_in_place(modules[0])
@@ -77,6 +86,7 @@ class LayerSnapshot:
         # Norms that track statistics, in training: there their output does not depend on the statistics.
         norms = [m for m in modules if recomputed and m.training and type(m).forward in _STATISTICS_ASIDE]
         self._norms = {norm for norm in norms if norm._buffers and norm._buffers.keys() <= _STATISTICS}
+        self._compiled = are_compiled(modules)
         self._unsure: dict[tuple[nn.Module, str], _Slot] = {}  # used again, and not compared
         if recomputed:
             self.claims: dict[tuple[bool, ...], bool] = {}
@@ -112,6 +122,10 @@ class LayerSnapshot:
                     "it by an operator (copy_), or use checkpoint='never'"
                 )
 
+    def in_place(self) -> AbstractContextManager[object]:
+        """Put stand-ins into the layers for a task. The caller holds the lock."""
+        return InPlace(self.of_tasks) if self.of_tasks else NOTHING
+
     def check_kept(self) -> None:
         """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter in its forward."""
         with self.lock:
@@ -144,8 +158,19 @@ class LayerSnapshot:
     def second_pass(self, held: Held) -> AbstractContextManager[object]:
         """Return a context in which layers hold what they held in the first pass, or raise `RuntimeError`."""
         self.stand_ins.check_unchanged(self._index)
-        same = _states(self.modules) == held.states
-        return NOTHING if same and not (held.buffers or self._norms or self._with_buffers()) else self._put_back(held)
+        changed = self._changed_since(held)
+        same = not changed and not self._norms and _states(self.modules) == held.states
+        return NOTHING if same else self._put_back(held, changed)
+
+    def _changed_since(self, held: Held) -> set[nn.Module]:
+        """Return the modules whose buffers are not what they were in the first pass, or may not be."""
+        now = {(module, name): x for module in self._with_buffers() for name, x in module._buffers.items()}
+        changed = set()
+        for slot in held.buffers:
+            place = slot.module, slot.name
+            if place not in now or not _as_held(slot, now.pop(place)):
+                changed.add(slot.module)
+        return changed | {module for module, _ in now}
 
     def _with_buffers(self) -> list[nn.Module]:
         return [module for module in self.modules if module._buffers and module not in self._norms]
@@ -166,26 +191,33 @@ class LayerSnapshot:
 
     def backward(self) -> AbstractContextManager[object]:
         """Return a context for the layers' backward, in which they may run once more, by `torch.utils.checkpoint`."""
-        buffers = [(norm.__dict__, "_buffers", _Unread(norm._buffers)) for norm in self._norms]
+        buffers = [Change(norm.__dict__, "_buffers", _Unread(norm._buffers)) for norm in self._norms]
         return InPlace(buffers) if buffers else NOTHING
 
     @contextmanager
-    def _put_back(self, held: Held) -> Iterator[None]:
-        replaced: dict[nn.Module, dict[str, Tensor | None]] = {module: {} for module in self._with_buffers()}
+    def _put_back(self, held: Held, changed: set[nn.Module]) -> Iterator[None]:
+        replaced: dict[nn.Module, dict[str, Tensor | None]] = {module: {} for module in changed}
         copies: dict[Any, Any] = {}  # which the layers may change
         for slot in held.buffers:
-            x = copied(slot.copy, slot.shared, copies)
-            replaced.setdefault(slot.module, {})[slot.name] = slot.tensor if x is None else x
-        put = [(slot, replaced[slot.module][slot.name]) for slot in held.changed]
+            if slot.module in changed:
+                x = copied(slot.copy, slot.shared, copies)
+                replaced[slot.module][slot.name] = slot.tensor if x is None else x
+        put = [(slot, replaced[slot.module][slot.name]) for slot in held.changed if slot.module in changed]
         before = versions(tuple([x for _, x in put]))
-        first: list[Change] = [(m.__dict__, "_buffers", buffers) for m, buffers in replaced.items()]
-        first += [(norm.__dict__, "track_running_stats", False) for norm in self._norms]
+        first = [
+            # torch.compile understands plain dictionaries only.
+            Change(m.__dict__, "_buffers", own if self._compiled else BuffersOfThread(own, m._buffers))
+            for m, own in replaced.items()
+        ]
+        first += [Change(norm.__dict__, "track_running_stats", False) for norm in self._norms]
         (modes, then), (_, now) = held.states, _states(self.modules)
         none = [_NO_HOOKS] * len(modes)
         for module, mode, hooks, present in zip(self.modules, modes, then or none, now or none, strict=True):
-            first.append((module.__dict__, "training", mode))
+            if module.training != mode:
+                first.append(Change(module.__dict__, "training", mode))
             if present != hooks:
-                first += [(module.__dict__, k, OrderedDict(x)) for k, x in zip(_HOOKS, hooks, strict=True)]
+                for kind, items in zip(_HOOKS, hooks, strict=True):
+                    first.append(Change(module.__dict__, kind, OrderedDict(items)))
         with self.backward(), InPlace(first):
             yield
             for (slot, x), version in zip(put, before, strict=True):
@@ -196,6 +228,15 @@ class LayerSnapshot:
                         "something that is no buffer; make that a buffer, ask is_recomputing(), or use "
                         "checkpoint='never'"
                     )
+
+
+def _as_held(slot: _Slot, now: Tensor | None) -> bool:
+    """Return whether a buffer is for sure what it was before a first pass, so that the second may have it as it is."""
+    if now is not slot.tensor or versions((now,)) != slot.version:
+        return False
+    if now is None or slot.copy is None:
+        return True
+    return now.device.type in COMPARED and bool(equal(now, slot.copy))
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:

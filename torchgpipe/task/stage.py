@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,26 +14,26 @@ from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.task.halves import Halves
+from torchgpipe.task.in_place import Lock
 from torchgpipe.task.randomness import own_generators
 from torchgpipe.task.snapshot import LayerSnapshot, modules_of
 from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, check, together
 from torchgpipe.tensors.observe import NOTHING
 
-Lock = AbstractContextManager[object]
-"""What keeps all but one thread from running some modules; one thread may take it several times."""
-
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
-_locks: weakref.WeakKeyDictionary[nn.Module, Lock] = weakref.WeakKeyDictionary()
+_Locks = weakref.WeakKeyDictionary[nn.Module, Lock]
+_of_tasks: _Locks = weakref.WeakKeyDictionary()
+_of_runs: _Locks = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
 
 class Stage:
     """Run partition `index` on a micro-batch, in one thread at a time.
 
-    Also where another partition or pipeline has layers in common with it: a task puts its own parameters and buffers
-    into the layers while it runs.
+    Also where another partition or pipeline has layers in common with it: those tasks have the same `lock`. Runs that
+    take gradients through these layers wait for each other, by the locks of their `turns`.
     """
 
     def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:
@@ -44,6 +44,7 @@ class Stage:
         self._seen: list[tuple[object, ...]] = []
         self._claims: dict[tuple[bool, ...], dict[tuple[bool, ...], bool]] = {}
         self.lock: Lock
+        self.turns: frozenset[Lock]
 
     def look(self) -> bool:
         """Find the modules and buffers of the partition now; return whether they have changed since the last time."""
@@ -58,7 +59,8 @@ class Stage:
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
         self.attends = any(isinstance(m, _ATTENTION) for m in modules)
         self.halves = Halves(modules)
-        self.lock = _lock_of(modules)
+        self.lock = _as_one(_locks_of(modules, _of_tasks))
+        self.turns = _locks_of(modules, _of_runs)
         return True
 
     def connect(self, crossings: Sequence[Crossing]) -> None:
@@ -69,10 +71,15 @@ class Stage:
         # Most partitions need neither a device to be current, nor a scope for skips.
         self._special = self.device.type == "cuda" or bool(self._keys) or any(skips_of(self.partition))
 
-    def snapshot(self, *, recomputed: bool) -> LayerSnapshot:
-        """Return what the layers hold now; `recomputed` says whether some task will run them twice."""
+    def snapshot(self, *, recomputed: bool, stand_ins: bool = True) -> LayerSnapshot:
+        """Return what the layers hold now; `recomputed` says whether some task will run them twice.
+
+        Without `stand_ins`, tasks run on what the layers hold as parameters.
+        """
         with self.lock:
-            snapshot = LayerSnapshot(self.index, self.modules, self.lock, recomputed=recomputed)
+            snapshot = LayerSnapshot(
+                self.index, self.modules, self.lock, recomputed=recomputed, stand_ins=stand_ins
+            )
         if recomputed:
             snapshot.claims = self._claims.setdefault(snapshot.kind, {})
         return snapshot
@@ -107,10 +114,15 @@ class Stage:
         return (*y, *skips), type(y)
 
 
-class _Locks(AbstractContextManager[object]):
+def turns_of(stages: Iterable[Stage]) -> frozenset[Lock]:
+    """Return the locks of a run through these stages."""
+    return frozenset({lock for stage in stages for lock in stage.turns})
+
+
+class _AllOf(AbstractContextManager[object]):
     """Several locks as one, always taken in the same order."""
 
-    def __init__(self, locks: set[Lock]) -> None:
+    def __init__(self, locks: frozenset[Lock]) -> None:
         self._locks = sorted(locks, key=id)
 
     def __enter__(self) -> None:
@@ -122,7 +134,11 @@ class _Locks(AbstractContextManager[object]):
             lock.__exit__(*error)
 
 
-def _lock_of(modules: list[nn.Module]) -> Lock:
+def _as_one(locks: frozenset[Lock]) -> Lock:
+    return _AllOf(locks) if len(locks) > 1 else next(iter(locks))
+
+
+def _locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
     """Return what locks these modules: the locks that some of them have already, or a new one.
 
     A pipeline among the layers has locks of its own. Its workers take them while the outer task waits for them.
@@ -131,8 +147,8 @@ def _lock_of(modules: list[nn.Module]) -> Lock:
     # A module without parameters and buffers needs no lock, so partitions may share one activation layer.
     own = [m for m in modules if (m._parameters or m._buffers) and m not in inner]
     with _making:
-        found = {_locks[m] for m in own if m in _locks} or {threading.RLock()}
+        found = {known[m] for m in own if m in known} or {threading.RLock()}
         first = min(found, key=id)
         for module in own:
-            _locks.setdefault(module, first)
-        return first if len(found) == 1 else _Locks(found)
+            known.setdefault(module, first)
+        return frozenset(found)

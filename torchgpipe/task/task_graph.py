@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.task.ambient import WITHOUT_FAST_ATTENTION, Ambient
-from torchgpipe.task.parameters import BY_ANOTHER_WAY, TOKEN
+from torchgpipe.task.parameters import BY_ANOTHER_WAY, READS_GRADIENT, TOKEN
 from torchgpipe.task.randomness import Randomness
 from torchgpipe.task.snapshot import Held, LayerSnapshot
 from torchgpipe.task.stage import Stage
@@ -63,7 +63,7 @@ class TaskGraph:
         """Run the layers; return outputs that have no graph. By `requires_grad` they say which take a gradient."""
         _check_not_cached()
         self._needs = tuple([x is not None and x.requires_grad for x in inputs])
-        self.checkpoint = self.checkpoint and (True in self._needs or bool(self.snapshot.stand_ins.parameters))
+        self.checkpoint = self.checkpoint and (True in self._needs or bool(self.snapshot.stand_ins.by_parameter))
         with observed(self.observer, "forward", self.i, self.stage.index):
             if self.checkpoint:
                 return self._first_pass(inputs, form, shared)
@@ -151,7 +151,7 @@ class TaskGraph:
     def _go_backward(self, run: Callable[[], Any]) -> Any:
         # With the stand-ins in place: a layer may run again in backward, by torch.utils.checkpoint.
         snapshot = self.snapshot
-        with snapshot.lock, snapshot.stand_ins.in_place(), snapshot.backward(), self.randomness.backward():
+        with snapshot.lock, snapshot.in_place(), snapshot.backward(), self.randomness.backward():
             try:
                 return run()
             except BaseException as error:
@@ -170,7 +170,8 @@ class TaskGraph:
         # Without the caller's graph: a layer may put hooks on its input, or ask whether it takes a gradient.
         given = leaves(spared, self._needs)
         known = self.snapshot.claims.get(self._needs, False)
-        asks = _Asks() if self._needs not in self.snapshot.claims else NOTHING
+        first = self._needs not in self.snapshot.claims  # of its kind
+        asks = _Asks(self.snapshot.stand_ins.ids) if first else NOTHING
         with self.snapshot.lock:
             self._held = held = self.snapshot.before_first_pass()
             with (
@@ -222,13 +223,8 @@ class TaskGraph:
         return inputs if x is None else (carrying(x.detach().clone(), x), *inputs[1:])
 
     def _build(self, inputs: Flat, form: Form, shared: Shared = (), asks: Any = NOTHING) -> tuple[Flat, Form]:
-        stand_ins = self.snapshot.stand_ins
-        with self.snapshot.lock, stand_ins.in_place():
-            if not self.snapshot.claims.get(self._needs, False) if self.checkpoint else stand_ins.must_show:
-                with stand_ins, asks:
-                    outputs, out_form = self.stage.run(inputs, form, shared)
-            else:
-                outputs, out_form = self.stage.run(inputs, form, shared)
+        with self.snapshot.lock, self.snapshot.in_place(), asks:
+            outputs, out_form = self.stage.run(inputs, form, shared)
         for name, value in [pair for y in outputs if y is not None and y.__dict__ for pair in y.__dict__.items()]:
             if isinstance(value, Tensor) and value.requires_grad:
                 raise RuntimeError(
@@ -240,16 +236,28 @@ class TaskGraph:
 
 
 class _Asks(TorchFunctionMode):
-    """Note whether layers ask which tensors take gradients, or for gradients: without a graph, none would."""
+    """Note whether layers ask which tensors take gradients, or for gradients: without a graph, none would.
+
+    Raise `RuntimeError` if they read the gradient of a parameter, one of `ids`.
+    """
 
     only_watches = True
     asked, properties = False, {getattr(Tensor, x).__get__ for x in ("requires_grad", "is_leaf", "grad_fn", "grad")}
     # By name: torch.compile, which runs this, too, cannot look a function up in a set.
     functions = ("grad", "register_hook", "retain_grad", "numpy", "__deepcopy__", "__repr__")
 
+    def __init__(self, ids: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ids = ids
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _READ_GRADIENT and id(args[0]) in self._ids:
+            raise RuntimeError(READS_GRADIENT)
         self.asked |= func in self.properties or getattr(func, "__name__", "") in self.functions
         return func(*args, **(kwargs or {}))
+
+
+_READ_GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 class _Entrance(torch.autograd.Function):

@@ -4,8 +4,8 @@
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +58,42 @@ def edge_of(y: Tensor) -> GradientEdge:
     if node is None or (not _NODES_KEEP_GRAPHS and isinstance(node, torch.autograd.function.BackwardCFunction)):
         return get_gradient_edge(y)
     return GradientEdge(node, y.output_nr)
+
+
+def accumulator_of(leaf: Tensor) -> Any:
+    """Return the node that adds to a leaf's gradient. It exists for as long as somebody holds it, or a graph does."""
+    return get_gradient_edge(leaf).node
+
+
+def leaves_behind(y: Tensor) -> tuple[list[Tensor], bool]:
+    """Return the leaves that the graph of `y` ends in, and whether a reentrant `torch.utils.checkpoint` is in it."""
+    leaves: list[Tensor] = []
+    reentrant = False
+    unseen = [get_gradient_edge(y).node]
+    seen: set[Any] = {None}
+    while unseen:
+        node: Any = unseen.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        reentrant |= node.name() == "CheckpointFunctionBackward"
+        if not node.next_functions and hasattr(node, "variable"):
+            leaves.append(node.variable)
+        unseen.extend([following for following, _ in node.next_functions])
+    return leaves, reentrant
+
+
+@contextmanager
+def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Let no hooks of these leaves (`register_hook`) run within this context."""
+    hooked = [(x, x._backward_hooks) for x in leaves if x._backward_hooks]
+    try:
+        for x, _ in hooked:
+            x._backward_hooks = None
+        yield
+    finally:
+        for x, hooks in hooked:
+            x._backward_hooks = hooks
 
 
 def run_backward(
@@ -123,6 +159,14 @@ def averages_gradients(modules: Iterable[nn.Module]) -> bool:
     replicate = sys.modules.get("torch.distributed._composable.replicate")
     kinds = (nn.parallel.DistributedDataParallel, *([] if replicate is None else [replicate.DDP]))
     return any(isinstance(module, kinds) for module in modules)
+
+
+def are_compiled(modules: Iterable[nn.Module]) -> bool:
+    """Return whether `torch.compile` compiles some of `modules`."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return False
+    return any([m._compiled_call_impl is not None or isinstance(m, dynamo.OptimizedModule) for m in modules])
 
 
 def caches_parametrizations() -> bool:

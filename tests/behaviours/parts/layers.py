@@ -212,8 +212,9 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "transformer": lambda _: nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0, batch_first=True),
     "embedding": lambda _: table(sparse=True),
     "embedding, rescaled": lambda _: table(max_norm=0.5),
-    "as weights": lambda _: Do(lambda self, x: x * self.weight * (2 if self.weight.requires_grad else 3)
-        * (1 if self.weight.grad is None else self.weight.grad.abs().log1p()), weight=weight()),
+    "as weights": lambda _: Do(
+        lambda self, x: x * self.weight * (2 if self.weight.requires_grad else 3), weight=weight()
+    ),
     "as things are": lambda _: Do(lambda _, x: as_things_are(x)),
     "remember": lambda _: Do(remember, last=torch.zeros(1, WIDTH)),
     "dropout": lambda _: Draw(),

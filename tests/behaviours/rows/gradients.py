@@ -96,14 +96,6 @@ def reading() -> nn.Module:
     )
 
 
-def changed_before_backward(run: nn.Module, x: Tensor, change: Callable[[nn.Module], None]) -> None:
-    loss_of(run, x).backward()
-    try:
-        amid(lambda run, _: change(run))(run, x)
-    finally:
-        run.zero_grad()
-
-
 FROZEN: dict[str, tuple[int, ...]] = {
     "nothing": (),
     "the first layer": (0,),
@@ -200,11 +192,8 @@ ROWS = [
         made(linear, lambda: Do(keeps_its_output, kept=torch.zeros(1), weight=weight()), linear), balance=(2, 1),
         use=forgotten_in_the_end),
     Row("a layer that reads its gradient", made(linear, reading, linear), balance=(2, 1),
-        use=lambda run, x: [loss_of(run, x).backward() for _ in range(3)]),
-    *(Row(f"a layer that reads its gradient, and {what} before backward", made(linear, reading, linear),
-          balance=(2, 1), use=partial(changed_before_backward, change=change),
-          refused=dict.fromkeys(("always", "except_last"), "uses the gradient of its"))
-      for what, change in (("zeroes it", nn.Module.zero_grad), ("adds to it", lambda run: loss_of(run).backward()))),
+        refused=dict.fromkeys(("always", "except_last"), "reads the gradient of its parameter"),
+        without={"never": "nothing watches its first pass, and the layer finds no gradient"}),
     *(Row(f"{what} without a condition", made(linear, partial(lambda f: Do(f, weight=weight()), layer), linear),
           balance=(2, 1), use=steps)
       for what, layer in (("a hook", always_hooked), ("`autograd.grad`", lambda self, x: torch.autograd.grad(

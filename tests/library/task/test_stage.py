@@ -9,7 +9,8 @@ from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.task.ambient import Ambient
-from torchgpipe.task.parameters import InPlace, StandInParameters
+from torchgpipe.task.in_place import Change, InPlace
+from torchgpipe.task.parameters import StandInParameters
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors.checkpoint import Passing, is_checkpointing, is_recomputing
 
@@ -61,7 +62,7 @@ class Place(dict[str, Any]):
 def test_an_interrupt_leaves_nothing_exchanged(count: int) -> None:
     places = [Place(held="parameter") for _ in range(3)]
     Place.count = count
-    with pytest.raises(KeyboardInterrupt), InPlace([(place, "held", "leaf") for place in places]):
+    with pytest.raises(KeyboardInterrupt), InPlace([Change(place, "held", "leaf") for place in places]):
         assert [place["held"] for place in places] == ["leaf"] * 3
     gc.collect()
     assert [place["held"] for place in places] == ["parameter"] * 3
@@ -70,9 +71,9 @@ def test_an_interrupt_leaves_nothing_exchanged(count: int) -> None:
 def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it_had() -> None:
     layer = nn.Linear(2, 2)
     before = {**layer._parameters}
-    with StandInParameters([layer]).in_place():
+    with InPlace(StandInParameters([layer]).changes):
         inner = {**layer._parameters}
-        with StandInParameters([layer]).in_place():  # as when a pipeline is called within its own layers
+        with InPlace(StandInParameters([layer]).changes):  # as when a pipeline is called within its own layers
             layer.register_parameter("more", nn.Parameter(torch.zeros(2)))
         assert layer._parameters == inner and layer.weight is not before["weight"]
     assert layer._parameters == before

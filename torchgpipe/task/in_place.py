@@ -1,0 +1,128 @@
+"""What is put into the layers for a while, and taken back: for one pass of a task, or for a whole run.
+
+Stand-ins of parameters are in the layers from the begin of a run to its end, where whoever reads them meets the same
+ones: layers, the criterion, a penalty over the model's parameters. What a recomputation needs is there for as long as
+it runs.
+
+Two runs at once, in two threads, would take each other's stand-ins for the parameters of the layers. So runs that take
+gradients through the same layers wait for each other (`taking_turns`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+Lock = AbstractContextManager[object]
+"""What keeps all but one thread from running some modules; one thread may take it several times."""
+
+
+class Change(NamedTuple):
+    """A dictionary, such as the attributes of a module; a key; and what is put there.
+
+    Of parameters and buffers the whole dictionary is replaced, since a layer may add to it in its forward. What others
+    put there meanwhile is taken back, too, unless it `may_stay`.
+    """
+
+    place: dict[str, Any]
+    key: str
+    value: Any
+    may_stay: bool = False
+
+
+class InPlace:
+    """Make changes while a thread is within this context. If Ctrl-C skips `__exit__`, `__del__` takes them back."""
+
+    __slots__ = ("_before", "_changes")
+
+    def __init__(self, changes: Sequence[Change]) -> None:
+        self._changes = changes
+        self._before: list[Any] | None = None
+
+    def __enter__(self) -> None:
+        self._before = [change.place[change.key] for change in self._changes]
+        for place, key, value, _ in self._changes:
+            place[key] = value
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            return
+        for (place, key, value, may_stay), before in zip(self._changes, self._before, strict=True):
+            if not may_stay or place.get(key) is value:
+                place[key] = before
+        self._before = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_before", None) is not None:  # it is not there if Ctrl-C came before the end of `__init__`
+            self.__exit__()
+
+
+class InPlaceForRun:
+    """Make changes while any program of a run is within this context, each in its thread.
+
+    The last program to end takes them back. After a second Ctrl-C, which does not wait for programs, this is not the
+    caller's. `changes` have the lock of the layers that they are for.
+    """
+
+    def __init__(self, changes: Sequence[tuple[Lock, Sequence[Change]]]) -> None:
+        self._parts = [(lock, InPlace(each)) for lock, each in changes]
+        self._within = 0
+        self._counting = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._counting:
+            self._within += 1
+            if self._within == 1:
+                for lock, part in self._parts:
+                    with lock:
+                        part.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        with self._counting:
+            self._within -= 1
+            if self._within == 0:
+                for lock, part in self._parts:
+                    with lock:
+                        part.__exit__()
+
+
+def for_run_and_task(stages: Sequence[Sequence[Change]]) -> tuple[list[list[Change]], list[list[Change]]]:
+    """Part the changes of each stage into those for a whole run, and those for single tasks.
+
+    A layer that several stages have in common cannot serve them all at once.
+    """
+    times = Counter[int]()
+    for changes in stages:
+        times.update({id(change.place) for change in changes})
+    run = [[change for change in changes if times[id(change.place)] == 1] for changes in stages]
+    task = [[change for change in changes if times[id(change.place)] > 1] for changes in stages]
+    return run, task
+
+
+_turns: ContextVar[tuple[frozenset[Lock], ...]] = ContextVar("turns", default=())
+"""The turns that the present code is within, each as the locks of its layers; the innermost last."""
+
+
+@contextmanager
+def taking_turns(locks: frozenset[Lock]) -> Iterator[None]:
+    """Wait until no other thread is in a run through the layers that have these locks, and keep others out."""
+    outer = _turns.get()
+    with ExitStack() as stack:
+        # A run within a run may be in another thread, which would wait for ever.
+        for lock in sorted(locks.difference(*outer), key=id):
+            stack.enter_context(lock)
+        _turns.set((*outer, locks))
+        try:
+            yield
+        finally:
+            _turns.set(outer)
+
+
+def within_another_run() -> bool:
+    """Return whether the innermost turn was taken within a run through the same layers, by a hook or a criterion."""
+    turns = _turns.get()
+    return bool(turns) and not turns[-1].isdisjoint(frozenset().union(*turns[:-1]))
