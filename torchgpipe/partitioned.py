@@ -163,8 +163,9 @@ class Partitioned(nn.Module, ABC):
         criterion; others may give `None`. The loss is the same on all.
 
         Args:
-            criterion: returns a scalar for a micro-batch's output and its part of the target. If it is a module, or a
-                method of one, its parameters get their gradients, too.
+            criterion: returns a scalar for a micro-batch's output and its part of the target. Whatever else it uses
+                gets its gradient, too: parameters of its own, of the layers, or a tensor that it closes over. On
+                ranks it finds the parameters of the last rank only.
             input: as for `forward`; of a traced module, perhaps a dictionary of arguments.
             target: tensors with the batch as dimension 0, in tuples, lists and dictionaries; the rest is for all parts.
             reduction: `"mean"` weighs micro-batches by their samples, and `"sum"` adds. `"none"` adds, too, but returns

@@ -50,6 +50,7 @@ class Losses(Ends):
         self._shares = Shares(goal.reduction, goal.weight, sizes, self._targets)
         self._under_way: dict[int, tuple[Flat, Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
+        self._has_graph = False  # whether the loss of any micro-batch has one
         self._sums: dict[Tensor, Tensor] = {}
 
     def leave(self, i: int, output: Item) -> None:
@@ -60,46 +61,51 @@ class Losses(Ends):
         self._losses[i] = loss.detach()
         if torch.is_grad_enabled():
             self._under_way[i] = output.flat, loss
+            self._has_graph |= loss.requires_grad
         if len(self._losses) == len(self._targets):
-            if self._goal.reduction == "none":
-                return self._batch.tell(torch.stack([x for _, x in sorted(self._losses.items())]))
-            self._batch.tell(cast(Tensor, sum(self._losses.values())))
+            if torch.is_grad_enabled() and not self._has_graph:
+                raise RuntimeError(
+                    "the criterion returned a loss without a graph for every micro-batch, so there is nothing to go "
+                    "backward through; compute it from the output, without detach(), item() or no_grad()"
+                )
+            self._batch.tell(self._loss())
+
+    def _loss(self) -> Tensor:
+        losses = [loss for _, loss in sorted(self._losses.items())]
+        return torch.stack(losses) if self._goal.reduction == "none" else cast(Tensor, sum(losses))
 
     def output_grads(self, i: int) -> Flat:
         """Return the gradients of micro-batch i's outputs; add up those of the criterion's other leaves."""
         outputs, loss = self._under_way.pop(i)
-        if self._shares.is_empty(i):
+        if self._shares.is_empty(i) or not loss.requires_grad:
             # Backward through a mean of nothing would give NaN.
             return tuple([None if y is None or not y.requires_grad else torch.zeros_like(y) for y in outputs])
         if self._goal.scaler is not None:
             loss = self._goal.scaler.scale(loss)
-        leaves, reentrant = leaves_behind(loss) if loss.requires_grad else ([], False)
-        own = {id(y) for y in outputs}
-        others = [x for x in leaves if id(x) not in own]
-        if others and not reentrant:
-            taking = [y for y in outputs if y is not None and y.requires_grad]
-            with without_hooks(others):  # they run once, when the sums are handed on
-                found = torch.autograd.grad(loss, [*taking, *others], allow_unused=True)
-            grads = dict(zip(map(id, taking), found, strict=False))
-            for x, grad in zip(others, found[len(taking) :], strict=True):
-                self._add(x, self._shares.masked(grad, i))
-        else:
+        leaves, reentrant = leaves_behind(loss)
+        if reentrant:
             # A reentrant torch.utils.checkpoint goes backward for all leaves, and adds to each of them by itself.
             loss.backward()
-            grads = {id(y): y.grad for y in outputs if y is not None}
-        return tuple([self._shares.masked(grads.get(id(y)), i) for y in outputs])
+            return tuple([None if y is None else self._shares.masked(y.grad, i) for y in outputs])
+        own = {id(y) for y in outputs}
+        others = [x for x in leaves if id(x) not in own]
+        with without_hooks(others):  # they run once, when the sums are handed on
+            found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        grads = {id(x): self._shares.masked(grad, i) for x, grad in zip(leaves, found, strict=True)}
+        for x in others:
+            grad, before = grads[id(x)], self._sums.get(x)
+            if grad is not None:
+                self._sums[x] = grad if before is None else before + grad
+        return tuple([grads.get(id(y)) for y in outputs])
 
-    def _add(self, leaf: Tensor, grad: Tensor | None) -> None:
-        if grad is not None:
-            before = self._sums.get(leaf)
-            self._sums[leaf] = grad if before is None else before + grad
-
-    def sums(self) -> tuple[Flat, Flat]:
+    def sums(self) -> tuple[tuple[Tensor, ...], Flat]:
         """Return the leaves that the criterion used beside the outputs, and what was added up for each.
 
         In place of a stand-in, that is the parameter that it stands for.
         """
-        parameters = {x: p for snapshot in self._batch.snapshots for p, x in snapshot.stand_ins.by_parameter.items()}
+        parameters: dict[Tensor, Tensor] = {}
+        for snapshot in self._batch.snapshots:
+            parameters.update({x: p for p, x in snapshot.stand_ins.by_parameter.items()})
         return tuple([parameters.get(x, x) for x in self._sums]), tuple(self._sums.values())
 
 

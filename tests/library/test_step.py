@@ -1,5 +1,7 @@
 """How a step puts losses together, and what it refuses; that it trains as plain layers do is in tests/behaviours."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,12 +60,61 @@ def test_a_weight_makes_a_mean_and_a_criterion_that_learns_gets_its_gradients_on
     assert len(times) == 1
 
 
+def masked(y: Tensor, mask: Tensor) -> Tensor:
+    """Return a mean over what counts, which is NaN where nothing does."""
+    return (y.square().mean(1) * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("count", [Tensor.sum, lambda mask: int(mask.sum())], ids=["tensors", "numbers"])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=NAMES)
+def test_a_micro_batch_that_counts_nothing_adds_nothing(schedule: Any, count: Callable[[Tensor], Any]) -> None:
+    model, scale = pipeline(schedule=schedule), nn.Parameter(torch.ones(()))
+    mask = torch.tensor([0.0, 0, 0, 1, 1, 0, 1])
+    loss = model.step(lambda y, m: masked(y * scale, m), X, mask, weight=count)
+    found = [loss, *[None if g is None else g.clone() for g in grads(model)], scale.grad]
+    model.zero_grad()
+    scale.grad = None
+    expected = masked(nn.Sequential(*model)(X) * scale, mask)
+    expected.backward()
+    torch.testing.assert_close(found, [expected.detach(), *grads(model), scale.grad])
+
+
+@pytest.mark.parametrize("count", [Tensor.sum, lambda mask: int(mask.sum())], ids=["tensors", "numbers"])
+def test_a_mean_over_nothing_is_nan(count: Callable[[Tensor], Any]) -> None:
+    assert pipeline().step(masked, X, torch.zeros(7), weight=count).isnan()
+    assert pipeline().evaluate(masked, X, torch.zeros(7), weight=count).isnan()
+
+
 def test_a_criterion_may_share_a_module_with_a_stage_in_another_thread() -> None:
     model = pipeline(schedule="1F1B")
     before, model.chunks = [*model.parameters()], 64
     for _ in range(10):
         model.step(Learning(model[0]), *torch.rand(2, 64, 2))
     assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+
+
+STEPS_IN_ANOMALY_MODE = """
+import torch
+from torch import nn
+from torchgpipe import GPipe
+layers, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.randn(8, 8)
+models = [
+    GPipe(layers, [1, 1, 2], devices=["cpu"] * 3, chunks=4, schedule="1F1B"),
+    GPipe(layers, [1] * 4, devices=["cpu"] * 2, chunks=8, schedule="ZBVZeroBubble"),
+]
+with torch.autograd.detect_anomaly():
+    for _ in range(60):
+        for model in models:
+            model.step(nn.functional.mse_loss, x, x)
+print("done")
+"""
+
+
+def test_steps_in_anomaly_mode_end() -> None:
+    """In another process: once two threads wait for each other there, no Python code runs any more."""
+    command = [sys.executable, "-W", "ignore", "-c", STEPS_IN_ANOMALY_MODE]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    assert ended.stdout == "done\n"
 
 
 def test_a_scaler_scales_what_goes_backward() -> None:

@@ -9,6 +9,7 @@ partitions (program.py): on CPU, a thread for each (`WorkersEngine`), or a proce
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -21,11 +22,11 @@ from torchgpipe.engine.schedule import Arrangement, orders, overlaps
 from torchgpipe.engine.seeds import Seeds, in_turn
 from torchgpipe.schedules.check import Lists
 from torchgpipe.task.ambient import Ambient, Modes
-from torchgpipe.task.in_place import InPlaceForRun, for_run_and_task, taking_turns, within_another_run
+from torchgpipe.task.in_place import InPlace, for_run_and_task, taking_turns, within_another_run
 from torchgpipe.task.parameters import TOKEN
 from torchgpipe.task.seeded import ASKING_PRIVATE_GENERATORS
 from torchgpipe.task.snapshot import LayerSnapshot
-from torchgpipe.task.stage import Stage, turns_of
+from torchgpipe.task.stage import Stage, as_one, turns_of
 from torchgpipe.task.task_graph import mark, refuse_create_graph
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
@@ -81,8 +82,7 @@ class Batch:
         of_run, of_tasks = for_run_and_task([snapshot.stand_ins.changes for snapshot in self.snapshots])
         for snapshot, changes in zip(self.snapshots, of_tasks, strict=True):
             snapshot.of_tasks = changes
-        locks = [snapshot.lock for snapshot in self.snapshots]
-        self.stand_ins_in_place = InPlaceForRun([*zip(locks, of_run, strict=True)])
+        self.stand_ins_in_place = InPlace([*chain(*of_run)], as_one({lock for stage in stages for lock in stage.locks}))
 
     def tell(self, loss: Tensor) -> None:
         """Note the mini-batch's loss, where the last stage is, and let all processes know."""

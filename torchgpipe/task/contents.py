@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections import UserDict
 from ctypes import string_at
 from typing import Any
 
@@ -20,30 +20,17 @@ def copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tenso
     return copies.get(id(buffer))
 
 
-class BuffersOfThread(MutableMapping[str, Tensor | None]):
+class BuffersOfThread(UserDict[str, Tensor | None]):
     """The buffers of a module, in which the thread that makes this finds its `own`, and all others the module's."""
 
     def __init__(self, own: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> None:
         self._thread = threading.get_ident()
         self._own, self._others = own, others
 
-    def _present(self) -> dict[str, Tensor | None]:
+    @property
+    def data(self) -> dict[str, Tensor | None]:  # type: ignore[override]
+        """The dictionary that `UserDict` reads and writes."""
         return self._own if threading.get_ident() == self._thread else self._others
-
-    def __getitem__(self, name: str) -> Tensor | None:
-        return self._present()[name]
-
-    def __setitem__(self, name: str, buffer: Tensor | None) -> None:
-        self._present()[name] = buffer
-
-    def __delitem__(self, name: str) -> None:
-        del self._present()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._present())
-
-    def __len__(self) -> int:
-        return len(self._present())
 
 
 def comparable(x: Tensor) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,8 @@ BY_ANOTHER_WAY = (
     "such as an auxiliary loss, which it should return, or calls backward() in its forward (torch.autograd.grad works)"
 )
 READS_GRADIENT = (
-    "a layer reads the gradient of its parameter (weight.grad), which is added up only after all micro-batches; read it "
-    "between steps, and hand the layer what it needs as a buffer or an input"
+    "a layer reads the gradient of its parameter (weight.grad), which has none before all micro-batches have gone "
+    "backward; read it between steps, and hand the layer what it needs as a buffer or an input"
 )
 _SCRIPTED = (
     "a scripted layer ({}) keeps its parameters to itself, so that a pipeline cannot hand on their gradients; use the "

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,6 +43,7 @@ class Stage:
         self.modules: list[nn.Module] = []
         self._seen: list[tuple[object, ...]] = []
         self._claims: dict[tuple[bool, ...], dict[tuple[bool, ...], bool]] = {}
+        self.locks: frozenset[Lock]
         self.lock: Lock
         self.turns: frozenset[Lock]
 
@@ -59,7 +60,8 @@ class Stage:
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
         self.attends = any(isinstance(m, _ATTENTION) for m in modules)
         self.halves = Halves(modules)
-        self.lock = _as_one(_locks_of(modules, _of_tasks))
+        self.locks = _locks_of(modules, _of_tasks)
+        self.lock = as_one(self.locks)
         self.turns = _locks_of(modules, _of_runs)
         return True
 
@@ -77,9 +79,7 @@ class Stage:
         Without `stand_ins`, tasks run on what the layers hold as parameters.
         """
         with self.lock:
-            snapshot = LayerSnapshot(
-                self.index, self.modules, self.lock, recomputed=recomputed, stand_ins=stand_ins
-            )
+            snapshot = LayerSnapshot(self.index, self.modules, self.lock, recomputed=recomputed, stand_ins=stand_ins)
         if recomputed:
             snapshot.claims = self._claims.setdefault(snapshot.kind, {})
         return snapshot
@@ -122,7 +122,7 @@ def turns_of(stages: Iterable[Stage]) -> frozenset[Lock]:
 class _AllOf(AbstractContextManager[object]):
     """Several locks as one, always taken in the same order."""
 
-    def __init__(self, locks: frozenset[Lock]) -> None:
+    def __init__(self, locks: Set[Lock]) -> None:
         self._locks = sorted(locks, key=id)
 
     def __enter__(self) -> None:
@@ -134,7 +134,8 @@ class _AllOf(AbstractContextManager[object]):
             lock.__exit__(*error)
 
 
-def _as_one(locks: frozenset[Lock]) -> Lock:
+def as_one(locks: Set[Lock]) -> Lock:
+    """Return a lock that takes all of these."""
     return _AllOf(locks) if len(locks) > 1 else next(iter(locks))
 
 

@@ -247,7 +247,7 @@ class _Asks(TorchFunctionMode):
     functions = ("grad", "register_hook", "retain_grad", "numpy", "__deepcopy__", "__repr__")
 
     def __init__(self, ids: set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._ids = ids
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -257,7 +257,7 @@ class _Asks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_READ_GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
+_READ_GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 
 
 class _Entrance(torch.autograd.Function):

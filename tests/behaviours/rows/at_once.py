@@ -66,6 +66,13 @@ def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> A
     return outputs, runs[1]
 
 
+def sharing_layers(run: Any) -> Any:
+    """Return a pipeline of the same layers on another engine."""
+    if isinstance(run, Plain):
+        return run
+    return GPipe(run[:], [2, 2, 2], devices=["cpu"] * 3, chunks=run.chunks, checkpoint="always", engine="graph")
+
+
 def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
     """One model draws, one does not. Threads that share a generator may disturb each other; then an error says so."""
     try:
@@ -140,7 +147,8 @@ ROWS = [
       for engine in ("graph", "workers") for mode in MODES),
     *(Row(f"two threads, {what}, m={m}", normed(linear), use=partial(in_threads, also=also), chunks=m, without=APART,
           tolerance=REORDERED)
-      for what, also in (("one pipeline", lambda run: run), ("two pipelines", copy.deepcopy)) for m in (1, 3)),
+      for what, also in (("one pipeline", lambda run: run), ("two pipelines", copy.deepcopy),
+                         ("two pipelines of the same layers", sharing_layers)) for m in (1, 3)),
     *(Row(f"threads that draw, {what}", made(linear, nn.Tanh, linear, nn.Dropout),
           use=partial(drawing_in_threads, one_generator=one), without=APART | dict.fromkeys(but, ""))
       for what, one, but in (

@@ -1,6 +1,7 @@
 """Stages: locks, in-place layers, stand-in parameters and modes. What layers see is tested in tests/behaviours."""
 
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.task.ambient import Ambient
-from torchgpipe.task.in_place import Change, InPlace
+from torchgpipe.task.in_place import Change, InPlace, taking_turns, within_another_run
 from torchgpipe.task.parameters import StandInParameters
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors.checkpoint import Passing, is_checkpointing, is_recomputing
@@ -77,6 +78,47 @@ def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it
             layer.register_parameter("more", nn.Parameter(torch.zeros(2)))
         assert layer._parameters == inner and layer.weight is not before["weight"]
     assert layer._parameters == before
+
+
+def test_the_last_thread_to_leave_takes_changes_back() -> None:
+    """As after a second Ctrl-C: the caller is gone while a program still runs."""
+    place, inside, leave = {"held": "parameter"}, threading.Event(), threading.Event()
+    in_place = InPlace([Change(place, "held", "stand-in")])
+
+    def program() -> None:
+        with in_place:
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=program)
+    with in_place:
+        thread.start()
+        assert inside.wait(60)
+    assert place == {"held": "stand-in"}
+    leave.set()
+    thread.join()
+    assert place == {"held": "parameter"}
+
+
+def test_runs_through_the_same_layers_take_turns_and_a_run_within_a_run_does_not_wait() -> None:
+    stage = Stage(0, nn.Sequential(nn.Linear(2, 2)), DEVICES[0])
+    stage.look()
+    order: list[str] = []
+
+    def other() -> None:
+        with taking_turns(stage.turns):
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with taking_turns(stage.turns):
+        thread.start()
+        assert not within_another_run()
+        with taking_turns(stage.turns):
+            assert within_another_run()
+        assert not within_another_run()
+        order.append("first")
+    thread.join()
+    assert order == ["first", "other"] and not within_another_run()
 
 
 DEVICES = [torch.device("cpu"), torch.device("meta"), torch.device("cuda")]  # only inspected, not used

@@ -1,0 +1,65 @@
+"""What other threads find in the layers while one recomputes: what the layers really hold."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import GPipe, is_recomputing
+
+from ...behaviours.parts.layers import Do
+
+
+def look(layer: nn.Module) -> tuple[dict[str, float], float, bool]:
+    return {name: float(x) for name, x in layer.state_dict().items()}, float(layer.count), layer.training  # type: ignore[arg-type]
+
+
+def count(layer: Any, x: Tensor) -> Tensor:
+    layer.count = layer.count + 1
+    if is_recomputing():
+        layer.seen.append((look(layer), layer.elsewhere.submit(look, layer).result()))
+    return x * layer.count
+
+
+@pytest.mark.parametrize("engine", ["workers", "graph"])
+def test_other_threads_find_the_real_buffers(engine: Any) -> None:
+    counting = Do(count, count=torch.zeros(()))
+    counting.seen = []
+    layers = nn.Sequential(nn.Linear(2, 2), counting, nn.Linear(2, 2))
+    with ThreadPoolExecutor(1) as counting.elsewhere:
+        model = GPipe(layers, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint="always", engine=engine)
+        model(torch.rand(6, 2)).sum().backward()
+    # Recomputations come from the last to the first, and each begins with what its first pass began with.
+    assert [here for here, _ in counting.seen] == [({"count": n}, n, True) for n in (3.0, 2.0, 1.0)]
+    assert [there for _, there in counting.seen] == [({"count": 3.0}, 3.0, True)] * 3
+    assert layers.state_dict()["1.count"] == 3 and type(counting._buffers) is dict
+
+
+def test_a_buffer_that_no_pass_changes_stays_in_place_in_a_recomputation() -> None:
+    found: list[int] = []
+
+    def scale(layer: Any, x: Tensor) -> Tensor:
+        found.append(id(layer.by))
+        return x * layer.by
+
+    scaled = Do(scale, by=torch.ones(2))
+    model = GPipe(nn.Sequential(nn.Linear(2, 2), scaled), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    model(torch.rand(4, 2)).sum().backward()
+    assert found == [id(scaled.by)] * 4
+
+
+def test_what_another_thread_writes_meanwhile_stays() -> None:
+    counting = Do(count, count=torch.zeros(()))
+
+    class Writing(list[Any]):
+        def append(self, item: Any) -> None:
+            counting.elsewhere.submit(setattr, counting, "count", torch.tensor(7.0)).result()
+
+    counting.seen = Writing()
+    layers = nn.Sequential(nn.Linear(2, 2), counting, nn.Linear(2, 2))
+    with ThreadPoolExecutor(1) as counting.elsewhere:
+        model = GPipe(layers, [2, 1], devices=["cpu"] * 2, chunks=1, checkpoint="always")
+        model(torch.rand(6, 2)).sum().backward()
+    assert counting.count == 7
