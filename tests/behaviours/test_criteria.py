@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def penalty(parameters: Any) -> Tensor:
-    total: Tensor = sum(p.square().sum() for p in parameters)  # type: ignore[assignment]
+    total: Tensor = sum(p.square().sum() for p in parameters)
     return 0.01 * total
 
 
@@ -182,7 +182,7 @@ def test_a_weight_in_a_list_of_a_layer_of_another_stage_gets_both_gradients() ->
         loss(plain(x), x).backward()
     for _ in range(ROUNDS):
         tied = layers()
-        before = tied[0].weight.detach().clone()  # type: ignore[union-attr,operator]
+        before = tied[0].weight.detach().clone()  # type: ignore[operator]
         model = GPipe(tied, [2, 2], devices=["cpu"] * 2, chunks=8, checkpoint="never", schedule="1F1B")
         for _ in range(2):
             model.step(loss, x, x)

@@ -25,7 +25,7 @@ def count(layer: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 def test_other_threads_find_the_real_buffers(engine: Any) -> None:
-    counting = Do(count, count=torch.zeros(()))
+    counting: Any = Do(count, count=torch.zeros(()))
     counting.seen = []
     layers = nn.Sequential(nn.Linear(2, 2), counting, nn.Linear(2, 2))
     with ThreadPoolExecutor(1) as counting.elsewhere:
@@ -44,14 +44,14 @@ def test_a_buffer_that_no_pass_changes_stays_in_place_in_a_recomputation() -> No
         found.append(id(layer.by))
         return x * layer.by
 
-    scaled = Do(scale, by=torch.ones(2))
+    scaled: Any = Do(scale, by=torch.ones(2))
     model = GPipe(nn.Sequential(nn.Linear(2, 2), scaled), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
     model(torch.rand(4, 2)).sum().backward()
     assert found == [id(scaled.by)] * 4
 
 
 def test_what_another_thread_writes_meanwhile_stays() -> None:
-    counting = Do(count, count=torch.zeros(()))
+    counting: Any = Do(count, count=torch.zeros(()))
 
     class Writing(list[Any]):
         def append(self, item: Any) -> None:
