@@ -22,7 +22,7 @@ from torchgpipe.engine.schedule import Arrangement, orders, overlaps
 from torchgpipe.engine.seeds import Seeds, in_turn
 from torchgpipe.schedules.check import Lists
 from torchgpipe.task.ambient import Ambient, Modes
-from torchgpipe.task.in_place import InPlace, for_run_and_task, taking_turns, within_another_run
+from torchgpipe.task.in_place import InPlaceForRun, for_run_and_task, taking_turns, within_another_run
 from torchgpipe.task.parameters import TOKEN
 from torchgpipe.task.seeded import ASKING_PRIVATE_GENERATORS
 from torchgpipe.task.snapshot import LayerSnapshot
@@ -82,7 +82,8 @@ class Batch:
         of_run, of_tasks = for_run_and_task([snapshot.stand_ins.changes for snapshot in self.snapshots])
         for snapshot, changes in zip(self.snapshots, of_tasks, strict=True):
             snapshot.of_tasks = changes
-        self.stand_ins_in_place = InPlace([*chain(*of_run)], as_one({lock for stage in stages for lock in stage.locks}))
+        locks = {lock for stage in stages for lock in stage.locks}
+        self.stand_ins_in_place = InPlaceForRun([*chain(*of_run)], as_one(locks))
 
     def tell(self, loss: Tensor) -> None:
         """Note the mini-batch's loss, where the last stage is, and let all processes know."""

@@ -17,8 +17,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from torchgpipe.tensors.observe import NOTHING
-
 Lock = AbstractContextManager[object]
 """What keeps all but one thread from running some modules; one thread may take it several times."""
 
@@ -37,41 +35,20 @@ class Change(NamedTuple):
 
 
 class InPlace:
-    """Make changes while a thread is within this context; the last thread to leave takes them back.
+    """Make changes while a thread is within this context. If Ctrl-C skips `__exit__`, `__del__` takes them back."""
 
-    The programs of a run enter the same one, each in its thread: after a second Ctrl-C, which does not wait for them,
-    the last is not the caller. `lock` is the lock of the layers that are changed, unless the caller holds it.
+    __slots__ = ("_before", "_changes")
 
-    If Ctrl-C skips `__exit__`, `__del__` takes the changes back.
-    """
-
-    __slots__ = ("_before", "_changes", "_counting", "_lock", "_within")
-
-    def __init__(self, changes: Sequence[Change], lock: Lock = NOTHING) -> None:
+    def __init__(self, changes: Sequence[Change]) -> None:
         self._before: list[Any] | None = None
         self._changes = changes
-        self._lock = lock
-        self._counting = threading.Lock()
-        self._within = 0
 
     def __enter__(self) -> None:
-        with self._counting:
-            self._within += 1
-            if self._within > 1:
-                return
-            with self._lock:
-                self._before = [change.place[change.key] for change in self._changes]
-                for place, key, value, _ in self._changes:
-                    place[key] = value
+        self._before = [place[key] for place, key, _, _ in self._changes]
+        for place, key, value, _ in self._changes:
+            place[key] = value
 
     def __exit__(self, *_: object) -> None:
-        with self._counting:
-            self._within -= 1
-            if not self._within:
-                with self._lock:
-                    self._take_back()
-
-    def _take_back(self) -> None:
         if self._before is None:
             return
         for (place, key, value, may_stay), before in zip(self._changes, self._before, strict=True):
@@ -81,7 +58,37 @@ class InPlace:
 
     def __del__(self) -> None:
         if hasattr(self, "_before"):  # unless Ctrl-C came at the begin of `__init__`
-            self._take_back()
+            InPlace.__exit__(self)
+
+
+class InPlaceForRun(InPlace):
+    """Make changes while any program of a run is within this context, each in its thread.
+
+    The last to leave takes them back. After a second Ctrl-C, which does not wait for programs, that is not the caller.
+    `lock` is that of the layers.
+    """
+
+    __slots__ = ("_counting", "_lock", "_within")
+
+    def __init__(self, changes: Sequence[Change], lock: Lock) -> None:
+        super().__init__(changes)
+        self._counting = threading.Lock()
+        self._lock = lock
+        self._within = 0
+
+    def __enter__(self) -> None:
+        with self._counting:
+            self._within += 1
+            if self._within == 1:
+                with self._lock:
+                    super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        with self._counting:
+            self._within -= 1
+            if self._within == 0:
+                with self._lock:
+                    super().__exit__()
 
 
 def for_run_and_task(stages: Sequence[Sequence[Change]]) -> tuple[list[list[Change]], list[list[Change]]]:

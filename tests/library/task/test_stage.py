@@ -10,7 +10,7 @@ from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.task.ambient import Ambient
-from torchgpipe.task.in_place import Change, InPlace, taking_turns, within_another_run
+from torchgpipe.task.in_place import Change, InPlace, InPlaceForRun, taking_turns, within_another_run
 from torchgpipe.task.parameters import StandInParameters
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors.checkpoint import Passing, is_checkpointing, is_recomputing
@@ -83,7 +83,7 @@ def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it
 def test_the_last_thread_to_leave_takes_changes_back() -> None:
     """As after a second Ctrl-C: the caller is gone while a program still runs."""
     place, inside, leave = {"held": "parameter"}, threading.Event(), threading.Event()
-    in_place = InPlace([Change(place, "held", "stand-in")])
+    in_place = InPlaceForRun([Change(place, "held", "stand-in")], threading.Lock())
 
     def program() -> None:
         with in_place:
