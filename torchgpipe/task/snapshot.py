@@ -183,7 +183,8 @@ class LayerSnapshot:
         (modes, then), (_, now) = held.states, _states(self.modules)
         none = [_NO_HOOKS] * len(modes)
         for module, mode, hooks, present in zip(self.modules, modes, then or none, now or none, strict=True):
-            first.append((module.__dict__, "training", mode))
+            if "training" in module.__dict__:  # a module around another, by torch.compile, has that one's
+                first.append((module.__dict__, "training", mode))
             if present != hooks:
                 first += [(module.__dict__, k, OrderedDict(x)) for k, x in zip(_HOOKS, hooks, strict=True)]
         with self.backward(), InPlace(first):
@@ -224,7 +225,7 @@ def _states(modules: list[nn.Module]) -> _States:
     """Return the modules' modes, and if any of them has hooks, the items of those dictionaries, in `_HOOKS`' order."""
     owns = [*map(vars, modules)]
     hooks = [[(*own[kind].items(),) for kind in _HOOKS] for own in owns] if any(map(any, map(_ASKED, owns))) else []
-    return [own["training"] for own in owns], hooks
+    return [module.training for module in modules], hooks
 
 
 def _settings(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:

@@ -125,6 +125,11 @@ def averages_gradients(modules: Iterable[nn.Module]) -> bool:
     return any(isinstance(module, kinds) for module in modules)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `torch.compile` has made this module, or has compiled its call or its forward."""
+    return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+
+
 def caches_parametrizations() -> bool:
     """Return whether `torch.nn.utils.parametrize.cached()` is in effect."""
     return bool(parametrize._cache_enabled)

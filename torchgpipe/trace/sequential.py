@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from torchgpipe.skip.scope import Namespace
+from torchgpipe.tensors._autograd import is_compiled
 from torchgpipe.tensors.microbatch import tensors_of
 from torchgpipe.trace.calls import BatchSize, Call, Held, LayerPlan, Recording, cut
 from torchgpipe.trace.generalise import SIZES, Grows, check_batch, generalise
@@ -172,7 +173,7 @@ def _check_root(module: nn.Module) -> None:
             f"{type(module).__name__} has hooks of its own, and its layers are not called by it; remove them, or make "
             "it the only child of a module, where it stays whole"
         )
-    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+    if is_compiled(module):
         raise Untraceable(f"{type(module).__name__} is compiled; give the module itself, and compile submodules of it")
     for name, part in module.named_modules():
         if any(map(nn.parameter.is_lazy, (*part.parameters(), *part.buffers()))):
