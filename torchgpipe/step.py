@@ -77,8 +77,7 @@ class Losses(Ends):
     def output_grads(self, i: int) -> Flat:
         """Return the gradients of micro-batch i's outputs; add up those of the criterion's other leaves."""
         outputs, loss = self._under_way.pop(i)
-        if self._shares.is_empty(i) or not loss.requires_grad:
-            # Backward through a mean of nothing would give NaN.
+        if not loss.requires_grad:
             return tuple([None if y is None or not y.requires_grad else torch.zeros_like(y) for y in outputs])
         if self._goal.scaler is not None:
             loss = self._goal.scaler.scale(loss)
@@ -165,23 +164,21 @@ class Shares:
         self._total: Any = sum(self._counts)
 
     def of(self, loss: Tensor, i: int) -> Tensor:
-        """Return the share of micro-batch i: zero if it counts nothing, and NaN if none counts anything."""
+        """Return the share of micro-batch i: zero if it counts nothing, and NaN if none counts anything.
+
+        A zero has no graph, so that nothing goes backward through a mean of nothing, which would give NaN.
+        """
         if self._counts is None:
             return loss
-        count = self._counts[i]
-        if not isinstance(self._total, Tensor):
-            return torch.zeros_like(loss) if self.is_empty(i) else loss * (count / self._total if count else nan)
-        part = (count.double() / self._total).to(loss)
-        return torch.where(part == 0, 0.0, loss * part)
-
-    def is_empty(self, i: int) -> bool:
-        """Return whether micro-batch i counts nothing, and others do, if that is known on the host."""
-        if self._counts is None or isinstance(self._total, Tensor):
-            return False
-        return bool(self._total) and not self._counts[i]
+        if isinstance(self._total, Tensor):
+            part = (self._counts[i].double() / self._total).to(loss)
+            return torch.where(part == 0, 0.0, loss * part)
+        empty = self._total and not self._counts[i]
+        share = self._counts[i] / self._total if self._total else nan
+        return torch.zeros_like(loss) if empty else loss * share
 
     def masked(self, grad: Tensor | None, i: int) -> Tensor | None:
-        """Return a gradient through micro-batch i's loss: zero if it counts nothing, where a mean would give NaN."""
+        """Return a gradient through micro-batch i's loss: zeros if it counts nothing, which only the device knows."""
         if grad is None or self._counts is None or not isinstance(self._total, Tensor):
             return grad
         return torch.where((self._counts[i] == 0).to(grad.device) & (self._total != 0).to(grad.device), 0.0, grad)

@@ -81,8 +81,9 @@ def test_a_micro_batch_that_counts_nothing_adds_nothing(schedule: Any, count: Ca
 
 @pytest.mark.parametrize("count", [Tensor.sum, lambda mask: int(mask.sum())], ids=["tensors", "numbers"])
 def test_a_mean_over_nothing_is_nan(count: Callable[[Tensor], Any]) -> None:
-    assert pipeline().step(masked, X, torch.zeros(7), weight=count).isnan()
-    assert pipeline().evaluate(masked, X, torch.zeros(7), weight=count).isnan()
+    for criterion in (masked, lambda y, mask: (y.square().mean(1) * mask).sum()):
+        assert pipeline().step(criterion, X, torch.zeros(7), weight=count).isnan()
+        assert pipeline().evaluate(criterion, X, torch.zeros(7), weight=count).isnan()
 
 
 def test_a_criterion_may_share_a_module_with_a_stage_in_another_thread() -> None:

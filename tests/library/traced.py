@@ -204,12 +204,17 @@ def rows(*shape: int) -> Tensor:
     return torch.randn(BATCH, *(shape or (WIDTH,)))
 
 
-def does(function: Callable[[Any, Tensor], Any]) -> nn.Module:
+def does(function: Callable[[Any, Tensor], Any], **more: Any) -> nn.Module:
     """Return a module with this forward, which may use what it holds."""
     a, b, c, hidden = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
     holds: dict[str, Any] = {"count": torch.zeros(()), "scales": [torch.ones(()), 2 * torch.ones(())]}
     call = Do(lambda _, given: given[0](given[1]))
-    return Do(function, a=a, b=b, c=c, call=call, hidden=[hidden], draws=torch.Generator(), **holds)
+    return Do(function, a=a, b=b, c=c, call=call, hidden=[hidden], draws=torch.Generator(), **holds, **more)
+
+
+def compiled_forward(module: Any) -> nn.Module:
+    module.forward = torch.compile(module.forward, backend="aot_eager")
+    return module
 
 
 # A module, batch sizes for which it does what it did when it was recorded, and others.

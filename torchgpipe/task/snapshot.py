@@ -21,7 +21,7 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.task.contents import BuffersOfThread, comparable, copied, equal
 from torchgpipe.task.in_place import Change, InPlace, Lock
 from torchgpipe.task.parameters import StandInParameters
-from torchgpipe.tensors._autograd import are_compiled, storage_of, within_plain_checkpoint
+from torchgpipe.tensors._autograd import is_compiled, storage_of, within_plain_checkpoint
 from torchgpipe.tensors.checkpoint import has_asked, is_recomputing
 from torchgpipe.tensors.item import versions
 from torchgpipe.tensors.observe import NOTHING
@@ -86,7 +86,6 @@ class LayerSnapshot:
         # Norms that track statistics, in training: there their output does not depend on the statistics.
         norms = [m for m in modules if recomputed and m.training and type(m).forward in _STATISTICS_ASIDE]
         self._norms = {norm for norm in norms if norm._buffers and norm._buffers.keys() <= _STATISTICS}
-        self._compiled = are_compiled(modules)
         self._unsure: dict[tuple[nn.Module, str], _Slot] = {}  # used again, and not compared
         if recomputed:
             self.claims: dict[tuple[bool, ...], bool] = {}
@@ -204,16 +203,18 @@ class LayerSnapshot:
                 replaced[slot.module][slot.name] = slot.tensor if x is None else x
         put = [(slot, replaced[slot.module][slot.name]) for slot in held.changed if slot.module in changed]
         before = versions(tuple([x for _, x in put]))
+        compiled = bool(changed) and any(map(is_compiled, self.modules))
         first = [
             # torch.compile understands plain dictionaries only.
-            Change(m.__dict__, "_buffers", own if self._compiled else BuffersOfThread(own, m._buffers))
+            Change(m.__dict__, "_buffers", own if compiled else BuffersOfThread(own, m._buffers))
             for m, own in replaced.items()
         ]
         first += [Change(norm.__dict__, "track_running_stats", False) for norm in self._norms]
         (modes, then), (_, now) = held.states, _states(self.modules)
         none = [_NO_HOOKS] * len(modes)
         for module, mode, hooks, present in zip(self.modules, modes, then or none, now or none, strict=True):
-            if module.training != mode:
+            # What torch.compile puts around a module has no mode of its own.
+            if mode != module.training and "training" in module.__dict__:
                 first.append(Change(module.__dict__, "training", mode))
             if present != hooks:
                 for kind, items in zip(_HOOKS, hooks, strict=True):
@@ -265,7 +266,7 @@ def _states(modules: list[nn.Module]) -> _States:
     """Return the modules' modes, and if any of them has hooks, the items of those dictionaries, in `_HOOKS`' order."""
     owns = [*map(vars, modules)]
     hooks = [[(*own[kind].items(),) for kind in _HOOKS] for own in owns] if any(map(any, map(_ASKED, owns))) else []
-    return [own["training"] for own in owns], hooks
+    return [module.training for module in modules], hooks
 
 
 def _settings(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:

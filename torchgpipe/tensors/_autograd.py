@@ -161,12 +161,9 @@ def averages_gradients(modules: Iterable[nn.Module]) -> bool:
     return any(isinstance(module, kinds) for module in modules)
 
 
-def are_compiled(modules: Iterable[nn.Module]) -> bool:
-    """Return whether `torch.compile` compiles some of `modules`."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None:
-        return False
-    return any([m._compiled_call_impl is not None or isinstance(m, dynamo.OptimizedModule) for m in modules])
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `torch.compile` has made this module, or has compiled its call or its forward."""
+    return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 def caches_parametrizations() -> bool:

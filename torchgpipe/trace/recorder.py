@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.tensors._autograd import refuse_transforms, storage_of
+from torchgpipe.tensors._autograd import is_compiled, refuse_transforms, storage_of
 from torchgpipe.trace.calls import Call, Device, Held, Value
 from torchgpipe.trace.parts import Slots, tensors_in
 from torchgpipe.trace.refuse import Untraceable, refused, where
@@ -248,9 +248,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 def stays_whole(module: nn.Module, whole: Container[nn.Module]) -> bool:
     """Return whether a call of a submodule is recorded, and not what its forward calls."""
     own = type(module).__module__.startswith("torch.") and not isinstance(module, _OPENED)
-    compiled = module._compiled_call_impl is not None
     childless = not any(child is not None for child in module._modules.values())
-    return module in whole or own or hooks_of(module) or compiled or childless
+    return module in whole or own or hooks_of(module) or is_compiled(module) or childless
 
 
 def hooks_of(module: nn.Module) -> bool:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.testing import assert_close
 
 from torchgpipe.skip.scope import Namespace
+from torchgpipe.tensors._autograd import is_compiled
 from torchgpipe.tensors.microbatch import tensors_of
 from torchgpipe.trace.calls import BatchSize, Call, Held, LayerPlan, Recording, cut
 from torchgpipe.trace.generalise import SIZES, Grows, check_batch, generalise
@@ -26,7 +28,11 @@ Ran = tuple[list[Tensor], dict[str, Tensor]]
 
 
 def sequential(
-    module: nn.Module, sample: Any, *, whole: Iterable[Whole] = (), shared: Iterable[str] | None = None
+    module: nn.Module,
+    sample: Any,
+    *,
+    whole: Iterable[Whole] = (),
+    shared: Iterable[str] | None = None,
 ) -> Layers:
     """Make a sequence of a module's own layers, in the order in which it calls them.
 
@@ -38,6 +44,10 @@ def sequential(
     are the module's own, and state has its names. The layers and the pipeline are called like the module, and on the
     sample they are compared with it: outputs, and gradients.
 
+    In evaluation mode, the module's outputs for the two halves of the sample are compared with those for all of it,
+    unless parts of it are kept `whole`. A module that compares samples, or has them in another dimension than the
+    first, is refused.
+
     Submodules whose forward reads `training`, or what no recording can repeat, stay whole, unless they have more than
     half of the parameters. Later calls need the sample's arguments and shapes, but for the batch size. A batch size,
     a mode or an autocast for which the module does something else is refused.
@@ -45,7 +55,7 @@ def sequential(
     Args:
         module: any module, with its parameters on one device.
         sample: its arguments: a tensor, a tuple of arguments by place, or a dictionary of them by name.
-        whole: submodules, or classes of them, that are not to be cut.
+        whole: submodules, or classes of them, that are not to be cut. They may compare the samples of a micro-batch.
         shared: the names of arguments without a batch dimension, of which every micro-batch gets all. By default this
             is found out: a tensor has a batch dimension if its dimension 0 can grow with that of the others.
 
@@ -66,16 +76,21 @@ def sequential(
     expected = _ran(module, module, signature, inputs)
     first: Untraceable | None = None
     try:
-        for batched in _choices(signature, inputs, shared):
-            signature.batched = batched
-            try:
-                layers = _layers(module, signature, inputs, set(kept))
-            except Untraceable as error:
-                first = first or error
-            else:
-                _check_state(module, layers)
-                _check_outputs(module, _ran(module, layers, signature, inputs), expected)
-                return layers
+        for choices in _choices(signature, inputs, shared):
+            for batched in choices:
+                signature.batched = batched
+                try:
+                    layers = _layers(module, signature, inputs, set(kept))
+                except Untraceable as error:
+                    first = first or error
+                    if error.__cause__ is None:
+                        break  # the module itself runs with these batched, so that fewer would be another result
+                else:
+                    _check_state(module, layers)
+                    _check_outputs(module, _ran(module, layers, signature, inputs), expected)
+                    if not kept:  # what the user keeps whole may compare samples, as experts with a capacity do
+                        _check_halves(module, signature, inputs)
+                    return layers
         assert first is not None
         raise first
     finally:
@@ -84,19 +99,27 @@ def sequential(
 
 def _choices(
     signature: Signature, inputs: Sequence[Tensor], shared: Iterable[str] | None
-) -> Iterator[tuple[bool, ...]]:
-    """Yield guesses which of the tensors have a batch dimension, the likeliest first; one if the user says it."""
+) -> Iterator[Iterable[tuple[bool, ...]]]:
+    """Yield guesses which of the tensors have a batch dimension; one if the user says it.
+
+    Those for one batch size come together, and among them the one with the most tensors comes first.
+    """
     if shared is not None:
         names = set(shared)
         if unknown := names - set(signature.names):
             raise ValueError(f"shared names {sorted(unknown)}, but the tensors are in {sorted(set(signature.names))}")
-        yield tuple(name not in names for name in signature.names)
+        yield [tuple(name not in names for name in signature.names)]
         return
     for size in dict.fromkeys(len(x) for x in inputs if x.dim()):
         fits = [k for k, x in enumerate(inputs) if x.dim() and len(x) == size]
-        for count in range(len(fits), 0, -1):
-            for chosen in combinations(fits, count):
-                yield tuple(k in chosen for k in range(len(inputs)))
+        yield _subsets(fits, len(inputs))
+
+
+def _subsets(members: Sequence[int], n: int) -> Iterator[tuple[bool, ...]]:
+    """Yield which of `n` are in each subset of `members` but the empty one, the largest first."""
+    for count in range(len(members), 0, -1):
+        for chosen in combinations(members, count):
+            yield tuple(k in chosen for k in range(n))
 
 
 def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], whole: set[nn.Module]) -> Layers:
@@ -172,7 +195,7 @@ def _check_root(module: nn.Module) -> None:
             f"{type(module).__name__} has hooks of its own, and its layers are not called by it; remove them, or make "
             "it the only child of a module, where it stays whole"
         )
-    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+    if is_compiled(module):
         raise Untraceable(f"{type(module).__name__} is compiled; give the module itself, and compile submodules of it")
     for name, part in module.named_modules():
         if any(map(nn.parameter.is_lazy, (*part.parameters(), *part.buffers()))):
@@ -220,7 +243,7 @@ def _ran(module: nn.Module, run: nn.Module, signature: Signature, inputs: Sequen
         return [], {}
     with as_it_was(module), torch.inference_mode(False), torch.enable_grad():
         given = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-        outputs = [*tensors_in(signature.call(run, [x.clone() for x in given]))]
+        outputs = _outputs(run, signature, given)
         values = [x.detach().clone() for x in (*outputs, *module.buffers())]
         ends = [y for y in outputs if y.requires_grad]
         weights = [torch.linspace(1, 2, y.numel(), device=y.device).to(y.dtype).view(y.shape) for y in ends]
@@ -232,3 +255,50 @@ def _ran(module: nn.Module, run: nn.Module, signature: Signature, inputs: Sequen
                 grads = torch.autograd.grad(ends, [*wanted.values()], weights, allow_unused=True)
         dense = [torch.empty(0) if x is None else x.to_dense() if x.is_sparse else x for x in grads]
         return values, dict(zip(wanted, dense, strict=True))
+
+
+def _outputs(run: nn.Module, signature: Signature, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that the module, or its layers, returns for copies of these inputs."""
+    return [*tensors_in(signature.call(run, [x.clone() for x in inputs]))]
+
+
+def _check_halves(module: nn.Module, signature: Signature, inputs: Sequence[Tensor]) -> None:
+    """Refuse a module that, in evaluation mode, gives something else for the sample's halves than for all of it.
+
+    Modules with batch norms without running statistics, those that give something else each time, such as by random
+    numbers, and those that cannot run in evaluation mode are let be.
+    """
+    everything = [*module.modules()]
+    if any(isinstance(m, _BatchNorm) and m.running_mean is None for m in everything):
+        return
+    of_halves = [x.chunk(2) if batched else (x, x) for x, batched in zip(inputs, signature.batched, strict=True)]
+    with as_it_was(module), torch.inference_mode(False), torch.enable_grad():
+        for part in everything:
+            part.training = False
+        try:
+            expected = _outputs(module, signature, inputs)
+            parts = [_outputs(module, signature, half) for half in zip(*of_halves, strict=False)]
+            found = [torch.cat(column) for column in zip(*parts, strict=False)]
+            if _alike(found, expected) or not _alike(_outputs(module, signature, inputs), expected):
+                return
+        except Exception:  # such as of a module that is only for training, or on `meta`
+            return
+    raise Untraceable(
+        f"{type(module).__name__} gives other outputs for the two halves of the sample than for all of it, in "
+        "evaluation mode, so it would do something else on micro-batches\n"
+        "  dimension 0 has to be the batch, but for arguments that are named in shared=[…]; what compares samples, "
+        "such as x - x.mean(0), belongs after the pipeline\n"
+        "  a part that compares those of each micro-batch on purpose, such as experts with a capacity, is let be where "
+        "it is kept as one layer, whole=[…]"
+    )
+
+
+def _alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Return whether outputs are equal, up to the rounding of kernels that are chosen for another batch size."""
+    for y, z in zip(found, expected, strict=False):
+        if y.shape == z.shape and z.is_floating_point() and z.numel():
+            tolerance = 1e-2 + 16 * torch.finfo(z.dtype).eps
+            largest = float(z.detach().abs().nan_to_num(0, 0, 0).max())
+            if not torch.allclose(y, z, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
+                return False
+    return True

@@ -74,6 +74,11 @@ def compile_model(run: nn.Module, batches: do.Batches) -> Any:
     return train_compiled(model, batches, compiled=isinstance(run, Plain))
 
 
+def compile_each(layers: Any) -> None:
+    for name, layer in layers.named_children():
+        layers._modules[name] = torch.compile(layer, backend=backend)
+
+
 def then(change: Callable[[Any], object]) -> Callable[[Any, do.Batches], Any]:
     """Train, change the pipeline, and train it on."""
 
@@ -203,8 +208,12 @@ ROWS = [
         made(linear, partial(checkpointed, False), partial(checkpointed, True)), use=steps,
         note="Reentrant or not.", **ALONE),
     changed("`torch.compile` of the layers", lambda layers: [layer.compile(backend=backend) for layer in layers],
-            "Each layer is compiled twice, as a first pass takes no gradients.",
-            use=partial(train_compiled, compiled=True), **ALONE),
+            "Each layer is compiled twice, as a first pass takes no gradients. A compiled batch norm in training "
+            'cannot be recomputed, which is refused: use `checkpoint="never"`.',
+            use=partial(train_compiled, compiled=True)),
+    changed("`torch.compile(layer)` in the place of a layer", compile_each,
+            "As `layer.compile()`; names of state get `_orig_mod`, as without a pipeline.",
+            use=partial(train_compiled, compiled=True)),
     tool("`torch.compile(model)`", compile_model, "It compiles nothing: compile the layers.", **ALONE),
     changed("adapters (LoRA), added before wrapping", adapt, "Weights may be frozen."),
     tool("adapters (LoRA), added after wrapping", then(adapt), "Inside of layers."),

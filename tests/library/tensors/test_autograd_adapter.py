@@ -42,6 +42,7 @@ PRIVATE = [
     ("torch.distributed.distributed_c10d._get_default_store", "distributed/connections.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "batchnorm.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "task/snapshot.py"),
+    ("torch.nn.modules.batchnorm._BatchNorm", "trace/sequential.py"),
     ("torch.utils._device.DeviceContext", "tensors/_autograd.py"),
     ("torch.utils._python_dispatch._pop_mode", "tensors/_autograd.py"),
     ("torch.utils._python_dispatch._push_mode", "tensors/_autograd.py"),

@@ -52,6 +52,8 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a factor of the batch size": lambda net, x: net.a(x) * (1 / len(x)),
     "a loss": lambda net, x: net.a(x).mean(),
     "samples in another dimension": lambda net, x: net.a(x).t(),
+    "what compares samples": lambda net, x: net.a(x) - x.mean(0),
+    "a position for each sample": lambda net, x: net.a(x) + torch.arange(len(x)).unsqueeze(1),
     "a parameter": lambda net, x: net.a.weight,
     "a hidden module": lambda net, x: net.hidden[0](net.a(x)),
     "autocast": within_autocast,
@@ -80,6 +82,7 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a draw that is not noted": lambda net, x: net.b(x) if gauss(0, 1) < 99 else net.a(x),
 }
 REPLACES = ["`net.count = net.count + 1`", "another buffer 'count' (change it in place: self.count.copy_(…))"]
+COMPARES = ["other outputs for the two halves of the sample", "named in shared=[…]", "x - x.mean(0)", "whole=[…]"]
 # Whether the message names the line, and what it says: of others, that the forward sets or asks for what their name is.
 SAID: dict[str, tuple[bool, list[str]]] = {
     "a branch": (True, ["depends on what is in a tensor", "put that part into a submodule"]),
@@ -88,6 +91,8 @@ SAID: dict[str, tuple[bool, list[str]]] = {
     "a factor of the batch size": (True, ["it passes 0.5, 0.33"]),
     "a loss": (True, ["shape () for 2 samples", "such as a loss, belongs after the pipeline"]),
     "samples in another dimension": (True, ["shape (6, 2) for 2 samples"]),
+    "what compares samples": (False, COMPARES),
+    "a position for each sample": (False, COMPARES),
     "a parameter": (False, ["returns a tensor that no call has made"]),
     "a hidden module": (True, ["not registered"]),
     "autocast": (False, ["`with AUTOCAST:`", "it sets or asks for autocast"]),
@@ -108,6 +113,12 @@ OTHERS: dict[str, tuple[Callable[[], Any], bool, list[str]]] = {
     "a hook on all of it": (lambda: after(lambda m: m.register_forward_hook(print)), False, ["has hooks of its own"]),
     "compiled": (lambda: after(lambda m: m.compile()), False, ["Residual is compiled"]),
     "compiled, around it": (lambda: torch.compile(traced.Residual()), False, ["OptimizedModule is compiled"]),
+    "compiled, its forward": (lambda: traced.compiled_forward(traced.Residual()), False, ["Residual is compiled"]),
+    "time before the batch": (
+        lambda: does(lambda net, x: net.recurrent(x.unsqueeze(1))[0].squeeze(1), recurrent=nn.LSTM(WIDTH, WIDTH)),
+        False,
+        COMPARES,
+    ),
     "scripted": (lambda: nn.Sequential(torch.jit.script(nn.ReLU())), False, ["Sequential has a scripted part, '0'"]),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(2)), False, ["without shapes, such as in ''; run it once"]),
     "a state of its own": (
@@ -136,7 +147,65 @@ def test_refused(name: str) -> None:
     assert [part for part in said if part not in message] == []
     freed = weakref.ref(module)
     del module, caught
-    assert freed() is None or name == "compiled"  # a module that refers to itself
+    assert freed() is None or name.startswith("compiled")  # a module that refers to itself
+
+
+def each_with_each(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Return the scores of every image with every text."""
+    return net.a(x) @ net.b(y).t()
+
+
+class Pairs(traced.Net):
+    forward = each_with_each
+
+
+def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
+    """Micro-batches of both give other scores than micro-batches of one with all of the other."""
+    sample = (rows(), rows())
+    with pytest.raises(Untraceable, match=r"shape \(3, 3\) for 3 samples(?s:.*)shared=\[…\]"):
+        sequential(Pairs(), sample)
+    module = Pairs()
+    for shared in (["y"], None):  # without it, where the lengths tell which has the batch
+        x, y = sample if shared else (rows(), torch.randn(3, WIDTH))
+        layers = sequential(module, (x, y), shared=shared)
+        model = GPipe(layers, [len(layers)], devices=["cpu"], chunks=2)
+        torch.testing.assert_close(model(x, y), module(x, y))
+
+
+class Experts(nn.Module):
+    """An expert takes no more rows than its capacity, and leaves the others as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choice, self.expert = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        taken = self.choice(x).flatten().topk(1 + len(x) // 4).indices
+        return x.index_add(0, taken, self.expert(x[taken]))
+
+
+class OnlyTraining(traced.Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            raise RuntimeError("there is nothing to evaluate")
+        return self.b(self.a(x) - x.mean(0))
+
+
+LET_BE: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "a norm without statistics": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, track_running_stats=False)),
+        {},
+    ),
+    "draws": (lambda: does(lambda net, x: net.a(nn.functional.dropout(x))), {}),
+    "a capacity of experts": (lambda: nn.Sequential(nn.Linear(6, 6), Experts()), {"whole": [Experts]}),
+    "what is only for training": (lambda: nn.Sequential(OnlyTraining(), nn.Linear(6, 200)), {}),
+}
+
+
+@pytest.mark.parametrize("name", LET_BE)
+def test_what_compares_samples_for_a_known_reason_is_let_be(name: str) -> None:
+    make, options = LET_BE[name]
+    assert len(sequential(make(), torch.randn(8, WIDTH), **options))
 
 
 def masked(**given: Any) -> dict[str, Any]:

@@ -102,6 +102,29 @@ def test_hooks_run(name: str) -> None:
     assert seen == ["forward", "forward", "backward", "backward"]
 
 
+def compiled_call(module: Any) -> nn.Module:
+    module.compile(backend="aot_eager")
+    return module
+
+
+def compiled_around(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("compiled", [compiled_call, traced.compiled_forward, compiled_around])
+def test_compiled_parts_are_layers_and_stay_compiled(compiled: Callable[[nn.Module], nn.Module]) -> None:
+    torch.compiler.reset()
+    module = nn.Sequential(nn.Linear(traced.WIDTH, traced.WIDTH), compiled(traced.Residual()))
+    layers, x = sequential(module, rows()), rows()
+    assert len(layers) == 2
+    expected = module(x)
+    torch.compiler.reset()
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
+        layers(x)
+    model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2)
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_copies_and_two_in_one_sequence() -> None:
     module = traced.Residual()
     layers, x, many = sequential(module, rows()), rows(), torch.randn(2, 9, traced.WIDTH)

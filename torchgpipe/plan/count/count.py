@@ -26,6 +26,7 @@ from torchgpipe.plan.count.known import Alike, Remembered
 from torchgpipe.plan.count.measure import StorageNumbers, measure_footprint
 from torchgpipe.plan.count.task_bytes import TaskBytes, task_bytes
 from torchgpipe.plan.hardware.operators import Operator, dtype_of
+from torchgpipe.tensors._autograd import is_compiled
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.layer import batched
 
@@ -139,8 +140,7 @@ def _at(
 def _refuse_compiled(module: nn.Sequential) -> None:
     for name, layer in module.named_children():
         for part in layer.modules():
-            by_call = getattr(part, "_compiled_call_impl", None) is not None
-            if by_call or hasattr(part, "_orig_mod") or hasattr(part.forward, "_torchdynamo_orig_callable"):
+            if is_compiled(part):
                 raise ValueError(
                     f"layer {name!r} is compiled by torch.compile, and how it fuses operators cannot be counted: "
                     "count or plan the layers before they are compiled"

@@ -1,0 +1,93 @@
+"""Compiled layers are layers: by call and by step, on every engine, in every mode of checkpointing."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from ..plain import Plain, piped
+from .compare import REORDERED, differences
+
+CHUNKS = 4
+NORM = "running statistics of a batch norm in training"
+
+
+class Counting(nn.Module):
+    """A layer whose buffer and mode have to be put back for a recomputation."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        y = self.linear(x) + self.count
+        return y.tanh() if self.training else y
+
+
+def compiled_in_place(layer: Any) -> nn.Module:
+    """Compile the layer's call; the layer stays what it is."""
+    layer.compile(backend="aot_eager")
+    return layer
+
+
+def compiled_around(layer: nn.Module) -> nn.Module:
+    """Return a module of PyTorch's around the layer."""
+    return torch.compile(layer, backend="aot_eager")  # type: ignore[return-value]
+
+
+def by_call(run: Any, x: Tensor, target: Tensor) -> None:
+    loss = mse_loss(run(x), target)
+    run.eval()  # a recomputation still runs in training
+    loss.backward()
+    run.train()
+
+
+def by_step(run: Any, x: Tensor, target: Tensor) -> None:
+    if isinstance(run, Plain):
+        mse_loss(run(x), target).backward()
+    else:
+        run.step(mse_loss, x, target)
+
+
+@pytest.mark.parametrize("train", [by_call, by_step])
+@pytest.mark.parametrize("compiled", [compiled_in_place, compiled_around])
+def test_compiled_layers(
+    compiled: Callable[[nn.Module], nn.Module],
+    train: Callable[[Any, Tensor, Tensor], None],
+    engine: str,
+    checkpoint: str,
+) -> None:
+    torch.compiler.reset()
+    plain = nn.Sequential(*[Counting() for _ in range(4)])
+    own = copy.deepcopy(plain)
+    layers = nn.Sequential(*[compiled(layer) for layer in own])
+    schedule = "1F1B" if train is by_step else "GPipe"
+    model = piped(layers, [2, 2], CHUNKS, engine=engine, checkpoint=checkpoint, schedule=schedule)
+    with torch._dynamo.config.patch(recompile_limit=64):  # workers compile a layer at once, each for itself
+        for _ in range(2):
+            x, target = torch.randn(2, 8, 6)
+            train(model, x, target)
+            train(Plain(plain, chunks=CHUNKS), x, target)
+    assert differences(own, plain, REORDERED) == []
+
+
+@pytest.mark.parametrize("compiled", [compiled_in_place, compiled_around])
+def test_a_compiled_batch_norm_is_not_recomputed(
+    compiled: Callable[[nn.Module], nn.Module], engine: str, checkpoint: str
+) -> None:
+    torch.compiler.reset()
+    layers = nn.Sequential(nn.Linear(6, 6), compiled(nn.Sequential(nn.BatchNorm1d(6), nn.Tanh())))
+    model = piped(layers, [1, 1], CHUNKS, engine=engine, checkpoint=checkpoint)
+    loss = model(torch.randn(8, 6)).sum()
+    with nullcontext() if checkpoint == "never" else pytest.raises(RuntimeError, match=NORM):
+        loss.backward()
