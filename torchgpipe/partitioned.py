@@ -266,9 +266,10 @@ class Partitioned(nn.Module, ABC):
         """Clip the gradients of all partitions together, as `torch.nn.utils.clip_grad_norm_`; return their norm.
 
         It is the norm of each parameter's norms in the model's order, so that any balance has the same.
+        Some gradients may be DTensors, those of sharded parameters, and others plain tensors.
         """
-        alike = {"max_norm": float(max_norm), "norm_type": float(norm_type)}
-        with self._together("clip_grad_norm_", **alike) as exchange:
+        settings = {"max_norm": float(max_norm), "norm_type": float(norm_type)}
+        with self._together("clip_grad_norm_", **settings) as exchange:
             stages = {p: stage.index for stage in self._stages[::-1] for p in stage.partition.parameters()}
             given = [p for p in self.parameters() if p.grad is not None]
             parts = [torch.linalg.vector_norm(p.grad, norm_type) for p in given if p.grad is not None]
@@ -280,7 +281,11 @@ class Partitioned(nn.Module, ABC):
             # Other ranks may have stages in between.
             order = torch.cat([x[len(x) // 2 :] for x in found]).argsort(stable=True)
             total: Tensor = torch.linalg.vector_norm(torch.cat([x[: len(x) // 2] for x in found])[order], norm_type)
-            torch.nn.utils.clip_grads_with_norm_(given, max_norm, total)
+            # One operator takes plain gradients, whose mesh is None here, or DTensors of one mesh.
+            meshes = [getattr(p.grad, "device_mesh", None) for p in given]
+            for mesh in {*meshes}:
+                clipped = [p for p, of in zip(given, meshes, strict=True) if of == mesh]
+                torch.nn.utils.clip_grads_with_norm_(clipped, max_norm, total)
             return total
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Callable[[Tensor], list[Tensor]]]:

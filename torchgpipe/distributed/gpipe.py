@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.distributed.connections import Connections
-from torchgpipe.distributed.rank_batch import RankBatch
+from torchgpipe.distributed.rank_batch import RankBatch, WholeLoss
+from torchgpipe.distributed.same_data import checksums, warn_if_unlike
 from torchgpipe.engine.batch import WorkersEngine
 from torchgpipe.engine.schedule import arranged
 from torchgpipe.partition import Init, choose_devices
@@ -122,6 +123,7 @@ class DistributedGPipe(Partitioned):
         self._order = made.lower() if isinstance(made, str) else f"{made.name}, {crc32(repr(made).encode()):x}"
         self._connections: Connections | None = None
         self._serial = 0
+        self._warned = False  # of samples that differ
         if "silence" in vars(self):  # of a pipeline that was pickled when `timeout` was called that
             self.timeout = vars(self).pop("silence")
 
@@ -147,7 +149,7 @@ class DistributedGPipe(Partitioned):
             raise ValueError(f"rank {self.rank} holds {len(self._partitions)} partitions: see model.partitions")
         return cast(nn.Sequential, self._partitions[0])
 
-    def forward(self, *args: Any, _goal: Goal | Callable[[Any], Tensor] | None = None, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, _goal: Goal | WholeLoss | None = None, **kwargs: Any) -> Any:
         """Run a mini-batch through the pipeline; the input counts on the first rank only.
 
         Returns:
@@ -168,7 +170,7 @@ class DistributedGPipe(Partitioned):
             TypeError: `criterion` does not return a scalar.
             RankFailed: another rank has failed.
         """
-        return cast(Tensor, self._called(input, _goal=lambda output: criterion(output, target)))
+        return cast(Tensor, self._called(input, _goal=WholeLoss(criterion, target)))
 
     @contextmanager
     def _together(self, doing: str, **alike: float) -> Iterator[Callable[[Tensor], list[Tensor]]]:
@@ -212,7 +214,7 @@ class DistributedGPipe(Partitioned):
             )
         return self._connections
 
-    def _run(self, args: Any, kwargs: Any, goal: Goal | Callable[[Any], Tensor] | None) -> Any:
+    def _run(self, args: Any, kwargs: Any, goal: Goal | WholeLoss | None) -> Any:
         connections, stage = self._connected(), self._stages[0]
         self._serial += 1
 
@@ -235,7 +237,10 @@ class DistributedGPipe(Partitioned):
                 # Or two pipelines that ranks have made in different orders could train as one.
                 "the checksum of its parameters' names and shapes": getattr(self, "_alike", 0),  # of an older pickle
             }
-            batch = RankBatch(connections, settings, micro_batches, owner=self)
+            given = checksums(self._serial, (args, kwargs), getattr(goal, "target", None))
+            batch = RankBatch(connections, settings, micro_batches, given, owner=self)
+            if batch.last and not self._warned:
+                self._warned = warn_if_unlike(given, batch.given, self.rank, placement[0])
             if isinstance(goal, Goal):
                 return carried_out(batch, micro_batches, batch.sizes, goal, self._shown)
             return batch.finished(goal)

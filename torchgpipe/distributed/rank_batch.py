@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +18,31 @@ from torchgpipe.task.task_graph import leaves
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather, tensors_of
 
 
+class WholeLoss(NamedTuple):
+    """What `loss()` is given beside the input; the criterion is called with the whole output."""
+
+    criterion: Callable[[Any, Any], Tensor]
+    target: Any
+
+
 class RankBatch(Batch):
     """Run the partitions of one rank in a mini-batch, and tell and hear what concerns all ranks.
 
     The first stage's rank has the `inputs`, and decides what seeds begin with. The last stage's has the outputs. The
     `sizes` of micro-batches are the same on all. `settings` are what every rank has to call the pipeline with alike,
-    and `owner` is that pipeline.
+    and `owner` is that pipeline. `given` are checksums of this rank's data.
+
+    Attributes:
+        given: those of the data that the first stage's rank was given.
     """
 
     def __init__(
-        self, connections: Connections, settings: dict[str, Any], inputs: list[TensorOrTensors], owner: Partitioned
+        self,
+        connections: Connections,
+        settings: dict[str, Any],
+        inputs: list[TensorOrTensors],
+        given: list[int],
+        owner: Partitioned,
     ) -> None:
         self._owner = owner  # a pipeline that is collected closes its connections
         self._connections, self._serial = connections, connections.serial
@@ -36,17 +51,19 @@ class RankBatch(Batch):
         if connections.own != self._first:
             (head,), theirs = connections.hear("head", self._first)
             connections.check_alike("the pipeline", self._settings, dict(theirs), self._first)
-            base, *sizes = head.tolist()
+            base, input_sum, target_sum, *sizes = head.tolist()
+            given = [input_sum, target_sum]
+        self.given = given
         self.inputs, self.sizes = inputs, sizes
         super().__init__(owner._steps, len(sizes), owner.checkpoint, owner.observer, base=base)
         self._seeded = self._agreed(self._seeded)
         (self.program,) = self.programs.values()
         connections.liveness.activity.program = self.program
 
-    def finished(self, criterion: Callable[[Any], Tensor] | None) -> Any:
+    def finished(self, goal: WholeLoss | None) -> Any:
         """Run every task's forward; return what the caller gets.
 
-        On the last rank that is the output, or what `criterion` makes of it. The others get this scalar, or a zero,
+        On the last rank that is the output, or its loss. The others get this scalar, or a zero,
         without its graph; if it takes a gradient, its backward is this rank's.
         """
         outputs = called(self, self.inputs)
@@ -56,9 +73,9 @@ class RankBatch(Batch):
             result = self._owner._shown(output)
             ends = tuple([y for y in tensors_of(output) if y.requires_grad])
             loss = torch.zeros((), device=self.devices[-1], requires_grad=bool(ends))
-            if criterion is not None:
+            if goal is not None:
                 with self.program.computes("the criterion"):
-                    result = loss = scalar(criterion(result))
+                    result = loss = scalar(goal.criterion(result, goal.target))
                 if loss.requires_grad and ends:
                     # Its backward goes on to the output also where the criterion has left that out: ranks wait.
                     def onward(grads: list[Flat], keep: bool) -> list[Flat]:
@@ -75,7 +92,7 @@ class RankBatch(Batch):
     def _agreed(self, seeded: AbstractContextManager[object]) -> Iterator[None]:
         with seeded:
             if self._connections.own == self._first:
-                head = torch.tensor([self._seeds.base or 0, *self.sizes], device="cpu")
+                head = torch.tensor([self._seeds.base or 0, *self.given, *self.sizes], device="cpu")
                 self._connections.tell("head", (head,), tuple(self._settings.items()))
             yield
             if not self.last:

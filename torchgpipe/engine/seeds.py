@@ -15,13 +15,19 @@ they draw. If only another thread of the program has drawn, they do not, and not
 
 A layer may set the default generator back by itself and draw again in backward, as checkpoint functions do. With a
 private generator it would draw other numbers. So where the first task has drawn, its backward is watched, too.
+
+What watches every operator also finds collectives, which all processes have to call in one order.
+Threads that run at once keep none, so a collective of a layer is refused before it is called. One
+that only backward calls, or only a later micro-batch, is not found.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import count
 
 import torch
+import torch.distributed as dist
 
 from torchgpipe.task.randomness import Randomness, default_generators
 from torchgpipe.task.seeded import DEFAULT_GENERATOR_LOCK, PrivateGenerator, SeededDefault
@@ -44,12 +50,13 @@ def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
     `recomputed` says whether the task will run twice.
     """
     own = stage.generators if recomputed else ()
-    if PrivateGenerator.present() is None:
+    outer = PrivateGenerator.present()
+    if outer is None:
         return Randomness([*default_generators(stage.device), *own] if recomputed else ())
     # A pipeline among the layers of a worker: the worker's generator is gone in backward. So the inner tasks have
     # generators of their own. Their seeds are drawn in each pass, so that both passes of the outer task draw alike.
     seed = int(torch.randint(2**62, (), device="cpu"))
-    return Randomness(own, lambda: PrivateGenerator(seed, lambda: None))
+    return Randomness(own, lambda: PrivateGenerator(seed, lambda: None, outer.exchanged))
 
 
 class Seeds:
@@ -78,11 +85,13 @@ class Seeds:
             passes = count()
             return Randomness(own, (lambda: self._watch(next(passes))) if self._recomputed else None)
         seed = (self.base or 0) + (i * self._n + j if j < self._n else -1 - i)  # what older versions drew stays
+        drew = partial(self._note, j)
         if self._alone:
-            seeded = SeededDefault(seed, lambda: self._note(j))
+            seeded = SeededDefault(seed, drew)
             return Randomness(own, lambda: seeded)
+        exchanged = partial(self._note_exchange, j)
         watch = (lambda: self._watch_backward(j)) if first else None
-        return Randomness(own, lambda: PrivateGenerator(seed, lambda: self._note(j)), watch)
+        return Randomness(own, lambda: PrivateGenerator(seed, drew, exchanged), watch)
 
     def __enter__(self) -> None:
         global _under_way
@@ -114,6 +123,17 @@ class Seeds:
             raise RuntimeError(
                 f"partition {j} draws random numbers within torch.utils.checkpoint, which cannot draw them again in a "
                 "worker thread; use engine='graph', or let the pipeline checkpoint instead"
+            )
+
+    def _note_exchange(self, j: int) -> None:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        # The criterion, which has the number n, is called in one thread, and so in one order.
+        if several and j < self._n:
+            raise RuntimeError(
+                f"a layer of partition {j} calls a collective of torch.distributed, as tensor "
+                "parallelism does; worker threads run at once, so each process would call "
+                "collectives in another order, and get wrong tensors; use engine='graph', or "
+                "DistributedGPipe"
             )
 
     def _watch_backward(self, j: int) -> AbstractContextManager[object]:

@@ -72,15 +72,23 @@ class PrivateGenerator(TorchDispatchMode):
     Operators that accept a generator are given it. The few that accept none take the default generator, which is put
     into the own one's state for as long; they run one at a time. `drew` is called at each draw. An operator to which a
     layer gives a generator is left alone.
+
+    As this sees every operator, it also calls `exchanged` before each collective.
     """
 
-    def __init__(self, seed: int, drew: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        seed: int,
+        drew: Callable[[], None],
+        exchanged: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._default_seed = _default_seed()
         self._seed = seed % 2**64
         self._generator = torch.Generator()
         self._generator.manual_seed(seed)
         self._drew, self._drawn = drew, False
+        self.exchanged = exchanged
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -113,8 +121,12 @@ class PrivateGenerator(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = _kind(func)
+        # An operator on a DTensor may exchange its parts, and this would not see that.
+        if kind == "exchanges" or any([hasattr(each, "full_tensor") for each in types]):
+            self.exchanged()
         # Where such contexts are nested, only the innermost acts.
-        if kind == "quiet" or is_other_generator(kwargs.get("generator")) or _thread.private is not self:
+        quiet = kind in ("quiet", "exchanges")
+        if quiet or is_other_generator(kwargs.get("generator")) or _thread.private is not self:
             return func(*args, **kwargs)
         if kind == "draws for dropout":
             at, p = next((i, a) for i, a in enumerate(func._schema.arguments) if a.name == "dropout_p")
@@ -139,6 +151,8 @@ class PrivateGenerator(TorchDispatchMode):
 
 @cache
 def _kind(func: Any) -> str:
+    if "c10d" in func.namespace or func.namespace == "_dtensor":
+        return "exchanges"
     if any(a.name == "generator" and a.kwarg_only for a in func._schema.arguments):
         return "takes a generator"
     if torch.Tag.nondeterministic_seeded not in func.tags:

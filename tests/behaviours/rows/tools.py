@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -185,6 +187,38 @@ def shard(layers: nn.Sequential) -> None:
         fully_shard(layer, mesh=mesh)
 
 
+class Synchronized(nn.Module):
+    """A norm that subtracts the mean over samples and processes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        dist.all_reduce(mean)
+        return x - mean / dist.get_world_size()
+
+
+def synchronize(layers: Any) -> None:
+    layers[1] = Synchronized()
+
+
+class TwoLinears(nn.Module):
+    """Two linear layers, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.narrow(self.wide(x).tanh())
+        return y
+
+
+def parallelize(layers: Any) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    layers[1], layers[2] = TwoLinears(), TwoLinears()
+    for layer in layers[1:3]:
+        parallelize_module(layer, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+
+
 def but_graph_never(message: str) -> dict[str, str]:
     """Refuse it wherever tasks have graphs of their own."""
     return dict.fromkeys(("workers", "ranks", "always", "except_last"), message)
@@ -263,4 +297,13 @@ REPLICAS = [
     changed("FSDP2: `fully_shard` of the layers", shard,
             "Each micro-batch gathers weights and reduces gradients. Ranks have to do so in one order, but workers run "
             "at once.", given=of_this_rank, tolerance=REORDERED, refused={"workers": "layers that FSDP shards"}),
+    changed("tensor parallelism: `parallelize_module` of the layers", parallelize,
+            "Also on ranks, over a mesh with a dimension for each. Clip by the pipeline's "
+            "`clip_grad_norm_`, which takes DTensors and plain gradients together.",
+            refused={"workers": "calls a collective"}),
+    changed("collectives in layers, as in synchronized norms", synchronize,
+            "Also on ranks. Workers refuse those of each partition's first micro-batch before they "
+            "are called. Those that only a later one calls, or only backward, are not found. A "
+            "criterion's are right.",
+            given=of_this_rank, refused={"workers": "calls a collective"}),
 ]  # fmt: skip

@@ -1,0 +1,170 @@
+"""Ranks with other samples get one warning, on the last rank; what docs/data.md says is right."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from torchgpipe.distributed import DistributedGPipe
+from torchgpipe.distributed.same_data import EVERY, checksums
+
+LAST = 2
+OTHER = "rank 0 and rank 2 were given different {}s for the same mini-batch"
+
+pytestmark = pytest.mark.ranks(LAST + 1)
+
+
+def layers(count: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(5, 5) for _ in range(count)])
+
+
+def made() -> DistributedGPipe:
+    return DistributedGPipe(layers(), [1] * 3, chunks=2)
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 5, generator=drawn), torch.randint(5, (8,), generator=drawn)
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """Collect what is warned within."""
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        said: list[str] = []
+        yield said
+    said += [str(each.message) for each in noted]
+
+
+def by_step(model: Any, x: Any, target: Any) -> Tensor:
+    loss: Tensor = model.step(cross_entropy, x, target)
+    return loss
+
+
+def by_loss(model: Any, x: Any, target: Any) -> Tensor:
+    loss: Tensor = model.loss(cross_entropy, x, target)
+    loss.backward()
+    return loss.detach()
+
+
+def by_evaluating(model: Any, x: Any, target: Any) -> Tensor:
+    loss: Tensor = model.evaluate(cross_entropy, x, target)
+    return loss
+
+
+@pytest.mark.parametrize("call", [by_step, by_loss, by_evaluating])
+def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tensor]) -> None:
+    """The loss is that of rank 0's input and the last rank's target."""
+    rank, model = dist.get_rank(), made()
+    with warned() as said:
+        losses = [call(model, *batch(10 * k + rank)) for k in range(4)]
+    assert len(said) == (rank == LAST), said
+    assert rank != LAST or said[0].startswith(OTHER.format("target")), said
+    used = [(batch(10 * k)[0], batch(10 * k + LAST)[1]) for k in range(4)]
+    again = made()
+    assert losses == [call(again, *pair) for pair in used]
+
+
+def test_an_input_alone_may_differ() -> None:
+    """It is compared where a rank does not know the target: in `model(x)`, or given `None`."""
+    rank = dist.get_rank()
+    for given in ((batch(rank)[0],), (batch(rank)[0], batch(0)[1] if rank else None)):
+        model = made()
+        with warned() as said:
+            model(*given) if len(given) == 1 else by_step(model, *given)
+        assert len(said) == (rank == LAST), said
+        assert rank != LAST or said[0].startswith(OTHER.format("input")), said
+
+
+PLACEHOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "None": lambda x: None,
+    "empty": lambda x: torch.empty(0),
+    "on meta": lambda x: x.to("meta"),
+    "zeros of this shape": torch.zeros_like,
+    "one zero": lambda x: torch.zeros(1),
+    "a tuple of zeros": lambda x: (torch.zeros_like(x), None),
+    "the same": lambda x: x,
+    "a parameter": lambda x: nn.Parameter(torch.randn(2, 2)),
+    "a word": lambda x: "nothing",
+    "sparse": lambda x: torch.randn(3, 3).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("name", PLACEHOLDERS)
+def test_placeholders_are_no_other_data(name: str) -> None:
+    rank, placeholder = dist.get_rank(), PLACEHOLDERS[name]
+    x, target = batch(0)
+    model = made()
+    with warned() as said:
+        given = x if rank == 0 else placeholder(x)
+        by_step(model, given, target if rank == LAST else placeholder(target))
+    assert said == []
+
+
+def test_inputs_may_be_augmented_on_each_rank() -> None:
+    """The targets say that the samples are the same."""
+    x, target = batch(0)
+    with warned() as said:
+        by_step(made(), x + dist.get_rank(), target)
+    assert said == []
+
+
+def test_data_of_one_rank() -> None:
+    """Where a rank has the first stage and the last one, it uses both of its own."""
+    model = DistributedGPipe(layers(6), [1] * 6, chunks=2, schedule="ZBVZeroBubble")
+    with warned() as said:
+        by_step(model, *batch(dist.get_rank()))
+    assert said == []
+
+
+def test_only_some_mini_batches_are_compared() -> None:
+    x, target = batch(0)
+    found = {serial: checksums(serial, x, target) for serial in range(1, 2 * EVERY + 1)}
+    compared = [serial for serial, sums in found.items() if sums != [0, 0]]
+    assert compared == [1, 2, 3, EVERY, 2 * EVERY]
+    model = made()
+    model._serial = EVERY - 2  # the last one before it, and that one
+    for expected in (0, dist.get_rank() == LAST, 0):
+        with warned() as said:
+            by_step(model, *batch(dist.get_rank()))
+        assert len(said) == expected
+
+
+def test_ranks_that_need_no_data_load_none() -> None:
+    x, target = batch(0)
+    everywhere, where_needed = made(), made()
+    placement = where_needed.schedule.placement
+    used = where_needed.rank in (placement[0], placement[-1])
+    loss = by_step(where_needed, *((x, target) if used else (None, None)))
+    assert loss == by_step(everywhere, x, target)
+    expected = [p.grad for p in everywhere.parameters()]
+    found = [p.grad for p in where_needed.parameters()]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_penalty_of_all_ranks_is_added_after_the_step() -> None:
+    """In the criterion, it would count the last rank's parameters alone."""
+
+    def penalty(model: nn.Module) -> Tensor:
+        return torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+    x, target = batch(0)
+    after, within, plain = made(), made(), layers()
+    by_step(after, x, target)
+    penalty(after).backward()
+    within.step(lambda y, target: cross_entropy(y, target) + penalty(within), x, target)
+    (cross_entropy(plain(x), target) + penalty(plain)).backward()
+    expected: dict[str, Any] = {name: p.grad for name, p in plain.named_parameters()}
+    for name, p in after.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name])
+    for name, p in within.named_parameters():
+        assert p.grad is not None
+        assert torch.allclose(p.grad, expected[name]) == (dist.get_rank() == LAST)

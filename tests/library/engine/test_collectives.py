@@ -1,0 +1,224 @@
+"""Collectives in layers: workers refuse them. In one thread, and on ranks, they are right."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.nn.functional import all_gather
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import mse_loss
+
+from torchgpipe import GPipe
+from torchgpipe.distributed import DistributedGPipe
+from torchgpipe.schedules.named import NAMED
+
+from ..layers import Lambda
+
+
+def reduced(x: Tensor, *, later: bool = False) -> Tensor:
+    """Return x minus its mean over processes and samples, as a synchronized norm does."""
+    mean = x.detach().mean(0)
+    work = dist.all_reduce(mean, async_op=later)
+    if work is not None:
+        work.wait()
+    return x - mean / dist.get_world_size()
+
+
+def swapped(x: Tensor) -> Tensor:
+    """Return x of the other process, sent from one to the other."""
+    other, received = 1 - dist.get_rank(), torch.empty_like(x)
+    sends = dist.P2POp(dist.isend, x.detach().contiguous(), other)
+    receives = dist.P2POp(dist.irecv, received, other)
+    for work in dist.batch_isend_irecv([sends, receives]):
+        work.wait()
+    return x + received
+
+
+def functionally(x: Tensor) -> Tensor:
+    """Return x plus its sum over processes, of a collective that `torch.compile` can follow."""
+    world: Any = dist.group.WORLD
+    return x + functional.all_reduce(x.detach(), "sum", world)
+
+
+def summed(x: Tensor) -> Tensor:
+    """Add a result of DTensors, which exchange their parts within the operator that needs them."""
+    world: Any = dist.group.WORLD
+    mesh = DeviceMesh.from_group(world, "cpu")
+    part: Any = DTensor.from_local(x.detach(), mesh, [Partial()])
+    return x + part.relu().to_local()
+
+
+COLLECTIVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "all_reduce": reduced,
+    "all_reduce, asynchronous": partial(reduced, later=True),
+    "send and receive": swapped,
+    "functional": functionally,
+    "with gradients": lambda x: x + sum(all_gather(x)),
+    "within an operator on a DTensor": summed,
+}
+
+
+def layers(act: Callable[[Tensor], Tensor]) -> nn.Sequential:
+    torch.manual_seed(0)
+    linears = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)]
+    return nn.Sequential(linears[0], Lambda(act), linears[1], Lambda(act), linears[2])
+
+
+def piped(made: nn.Sequential, engine: Any = "workers", **options: Any) -> GPipe:
+    return GPipe(made, [2, 3], devices=["cpu"] * 2, chunks=4, engine=engine, **options)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Return samples of this process alone."""
+    drawn = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(8, 6, generator=drawn), torch.randn(8, 3, generator=drawn)
+
+
+def plainly(plain: nn.Module, x: Tensor, target: Tensor, m: int = 4) -> Tensor:
+    """Return the loss of a step of plain layers: each micro-batch forward and backward in turn."""
+    losses = []
+    for part, t in zip(x.chunk(m), target.chunk(m), strict=True):
+        loss = mse_loss(plain(part), t) / m
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_workers_refuse_a_collective_before_it_is_called(kind: str) -> None:
+    x, target = batch()
+    model = piped(layers(COLLECTIVES[kind]))
+    calls: list[Callable[[], object]] = [
+        lambda: model(x),
+        lambda: model.step(mse_loss, x, target),
+        lambda: model.evaluate(mse_loss, x, target),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="a layer of partition 0 calls a collective"):
+            call()
+    assert [p.grad for p in model.parameters()] == [None] * 6
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_one_thread_keeps_collectives_in_one_order(kind: str) -> None:
+    x, target = batch()
+    model = piped(layers(COLLECTIVES[kind]), engine="graph", schedule="1F1B")
+    plain = layers(COLLECTIVES[kind])
+    torch.testing.assert_close(model.step(mse_loss, x, target), plainly(plain, x, target))
+    expected = [p.grad for p in plain.parameters()]
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+
+
+@pytest.mark.ranks(2)
+def test_workers_allow_what_one_thread_calls() -> None:
+    """One thread calls a criterion, which may be contrastive, and hooks of parameters."""
+
+    def contrasting(y: Tensor, target: Tensor) -> Tensor:
+        return mse_loss(torch.cat(all_gather(y)).mean(0), target.mean(0))
+
+    def average(grad: Tensor) -> Tensor:
+        dist.all_reduce(grad)
+        return grad / 2
+
+    found = []
+    for engine in ("workers", "graph"):
+        model = piped(layers(torch.tanh), engine=engine)
+        for p in model.parameters():
+            p.register_hook(average)
+        model.step(contrasting, *batch())
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.ranks(1)
+def test_workers_allow_collectives_of_a_process_alone() -> None:
+    """A script for many processes, tried with one."""
+    model = piped(layers(reduced))
+    x, target = batch()
+    plain = layers(reduced)
+    torch.testing.assert_close(model.step(mse_loss, x, target), plainly(plain, x, target))
+
+
+class Block(nn.Module):
+    """Two linear layers, of which each process has a half under tensor parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.narrow(self.wide(x).relu())
+        return y
+
+
+def parallelize(block: nn.Module, mesh: Any) -> None:
+    parallelize_module(block, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+
+
+def blocks(mesh: DeviceMesh | None = None) -> nn.Sequential:
+    """Return blocks, and a last layer that every process has as a whole."""
+    torch.manual_seed(0)
+    made = nn.Sequential(*[Block() for _ in range(3)], nn.Linear(6, 3))
+    for block in made[:3] if mesh is not None else ():
+        parallelize(block, mesh)
+    return made
+
+
+def whole(x: Any) -> Tensor:
+    full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return full.detach().clone()
+
+
+def assert_trains_as_plain(model: Any, plain: nn.Module) -> None:
+    """Assert that steps with clipping are those of plain layers, up to the order of additions."""
+    x, target = torch.randn(8, 6), torch.randn(8, 3)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
+    for _ in range(2):
+        torch.testing.assert_close(model.step(mse_loss, x, target), plainly(plain, x, target))
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert expected > 0.1  # or nothing would be clipped
+        torch.testing.assert_close(model.clip_grad_norm_(0.1), expected)
+        theirs = dict(plain.named_parameters())
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(whole(p.grad), theirs[name].grad, msg=name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(whole(p), theirs[name].detach(), msg=name)
+
+
+@pytest.mark.ranks(2)
+def test_tensor_parallelism_in_one_thread() -> None:
+    """Gradients of DTensors and plain ones are clipped together."""
+    layers = blocks(init_device_mesh("cpu", (2,)))
+    model = GPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=4, schedule="1F1B", engine="graph")
+    assert_trains_as_plain(model, blocks())
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", NAMED)
+def test_tensor_parallelism_on_ranks(schedule: str) -> None:
+    """Over 2 x 2 ranks; layers are parallelized before they are wrapped, or after that."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    twice = schedule in ("Interleaved1F1B", "ZBVZeroBubble")
+    balance = [1] * 4 if twice else [2, 2]
+    options: dict[str, Any] = {"mesh": mesh["pp"], "chunks": 4, "schedule": schedule}
+    model = DistributedGPipe(blocks(mesh["tp"]), balance, **options)
+    assert_trains_as_plain(model, blocks())
+    model.close()
+    model = DistributedGPipe(blocks(), balance, **options)
+    for block in model.modules():
+        if isinstance(block, Block):
+            parallelize(block, mesh["tp"])
+    assert_trains_as_plain(model, blocks())
+    model.close()
