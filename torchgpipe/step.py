@@ -1,11 +1,14 @@
 """A training step: a mini-batch whose losses go backward as the schedule says, and how they are put together."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, nll_loss
 
 from torchgpipe.engine.batch import Batch, one_node
 from torchgpipe.engine.program import Ends
@@ -86,6 +89,8 @@ def carried_out(
     if goal.backward and not torch.is_grad_enabled():
         raise RuntimeError("step() goes backward, but gradients are off here; call evaluate()")
     ends = Losses(batch, inputs, sizes, goal, shown) if batch.last else Ends(inputs)
+    if batch.last:
+        warn_of_other_means(goal, sizes)
     grad, snapshots = bool(batch.snapshots), batch.snapshots
     if goal.scaler is not None and not batch.last:
         goal.scaler.scale(torch.zeros((), device=batch.devices[0]))  # or it would not know its scale yet
@@ -126,6 +131,41 @@ def sharing(
         return lambda loss, i: (loss if counts[i] else loss.nan_to_num()) * (counts[i] / (total or 1))
     parts = [count.double() / total for count in counts]
     return lambda loss, i: torch.where((parts[i] == 0).to(loss.device), 0.0, loss * parts[i].to(loss.dtype))
+
+
+def warn_of_other_means(goal: Goal, sizes: Sequence[int]) -> None:
+    """Warn if the criterion of a mean does not return the mean over a micro-batch's samples."""
+    options, target = options_of(goal.criterion), goal.target
+    if goal.reduction != "mean" or len(sizes) < 2:
+        return
+    if options.get("reduction") == "sum":
+        warnings.warn(
+            'the criterion has reduction="sum", but micro-batches are put together as means; give '
+            'reduction="sum" to step() and evaluate(), too',
+            stacklevel=2,
+        )
+    index = options.get("ignore_index")
+    # A tensor on a GPU is not looked at: that would be to wait for it.
+    on_cpu = isinstance(target, Tensor) and target.device.type == "cpu"
+    if index is None or goal.weight is not None or not on_cpu or not (target == index).any():
+        return
+    shares = {float(part.double().mean()) for part in (target == index).split([*sizes])}
+    if len(shares) > 1:
+        warnings.warn(
+            "micro-batches have different shares of targets that the criterion ignores, but each "
+            "counts by its samples; for the mean over what is not ignored, give step() and "
+            f"evaluate() weight=lambda target: (target != {index}).sum()",
+            stacklevel=2,
+        )
+
+
+def options_of(criterion: Criterion) -> dict[str, Any]:
+    """Return the options of a criterion, where they can be seen: of a module, or PyTorch's functions."""
+    if isinstance(criterion, nn.Module):
+        return vars(criterion)
+    given = criterion.keywords if isinstance(criterion, partial) else {}
+    function = criterion.func if isinstance(criterion, partial) else criterion
+    return {"ignore_index": -100, **given} if function in (cross_entropy, nll_loss) else given
 
 
 def parted(target: Any, sizes: Sequence[int]) -> list[Any]:

@@ -166,7 +166,10 @@ def test_wrong_arguments() -> None:
         "timeout must be a positive number of seconds, or None, but got 0": {"timeout": 0},
         "the kind of device is 'cpu' on rank 0 and 'meta' on rank 1": {"device": "meta" if other else "cpu"},
         "the schedule is '1f1b' on rank 0 and 'gpipe' on rank 1": {"schedule": "GPipe" if other else "1F1B"},
-        "there are 4 partitions for 3 devices; make": {"schedule": "Interleaved1F1B", "balance": [1, 1, 1, 2]},
+        "there are 4 partitions for 3 devices; give a balance of 6": {
+            "schedule": "Interleaved1F1B",
+            "balance": [1, 1, 1, 2],
+        },
         "the checksum of its parameters' names and shapes is .* on rank 0": {"module": nested if other else linears(5)},
     }
     for message, options in wrong.items():

@@ -78,7 +78,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "- missing in B: n2m4, n10m1, n10m4",
         ]),
         ("a b --metric speedup --filter n=2", ["e: speedup, each side over its own; higher is better"]),
-        (f"{PAPER} {shlex.quote(str(MEASURED))} {SPEED}", ["amoebanet-speed: throughput, each side over its own; higher is better"]),
+        (f"{PAPER} {shlex.quote(str(MEASURED))} {SPEED}",
+         ["amoebanet-speed: throughput, each side over its own; higher is better"]),
     ],
 )  # fmt: skip
 def test_what_is_shown(asked: str, lines: list[str], command: Any) -> None:
