@@ -126,7 +126,8 @@ class Partitioned(nn.Module, ABC):
         return self(*args, **kwargs, **goal)
 
     def _uncompiled(self, run: Callable[..., Any], *args: Any) -> Any:
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if traced or torch.compiler.is_exporting():
             raise RuntimeError(f"a pipeline cannot be traced or exported; {self._traced_instead}")
         if torch.compiler.is_dynamo_compiling():
             # torch.compile would follow the scheduler, and recompile for each task; layers may be compiled instead.

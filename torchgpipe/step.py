@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -160,11 +159,9 @@ def warn_of_other_means(goal: Goal, sizes: Sequence[int]) -> None:
 
 
 def options_of(criterion: Criterion) -> dict[str, Any]:
-    """Return the options of a criterion, where they can be seen: of a module, or PyTorch's functions."""
-    if isinstance(criterion, nn.Module):
-        return vars(criterion)
-    given = criterion.keywords if isinstance(criterion, partial) else {}
-    function = criterion.func if isinstance(criterion, partial) else criterion
+    """Return what can be seen of a criterion's options: of a module, a `partial`, or PyTorch's functions."""
+    given: dict[str, Any] = getattr(criterion, "keywords", getattr(criterion, "__dict__", {}))
+    function = getattr(criterion, "func", criterion)
     return {"ignore_index": -100, **given} if function in (cross_entropy, nll_loss) else given
 
 

@@ -148,11 +148,10 @@ def misses_steps(model: nn.Module) -> bool:
     It averages in the backward of what its own forward has returned. `replicate` takes each call of the
     model for such a forward, so it sees a `step`.
     """
-    averaging = [ddp for ddp in _averaging if ddp.require_backward_grad_sync]
-    if not averaging or averages_gradients([model]):
+    if not _averaging or averages_gradients([model]):
         return False
     own = {*model.parameters()}
-    return not all(own.isdisjoint(ddp.parameters()) for ddp in averaging)
+    return any(ddp.require_backward_grad_sync and not own.isdisjoint(ddp.parameters()) for ddp in _averaging)
 
 
 def caches_parametrizations() -> bool:
