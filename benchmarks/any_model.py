@@ -104,9 +104,8 @@ def _check_model(experiment: str, name: str, case: Case) -> Result:
     case.module.load_state_dict(before)
     for n in PARTITIONS:
         for mode in MODES:
-            pipeline = GPipe(
-                layers, evenly(layers, min(n, len(layers))), devices=["cpu"] * n, chunks=CHUNKS, checkpoint=mode
-            )
+            balance = evenly(layers, min(n, len(layers)))
+            pipeline = GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=CHUNKS, checkpoint=mode)
             if pipeline.state_dict().keys() != before.keys():
                 raise Unequal("the names of the state differ")
             if said := differences(outputs_and_gradients(case, pipeline, [case.sample]), plain, TOLERANCE):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -141,6 +142,52 @@ def profiler(model: nn.Module, batches: Batches) -> Any:
     with torch.profiler.profile(experimental_config=everywhere) as profile:
         losses = train(model, batches)
     return losses, sum(event.count for event in profile.key_averages() if event.key == "aten::tanh_backward")
+
+
+def traced(model: nn.Module, batches: Batches) -> Tensor:
+    (example, _), (x, _), _ = batches
+    trace: nn.Module = torch.jit.trace(model, example)
+    output: Tensor = trace(x)
+    return output
+
+
+def exported(model: nn.Module, batches: Batches) -> Tensor:
+    (example, _), (x, _), _ = batches
+    program = torch.export.export(model, (example,))
+    output: Tensor = program.module()(x)
+    return output
+
+
+def layers_alone(model: Any, batches: Batches) -> list[Tensor]:
+    layers = model[:]
+    return [traced(layers, batches), exported(layers, batches)]
+
+
+def steps(model: Any, batches: Batches) -> None:
+    for x, target in batches:
+        model.step(mse_loss, x, target)
+
+
+def steps_in_replicas(model: nn.Module, batches: Batches) -> None:
+    replicate(model)
+    steps(model, batches)
+
+
+class WithLoss(nn.Module):
+    """Return the loss of a pipeline's mini-batch."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, target: Tensor) -> Any:
+        return self.model.loss(mse_loss, x, target)
+
+
+def loss_in_replicas(model: nn.Module, batches: Batches) -> None:
+    replicas = nn.parallel.DistributedDataParallel(WithLoss(model))
+    for x, target in batches:
+        replicas(x, target).backward()
 
 
 def no_sync(model: Any, batches: Batches) -> None:

@@ -46,6 +46,16 @@ class Plain(nn.Sequential):
             if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d) and layer.track_running_stats:
                 layer.__class__ = Undivided
 
+    def __getitem__(self, index: Any) -> Any:
+        return nn.Sequential(OrderedDict(self.named_children()))[index]
+
+    def loss(self, criterion: Any, value: Any, target: Any) -> Tensor:
+        loss: Tensor = criterion(self(value), target)
+        return loss
+
+    def step(self, criterion: Any, value: Any, target: Any) -> None:
+        self.loss(criterion, value, target).backward()
+
     def forward(self, value: Any) -> Any:
         norms = [layer for layer in self.modules() if isinstance(layer, Undivided)]
         for norm in norms:

@@ -70,6 +70,7 @@ class GPipe(Partitioned):
 
     devices: list[torch.device]
     _engine: GraphEngine | WorkersEngine
+    _traced_instead = "trace or export its layers, model[:]"
 
     def __init__(
         self,

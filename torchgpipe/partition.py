@@ -1,6 +1,7 @@
 """Partitions: split a sequence of layers by the balance, place the parts on devices, keep the state's names."""
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -81,6 +82,12 @@ def choose_devices(devices: Iterable[int | str | torch.device] | None, n: int) -
         raise IndexError(
             f"too few devices: {n} partitions, but {len(found)} devices; give a balance of at most "
             f"{len(found)} partitions, or name a device several times in devices=[…]"
+        )
+    if devices is not None and len(found) > n:
+        warnings.warn(
+            f"devices=[…] names {len(found)} devices, of which the pipeline uses the first {n}; name no "
+            "more than it uses, or choose a balance and a schedule for all of them",
+            stacklevel=3,
         )
     # "cuda" and "cuda:0" are one device, and have to compare equal.
     return [torch.device("cuda", torch.cuda.current_device()) if str(d) == "cuda" else d for d in found[:n]]

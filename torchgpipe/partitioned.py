@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from torchgpipe.task.in_place import taking_turns
 from torchgpipe.task.randomness import check_apart
 from torchgpipe.task.snapshot import begins_in_place
 from torchgpipe.task.stage import Stage, turns_of
-from torchgpipe.tensors._autograd import averages_gradients
+from torchgpipe.tensors._autograd import averages_gradients, misses_steps
 from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.tensors.item import versions
 from torchgpipe.tensors.microbatch import TensorOrTensors, mapped, scatter, tensors_of
@@ -55,6 +55,7 @@ class Partitioned(nn.Module, ABC):
     checkpoint: Mode
     observer: Observer | None
     rank: int = 0
+    _traced_instead: ClassVar[str]
     _partitions: nn.ModuleList
     _stages: list[Stage]
     _steps: WorkersEngine
@@ -126,6 +127,9 @@ class Partitioned(nn.Module, ABC):
         return self(*args, **kwargs, **goal)
 
     def _uncompiled(self, run: Callable[..., Any], *args: Any) -> Any:
+        traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if traced or torch.compiler.is_exporting():
+            raise RuntimeError(f"a pipeline cannot be traced or exported; {self._traced_instead}")
         if torch.compiler.is_dynamo_compiling():
             # torch.compile would follow the scheduler, and recompile for each task; layers may be compiled instead.
             return torch.compiler.disable(run)(*args)
@@ -174,7 +178,8 @@ class Partitioned(nn.Module, ABC):
             scaler: scales what goes backward. Over ranks take `ShardedGradScaler` of `torch.distributed.fsdp`.
 
         Raises:
-            RuntimeError: gradients are off, or a layer does what a pipeline cannot follow.
+            RuntimeError: gradients are off; a layer does what a pipeline cannot follow; or
+                `DistributedDataParallel` is around the pipeline, and would average nothing.
             TypeError: the criterion does not return a scalar.
             ValueError: the target is not of the input's batch size, or `reduction` is another.
             RankFailed: another rank has failed.
@@ -182,6 +187,8 @@ class Partitioned(nn.Module, ABC):
         return cast(Tensor, self._uncompiled(self._step, input, Goal(criterion, target, reduction, weight, scaler)))
 
     def _step(self, input: Any, goal: Goal) -> Tensor:
+        if misses_steps(self):
+            raise RuntimeError(_MISSED_STEPS)
         loss: Tensor = self._called(input, _goal=goal)
         # A hook of a parameter may raise here, and all ranks have to hear of it.
         with self._together("step"):
@@ -330,6 +337,13 @@ P = TypeVar("P", bound=Partitioned)
 
 # What `_build` makes anew in a copy.
 _BUILT = ("_engine", "_steps", "_stages", "_connections")
+
+_MISSED_STEPS = (
+    "DistributedDataParallel around a pipeline does not see step(), so gradients would differ "
+    "between replicas; wrap a module whose forward returns model.loss(criterion, input, target), "
+    "and call backward() on what that returns; or use replicate(model), of "
+    "torch.distributed._composable.replicate, in its place, and step()"
+)
 
 _MOVING = (
     "a pipeline keeps each partition on the device that it was made with, and cannot be moved; "

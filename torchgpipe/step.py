@@ -1,11 +1,13 @@
 """A training step: a mini-batch whose losses go backward as the schedule says, and how they are put together."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from math import nan
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, nll_loss
 
 from torchgpipe.engine.batch import Batch, one_node
 from torchgpipe.engine.program import Ends
@@ -118,6 +120,8 @@ def carried_out(
     if goal.backward and not torch.is_grad_enabled():
         raise RuntimeError("step() goes backward, but gradients are off here; call evaluate()")
     ends = Losses(batch, inputs, sizes, goal, shown) if batch.last else Ends(inputs)
+    if batch.last:
+        warn_of_other_means(goal, sizes)
     grad, snapshots = bool(batch.snapshots), batch.snapshots
     if goal.scaler is not None and not batch.last:
         goal.scaler.scale(torch.zeros((), device=batch.devices[0]))  # or it would not know its scale yet
@@ -182,6 +186,39 @@ class Shares:
         if grad is None or self._counts is None or not isinstance(self._total, Tensor):
             return grad
         return torch.where((self._counts[i] == 0).to(grad.device) & (self._total != 0).to(grad.device), 0.0, grad)
+
+
+def warn_of_other_means(goal: Goal, sizes: Sequence[int]) -> None:
+    """Warn if the criterion of a mean does not return the mean over a micro-batch's samples."""
+    options, target = options_of(goal.criterion), goal.target
+    if goal.reduction != "mean" or len(sizes) < 2:
+        return
+    if options.get("reduction") == "sum":
+        warnings.warn(
+            'the criterion has reduction="sum", but micro-batches are put together as means; give '
+            'reduction="sum" to step() and evaluate(), too',
+            stacklevel=2,
+        )
+    index = options.get("ignore_index")
+    # A tensor on a GPU is not looked at: that would be to wait for it.
+    on_cpu = isinstance(target, Tensor) and target.device.type == "cpu"
+    if index is None or goal.weight is not None or not on_cpu or not (target == index).any():
+        return
+    shares = {float(part.double().mean()) for part in (target == index).split([*sizes])}
+    if len(shares) > 1:
+        warnings.warn(
+            "micro-batches have different shares of targets that the criterion ignores, but each "
+            "counts by its samples; for the mean over what is not ignored, give step() and "
+            f"evaluate() weight=lambda target: (target != {index}).sum()",
+            stacklevel=2,
+        )
+
+
+def options_of(criterion: Criterion) -> dict[str, Any]:
+    """Return what can be seen of a criterion's options: of a module, a `partial`, or PyTorch's functions."""
+    given: dict[str, Any] = getattr(criterion, "keywords", getattr(criterion, "__dict__", {}))
+    function = getattr(criterion, "func", criterion)
+    return {"ignore_index": -100, **given} if function in (cross_entropy, nll_loss) else given
 
 
 def parted(target: Any, sizes: Sequence[int]) -> list[Any]:

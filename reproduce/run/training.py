@@ -97,7 +97,8 @@ def on_devices(row: Row, model: nn.Sequential, devices: list[torch.device], engi
     if row.partitions is None:
         return model.to(devices[0])
     return GPipe(
-        model, row.balance, devices=devices, chunks=row.chunks or 1, checkpoint=row.checkpoint or "never",
+        model, row.balance, devices=devices[: row.partitions], chunks=row.chunks or 1,
+        checkpoint=row.checkpoint or "never",
         deferred_batch_norm=row.deferred_batch_norm, engine=engine, dependency="dependency" in row.components,
         copy_streams="streams" in row.components, portals="portals" in row.components,
     )  # fmt: skip

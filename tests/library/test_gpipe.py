@@ -184,7 +184,7 @@ def test_an_interrupt_before_a_context_is_left(name: str, backward: bool, monkey
 # The argument `devices`, the number of partitions, the chosen devices if there are three CUDA devices.
 DEVICES: list[tuple[Any, int, list[torch.device]]] = [
     (None, 2, [CUDA[0], CUDA[1]]),
-    (["meta", "cpu", "cpu"], 2, [META, CPU]),
+    (["meta", "cpu"], 2, [META, CPU]),
     (iter([CPU, "meta"]), 2, [CPU, META]),
     (["cuda", "cuda:1", torch.device("cuda")], 3, [CUDA[2], CUDA[1], CUDA[2]]),
     ([], 0, []),
@@ -197,10 +197,19 @@ def test_devices(given: Any, n: int, chosen: list[torch.device], monkeypatch: py
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     assert choose_devices(given, n) == chosen
+    assert choose_devices(None, 1) == [CUDA[0]], "without a warning that there are more"
     with pytest.raises(IndexError, match="too few devices: 4 partitions, but 3 devices"):
         choose_devices(None, 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_devices(None, 4) == [CPU] * 4
+
+
+def test_a_list_of_more_devices_than_there_are_partitions_warns() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="names 3 devices, of which the pipeline uses the first 2") as warned:
+        model = GPipe(layers, [1, 1], devices=["cpu"] * 3)
+    assert model.devices == [CPU] * 2
+    assert [each.filename for each in warned] == [__file__]
 
 
 def test_the_advice_works() -> None:

@@ -1,8 +1,11 @@
 """How a step puts losses together, and what it refuses; that it trains as plain layers do is in tests/behaviours."""
 
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,10 +24,11 @@ SCHEDULES: list[Any] = ["GPipe", "1F1B", make("1F1B", 2, 9), "ZBH1"]
 NAMES = ["GPipe", "1F1B", "a longer one", "ZBH1"]
 
 
-def pipeline(*between: nn.Module, engine: Any = "workers", **options: Any) -> GPipe:
+def pipeline(*between: nn.Module, engine: Any = "workers", devices: int = 2, **options: Any) -> GPipe:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(2, 2), *between, nn.Linear(2, 2))
-    return GPipe(layers, [len(layers) - 1, 1], devices=["cpu"] * 2, chunks=3, engine=engine, **options)
+    options = {"chunks": 3, "engine": engine, **options}
+    return GPipe(layers, [len(layers) - 1, 1], devices=["cpu"] * devices, **options)
 
 
 def grads(model: nn.Module) -> list[Tensor | None]:
@@ -118,6 +122,43 @@ def test_steps_in_anomaly_mode_end() -> None:
     assert ended.stdout == "done\n"
 
 
+SUM = 'give reduction="sum" to step'
+WEIGHT = r"weight=lambda target: \(target != {}\).sum\(\)"
+SOME, OTHER = T.abs() % 2, torch.tensor([0, 1, 1, 1, 1, 0, 1])
+CE, ce = nn.CrossEntropyLoss, nn.functional.cross_entropy
+MEANS: list[tuple[Any, Tensor, dict[str, Any], str]] = [
+    (CE(reduction="sum"), SOME, {}, SUM),
+    (partial(ce, reduction="sum"), SOME, {}, SUM),
+    (CE(), T, {}, WEIGHT.format(-100)),
+    (CE(ignore_index=1), OTHER, {}, WEIGHT.format(1)),
+    (ce, T, {}, WEIGHT.format(-100)),
+    (partial(ce, ignore_index=1), OTHER, {}, WEIGHT.format(1)),
+    (nn.MSELoss(reduction="sum"), X, {}, SUM),
+    (CE(reduction="sum"), SOME, {"reduction": "sum"}, ""),
+    (CE(), T, {"weight": lambda target: (target != -100).sum()}, ""),
+    (CE(), SOME, {}, ""),
+    (CE(ignore_index=0), torch.tensor([0, 1, 1, 0, 0, 1]), {}, ""),  # the same share of each
+    (nn.MSELoss(), X, {}, ""),
+    (crossed, T, {}, ""),  # what a function of one's own ignores cannot be seen
+]
+
+
+@pytest.mark.parametrize("run", ["step", "evaluate"])
+@pytest.mark.parametrize(("criterion", "target", "options", "said"), MEANS)
+def test_a_criterion_that_is_no_mean_over_samples_warns(
+    criterion: Any, target: Tensor, options: Any, said: str, run: str
+) -> None:
+    act = getattr(pipeline(engine="graph"), run)
+    alone = getattr(pipeline(chunks=1), run)
+    x = X[: len(target)]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        act(criterion, x, target, **options)
+        alone(criterion, x, target, **options)  # one micro-batch is the mini-batch
+    assert len(warned) == bool(said)
+    assert not said or re.search(said, str(warned[0].message))
+
+
 def test_a_scaler_scales_what_goes_backward() -> None:
     model, scaler = pipeline(), torch.amp.GradScaler("cpu", init_scale=8.0)
     loss = model.step(crossed, X, T.abs() % 2)
@@ -151,7 +192,9 @@ def test_a_step_that_fails_changes_no_gradient(schedule: Any, phase: str) -> Non
 
 
 def test_stages_of_one_device_may_take_micro_batches_in_another_order() -> None:
-    model = pipeline(schedule=Schedule("mine", [0, 0], [[*CROSSED.lists[0][:2], *CROSSED.lists[1], *ACTIONS[2:]]]))
+    model = pipeline(
+        devices=1, schedule=Schedule("mine", [0, 0], [[*CROSSED.lists[0][:2], *CROSSED.lists[1], *ACTIONS[2:]]])
+    )
     loss = model.step(nn.functional.mse_loss, X[:2], X[1:3])
     torch.testing.assert_close(loss, nn.functional.mse_loss(nn.Sequential(*model)(X[:2]), X[1:3]).detach())
 
@@ -217,7 +260,15 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "stages not shared alike": (
         lambda: GPipe(linears(3), [1] * 3, devices=["cpu"] * 2, schedule="Interleaved1F1B"),
-        ValueError, "there are 3 partitions for 2 devices",
+        ValueError, "there are 3 partitions for 2 devices; give a balance of 4 partitions",
+    ),
+    "one stage a device": (
+        lambda: pipeline(schedule="Interleaved1F1B"),
+        ValueError, "has 2 stages or more .* 2 partitions for 2 devices; give a balance of 4",
+    ),
+    "one stage": (
+        lambda: GPipe(linears(1), [1], devices=["cpu"], schedule="ZBVZeroBubble"),
+        ValueError, "ZBVZeroBubble has 2 .* 1 partitions for 1 devices; give a balance of 2",
     ),
 }  # fmt: skip
 

@@ -69,6 +69,8 @@ class DistributedGPipe(Partitioned):
             not v partitions for each rank; a layer is on `meta`, and there is no `init`.
     """
 
+    _traced_instead = "load the states of all ranks into the layers without a pipeline, and trace or export those"
+
     def __init__(
         self,
         module: nn.Sequential,

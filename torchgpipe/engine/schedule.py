@@ -40,10 +40,10 @@ def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) 
     known = make(schedule, 1, 1)
     usual = len(known.placement)  # stages on a device
     n = max(1, stages // usual if usual == 1 or devices is None else devices)
-    if stages % n:
+    if stages % n or 0 < stages < usual * n:
         raise ValueError(
-            f"{known.name} has equally many stages on each device, but there are {stages} partitions for {n} devices; "
-            "make their number a multiple of that of the devices"
+            f"{known.name} has {usual} stages or more on each device, and equally many, but there are {stages} "
+            f"partitions for {n} devices; give a balance of {usual * n} partitions"
         )
     v = max(1, stages // n)
     return Arrangement(schedule, n, v, make(schedule, n, 1, v).placement[:stages])

@@ -106,12 +106,12 @@ class Plan:
         return [device.peak for device in self.best.devices]
 
     def gpipe(self, *, devices: Iterable[int | str | torch.device] | None = None) -> GPipe:
-        """Return the `GPipe` that the plan describes; it moves the model's layers to the devices.
+        """Return the `GPipe` that the plan describes; it moves the model's layers to the first devices that are given.
 
         Raises:
             ValueError: the model is on `meta`, so that there is nothing to move; or as `GPipe`.
         """
-        given = None if devices is None else list(devices)
+        given = None if devices is None else list(devices)[: len(self.best.devices)]
         elsewhere = given is None or any(torch.device(device).type != "meta" for device in given)
         if elsewhere and any(x.is_meta for x in (*self.module.parameters(), *self.module.buffers())):
             raise ValueError(

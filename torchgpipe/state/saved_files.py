@@ -154,18 +154,20 @@ def readable(path: Path) -> Iterator[None]:
 class FileLock:
     """Lock a file for as long as this object lives; raise `RuntimeError` if another process has it.
 
-    It is a lock of POSIX (`lockf`), which forked processes do not have. They would have one of `flock`, and might
-    outlive this process. But a lock of POSIX ends when this process closes any descriptor of the file. So there is one
-    object for each file, which all share (`FileLock.all`).
+    The lock belongs to the open file (`flock`). One of POSIX (`lockf`) would end when this process closes any
+    descriptor of the file, such as after a copy of the folder. As a second opening of the file would not get the lock,
+    there is one object for each file, which all share (`FileLock.all`). A forked process closes the file that it has
+    inherited, or it would keep the lock when this process has ended.
     """
 
     all: ClassVar[weakref.WeakValueDictionary[Path, FileLock]] = weakref.WeakValueDictionary()
 
     def __init__(self, path: Path) -> None:
-        file, self._process = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), os.getpid()
-        weakref.finalize(self, _close, file, self._process).atexit = False
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self.close = weakref.finalize(self, os.close, file)
+        self.close.atexit = False
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # systems differ
             raise RuntimeError(
                 f"another job saves into {path.parent} (a process of it holds the lock); give each job a folder of its "
@@ -178,9 +180,12 @@ class FileLock:
 
     def locks(self, path: Path) -> bool:
         """Return whether this process has it, and it is that of the file that is there now."""
-        return self._process == os.getpid() and path.exists() and path.stat().st_ino == self._inode
+        return self.close.alive and path.exists() and path.stat().st_ino == self._inode
 
 
-def _close(file: int, process: int) -> None:
-    if os.getpid() == process:  # not in a fork, which may have a lock of its own by now
-        os.close(file)
+def _close_inherited() -> None:
+    for lock in FileLock.all.values():
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

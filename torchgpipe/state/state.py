@@ -147,13 +147,15 @@ def _placed(x: Any, now: Any) -> Any:
 
 
 def same(x: Any, y: Any) -> bool:
-    """Return whether two values are equal, of whatever plain values and tensors they are made."""
+    """Return whether two values are equal, of whatever plain values and tensors they are made; NaN equals NaN."""
     if type(x) is not type(y):
         return False
     if isinstance(x, Tensor):
-        return torch.equal(x, y)
+        if x.dtype != y.dtype or x.shape != y.shape:
+            return False
+        return torch.equal(x, y) or torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
     if isinstance(x, dict):
         return x.keys() == y.keys() and all(same(x[key], y[key]) for key in x)
     if isinstance(x, list | tuple):
         return len(x) == len(y) and all(map(same, x, y))
-    return pickle.dumps(x) == pickle.dumps(y) or bool(x == y)  # NaN is not equal to itself
+    return pickle.dumps(x) == pickle.dumps(y) or bool(x == y)

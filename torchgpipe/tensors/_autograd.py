@@ -4,6 +4,7 @@
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._python_dispatch import _pop_mode, _push_mode
@@ -157,13 +160,39 @@ def sharded(modules: Iterable[nn.Module]) -> set[nn.Module]:
 def averages_gradients(modules: Iterable[nn.Module]) -> bool:
     """Return whether `DistributedDataParallel` or `replicate` averages gradients of some of `modules` by itself."""
     replicate = sys.modules.get("torch.distributed._composable.replicate")
-    kinds = (nn.parallel.DistributedDataParallel, *([] if replicate is None else [replicate.DDP]))
+    kinds = (DistributedDataParallel, *([] if replicate is None else [replicate.DDP]))
     return any(isinstance(module, kinds) for module in modules)
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `torch.compile` has made this module, or has compiled its call or its forward."""
     return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+
+
+# Each `DistributedDataParallel` that there is, also those that `replicate` makes.
+_averaging: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def _note_averaging(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _averaging.add(module)
+
+
+# PyTorch calls it for every submodule that a module gets. Nothing else tells a module that
+# `DistributedDataParallel` is around it.
+register_module_module_registration_hook(_note_averaging)
+
+
+def misses_steps(model: nn.Module) -> bool:
+    """Return whether `DistributedDataParallel` is to average gradients of `model`, but not by its `step`.
+
+    It averages in the backward of what its own forward has returned. `replicate` takes each call of the
+    model for such a forward, so it sees a `step`.
+    """
+    if not _averaging or averages_gradients([model]):
+        return False
+    own = {*model.parameters()}
+    return any(ddp.require_backward_grad_sync and not own.isdisjoint(ddp.parameters()) for ddp in _averaging)
 
 
 def caches_parametrizations() -> bool:

@@ -181,6 +181,11 @@ def of_this_rank() -> do.Batches:
     return batches(current().index)
 
 
+def past_replicas(run: nn.Module, batches: do.Batches) -> None:
+    replicas = DistributedDataParallel(run)
+    do.steps(replicas.module, batches)
+
+
 def shard(layers: nn.Sequential) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for layer in layers:
@@ -249,6 +254,12 @@ ROWS = [
             "As `layer.compile()`; names of state get `_orig_mod`, as without a pipeline.",
             use=partial(train_compiled, compiled=True)),
     tool("`torch.compile(model)`", compile_model, "It compiles nothing: compile the layers.", **ALONE),
+    tool("`torch.jit.trace(model, x)`", do.traced, "Trace the layers, `model[:]`.",
+         refused={"": r"cannot be traced or exported; (trace .* model\[:\]|load the states of all ranks)"}),
+    tool("`torch.export.export(model, (x,))`", do.exported, "Export the layers, `model[:]`.",
+         refused={"": r"cannot be traced or exported; trace or export its layers, model\[:\]"}, **ALONE),
+    tool("`torch.jit.trace` and `torch.export` of `model[:]`", do.layers_alone,
+         "The layers run as one mini-batch.", **ALONE),
     changed("adapters (LoRA), added before wrapping", adapt, "Weights may be frozen."),
     tool("adapters (LoRA), added after wrapping", then(adapt), "Inside of layers."),
     tool("a whole layer replaced after wrapping", then(lambda run: setattr(run, "3", adapted(run[3]))),
@@ -293,6 +304,15 @@ REPLICAS = [
                "A checkpointed partition counts as using all of its parameters, so there may be a warning that none "
                "is unused.", change=put_either, find_unused_parameters=True),
     replicated("`DistributedDataParallel`, accumulating with `no_sync`", do.no_sync, "As without a pipeline."),
+    tool("`ddp.module.step(…)` within `DistributedDataParallel`", past_replicas,
+         "It would average nothing: use one of the two below.", given=of_this_rank,
+         refused={"": "DistributedDataParallel around a pipeline does not see step"}),
+    tool("`DistributedDataParallel` of a module that returns `model.loss(…)`", do.loss_in_replicas,
+         "Gradients are averaged once a step.", given=of_this_rank),
+    # A step adds up the micro-batches' shares of the mean; plain layers take one mean.
+    tool("`replicate`, and `model.step(…)`", do.steps_in_replicas,
+         "Of `torch.distributed._composable.replicate`. Gradients are averaged once a step.",
+         given=of_this_rank, tolerance=REORDERED),
     # Gradients of micro-batches are averaged over ranks one by one.
     changed("FSDP2: `fully_shard` of the layers", shard,
             "Each micro-batch gathers weights and reduces gradients. Ranks have to do so in one order, but workers run "

@@ -51,7 +51,8 @@ def test_a_version_that_has_little_but_its_name(tmp_path: Path, capsys: pytest.C
     (package / "__init__.py").write_text(OLD)
     (package / "__version__.py").write_text("__version__ = '0.0.1'")
     (package / "trace.py").touch()  # it has none of this library's packages
-    main(f"--partitions 1 --chunks 1 --checkpoint never --rounds 1 --steps 2 --against {tmp_path}".split())
+    options = ["--partitions", "1", "--chunks", "1", "--checkpoint", "never", "--rounds", "1", "--steps", "2"]
+    main([*options, "--against", str(tmp_path)])
     assert "0.0.1" in (said := capsys.readouterr().out) and "Error" not in said
 
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as plain_checkpoint
 
+from examples.works_with import WithLoss
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, RankFailed
 
@@ -165,7 +166,10 @@ def test_wrong_arguments() -> None:
         "timeout must be a positive number of seconds, or None, but got 0": {"timeout": 0},
         "the kind of device is 'cpu' on rank 0 and 'meta' on rank 1": {"device": "meta" if other else "cpu"},
         "the schedule is '1f1b' on rank 0 and 'gpipe' on rank 1": {"schedule": "GPipe" if other else "1F1B"},
-        "there are 4 partitions for 3 devices; make": {"schedule": "Interleaved1F1B", "balance": [1, 1, 1, 2]},
+        "there are 4 partitions for 3 devices; give a balance of 6": {
+            "schedule": "Interleaved1F1B",
+            "balance": [1, 1, 1, 2],
+        },
         "the checksum of its parameters' names and shapes is .* on rank 0": {"module": nested if other else linears(5)},
     }
     for message, options in wrong.items():
@@ -210,6 +214,27 @@ def test_averaging_layers_by_themselves_is_refused() -> None:
             change(ours)
             loss_of(ours)
         ours.close()
+
+
+def test_a_step_that_replicas_do_not_see_is_refused_while_they_are_to_average_gradients() -> None:
+    own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    given = nn.functional.mse_loss, X, TARGET
+    for model in small():
+        replicas = DistributedDataParallel(WithLoss(model), process_group=own)
+        with pytest.raises(RuntimeError, match=r"does not see step\(\), .* model.loss.* replicate"):
+            model.step(*given)
+        assert all(p.grad is None for p in model.parameters())
+        replicas(X, TARGET).backward()
+        found = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad()
+        loss_of(model).backward()
+        assert_same(found, {name: p.grad for name, p in model.named_parameters()})
+        model.evaluate(*given)
+        with replicas.no_sync():
+            model.step(*given)
+        del replicas
+        gc.collect()
+        model.step(*given)
 
 
 def test_a_connection_that_fails_is_told_and_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,8 @@ def test_failures() -> None:
     saves = Saves(folder)
     saves.save(0, model, optimizer)
     with pytest.raises((ValueError, RankFailed), match="different values of data to save"):
-        saves.save(1, model, optimizer, data=torch.tensor([rank]), epoch=float("nan"))
+        nan = float("nan")
+        saves.save(1, model, optimizer, data=torch.tensor([rank]), epoch=nan, losses=[torch.tensor([nan, 1.0])])
     model.close()
     saves.save(1, model, optimizer)
     assert saves.load(model, optimizer) == {"step": 1}

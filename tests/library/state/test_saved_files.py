@@ -53,11 +53,26 @@ def a_second_job_is_refused(tmp_path: Path) -> None:
     assert forked(second) == 0, "the lock is still held"
     first.save(0, model, optimizer)
     assert first.load(model, optimizer) == {"step": 0}
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    assert forked(second) == 0, "the lock is still held when a copy has read its file"
 
     files = len(os.listdir("/proc/self/fd"))
     del first
     assert forked(again) == 0, "the lock is held though nobody needs it"
     assert len(os.listdir("/proc/self/fd")) < files
+
+    reading, writing = os.pipe()
+
+    def leaves_a_process() -> None:
+        saves = Saves(tmp_path)
+        saves.save(2, model, optimizer)
+        if not os.fork():
+            os.close(writing)
+            os.read(reading, 1)  # until the other end is closed
+
+    assert forked(leaves_a_process) == 0
+    assert forked(again) == 0, "a process that a job has left holds its lock"
+    os.close(writing)
 
 
 def dies_at(operation: int, folder: Path) -> None:

@@ -91,6 +91,15 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     assert differences(state["model"], model.state_dict()) == []
 
 
+def test_a_loss_that_is_not_a_number_is_saved(tmp_path: Path) -> None:
+    model, losses = piped(0), torch.tensor([1.0, torch.nan])
+    Saves(tmp_path).save(0, model, None, losses=losses, last=torch.nan)
+    found = Saves(tmp_path).load(model, None)
+    assert found is not None
+    torch.testing.assert_close(found["losses"], losses, rtol=0, atol=0, equal_nan=True)
+    assert found["last"] != found["last"]
+
+
 def slow(model: GPipe) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.register_state_dict_post_hook(lambda _, state: {**state, "slow": 1})

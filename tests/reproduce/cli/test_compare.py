@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from reproduce.tables.output import FIELDS
 
 from ..made import STEADY, record, row
 
-PAPER, SPEED = str(RESULTS / "paper"), "--filter experiment=amoebanet-speed"
+PAPER, SPEED = shlex.quote(str(RESULTS / "paper")), "--filter experiment=amoebanet-speed"
 BETTER = "e: throughput in samples/s; higher is better"
 UNDECIDED = "no row could be decided, so nothing shows that there is no regression"
 
@@ -77,11 +78,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "- missing in B: n2m4, n10m1, n10m4",
         ]),
         ("a b --metric speedup --filter n=2", ["e: speedup, each side over its own; higher is better"]),
-        (f"{PAPER} {MEASURED} {SPEED}", ["amoebanet-speed: throughput, each side over its own; higher is better"]),
+        (f"{PAPER} {shlex.quote(str(MEASURED))} {SPEED}",
+         ["amoebanet-speed: throughput, each side over its own; higher is better"]),
     ],
 )  # fmt: skip
 def test_what_is_shown(asked: str, lines: list[str], command: Any) -> None:
-    shown, err = command("compare", *asked.split())
+    shown, err = command("compare", *shlex.split(asked))
     assert [" ".join(line.split()) for line in shown.splitlines()][: len(lines)] == lines and not err
     assert "markdown" in asked or max(map(len, shown.splitlines())) <= WIDTH
     assert PAPER not in asked or ("\nn8m32 (emulated) " in shown and "measured and emulated on " in shown)
@@ -100,9 +102,9 @@ def test_what_is_shown(asked: str, lines: list[str], command: Any) -> None:
 )  # fmt: skip
 def test_the_gate(sides: str, complaint: str | None, shown: str, command: Any) -> None:
     """The table is printed in all cases."""
-    plain, _ = command("compare", *sides.split())
+    plain, _ = command("compare", *shlex.split(sides))
     code = 0 if complaint is None else 1 if " worse " in complaint else 2
-    out, err = command("compare", *sides.split(), "--fail-on-regression", code=code)
+    out, err = command("compare", *shlex.split(sides), "--fail-on-regression", code=code)
     assert out == plain and shown in plain and err == (f"reproduce: {complaint}\n" if complaint else "")
 
 

@@ -24,6 +24,7 @@ from ..made import commit
 
 NAMES = [case.name for case in CASES]
 CASE = "U-Net GPipe"
+HERE = shlex.quote(__file__)
 
 
 def made_up(
@@ -91,7 +92,7 @@ ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
     *(({}, wrong, 2, None, "give --base REV, or --bisect GOOD BAD, which takes no --head")
       for wrong in ("", *(f"--bisect v1 v2 {more}" for more in ("--base v1", "--head v1", "--markdown FILE")))),
     *(({}, f"--base v1 {wrong}", 2, None, "give --package mypackage --cases bench/cases.py: ")
-      for wrong in ("--build make", "--package mine", f"--cases {__file__}", f"--package my-own --cases {__file__}")),
+      for wrong in ("--build make", "--package mine", f"--cases {HERE}", f"--package my-own --cases {HERE}")),
 ]  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def test_exit_code_and_verdict(
     made: dict[str, Any], options: str, code: int, verdict: str | None, said: str, monkeypatch: Any, command: Any
 ) -> None:
     made_up(monkeypatch, **made)
-    out, err = command("regression", *options.split(), code=code)
+    out, err = command("regression", *shlex.split(options), code=code)
     complaints = [line for line in err.splitlines() if line.startswith("reproduce: ")]
     assert len(complaints) == (code != 0) and said in "".join(complaints or [out])
     assert [line.split()[-1] for line in out.splitlines() if line.startswith(CASE)] == ([verdict] if verdict else [])
