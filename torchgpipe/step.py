@@ -16,6 +16,7 @@ from torchgpipe.task.task_graph import leaves
 from torchgpipe.tensors._autograd import leaves_behind, without_hooks
 from torchgpipe.tensors.item import Item
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, together
+from torchgpipe.tensors.observe import NOTHING
 
 Criterion = Callable[[Any, Any], Tensor]
 Shown = Callable[[Any], Any]
@@ -90,7 +91,7 @@ class Losses(Ends):
             return tuple([None if y is None else self._shares.masked(y.grad, i) for y in outputs])
         own = {id(y) for y in outputs}
         others = [x for x in leaves if id(x) not in own]
-        with without_hooks(others):  # they run once, when the sums are handed on
+        with without_hooks(others) if others else NOTHING:  # they run once, when the sums are handed on
             found = torch.autograd.grad(loss, leaves, allow_unused=True)
         grads = {id(x): self._shares.masked(grad, i) for x, grad in zip(leaves, found, strict=True)}
         for x in others:

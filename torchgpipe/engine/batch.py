@@ -9,7 +9,6 @@ partitions (program.py): on CPU, a thread for each (`WorkersEngine`), or a proce
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -22,11 +21,11 @@ from torchgpipe.engine.schedule import Arrangement, orders, overlaps
 from torchgpipe.engine.seeds import Seeds, in_turn
 from torchgpipe.schedules.check import Lists
 from torchgpipe.task.ambient import Ambient, Modes
-from torchgpipe.task.in_place import InPlaceForRun, for_run_and_task, taking_turns, within_another_run
+from torchgpipe.task.in_place import taking_turns, within_another_run
 from torchgpipe.task.parameters import TOKEN
 from torchgpipe.task.seeded import ASKING_PRIVATE_GENERATORS
-from torchgpipe.task.snapshot import LayerSnapshot
-from torchgpipe.task.stage import Stage, as_one, turns_of
+from torchgpipe.task.snapshot import LayerSnapshot, stand_ins_for_run
+from torchgpipe.task.stage import Stage, turns_of
 from torchgpipe.task.task_graph import mark, refuse_create_graph
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
@@ -79,11 +78,7 @@ class Batch:
             held.setdefault(self.orders.placement[stage.index], []).append(stage)
         self.programs = {d: Program(own, n, recomputed, ambient, draws, observer) for d, own in sorted(held.items())}
         self.snapshots = [snapshot for program in self.programs.values() for snapshot in program.snapshots.values()]
-        of_run, of_tasks = for_run_and_task([snapshot.stand_ins.changes for snapshot in self.snapshots])
-        for snapshot, changes in zip(self.snapshots, of_tasks, strict=True):
-            snapshot.of_tasks = changes
-        locks = {lock for stage in stages for lock in stage.locks}
-        self.stand_ins_in_place = InPlaceForRun([*chain(*of_run)], as_one(locks))
+        self.stand_ins_in_place = stand_ins_for_run(self.snapshots)
 
     def tell(self, loss: Tensor) -> None:
         """Note the mini-batch's loss, where the last stage is, and let all processes know."""

@@ -29,6 +29,7 @@ from torchgpipe.engine.schedule import Arrangement, orders
 from torchgpipe.engine.seeds import in_turn
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.task.ambient import Ambient, Modes
+from torchgpipe.task.snapshot import stand_ins_for_run
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import TaskGraph, all_none, mark, refuse_create_graph
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, let_gradients_go_forward, refuse_transforms
@@ -57,8 +58,9 @@ class GraphEngine:
     def run(self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None) -> list[TensorOrTensors]:
         """Return the last partition's output for each micro-batch."""
         batch = _MiniBatch(self, micro_batches, mode, observer)
-        for _, i, j in orders(self.arrangement, len(micro_batches), "never", False).forwards[0]:
-            batch.task(i, j)
+        with stand_ins_for_run(batch.snapshots):
+            for _, i, j in orders(self.arrangement, len(micro_batches), "never", False).forwards[0]:
+                batch.task(i, j)
         return batch.end()
 
 
@@ -78,14 +80,14 @@ class _MiniBatch:
         if self._apart:
             refuse_transforms()
         held = self._stages if self._apart else []
-        self._snapshots = [stage.snapshot(recomputed=self._checkpointed > 0) for stage in held]
+        self.snapshots = [stage.snapshot(recomputed=self._checkpointed > 0) for stage in held]
         self._streams = [current_stream(stage.device) for stage in held]
         # The parameters' node of each partition: every task takes its output, and so goes backward before it. It is on
         # the device where the gradients will be added up.
         empty = [torch.empty(0, device=stage.device, requires_grad=True) for stage in held]
         self._gates = [
             one_node([snapshot], lambda *_, keep: [], [1], (x,), [])[0]
-            for snapshot, x in zip(self._snapshots, empty, strict=True)
+            for snapshot, x in zip(self.snapshots, empty, strict=True)
         ]
         # The skips that are under way, by micro-batch (torchgpipe paper, section 3.3).
         self._portals: dict[tuple[int, SkipKey], Item] = {}
@@ -102,7 +104,7 @@ class _MiniBatch:
         tie: Tensor | None = None
         held: frozenset[int] = frozenset()
         if self._apart:
-            snapshot, recomputed = self._snapshots[j], i < self._checkpointed
+            snapshot, recomputed = self.snapshots[j], i < self._checkpointed
             randomness = in_turn(i, stage, recomputed)
             task = _Task(
                 stage, snapshot, self._ambient, randomness, i, self._observer, recomputed,
@@ -130,8 +132,10 @@ class _MiniBatch:
     def end(self) -> list[TensorOrTensors]:
         """Return the outputs."""
         self._ambient.ended()
-        for snapshot in self._snapshots:
+        for snapshot in self.snapshots:
             snapshot.check_kept()
+            # Nobody tells when a backward ends that fails or is for inputs alone. Each of its tasks has its own in place.
+            snapshot.of_tasks = snapshot.stand_ins.changes
         if len(self._items) == 1 and self._apart:
             self._items[0].flat = unshared(self._items[0].flat, self._items[0].shared, self._given)
         return [together(item.form, item.flat) for item in self._items]

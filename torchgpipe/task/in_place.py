@@ -11,11 +11,12 @@ gradients through the same layers wait for each other (`taking_turns`).
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
+
+from torchgpipe.tensors.observe import NOTHING
 
 Lock = AbstractContextManager[object]
 """What keeps all but one thread from running some modules; one thread may take it several times."""
@@ -57,7 +58,7 @@ class InPlace:
         self._before = None
 
     def __del__(self) -> None:
-        if hasattr(self, "_before"):  # unless Ctrl-C came at the begin of `__init__`
+        if getattr(self, "_before", None) is not None:  # it is not there if Ctrl-C came at the begin of `__init__`
             InPlace.__exit__(self)
 
 
@@ -91,17 +92,24 @@ class InPlaceForRun(InPlace):
                     super().__exit__()
 
 
-def for_run_and_task(stages: Sequence[Sequence[Change]]) -> tuple[list[list[Change]], list[list[Change]]]:
-    """Part the changes of each stage into those for a whole run, and those for single tasks.
+class _AllOf(AbstractContextManager[object]):
+    """Several locks as one, always taken in the same order."""
 
-    A layer that several stages have in common cannot serve them all at once.
-    """
-    times = Counter[int]()
-    for changes in stages:
-        times.update({id(change.place) for change in changes})
-    run = [[change for change in changes if times[id(change.place)] == 1] for changes in stages]
-    task = [[change for change in changes if times[id(change.place)] > 1] for changes in stages]
-    return run, task
+    def __init__(self, locks: Set[Lock]) -> None:
+        self._locks = sorted(locks, key=id)
+
+    def __enter__(self) -> None:
+        for lock in self._locks:
+            lock.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for lock in reversed(self._locks):
+            lock.__exit__(*error)
+
+
+def as_one(locks: Set[Lock]) -> Lock:
+    """Return a lock that takes all of these."""
+    return _AllOf(locks) if len(locks) > 1 else next(iter(locks))
 
 
 _turns: ContextVar[tuple[frozenset[Lock], ...]] = ContextVar("turns", default=())
@@ -112,10 +120,9 @@ _turns: ContextVar[tuple[frozenset[Lock], ...]] = ContextVar("turns", default=()
 def taking_turns(locks: frozenset[Lock]) -> Iterator[None]:
     """Wait until no other thread is in a run through the layers that have these locks, and keep others out."""
     outer = _turns.get()
-    with ExitStack() as stack:
-        # A run within a run may be in another thread, which would wait for ever.
-        for lock in sorted(locks.difference(*outer), key=id):
-            stack.enter_context(lock)
+    # A run within a run may be in another thread, which would wait for ever.
+    others = locks.difference(*outer)
+    with as_one(others) if others else NOTHING:
         _turns.set((*outer, locks))
         try:
             yield

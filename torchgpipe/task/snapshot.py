@@ -19,9 +19,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.task.contents import BuffersOfThread, comparable, copied, equal
-from torchgpipe.task.in_place import Change, InPlace, Lock
+from torchgpipe.task.in_place import Change, InPlace, InPlaceForRun, Lock, as_one
 from torchgpipe.task.parameters import StandInParameters
-from torchgpipe.tensors._autograd import is_compiled, storage_of, within_plain_checkpoint
+from torchgpipe.tensors._autograd import (
+    is_compiled,
+    refuse_cached_parametrizations,
+    storage_of,
+    within_plain_checkpoint,
+)
 from torchgpipe.tensors.checkpoint import has_asked, is_recomputing
 from torchgpipe.tensors.item import versions
 from torchgpipe.tensors.observe import NOTHING
@@ -68,11 +73,12 @@ class LayerSnapshot:
         self,
         index: int,
         modules: list[nn.Module],
-        lock: Lock,
+        locks: frozenset[Lock],
         *,
         recomputed: bool,
         stand_ins: bool = True,
     ) -> None:
+        refuse_cached_parametrizations()
         self.modules = modules
         self.stand_ins = StandInParameters(modules if stand_ins else [])
         # What tasks put into the layers one by one: all stand-ins, unless a run has them in place from begin to end.
@@ -80,7 +86,7 @@ class LayerSnapshot:
         held = (x for m in modules for d in (m._parameters, m._buffers) for x in d.values() if x is not None)
         self.held = frozenset(map(storage_of, held))
         self.begins_in_place = recomputed and begins_in_place(modules[0])
-        self.lock = lock
+        self.locks, self.lock = locks, as_one(locks)
         self._index = index
         self._recomputed = recomputed
         # Norms that track statistics, in training: there their output does not depend on the statistics.
@@ -97,6 +103,7 @@ class LayerSnapshot:
         """Prepare for `backward`, unless that was done; raise `RuntimeError` if layers or gradients have changed."""
         if not self.stand_ins.begin(backward) or not self._recomputed:
             return
+        refuse_cached_parametrizations()
         if modules_of(self.modules[0]) != self.modules:
             raise RuntimeError(
                 f"a layer of partition {self._index} was replaced, added or removed between forward and backward, so a "
@@ -229,6 +236,23 @@ class LayerSnapshot:
                         "something that is no buffer; make that a buffer, ask is_recomputing(), or use "
                         "checkpoint='never'"
                     )
+
+
+def stand_ins_for_run(snapshots: Sequence[LayerSnapshot]) -> AbstractContextManager[object]:
+    """Return a context for a run, in which the stand-ins of all these stages are in their layers.
+
+    A layer that several stages have in common cannot serve them all at once: its stand-ins are left to each task.
+    """
+    times = Counter[int]()
+    for snapshot in snapshots:
+        times.update({id(change.place) for change in snapshot.stand_ins.changes})
+    changes: list[Change] = []
+    locks: set[Lock] = set()
+    for snapshot in snapshots:
+        changes += [change for change in snapshot.stand_ins.changes if times[id(change.place)] == 1]
+        snapshot.of_tasks = [change for change in snapshot.stand_ins.changes if times[id(change.place)] > 1]
+        locks |= snapshot.locks
+    return InPlaceForRun(changes, as_one(locks)) if changes else NOTHING
 
 
 def _as_held(slot: _Slot, now: Tensor | None) -> bool:

@@ -2,9 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence, Set
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +12,7 @@ from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.task.halves import Halves
-from torchgpipe.task.in_place import Lock
+from torchgpipe.task.in_place import Lock, as_one
 from torchgpipe.task.randomness import own_generators
 from torchgpipe.task.snapshot import LayerSnapshot, modules_of
 from torchgpipe.tensors.item import Shared, versions
@@ -79,7 +77,7 @@ class Stage:
         Without `stand_ins`, tasks run on what the layers hold as parameters.
         """
         with self.lock:
-            snapshot = LayerSnapshot(self.index, self.modules, self.lock, recomputed=recomputed, stand_ins=stand_ins)
+            snapshot = LayerSnapshot(self.index, self.modules, self.locks, recomputed=recomputed, stand_ins=stand_ins)
         if recomputed:
             snapshot.claims = self._claims.setdefault(snapshot.kind, {})
         return snapshot
@@ -117,26 +115,6 @@ class Stage:
 def turns_of(stages: Iterable[Stage]) -> frozenset[Lock]:
     """Return the locks of a run through these stages."""
     return frozenset({lock for stage in stages for lock in stage.turns})
-
-
-class _AllOf(AbstractContextManager[object]):
-    """Several locks as one, always taken in the same order."""
-
-    def __init__(self, locks: Set[Lock]) -> None:
-        self._locks = sorted(locks, key=id)
-
-    def __enter__(self) -> None:
-        for lock in self._locks:
-            lock.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for lock in reversed(self._locks):
-            lock.__exit__(*error)
-
-
-def as_one(locks: Set[Lock]) -> Lock:
-    """Return a lock that takes all of these."""
-    return _AllOf(locks) if len(locks) > 1 else next(iter(locks))
 
 
 def _locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:

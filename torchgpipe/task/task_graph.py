@@ -30,7 +30,7 @@ from torchgpipe.task.parameters import BY_ANOTHER_WAY, READS_GRADIENT, TOKEN
 from torchgpipe.task.randomness import Randomness
 from torchgpipe.task.snapshot import Held, LayerSnapshot
 from torchgpipe.task.stage import Stage
-from torchgpipe.tensors._autograd import caches_parametrizations, edge_of, packs_saved_tensors, run_backward
+from torchgpipe.tensors._autograd import edge_of, packs_saved_tensors, run_backward
 from torchgpipe.tensors.checkpoint import Passing
 from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, carrying
@@ -61,7 +61,6 @@ class TaskGraph:
 
     def forward(self, inputs: Flat, form: Form, shared: Shared) -> tuple[Flat, Form]:
         """Run the layers; return outputs that have no graph. By `requires_grad` they say which take a gradient."""
-        _check_not_cached()
         self._needs = tuple([x is not None and x.requires_grad for x in inputs])
         self.checkpoint = self.checkpoint and (True in self._needs or bool(self.snapshot.stand_ins.by_parameter))
         with observed(self.observer, "forward", self.i, self.stage.index):
@@ -83,7 +82,6 @@ class TaskGraph:
                 self.ambient.context.copy().run(self._recompute, *self._kept, keep)
 
     def _recompute(self, inputs: Flat, form: Form, keep: bool) -> None:
-        _check_not_cached()
         if versions(inputs) != self._versions:
             raise RuntimeError(
                 f"an input of partition {self.stage.index} was changed in place after its forward, so a recomputation "
@@ -275,14 +273,6 @@ class _Entrance(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         ctx.input_grads[:] = grads
         return None, None, None, None
-
-
-def _check_not_cached() -> None:
-    if caches_parametrizations():
-        raise RuntimeError(
-            "torch.nn.utils.parametrize.cached() keeps a weight for all micro-batches, but each needs a graph of its "
-            "own; call the pipeline and backward() outside of it, or under torch.no_grad()"
-        )
 
 
 def refuse_create_graph() -> None:

@@ -195,9 +195,13 @@ def misses_steps(model: nn.Module) -> bool:
     return any(ddp.require_backward_grad_sync and not own.isdisjoint(ddp.parameters()) for ddp in _averaging)
 
 
-def caches_parametrizations() -> bool:
-    """Return whether `torch.nn.utils.parametrize.cached()` is in effect."""
-    return bool(parametrize._cache_enabled)
+def refuse_cached_parametrizations() -> None:
+    """Raise `RuntimeError` within `torch.nn.utils.parametrize.cached()`."""
+    if parametrize._cache_enabled:
+        raise RuntimeError(
+            "torch.nn.utils.parametrize.cached() keeps a weight for all micro-batches, but each needs a graph of its "
+            "own; call the pipeline and backward() outside of it, or under torch.no_grad()"
+        )
 
 
 def within_plain_checkpoint(function: str = "") -> bool:
