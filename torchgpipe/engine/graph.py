@@ -134,7 +134,7 @@ class _MiniBatch:
         self._ambient.ended()
         for snapshot in self.snapshots:
             snapshot.check_kept()
-            # Nobody tells when a backward ends that fails or is for inputs alone. Each of its tasks has its own in place.
+            # In backward, each task has its own in place: nobody tells when a backward ends that fails.
             snapshot.of_tasks = snapshot.stand_ins.changes
         if len(self._items) == 1 and self._apart:
             self._items[0].flat = unshared(self._items[0].flat, self._items[0].shared, self._given)
