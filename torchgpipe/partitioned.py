@@ -29,10 +29,10 @@ from torchgpipe.skip.layout import Crossing, verify_skippables
 from torchgpipe.step import Criterion, Goal
 from torchgpipe.task.ambient import Modes
 from torchgpipe.task.contents import equal
-from torchgpipe.task.in_place import taking_turns
+from torchgpipe.task.in_place import in_its_turn
 from torchgpipe.task.randomness import check_apart
 from torchgpipe.task.snapshot import begins_in_place
-from torchgpipe.task.stage import Stage, turns_of
+from torchgpipe.task.stage import OF_RUNS, Stage, locks_of
 from torchgpipe.tensors._autograd import averages_gradients, misses_steps
 from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.tensors.item import versions
@@ -114,7 +114,9 @@ class Partitioned(nn.Module, ABC):
             if averages_gradients(module for stage in self._stages for module in stage.modules):
                 raise TypeError(AVERAGED)
             crossings = self._layout()
+            turn = locks_of([module for stage in self._stages for module in stage.modules], OF_RUNS)
             for stage in self._stages:
+                stage.turn = turn
                 stage.connect(crossings)
 
     @abstractmethod
@@ -252,10 +254,9 @@ class Partitioned(nn.Module, ABC):
         several = self.chunks > 1 or len(self._stages) < len(self.balance)
         copies = [x.detach().clone() for x in shared if x is not None and several]
         before = versions(shared)
-        # Runs that have no gradients put nothing into the layers.
-        turn = taking_turns(turns_of(self._stages)) if torch.is_grad_enabled() else nullcontext()
-        try:
-            with turn, Modes():
+
+        def checked() -> T:
+            with Modes():
                 result = run()
                 if versions(shared) != before or False in map(equal, [x for x in shared if x is not None], copies):
                     raise RuntimeError(
@@ -264,6 +265,10 @@ class Partitioned(nn.Module, ABC):
                     )
                 commit(norms)
                 return result
+
+        try:
+            # Without gradients, a run puts nothing into the layers.
+            return in_its_turn(self._stages[0].turn, checked) if torch.is_grad_enabled() else checked()
         except BaseException:
             for norm in norms:
                 norm.discard()

@@ -21,11 +21,11 @@ from torchgpipe.engine.schedule import Arrangement, orders, overlaps
 from torchgpipe.engine.seeds import Seeds, in_turn
 from torchgpipe.schedules.check import Lists
 from torchgpipe.task.ambient import Ambient, Modes
-from torchgpipe.task.in_place import taking_turns, within_another_run
+from torchgpipe.task.in_place import in_its_turn, within_another_run
 from torchgpipe.task.parameters import TOKEN
 from torchgpipe.task.seeded import ASKING_PRIVATE_GENERATORS
 from torchgpipe.task.snapshot import LayerSnapshot, stand_ins_for_run
-from torchgpipe.task.stage import Stage, turns_of
+from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import mark, refuse_create_graph
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
@@ -122,15 +122,17 @@ class Batch:
         """
         for snapshot in self.snapshots:
             snapshot.begin(backward_id())
-        with taking_turns(turns_of(self._engine.stages)):
-            if within_another_run() and any(snapshot.stand_ins.by_parameter for snapshot in self.snapshots):
-                raise RuntimeError(
-                    "a hook, layer or criterion goes backward through the pipeline that runs it, in the middle of "
-                    "another mini-batch; call backward() between mini-batches"
-                )
-            ambient, ends = Ambient(self.devices), Ends(output_grads=output_grads)
-            self.run(self.orders.rest, ends, ambient.again, keep=keep)
-            ambient.ended(refuse=self._threads)
+        return in_its_turn(self._engine.stages[0].turn, partial(self._backward, output_grads, keep))
+
+    def _backward(self, output_grads: list[Flat], keep: bool) -> list[Flat]:
+        if within_another_run() and any(snapshot.stand_ins.by_parameter for snapshot in self.snapshots):
+            raise RuntimeError(
+                "a hook, layer or criterion goes backward through the pipeline that runs it, in the middle of another "
+                "mini-batch; call backward() between mini-batches"
+            )
+        ambient, ends = Ambient(self.devices), Ends(output_grads=output_grads)
+        self.run(self.orders.rest, ends, ambient.again, keep=keep)
+        ambient.ended(refuse=self._threads)
         return [grads for _, grads in sorted(ends.input_grads.items())]
 
 

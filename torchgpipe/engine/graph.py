@@ -120,7 +120,7 @@ class _MiniBatch:
             form, held = task.form, snapshot.held
         else:
             item.fence.arrive(item.flat)
-            with observed(self._observer, "forward", i, j), in_turn(i, stage, False).first():
+            with observed(self._observer, "forward", i, j), in_turn(i, stage, False).first(), stage.lock:
                 outputs, form = stage.run(item.flat, item.form, item.shared)
             fence.leave()
         # In one graph autograd sees every alias, so a task may change a skip of its own micro-batch: note the versions.

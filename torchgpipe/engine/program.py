@@ -193,7 +193,7 @@ class Program:
     def _task(self, i: int, stage: Stage, item: Item) -> Item:
         flat, s = item.flat, stage.index
         if not self.snapshots:
-            with observed(self._observer, "forward", i, s), self._draws(i, stage, False).first():
+            with observed(self._observer, "forward", i, s), self._draws(i, stage, False).first(), stage.lock:
                 outputs, form = stage.run(flat, item.form, item.shared)
             return Item(outputs, form, shared_by(outputs, flat, item.shared))
         recomputed, snapshot = i < self._recomputed, self.snapshots[s]

@@ -5,16 +5,16 @@ ones: layers, the criterion, a penalty over the model's parameters. What a recom
 it runs.
 
 Two runs at once, in two threads, would take each other's stand-ins for the parameters of the layers. So runs that take
-gradients through the same layers wait for each other (`taking_turns`).
+gradients through the same layers wait for each other (`in_its_turn`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, copy_context
+from typing import Any, NamedTuple, TypeVar
 
 from torchgpipe.tensors.observe import NOTHING
 
@@ -62,34 +62,29 @@ class InPlace:
             InPlace.__exit__(self)
 
 
-class InPlaceForRun(InPlace):
+class InPlaceForRun:
     """Make changes while any program of a run is within this context, each in its thread.
 
     The last to leave takes them back. After a second Ctrl-C, which does not wait for programs, that is not the caller.
-    `lock` is that of the layers.
+    Each part has the lock of the layers that it changes.
     """
 
-    __slots__ = ("_counting", "_lock", "_within")
-
-    def __init__(self, changes: Sequence[Change], lock: Lock) -> None:
-        super().__init__(changes)
-        self._counting = threading.Lock()
-        self._lock = lock
-        self._within = 0
+    def __init__(self, parts: Sequence[tuple[Lock, InPlace]]) -> None:
+        self._parts = parts
+        self._within: list[int] = []  # an entry for each thread; appending and popping need no lock
 
     def __enter__(self) -> None:
-        with self._counting:
-            self._within += 1
-            if self._within == 1:
-                with self._lock:
-                    super().__enter__()
+        first = not self._within
+        self._within.append(threading.get_ident())
+        for lock, part in self._parts if first else ():
+            with lock:
+                part.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        with self._counting:
-            self._within -= 1
-            if self._within == 0:
-                with self._lock:
-                    super().__exit__()
+        self._within.pop()
+        for lock, part in () if self._within else self._parts:
+            with lock:
+                part.__exit__()
 
 
 class _AllOf(AbstractContextManager[object]):
@@ -115,19 +110,22 @@ def as_one(locks: Set[Lock]) -> Lock:
 _turns: ContextVar[tuple[frozenset[Lock], ...]] = ContextVar("turns", default=())
 """The turns that the present code is within, each as the locks of its layers; the innermost last."""
 
+T = TypeVar("T")
 
-@contextmanager
-def taking_turns(locks: frozenset[Lock]) -> Iterator[None]:
-    """Wait until no other thread is in a run through the layers that have these locks, and keep others out."""
+
+def in_its_turn(locks: frozenset[Lock], run: Callable[[], T]) -> T:
+    """Call `run` when no other thread is in a run through the layers that have these locks, and keep others out."""
     outer = _turns.get()
+
+    def within() -> T:
+        _turns.set((*outer, locks))
+        return run()
+
     # A run within a run may be in another thread, which would wait for ever.
     others = locks.difference(*outer)
     with as_one(others) if others else NOTHING:
-        _turns.set((*outer, locks))
-        try:
-            yield
-        finally:
-            _turns.set(outer)
+        # In a copy of the caller's context, where an interrupt can leave nothing behind.
+        return copy_context().run(within)
 
 
 def within_another_run() -> bool:

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.task.contents import BuffersOfThread, comparable, copied, equal
-from torchgpipe.task.in_place import Change, InPlace, InPlaceForRun, Lock, as_one
+from torchgpipe.task.in_place import Change, InPlace, InPlaceForRun, Lock
 from torchgpipe.task.parameters import StandInParameters
 from torchgpipe.tensors._autograd import (
     is_compiled,
@@ -73,7 +73,7 @@ class LayerSnapshot:
         self,
         index: int,
         modules: list[nn.Module],
-        locks: frozenset[Lock],
+        lock: Lock,
         *,
         recomputed: bool,
         stand_ins: bool = True,
@@ -86,7 +86,7 @@ class LayerSnapshot:
         held = (x for m in modules for d in (m._parameters, m._buffers) for x in d.values() if x is not None)
         self.held = frozenset(map(storage_of, held))
         self.begins_in_place = recomputed and begins_in_place(modules[0])
-        self.locks, self.lock = locks, as_one(locks)
+        self.lock = lock
         self._index = index
         self._recomputed = recomputed
         # Norms that track statistics, in training: there their output does not depend on the statistics.
@@ -246,13 +246,13 @@ def stand_ins_for_run(snapshots: Sequence[LayerSnapshot]) -> AbstractContextMana
     times = Counter[int]()
     for snapshot in snapshots:
         times.update({id(change.place) for change in snapshot.stand_ins.changes})
-    changes: list[Change] = []
-    locks: set[Lock] = set()
+    parts = []
     for snapshot in snapshots:
-        changes += [change for change in snapshot.stand_ins.changes if times[id(change.place)] == 1]
-        snapshot.of_tasks = [change for change in snapshot.stand_ins.changes if times[id(change.place)] > 1]
-        locks |= snapshot.locks
-    return InPlaceForRun(changes, as_one(locks)) if changes else NOTHING
+        changes = snapshot.stand_ins.changes
+        snapshot.of_tasks = [change for change in changes if times[id(change.place)] > 1]
+        own = [change for change in changes if times[id(change.place)] == 1]
+        parts.append((snapshot.lock, InPlace(own)))
+    return InPlaceForRun(parts)
 
 
 def _as_held(slot: _Slot, now: Tensor | None) -> bool:

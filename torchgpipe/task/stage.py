@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,18 @@ from torchgpipe.tensors.observe import NOTHING
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 _Locks = weakref.WeakKeyDictionary[nn.Module, Lock]
-_of_tasks: _Locks = weakref.WeakKeyDictionary()
-_of_runs: _Locks = weakref.WeakKeyDictionary()
+_OF_TASKS: _Locks = weakref.WeakKeyDictionary()
+OF_RUNS: _Locks = weakref.WeakKeyDictionary()
+"""The lock that each module has, for tasks of several stages or pipelines, and for whole runs of pipelines."""
+
 _making = threading.Lock()
 
 
 class Stage:
     """Run partition `index` on a micro-batch, in one thread at a time.
 
-    Also where another partition or pipeline has layers in common with it: those tasks have the same `lock`. Runs that
-    take gradients through these layers wait for each other, by the locks of their `turns`.
+    Also where another partition or pipeline has layers in common with it: those tasks have the same `lock`. Whole runs
+    that take gradients through such layers wait for each other: their pipelines have a lock of their `turn` in common.
     """
 
     def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:
@@ -41,9 +43,8 @@ class Stage:
         self.modules: list[nn.Module] = []
         self._seen: list[tuple[object, ...]] = []
         self._claims: dict[tuple[bool, ...], dict[tuple[bool, ...], bool]] = {}
-        self.locks: frozenset[Lock]
         self.lock: Lock
-        self.turns: frozenset[Lock]
+        self.turn: frozenset[Lock]
 
     def look(self) -> bool:
         """Find the modules and buffers of the partition now; return whether they have changed since the last time."""
@@ -58,9 +59,7 @@ class Stage:
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
         self.attends = any(isinstance(m, _ATTENTION) for m in modules)
         self.halves = Halves(modules)
-        self.locks = _locks_of(modules, _of_tasks)
-        self.lock = as_one(self.locks)
-        self.turns = _locks_of(modules, _of_runs)
+        self.lock = as_one(locks_of(modules, _OF_TASKS))
         return True
 
     def connect(self, crossings: Sequence[Crossing]) -> None:
@@ -77,7 +76,7 @@ class Stage:
         Without `stand_ins`, tasks run on what the layers hold as parameters.
         """
         with self.lock:
-            snapshot = LayerSnapshot(self.index, self.modules, self.locks, recomputed=recomputed, stand_ins=stand_ins)
+            snapshot = LayerSnapshot(self.index, self.modules, self.lock, recomputed=recomputed, stand_ins=stand_ins)
         if recomputed:
             snapshot.claims = self._claims.setdefault(snapshot.kind, {})
         return snapshot
@@ -85,21 +84,22 @@ class Stage:
     def run(self, inputs: Flat, form: Form, shared: Shared = ()) -> tuple[Flat, Form]:
         """Run the layers on the micro-batch and the skips in `inputs`; return their outputs alike.
 
+        The caller holds the lock.
+
         `form` is the class of the micro-batch; `shared` says which inputs must not be changed in place.
         """
         before = versions(inputs) if True in shared else []
-        with self.lock:
-            if not self._special:
-                y = self.partition(inputs[0] if form is Tensor else together(form, inputs))
-                skips: Flat = ()
-            else:
-                count = len(inputs) - len(self._keys)
-                arrived = dict(zip(self._keys, inputs[count:], strict=True))
-                # For layers that create tensors on "the" accelerator; operators on tensors need no help.
-                on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else NOTHING
-                with on_device, skip_scope(arrived) as scope:
-                    y = self.partition(together(form, inputs[:count]))
-                    skips = tuple(scope[departure.key] for departure in self.departures)
+        if not self._special:
+            y = self.partition(inputs[0] if form is Tensor else together(form, inputs))
+            skips: Flat = ()
+        else:
+            count = len(inputs) - len(self._keys)
+            arrived = dict(zip(self._keys, inputs[count:], strict=True))
+            # For layers that create tensors on "the" accelerator; operators on tensors need no help.
+            on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else NOTHING
+            with on_device, skip_scope(arrived) as scope:
+                y = self.partition(together(form, inputs[:count]))
+                skips = tuple(scope[departure.key] for departure in self.departures)
         if before and any([s and a != b for s, a, b in zip(shared, before, versions(inputs), strict=True)]):
             raise RuntimeError(
                 f"partition {self.index} changed an input in place that shares memory with another tensor under way: a "
@@ -112,12 +112,7 @@ class Stage:
         return (*y, *skips), type(y)
 
 
-def turns_of(stages: Iterable[Stage]) -> frozenset[Lock]:
-    """Return the locks of a run through these stages."""
-    return frozenset({lock for stage in stages for lock in stage.turns})
-
-
-def _locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
+def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
     """Return what locks these modules: the locks that some of them have already, or a new one.
 
     A pipeline among the layers has locks of its own. Its workers take them while the outer task waits for them.

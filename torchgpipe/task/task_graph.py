@@ -66,7 +66,7 @@ class TaskGraph:
         with observed(self.observer, "forward", self.i, self.stage.index):
             if self.checkpoint:
                 return self._first_pass(inputs, form, shared)
-            with torch.enable_grad(), self.randomness.first():
+            with torch.enable_grad(), self.randomness.first(), self.snapshot.lock:
                 outputs, form = self._build(self._entered(inputs), form, shared)
         return leaves(outputs, self._taken()), form
 
@@ -221,7 +221,7 @@ class TaskGraph:
         return inputs if x is None else (carrying(x.detach().clone(), x), *inputs[1:])
 
     def _build(self, inputs: Flat, form: Form, shared: Shared = (), asks: Any = NOTHING) -> tuple[Flat, Form]:
-        with self.snapshot.lock, self.snapshot.in_place(), asks:
+        with self.snapshot.in_place(), asks:
             outputs, out_form = self.stage.run(inputs, form, shared)
         for name, value in [pair for y in outputs if y is not None and y.__dict__ for pair in y.__dict__.items()]:
             if isinstance(value, Tensor) and value.requires_grad:

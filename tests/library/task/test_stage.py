@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.task.ambient import Ambient
-from torchgpipe.task.in_place import Change, InPlace, InPlaceForRun, taking_turns, within_another_run
+from torchgpipe.task.in_place import Change, InPlace, InPlaceForRun, in_its_turn, within_another_run
 from torchgpipe.task.parameters import StandInParameters
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors.checkpoint import Passing, is_checkpointing, is_recomputing
@@ -83,7 +84,7 @@ def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it
 def test_the_last_thread_to_leave_takes_changes_back() -> None:
     """As after a second Ctrl-C: the caller is gone while a program still runs."""
     place, inside, leave = {"held": "parameter"}, threading.Event(), threading.Event()
-    in_place = InPlaceForRun([Change(place, "held", "stand-in")], threading.Lock())
+    in_place = InPlaceForRun([(threading.Lock(), InPlace([Change(place, "held", "stand-in")]))])
 
     def program() -> None:
         with in_place:
@@ -101,22 +102,19 @@ def test_the_last_thread_to_leave_takes_changes_back() -> None:
 
 
 def test_runs_through_the_same_layers_take_turns_and_a_run_within_a_run_does_not_wait() -> None:
-    stage = Stage(0, nn.Sequential(nn.Linear(2, 2)), DEVICES[0])
-    stage.look()
-    order: list[str] = []
+    layers, order = nn.Sequential(nn.Linear(2, 2)), list[str]()
+    turn, other = (GPipe(layers, [1], devices=["cpu"])._stages[0].turn for _ in range(2))
+    thread = threading.Thread(target=in_its_turn, args=(other, lambda: order.append("other")))
 
-    def other() -> None:
-        with taking_turns(stage.turns):
-            order.append("other")
-
-    thread = threading.Thread(target=other)
-    with taking_turns(stage.turns):
+    def run() -> bool:
         thread.start()
         assert not within_another_run()
-        with taking_turns(stage.turns):
-            assert within_another_run()
-        assert not within_another_run()
+        assert in_its_turn(turn, within_another_run)
+        time.sleep(0.1)  # for the other thread, if it does not wait
         order.append("first")
+        return within_another_run()
+
+    assert not in_its_turn(turn, run)
     thread.join()
     assert order == ["first", "other"] and not within_another_run()
 
