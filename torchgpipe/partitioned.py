@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.batchnorm import DeferredBatchNorm, commit
+from torchgpipe.clipping import Exchange, clip_gradients
 from torchgpipe.engine.batch import WorkersEngine
 from torchgpipe.engine.schedule import InUse
 from torchgpipe.partition import (
@@ -283,24 +284,9 @@ class Partitioned(nn.Module, ABC):
         settings = {"max_norm": float(max_norm), "norm_type": float(norm_type)}
         with self._together("clip_grad_norm_", **settings) as exchange:
             stages = {p: stage.index for stage in self._stages[::-1] for p in stage.partition.parameters()}
-            given = [p for p in self.parameters() if p.grad is not None]
-            parts = [torch.linalg.vector_norm(p.grad, norm_type) for p in given if p.grad is not None]
-            # That of a parameter that FSDP has sharded is in parts, too.
-            norms: list[Tensor] = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in parts]
-            here = norms[0].device if norms else torch.device("cpu")
-            own = torch.stack([x.to(here) for x in norms]) if norms else torch.zeros(0)
-            found = [x.to(here) for x in exchange(torch.cat([own, own.new_tensor([stages[p] for p in given])]))]
-            # Other ranks may have stages in between.
-            order = torch.cat([x[len(x) // 2 :] for x in found]).argsort(stable=True)
-            total: Tensor = torch.linalg.vector_norm(torch.cat([x[: len(x) // 2] for x in found])[order], norm_type)
-            # One operator takes plain gradients, whose mesh is None here, or DTensors of one mesh.
-            meshes = [getattr(p.grad, "device_mesh", None) for p in given]
-            for mesh in {*meshes}:
-                clipped = [p for p, of in zip(given, meshes, strict=True) if of == mesh]
-                torch.nn.utils.clip_grads_with_norm_(clipped, max_norm, total)
-            return total
+            return clip_gradients([*self.parameters()], stages, exchange, max_norm, norm_type)
 
-    def _together(self, doing: str, **alike: float) -> AbstractContextManager[Callable[[Tensor], list[Tensor]]]:
+    def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
         """Return a context for what all ranks do together: a function by which each gives a tensor and gets all.
 
         What is `alike` has to be the same on all.

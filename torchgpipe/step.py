@@ -13,6 +13,7 @@ from torchgpipe.engine.batch import Batch, one_node
 from torchgpipe.engine.program import Ends
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import leaves
+from torchgpipe.task.where import note
 from torchgpipe.tensors._autograd import leaves_behind, without_hooks
 from torchgpipe.tensors.item import Item
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, together
@@ -59,7 +60,11 @@ class Losses(Ends):
     def leave(self, i: int, output: Item) -> None:
         """Work out the loss of micro-batch i."""
         with self._batch.draws(i, self._stage, False).first():
-            loss = self._goal.criterion(self._shown(together(output.form, output.flat)), self._targets[i])
+            try:
+                loss = self._goal.criterion(self._shown(together(output.form, output.flat)), self._targets[i])
+            except Exception as error:
+                note(error, f"the criterion, micro-batch {i}")
+                raise
         loss = self._shares.of(scalar(loss), i)
         self._losses[i] = loss.detach()
         if torch.is_grad_enabled():

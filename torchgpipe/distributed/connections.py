@@ -44,6 +44,7 @@ from torchgpipe.engine.relay import Stopped
 from torchgpipe.patience import NOTICE, say
 from torchgpipe.plain import packed, unpacked
 from torchgpipe.skip.layout import Crossing
+from torchgpipe.task.where import note_rank
 from torchgpipe.tensors.microbatch import Flat
 
 KINDS = ("control", "forward", "backward", "forward skips", "backward skips", "liveness", "nothing", "loss")
@@ -120,6 +121,7 @@ class Connections:
                     self.abort()
             except BaseException as error:
                 self.fail(error)
+                note_rank(error, self.own)
                 raise
 
     def _gather(self) -> None:

@@ -74,8 +74,9 @@ class RankBatch(Batch):
             ends = tuple([y for y in tensors_of(output) if y.requires_grad])
             loss = torch.zeros((), device=self.devices[-1], requires_grad=bool(ends))
             if goal is not None:
-                with self.program.computes("the criterion"):
-                    result = loss = scalar(goal.criterion(result, goal.target))
+                self.program.doing = self.program.computing = "the criterion"
+                result = loss = scalar(goal.criterion(result, goal.target))
+                self.program.computing = None
                 if loss.requires_grad and ends:
                     # Its backward goes on to the output also where the criterion has left that out: ranks wait.
                     def onward(grads: list[Flat], keep: bool) -> list[Flat]:

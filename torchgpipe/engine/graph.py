@@ -32,6 +32,7 @@ from torchgpipe.task.ambient import Ambient, Modes
 from torchgpipe.task.snapshot import stand_ins_for_run
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import TaskGraph, all_none, mark, refuse_create_graph
+from torchgpipe.task.where import note_task
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, let_gradients_go_forward, refuse_transforms
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.copy import NO_FENCE, CopyPath, StreamFence, current_stream, using
@@ -60,7 +61,11 @@ class GraphEngine:
         batch = _MiniBatch(self, micro_batches, mode, observer)
         with stand_ins_for_run(batch.snapshots):
             for _, i, j in orders(self.arrangement, len(micro_batches), "never", False).forwards[0]:
-                batch.task(i, j)
+                try:
+                    batch.task(i, j)
+                except Exception as error:
+                    note_task(error, f"forward of micro-batch {i}", j, self.stages[j].partition)
+                    raise
         return batch.end()
 
 
@@ -195,7 +200,15 @@ class _Task(TaskGraph):
         if self.checkpoint:
             # Autograd runs nodes whose tensors are on the CPU with whatever streams backward() was called on.
             with using(self.stream), Modes():
-                self.recompute(keep=keeps_graph())
+                try:
+                    self.recompute(keep=keeps_graph())
+                except Exception as error:
+                    self.note(error, "recomputation")
+                    raise
+
+    def note(self, error: Exception, doing: str) -> None:
+        """Note on an error where it was raised."""
+        note_task(error, f"{doing} of micro-batch {self.i}", self.stage.index, self.stage.partition)
 
 
 class _TaskNode(torch.autograd.Function):
@@ -222,7 +235,11 @@ class _TaskNode(torch.autograd.Function):
         else:
             task.recompute_now()
         task.departure.arrive(grads)
-        input_grads = task.backward(grads, keep=keeps_graph())
+        try:
+            input_grads = task.backward(grads, keep=keeps_graph())
+        except Exception as error:
+            task.note(error, "backward")
+            raise
         task.arrival.leave()
         return (*[None] * 6, *input_grads)
 

@@ -13,8 +13,7 @@ after another, so they need no ties as the graph engine does.
 There is room for one item at each boundary between stages, each way: what nobody needs yet only fills memory.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torchgpipe.engine.seeds import Draws
@@ -25,6 +24,7 @@ from torchgpipe.task.in_place import within_another_run
 from torchgpipe.task.snapshot import LayerSnapshot
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task_graph import TaskGraph, leaves
+from torchgpipe.task.where import note_task
 from torchgpipe.tensors.item import Item, shared_by
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, form_of, moved, tensors_of
 from torchgpipe.tensors.observe import Observer, observed
@@ -108,20 +108,27 @@ class Program:
         """Do the actions, in this order, in this thread's modes. With `keep`, they can go backward again."""
         for graph in self._graphs.values():
             graph.check_unspent()  # before anything waits for another program
-        for action in actions:
-            kind, i, s = action
-            self.doing = f"{'recomputation' if kind == 'recompute' else kind} of micro-batch {i}"
-            if kind == "forward":
-                self._forward(action, links, ends)
-            elif kind in ("backward", "backward_inputs"):
-                self._backward(action, links, ends, keep)
-            else:
-                links.check()
-                with self.computes(self.doing):
-                    if kind == "backward_weights":
-                        self._graphs[i, s].backward_weights()
-                    else:
-                        self._graphs[i, s].recompute(keep=keep)
+        try:
+            for action in actions:
+                kind, i, s = action
+                self.doing = f"{'recomputation' if kind == 'recompute' else kind} of micro-batch {i}"
+                if kind == "forward":
+                    self._forward(action, links, ends)
+                elif kind in ("backward", "backward_inputs"):
+                    self._backward(action, links, ends, keep)
+                elif kind == "recompute":
+                    self._begins_to_compute(links)
+                    self._graphs[i, s].recompute(keep=keep)
+                else:
+                    self._begins_to_compute(links)
+                    self._graphs[i, s].backward_weights()
+                self.computing = None
+        except Exception as error:
+            if self.computing is not None:
+                note_task(error, self.doing, s, self.stages[s].partition)
+            raise
+        finally:
+            self.computing = None
 
     def _forward(self, action: Action, links: Links, ends: Ends) -> None:
         _, i, s = action
@@ -135,11 +142,11 @@ class Program:
             needs = [x is not None and x.requires_grad for x in item.flat]
             item = Item(leaves(moved(item.flat, stage.device), needs), item.form, item.shared)
 
-        links.check()
-        with self.computes(self.doing):
-            item = self._task(i, stage, item)
-            if s + 1 == self._n:
-                return ends.leave(i, item)
+        self._begins_to_compute(links)
+        item = self._task(i, stage, item)
+        if s + 1 == self._n:
+            return ends.leave(i, item)
+        self.computing = None
 
         for departure in reversed(stage.departures):
             item, skip = item.parted()
@@ -154,10 +161,10 @@ class Program:
         grads = (*grads, *(links.fetch(action, departure) for departure in stage.departures))
         grads = moved(grads, stage.device) if self._moves else grads
 
-        links.check()
-        with self.computes(self.doing):
-            grads = grads if s + 1 < self._n else ends.output_grads(i)
-            grads = graph.backward(grads, keep=keep, kind=kind)
+        self._begins_to_compute(links)
+        grads = grads if s + 1 < self._n else ends.output_grads(i)
+        grads = graph.backward(grads, keep=keep, kind=kind)
+        self.computing = None
 
         for arrival in reversed(stage.arrivals):
             links.leave(action, arrival, grads[-1])
@@ -167,14 +174,9 @@ class Program:
         else:
             ends.input_grads[i] = grads
 
-    @contextmanager
-    def computes(self, task: str) -> Iterator[None]:
-        """Note that this program computes the task named so, and no longer waits."""
-        self.doing = self.computing = task
-        try:
-            yield
-        finally:
-            self.computing = None
+    def _begins_to_compute(self, links: Links) -> None:
+        links.check()
+        self.computing = self.doing
 
     def _taken(self, action: Action, source: int, links: Links) -> Any:
         return self._kept.pop(action[1:]) if source in self.stages else links.take(action)

@@ -65,7 +65,6 @@ class Randomness:
     around_backward: MakeContext | None = None
     _before: Sequence[State] = ()
     _after: Sequence[State] = ()
-    _present: Sequence[State] = ()
 
     def first(self) -> AbstractContextManager[object]:
         """Note the generators' states now; return what to enter around the first pass."""
@@ -80,32 +79,29 @@ class Randomness:
 
     def again(self) -> AbstractContextManager[object]:
         """Return what to enter around the recomputation."""
-        if self.around is None and len(self.generators) < 2:
-            return self if self.generators else NOTHING
-        return self._around_again()
+        if not self.generators:
+            return NOTHING if self.around is None else self.around()
+        return self._as_in_first()
 
     def backward(self) -> AbstractContextManager[object]:
         """Return what to enter around the layers' backward."""
         return NOTHING if self.around_backward is None else self.around_backward()
 
     @contextmanager
-    def _around_again(self) -> Iterator[None]:
+    def _as_in_first(self) -> Iterator[None]:
+        """Set the generators back to where the first pass began; raise `RuntimeError` if it ended elsewhere."""
         # Autograd may recompute for several devices at once, each in a thread; the CPU's generator is one for all.
         alone = _one_at_a_time if len(self.generators) > 1 else NOTHING
-        with alone, self, NOTHING if self.around is None else self.around():
-            yield
-
-    def __enter__(self) -> None:
-        self._present = [state_of(g) for g in self.generators]
-        for g, state in zip(self.generators, self._before, strict=True):
-            _set(g, state)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        alike = all([same(state_of(g), after) for g, after in zip(self.generators, self._after, strict=True)])
-        for g, state in zip(self.generators, self._present, strict=True):
-            _set(g, state)
-        if kind is None and not alike:
-            raise RuntimeError(UNLIKE)
+        with alone, NOTHING if self.around is None else self.around():
+            present = [state_of(g) for g in self.generators]
+            try:
+                _set_all(self.generators, self._before)
+                yield
+                ends = [state_of(g) for g in self.generators]
+            finally:
+                _set_all(self.generators, present)
+            if not all(map(same, ends, self._after)):
+                raise RuntimeError(UNLIKE)
 
 
 def state_of(g: torch.Generator) -> State:
@@ -120,9 +116,10 @@ def same(a: State, b: State) -> bool:
     return a == b
 
 
-def _set(g: torch.Generator, state: State) -> None:
-    if isinstance(state, Tensor):
-        g.set_state(state)
-    else:
-        g.manual_seed(state[0])
-        g.set_offset(state[1])
+def _set_all(generators: Sequence[torch.Generator], states: Sequence[State]) -> None:
+    for g, state in zip(generators, states, strict=True):
+        if isinstance(state, Tensor):
+            g.set_state(state)
+        else:
+            g.manual_seed(state[0])
+            g.set_offset(state[1])

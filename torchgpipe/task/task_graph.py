@@ -255,7 +255,7 @@ class _Asks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_READ_GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
+_READ_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class _Entrance(torch.autograd.Function):

@@ -69,6 +69,21 @@ def test_calls_in_any_order() -> None:
     assert_same_gradients(*others)
 
 
+def test_a_parameter_hook_that_raises_is_told_to_all_ranks() -> None:
+    """Gradients are handed on in the end of a step, when other ranks may have ended theirs."""
+    model, _ = small(schedule="1F1B")
+
+    def fail(grad: Tensor) -> None:
+        raise ArithmeticError("no such luck")
+
+    if model.rank == 1:
+        model.partition[0].weight.register_hook(fail)
+    with pytest.raises((ArithmeticError, RankFailed), match="no such luck"):
+        for _ in range(2):
+            model.step(nn.functional.mse_loss, X, TARGET)
+    model.close()
+
+
 def test_a_loss_without_the_output_and_one_that_outlives_its_pipeline() -> None:
     ours, threads = small()
     scale = torch.ones(4, requires_grad=True)
