@@ -47,8 +47,7 @@ class DeviceBytes(NamedTuple):
     @property
     def peak(self) -> float:
         """The most bytes at any moment of a step, after the first step."""
-        model = self.parameters + self.gradients + self.optimizer + self.update
-        return model + self.stashed + self.working + self.skips + self.copies
+        return sum(self)
 
 
 def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -57,9 +58,5 @@ class Live(TorchDispatchMode):
 
     def peak(self) -> float:
         """Return the most bytes since it began, those that entered apart."""
-        live = most = 0.0
-        for change in self.changes:
-            if change.storage is None:
-                live += change.bytes
-                most = max(most, live)
-        return most
+        made = [change.bytes for change in self.changes if change.storage is None]
+        return max(accumulate(made, initial=0.0))
