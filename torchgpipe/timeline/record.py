@@ -1,6 +1,5 @@
 """Record when the tasks of some mini-batches of a training run, on all ranks, and write that into one file."""
 
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -93,7 +92,7 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
         recording.steps += mini_batches(events, placement)
         if part is not None and path is not None:
             part.write_bytes(perfetto(recording.steps, path.stem, recording.row, clock_error=recording.clock_error))
-            os.replace(part, path)
+            part.replace(path)
     finally:
         if part is not None:
             part.unlink(missing_ok=True)
