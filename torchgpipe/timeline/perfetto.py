@@ -62,7 +62,8 @@ def bubbles(steps: Sequence[Timeline]) -> list[float]:
 
 def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[dict[str, Any]]]:
     """Yield the events of each task: itself, then the ends of arrows at it."""
-    tasks = dict.fromkeys(Action(*event[:3]) for event in step.tasks)  # a set has no order, and arrows are numbered
+    # In their order, which a set would not have: it decides the numbers of arrows.
+    tasks = dict.fromkeys(Action(*event[:3]) for event in step.tasks)
     pairs = [(source, task) for task in tasks for source in needs(task, tasks) if source.stage != task.stage]
     arriving = {target: next(arrows) for source, target in pairs if source in tasks}
     leaving = {source: arriving[target] for source, target in pairs if target in arriving}
