@@ -46,8 +46,6 @@ class Live(TorchDispatchMode):
     def enter(self, x: Tensor, number: int | None) -> None:
         """Note the death of a tensor's storage; of one that entered the layer, by its number."""
         storage = x.untyped_storage()
-        if id(storage) in self._known:
-            return
         self._known[id(storage)] = number
         weakref.finalize(storage, self._forget, id(storage), float(storage.nbytes())).atexit = False
 
