@@ -152,8 +152,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     def extra_repr(self) -> str:
         """Describe the layer as `nn.BatchNorm` does, with its chunks."""
-        plain: str = super().extra_repr()  # type: ignore[no-untyped-call]
-        return f"{plain}, chunks={self.chunks}"
+        return f"{super().extra_repr()}, chunks={self.chunks}"  # type: ignore[no-untyped-call]
 
     def _check_input_dim(self, input: Tensor) -> None:
         if self._dimensions is not None:

@@ -14,10 +14,8 @@ import torch
 from torch import nn
 
 from torchgpipe.balance.minimise import check_partitions, minimise_heaviest
-from torchgpipe.balance.profile import profile_sizes, profile_times
-from torchgpipe.skip import verify_skippables
-from torchgpipe.tensors.microbatch import TensorOrTensors, check
-from torchgpipe.trace.layer import flat
+from torchgpipe.balance.profile import checked_sample, profile_sizes, profile_times
+from torchgpipe.tensors.microbatch import TensorOrTensors
 
 __all__ = ["balance_by_size", "balance_by_time"]
 
@@ -97,12 +95,8 @@ def _check(
     partitions: int, module: nn.Sequential, sample: TensorOrTensors, device: Device | None
 ) -> tuple[TensorOrTensors, torch.device]:
     """Refuse what cannot be balanced, before the time is spent; return the tensors and the device to profile on."""
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(f"only an nn.Sequential can be balanced, got {type(module).__name__}")
+    sample = checked_sample(module, sample, "balanced")
     check_partitions(partitions, len(module))
-    sample = flat(module, sample)
-    check(sample)
-    verify_skippables(module)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return sample, torch.device(device)

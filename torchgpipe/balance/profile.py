@@ -17,10 +17,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.skip import verify_skippables
 from torchgpipe.skip.scope import Scope, skip_scope
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.tensors.microbatch import TensorOrTensors, check, mapped, scatter, tensors_of
-from torchgpipe.trace.layer import batched
+from torchgpipe.trace.layer import batched, flat
 
 T = TypeVar("T")
 
@@ -107,6 +108,22 @@ class Rehearsal:
     def results(self) -> list[Tensor]:
         """Return the tensors that the last run put out or stashed."""
         return [*tensors_of(self.output), *(x for x in self.scope.values() if x is not None)]
+
+
+def checked_sample(module: nn.Sequential, sample: TensorOrTensors, done: str) -> TensorOrTensors:
+    """Return the tensors of a sample for `module`; refuse layers or a sample that cannot be profiled.
+
+    `done` is what is to be done with the layers, for the message: "balanced".
+
+    Raises:
+        TypeError: a wrong type, or skips that do not match.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"only an nn.Sequential can be {done}, got {type(module).__name__}")
+    sample = flat(module, sample)
+    check(sample)
+    verify_skippables(module)
+    return sample
 
 
 def rehearse(

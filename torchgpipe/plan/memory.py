@@ -47,8 +47,7 @@ class DeviceBytes(NamedTuple):
     @property
     def peak(self) -> float:
         """The most bytes at any moment of a step, after the first step."""
-        model = self.parameters + self.gradients + self.optimizer + self.update
-        return model + self.stashed + self.working + self.skips + self.copies
+        return sum(self)
 
 
 def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
@@ -132,11 +131,9 @@ class _Stage:
     """What the tasks of a stage take: checkpointed and plain ones, and those of which the half for weights is left."""
 
     def __init__(self, counts: Counts, setup: Setup, s: int) -> None:
-        (start, stop), size, recomputed = (
-            setup.cuts[s],
-            setup.sizes[0],
-            checkpointed(setup.checkpoint, len(setup.sizes)),
-        )
+        start, stop = setup.cuts[s]
+        size = setup.sizes[0]
+        recomputed = checkpointed(setup.checkpoint, len(setup.sizes))
         # Only what is needed is worked out: it takes most of the time.
         self.checkpointed = self.plain = counts.task(size, start, stop, checkpoint=recomputed > 0)
         if recomputed < len(setup.sizes) or start == 0:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchgpipe.balance.profile import checked_sample
 from torchgpipe.plan.amount import parse_amount
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import OPTIMIZERS, optimizer_named
@@ -20,10 +21,8 @@ from torchgpipe.plan.search.impossible import refuse_hopeless
 from torchgpipe.plan.search.search import search
 from torchgpipe.plan.search.trial import data_parallel
 from torchgpipe.schedules import Schedule, make
-from torchgpipe.skip import verify_skippables
 from torchgpipe.tensors.checkpoint import MODES, Mode
-from torchgpipe.tensors.microbatch import TensorOrTensors, check, tensors_of
-from torchgpipe.trace.layer import flat
+from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 
 HERE = "here"
 """In place of a hardware description's name: profile on the present device."""
@@ -77,11 +76,7 @@ def plan(
         TypeError: a wrong type, or skips that do not match.
         ValueError: a value out of range, or no setup fits (`Impossible`); the message says why.
     """
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(f"only an nn.Sequential can be planned, got {type(module).__name__}")
-    sample = flat(module, sample)
-    check(sample)
-    verify_skippables(module)
+    sample = checked_sample(module, sample, "planned")
     node = None if hardware == HERE else hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     _check_number("batch_size", batch_size)
     if devices is not None:

@@ -1,7 +1,5 @@
 """Replay a schedule with what tasks and copies take: when each task starts and ends. No torch in here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -49,8 +47,13 @@ def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
     schedule = schedule or recomputing("GPipe", n, len(costs.forward))
     copies = [costs.copy] * (n - 1) if isinstance(costs.copy, (int, float)) else costs.copy
     inputs = [[a - b for a, b in zip(*rows, strict=False)] for rows in zip(costs.backward, costs.weights, strict=False)]
-    tables: dict[Kind, Table] = {"forward": costs.forward, "recompute": costs.recompute, "backward": costs.backward}
-    tables |= {"backward_inputs": inputs, "backward_weights": costs.weights}
+    tables: dict[Kind, Table] = {
+        "forward": costs.forward,
+        "recompute": costs.recompute,
+        "backward": costs.backward,
+        "backward_inputs": inputs,
+        "backward_weights": costs.weights,
+    }
     return schedule.replay(
         lambda action: tables[action[0]][action[1]][action[2]],
         [*((j, j + 1, x) for j, x in enumerate(copies)), *((*route, x) for route, x in costs.skips.items())],

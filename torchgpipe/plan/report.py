@@ -6,7 +6,6 @@ And, in words, what holds it back, and what would help.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from textwrap import fill
-from typing import Any
 
 import torch
 from torch import nn
@@ -120,8 +119,14 @@ class Plan:
                 f"schedule={getattr(self.schedule, 'name', self.schedule)!r}); "
                 "or give gpipe() devices that are 'meta', too"
             )
-        how: dict[str, Any] = {"chunks": self.chunks, "checkpoint": self.checkpoint, "schedule": self.schedule}
-        return GPipe(self.module, self.balance, devices=given, **how)
+        return GPipe(
+            self.module,
+            self.balance,
+            devices=given,
+            chunks=self.chunks,
+            checkpoint=self.checkpoint,
+            schedule=self.schedule,
+        )
 
     def __str__(self) -> str:
         return "\n\n".join(filter(None, (self._setup(), self._devices(), self._numbers(), fill(self.reason, WIDTH))))

@@ -7,8 +7,13 @@ Kind = Literal["forward", "recompute", "backward", "backward_inputs", "backward_
 """What devices are seen to do. Copies follow from the actions on both sides, so that none is an action itself."""
 
 # The kinds of actions by their letters in files and pictures.
-LETTERS: dict[str, Kind] = {"F": "forward", "R": "recompute", "B": "backward"}
-LETTERS |= {"I": "backward_inputs", "W": "backward_weights"}
+LETTERS: dict[str, Kind] = {
+    "F": "forward",
+    "R": "recompute",
+    "B": "backward",
+    "I": "backward_inputs",
+    "W": "backward_weights",
+}
 
 
 class Action(NamedTuple):

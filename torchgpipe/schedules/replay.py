@@ -1,7 +1,5 @@
 """Timelines: when the tasks of a step start and end, in a replay or as measured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -98,8 +98,13 @@ class Schedule:
         for source, target, delay in [*copies, *at_once]:
             down[source].append((target - source, at[target], delay))
             up[target].append((source - target, at[source], delay))
-        ways = {"forward": (True, down), "backward": (True, up), "backward_inputs": (True, up)}
-        ways |= {"recompute": (not ahead, alone), "backward_weights": (False, alone)}
+        ways = {
+            "forward": (True, down),
+            "recompute": (not ahead, alone),
+            "backward": (True, up),
+            "backward_inputs": (True, up),
+            "backward_weights": (False, alone),
+        }
         free, there = [0.0] * len(self.lists), [0.0] * (2 * self.micro_batches * len(at))
         starts: dict[Action, float] = {}
         events: list[Event] = []

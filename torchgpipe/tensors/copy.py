@@ -33,8 +33,6 @@ class StreamFence:
     current when the fence is made.
     """
 
-    __slots__ = ("_compute", "_expected", "_left")
-
     def __init__(self, device: torch.device) -> None:
         self._compute = current_stream(device)
         self._left: torch.cuda.Event | None = None

@@ -15,8 +15,11 @@ from torchgpipe.schedules.replay import Timeline
 MICROSECONDS = 1e6
 PROCESS = 1  # not 0: that process and its thread 0 are the system's idle ones, which Perfetto does not show
 
-_NAMES = {"recompute": "recomputation", "backward_inputs": "backward of inputs"}
-_NAMES |= {"backward_weights": "backward of weights"}
+_NAMES = {
+    "recompute": "recomputation",
+    "backward_inputs": "backward of inputs",
+    "backward_weights": "backward of weights",
+}
 
 
 def perfetto(steps: Sequence[Timeline], title: str, row: str, **more: float) -> bytes:
@@ -59,7 +62,8 @@ def bubbles(steps: Sequence[Timeline]) -> list[float]:
 
 def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[dict[str, Any]]]:
     """Yield the events of each task: itself, then the ends of arrows at it."""
-    tasks = {Action(*event[:3]) for event in step.tasks}
+    # In their order, which a set would not have: it decides the numbers of arrows.
+    tasks = dict.fromkeys(Action(*event[:3]) for event in step.tasks)
     pairs = [(source, task) for task in tasks for source in needs(task, tasks) if source.stage != task.stage]
     arriving = {target: next(arrows) for source, target in pairs if source in tasks}
     leaving = {source: arriving[target] for source, target in pairs if target in arriving}
@@ -79,7 +83,7 @@ def _waits(number: int, step: Timeline) -> Iterator[list[dict[str, Any]]]:
     """Yield an event for each time in which a device does nothing."""
     begin, end = step.window
     for j in range(step.partitions):
-        own = sorted((task.start, task.end) for task in step.tasks if step.row(task) == j)
+        own = sorted((task.start, task.end) for task in step.devices[j])
         for (_, before), (after, _) in pairwise([(begin, begin), *own, (end, end)]):
             if after > before:
                 about = {"mini-batch": number, "partition": j}
@@ -87,8 +91,16 @@ def _waits(number: int, step: Timeline) -> Iterator[list[dict[str, Any]]]:
 
 
 def _span(name: str, kind: str, thread: int, start: float, end: float, about: dict[str, int]) -> dict[str, Any]:
-    times = {"ts": start * MICROSECONDS, "dur": (end - start) * MICROSECONDS}
-    return {"ph": "X", "name": name, "cat": kind, "pid": PROCESS, "tid": thread, **times, "args": about}
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": kind,
+        "pid": PROCESS,
+        "tid": thread,
+        "ts": start * MICROSECONDS,
+        "dur": (end - start) * MICROSECONDS,
+        "args": about,
+    }
 
 
 def _thread(partition: int, *, copies: bool = False) -> int:

@@ -1,6 +1,5 @@
 """Record when the tasks of some mini-batches of a training run, on all ranks, and write that into one file."""
 
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -88,12 +87,10 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
         recording.over_ranks = len(gathered) > 1
         of_ranks = zip(map(unpacked, gathered), ahead, strict=True)
         events = [Event(kind, i, j, start - s, end - s) for own, s in of_ranks for kind, i, j, start, end in own]
-        schedule = getattr(model, "schedule", None)
-        placement = range(len(model.balance)) if schedule is None else schedule.placement
-        recording.steps += mini_batches(events, placement)
+        recording.steps += mini_batches(events, model.schedule.placement)
         if part is not None and path is not None:
             part.write_bytes(perfetto(recording.steps, path.stem, recording.row, clock_error=recording.clock_error))
-            os.replace(part, path)
+            part.replace(path)
     finally:
         if part is not None:
             part.unlink(missing_ok=True)

@@ -30,8 +30,7 @@ class Mark:
     def since(self, origin: Mark) -> float:
         """Return the seconds from another mark of the same device to this one."""
         if self.event is not None and origin.event is not None:
-            milliseconds: float = origin.event.elapsed_time(self.event)
-            return milliseconds / 1000
+            return float(origin.event.elapsed_time(self.event)) / 1000  # from milliseconds
         return self.time - origin.time
 
     def work_since(self, origin: Mark) -> float:

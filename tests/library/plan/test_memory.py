@@ -171,6 +171,12 @@ def test_an_output_that_its_layer_saves_counts_twice() -> None:
     assert real < predicted.peak <= real + x.nbytes
 
 
+def test_a_recomputed_task_that_begins_in_place_works_on_a_copy() -> None:
+    counts = count(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)), torch.empty(1, 8))
+    recomputed, plain = (counts.task(4, 0, 2, checkpoint=checkpoint) for checkpoint in (True, False))
+    assert recomputed.forward - plain.forward == 4 * 8 * 4
+
+
 def test_the_parts_add_up() -> None:
     setup = Setup(24, (8,), 4, "always", optimizer_named("adam", foreach=True))
     (device,) = setup_memory(counted(mixed, (24, 8)), setup)

@@ -137,6 +137,13 @@ def test_arrows_lead_to_the_task_that_needs_the_result() -> None:
     )
 
 
+def test_arrows_are_numbered_as_tasks_start() -> None:
+    step = make("1F1B", 3, 6).replay()
+    step.events.sort(key=lambda event: event.start)
+    events, _ = written(step)
+    assert [event["id"] for event in events if event["ph"] == "f"] == list(range(2 * 2 * 6))
+
+
 def test_a_step_of_several_stages_on_a_device_in_halves(tmp_path: Path) -> None:
     name = "ZBVZeroBubble"
     model = GPipe(linears(4), [1] * 4, devices=["cpu"] * 2, chunks=4, checkpoint="never", schedule=name)

@@ -11,7 +11,7 @@ any other follows. Layers that multiply samples with each other are an exception
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,6 @@ from torchgpipe.plan.hardware.operators import Operator, dtype_of
 from torchgpipe.tensors._autograd import is_compiled
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.layer import batched
-
-T = TypeVar("T")
 
 SIZES = (2, 4)
 """The micro-batch sizes that are counted; not 1, which batch normalization may refuse."""
@@ -59,7 +57,7 @@ class Counts:
 
     def at(self, size: int) -> tuple[LayerCount, ...]:
         """Return the layers' counts for micro-batches of `size` samples."""
-        return _line(self.low, self.high, size)
+        return _line(self.low, self.high, size)  # type: ignore[no-any-return]
 
     def footprints(self, size: int) -> tuple[Footprint, ...]:
         """Return what the layers hold for micro-batches of `size` samples."""
@@ -79,10 +77,9 @@ class Counts:
         return len(self.low)
 
 
-def _line(low: T, high: T, size: int) -> T:
+def _line(low: Any, high: Any, size: int) -> Any:
     """Return what is as `low` and `high`, which are for micro-batches of `SIZES`, for those of `size` samples."""
-    found: T = between(low, high, (size - SIZES[0]) / (SIZES[1] - SIZES[0]), {})
-    return found
+    return between(low, high, (size - SIZES[0]) / (SIZES[1] - SIZES[0]), {})
 
 
 def count(
@@ -109,8 +106,8 @@ def count(
     """
     _refuse_compiled(module)
     alike = alike or Alike()
-    alike.begin(module, device, autocast)
     with undisturbed(torch.device("meta")), Remembered(), as_on(device, autocast):
+        alike.begin(module, device)
         (low, low_held), (high, high_held) = (
             _at(_empty(sample, size, batched(module)), module, alike) for size in SIZES
         )

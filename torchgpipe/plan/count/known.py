@@ -3,8 +3,6 @@
 PyTorch works out many shapes in Python, which takes most of the time of counting, and the layers of a model are alike.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable
@@ -31,14 +29,13 @@ class Alike:
         self._layers: dict[int, tuple[torch.nn.Module, object]] = {}  # by id, which stays theirs while it is held
         self._how: object = None
 
-    def begin(self, module: torch.nn.Module, device: str, autocast: torch.dtype | None) -> None:
+    def begin(self, module: torch.nn.Module, device: str) -> None:
         """Go on with the layers of this module, counted as they run on this type of device, as PyTorch is set now.
 
         They are copied for training if it is not (`placed_copy`).
         """
         self._layers.clear()
-        if autocast is None and torch.is_autocast_enabled(device):
-            autocast = torch.get_autocast_dtype(device)
+        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         precisions = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
         self._how = module.training, device, autocast, precisions
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -45,8 +46,6 @@ class Live(TorchDispatchMode):
     def enter(self, x: Tensor, number: int | None) -> None:
         """Note the death of a tensor's storage; of one that entered the layer, by its number."""
         storage = x.untyped_storage()
-        if id(storage) in self._known:
-            return
         self._known[id(storage)] = number
         weakref.finalize(storage, self._forget, id(storage), float(storage.nbytes())).atexit = False
 
@@ -57,9 +56,5 @@ class Live(TorchDispatchMode):
 
     def peak(self) -> float:
         """Return the most bytes since it began, those that entered apart."""
-        live = most = 0.0
-        for change in self.changes:
-            if change.storage is None:
-                live += change.bytes
-                most = max(most, live)
-        return most
+        made = [change.bytes for change in self.changes if change.storage is None]
+        return max(accumulate(made, initial=0.0))

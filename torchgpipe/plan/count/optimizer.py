@@ -9,7 +9,6 @@ its state is as large as the copy, and so are the gradients that its step makes 
 for there the parameters themselves are in float32.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -57,7 +56,6 @@ STATELESS = Optimizer()
 """Plain stochastic gradient descent: no state, and nothing made."""
 
 
-@functools.cache
 def optimizer_named(name: str, *, foreach: bool, master_weights: bool = False) -> Optimizer:
     """Return what the optimizer of that name holds, if its step handles all parameters at once (`foreach`) or not.
 

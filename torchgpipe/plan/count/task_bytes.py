@@ -50,10 +50,8 @@ def task_bytes(
     if not copied and not checkpoint:
         others |= {number for layer in footprints[:start] for number in layer.saves}
     size = dict.fromkeys(others, 0.0)
-    for number, nbytes in footprints[start].sizes:
-        if number in inputs:
-            size.setdefault(number, nbytes)
-    copy = _total(inputs, size) if cloned else 0.0  # beside the inputs, for as long as the layers run
+    # Beside the inputs, for as long as the layers run.
+    copy = _total(inputs, dict(footprints[start].sizes)) if cloned else 0.0
     saver: dict[int, int] = {}  # storage -> the first layer that saves it
     kept_beside = 0.0
     pending: set[int] = set()
@@ -63,7 +61,7 @@ def task_bytes(
         layer = footprints[index]
         for number, nbytes in layer.sizes:
             size.setdefault(number, nbytes)
-        arriving = {number for number in layer.pops if number not in pending}
+        arriving = set(layer.pops) - pending
         inputs |= arriving
         arrivals |= arriving
         waiting = {*layer.inputs, *pending, *layer.pops} - inputs

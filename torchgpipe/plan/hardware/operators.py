@@ -57,10 +57,8 @@ class Operator(NamedTuple):
 
 def bytes_of(x: Tensor) -> int:
     """Return the bytes of the elements that are really there: an expanded dimension is read once."""
-    count = 1
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        count *= size if stride else 1
-    return count * x.element_size() if x.layout is torch.strided else 0
+    sizes = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride]
+    return math.prod(sizes) * x.element_size() if x.layout is torch.strided else 0
 
 
 def dtype_of(x: Tensor) -> str:

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchgpipe.plan.count.as_on import as_on
-from torchgpipe.plan.count.autocast import FULL, LOWER
+from torchgpipe.plan.count.as_on import FULL, LOWER, as_on
 from torchgpipe.plan.count.count import count
 
 attention: Any = F.scaled_dot_product_attention

@@ -142,3 +142,10 @@ def test_counts_are_the_same_without(
     assert again.at(3) == fast.at(3)
     setup = Setup(6, (3, len(model) - 3), 2, "except_last", Optimizer(state=1))
     assert setup_memory(again, setup) == setup_memory(fast, setup)
+
+
+def test_layers_are_counted_anew_under_another_autocast() -> None:
+    alike = Alike()
+    for autocast in (None, torch.float16, torch.bfloat16):
+        anew = count(small(), torch.empty(1, 8), autocast=autocast)
+        assert count(small(), torch.empty(1, 8), autocast=autocast, alike=alike).at(3) == anew.at(3)
