@@ -4,8 +4,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torchgpipe.engine import graph
 from torchgpipe.engine.program import Program
 from torchgpipe.engine.relay import Relay
 from torchgpipe.schedules import Action
+from torchgpipe.task.task_graph import TaskGraph
 from torchgpipe.tensors.copy import CopyPath
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -35,16 +35,33 @@ def on_ranks(scene: Scene, looks: int) -> str | None:
     return on_rank(scene, looks, dist.PrefixStore("meeting", default))  # type: ignore[attr-defined]
 
 
+METHODS = {
+    "forward": "forward",
+    "recomputation": "recompute",
+    "backward": "backward",
+    "backward_inputs": "backward",
+    "backward_weights": "backward_weights",
+}
+"""What runs a task of each kind."""
+
+
 def locked(tasks: str = "", locks: int = 1) -> Plant:
     """Run tasks of this kind under a lock, of which partitions share so many."""
-    computes, made = Program.computes, [threading.RLock() for _ in range(locks)]
+    made = [threading.RLock() for _ in range(locks)]
 
-    @contextmanager
-    def under(self: Program, task: str) -> Iterator[None]:
-        with made[min(self.stages) % locks] if task.startswith(tasks) else nullcontext(), computes(self, task):
-            yield
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        for kind, method in METHODS.items():
+            if not kind.startswith(tasks):
+                continue
+            run = getattr(TaskGraph, method)
 
-    return lambda patch: patch.setattr(Program, "computes", under)
+            def under(self: TaskGraph, *given: Any, run: Any = run, **options: Any) -> Any:
+                with made[self.stage.index % locks]:
+                    return run(self, *given, **options)
+
+            patch.setattr(TaskGraph, method, under)
+
+    return plant
 
 
 def late(patch: pytest.MonkeyPatch) -> None:
