@@ -20,8 +20,19 @@ LAYERS = [
     {"reproduce.records"},
     {"reproduce.machine", "reproduce.models"},
     {"reproduce.error"},
-    {"torchgpipe"},
+    # The library.
+    {"torchgpipe.plan"},
+    {"torchgpipe.distributed", "torchgpipe.state", "torchgpipe.timeline", "torchgpipe.gpipe"},
+    {"torchgpipe.partitioned"},
+    {"torchgpipe.step", "torchgpipe.partition"},
+    {"torchgpipe.engine"},
+    {"torchgpipe.task", "torchgpipe.balance"},
+    {"torchgpipe.trace"},
+    {"torchgpipe.skip", "torchgpipe.tensors", "torchgpipe.clipping"},
+    {"torchgpipe.schedules", "torchgpipe.plain", "torchgpipe.caught", "torchgpipe.patience"},
 ]
+# What they are, by other names: those that users of torchgpipe 0.0.7 import.
+OLD_NAMES = {"batchnorm", "checkpoint", "microbatch", "saves", "schedule"}
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for folder in ("benchmarks", "reproduce", "torchgpipe")
@@ -54,6 +65,14 @@ def test_imports_go_down() -> None:
         if own and below and own != below and own[0] >= below[0]:
             wrong.append(f"{module} imports {other}")
     assert arrows and not wrong
+
+
+def test_each_part_of_the_library_has_its_line() -> None:
+    parts = {
+        path.stem for path in (ROOT / "torchgpipe").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    listed = {name.removeprefix("torchgpipe.") for names in LAYERS for name in names if name.startswith("torchgpipe.")}
+    assert parts - {"__init__", "__version__"} == listed | OLD_NAMES
 
 
 def test_no_circles() -> None:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.clipping import Exchange, clip_gradients
 from torchgpipe.engine.batch import WorkersEngine
 from torchgpipe.engine.schedule import InUse
@@ -29,6 +28,7 @@ from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, verify_skippables
 from torchgpipe.step import Criterion, Goal
 from torchgpipe.task.ambient import Modes
+from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.task.contents import equal
 from torchgpipe.task.in_place import in_its_turn
 from torchgpipe.task.randomness import check_apart

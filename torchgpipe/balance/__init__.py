@@ -6,8 +6,6 @@
 
 Both profile the layers one by one on copies, and then minimise the heaviest partition exactly. The module is
 left as it was: mode, gradients, buffers (statistics of batch normalization too) and random state.
-
-It may import `tensors`, `skip`, and of `trace` the layers (`layer.py`).
 """
 
 import torch

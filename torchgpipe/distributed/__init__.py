@@ -1,5 +1,4 @@
-"""Pipelines over processes: each rank of `torch.distributed` holds one partition.
-It may import `partitioned` and what that imports, not `state`, `plan` or `timeline`."""
+"""Pipelines over processes: each rank of `torch.distributed` holds one partition."""
 
 from torchgpipe.distributed.gpipe import DistributedGPipe
 from torchgpipe.distributed.liveness.liveness import RankFailed

@@ -1,2 +1,1 @@
-"""What runs tasks in their order: the graph engine, and programs, which are threads here and ranks in `distributed`.
-It may import `task`, `tensors` and `skip`."""
+"""What runs tasks in their order: the graph engine, and programs, which are threads here and ranks in `distributed`."""

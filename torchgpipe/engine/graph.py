@@ -38,7 +38,7 @@ from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.copy import NO_FENCE, CopyPath, StreamFence, current_stream, using
 from torchgpipe.tensors.item import Item, shared_by, unshared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, TensorOrTensors, form_of, tensors_of, together
-from torchgpipe.tensors.observe import Observer, observed
+from torchgpipe.tensors.observe import NOTHING, Observer, observed
 
 
 class GraphEngine:
@@ -59,7 +59,7 @@ class GraphEngine:
     def run(self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None) -> list[TensorOrTensors]:
         """Return the last partition's output for each micro-batch."""
         batch = _MiniBatch(self, micro_batches, mode, observer)
-        with stand_ins_for_run(batch.snapshots):
+        with stand_ins_for_run(batch.snapshots) if batch.snapshots else NOTHING:
             for _, i, j in orders(self.arrangement, len(micro_batches), "never", False).forwards[0]:
                 try:
                     batch.task(i, j)

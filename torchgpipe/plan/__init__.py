@@ -8,8 +8,6 @@
 
 `count` says what layers do and hold, `hardware` how fast that is, `predict` and `memory` what a step takes, and
 `search` which setup is the best. `planner` puts them together; `profiled` may stand in for counts and hardware.
-
-It may import all but `distributed`, `engine` (only its schedule), `state` and `timeline`; of `trace` only the layers.
 """
 
 from torchgpipe.plan.hardware.hardware import Hardware, hardware_names, load_hardware

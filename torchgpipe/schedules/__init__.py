@@ -1,5 +1,4 @@
-"""Schedules: which device does what, in which order, as data. What needs what, times, memory and pictures follow.
-It may import nothing of the library, and no torch."""
+"""Schedules: which device does what, in which order, as data. What needs what, times, memory and pictures follow."""
 
 from torchgpipe.schedules.action import Action, Kind
 from torchgpipe.schedules.named import draw, make

@@ -1,5 +1,4 @@
-"""Skip connections between layers of a sequence, also across partitions: how they are declared, found and checked.
-It may import nothing else of this library."""
+"""Skip connections between layers of a sequence, also across partitions: how they are declared, found and checked."""
 
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.skip.scope import Namespace

@@ -1,2 +1,1 @@
-"""One task: its graph, and what its layers meet in it: parameters, buffers, random numbers, modes.
-It may import `tensors`, `skip` and `batchnorm`."""
+"""One task: its graph, and what its layers meet in it: parameters, buffers, random numbers, modes."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.task.batchnorm import DeferredBatchNorm
 from torchgpipe.task.contents import BuffersOfThread, comparable, copied, equal
 from torchgpipe.task.in_place import Change, InPlace, InPlaceForRun, Lock
 from torchgpipe.task.parameters import StandInParameters

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
+from torchgpipe.task.batchnorm import DeferredBatchNorm
 from torchgpipe.task.halves import Halves
 from torchgpipe.task.in_place import Lock, as_one
 from torchgpipe.task.randomness import own_generators

@@ -1,5 +1,4 @@
-"""Timelines: when each task of a training ran, on all ranks, in one file for Perfetto (ui.perfetto.dev).
-It may import `partitioned` and what that imports; the timelines are those of `schedules`."""
+"""Timelines: when each task of a training ran, on all ranks, in one file for Perfetto (ui.perfetto.dev)."""
 
 from torchgpipe.timeline.record import Recording, record
 

@@ -1,5 +1,4 @@
-"""Any module as a sequence of layers: its calls are recorded, made the same for all batch sizes, cut, and checked.
-It may import `tensors` and `skip`, and `pipeline.py` alone also `gpipe` and `plan`."""
+"""Any module as a sequence of layers: its calls are recorded, made the same for all batch sizes, cut, and checked."""
 
 from torchgpipe.trace.refuse import Untraceable
 from torchgpipe.trace.sequential import sequential

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.batchnorm import DeferredBatchNorm, commit
+from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.tensors.checkpoint import Passing
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

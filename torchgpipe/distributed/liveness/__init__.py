@@ -1,2 +1,1 @@
-"""How ranks learn that another one has failed, ended or hangs.
-It may import `wires`, `engine` and `tensors`."""
+"""How ranks learn that another one has failed, ended or hangs."""

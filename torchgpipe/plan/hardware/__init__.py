@@ -1,2 +1,1 @@
-"""How fast devices are: descriptions of nodes, seconds of operators, and measurements of the present device.
-It may import nothing else of `plan`."""
+"""How fast devices are: descriptions of nodes, seconds of operators, and measurements of the present device."""

@@ -1,2 +1,1 @@
-"""The search: which setups are tried, what is said if none fits, and data parallel training to compare with.
-It may import all of `plan` but the planner and its report."""
+"""The search: which setups are tried, what is said if none fits, and data parallel training to compare with."""

@@ -1,0 +1,228 @@
+"""Batch normalization whose running statistics come from the mini-batch, though it only meets micro-batches.
+
+A micro-batch leaves its count, mean and variance behind. They are combined when the mini-batch ends, by the
+formula of Chan, Golub and LeVeque ("Algorithms for computing the sample variance", 1983) for many parts at
+once: squared distances to a mean add up, sums of squares are never subtracted from each other. So a mean far
+from zero costs no digits. All layers of a model are combined at once: a few operators, however many layers.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from copy import copy
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from torchgpipe.tensors.checkpoint import is_recomputing
+
+__all__ = ["DeferredBatchNorm", "commit"]
+
+Module = TypeVar("Module", bound=nn.Module)
+Statistics = tuple[int, Tensor]
+"""Of a micro-batch: values per channel; their means and unbiased variances, of shape ``(2, channels)``."""
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """Normalize micro-batches, and update the running statistics once per mini-batch.
+
+    They become what `nn.BatchNorm` would have kept for the undivided mini-batch. It ends by `commit`, which `GPipe`
+    calls after its forward, or by itself after ``chunks`` micro-batches. Nothing is tracked in evaluation mode or
+    during recomputation. A layer that is called several times in one mini-batch commits once.
+
+    Args:
+        num_features: channels, dimension 1 of the input; the input is ``(N, C)`` or ``(N, C, ...)``.
+        eps, momentum, affine, track_running_stats, device, dtype: as for `torch.nn.BatchNorm2d`.
+        chunks: number of micro-batches after which the mini-batch is over; None leaves this to `commit`.
+
+    Raises:
+        ValueError: ``chunks`` is below 1; in training, a micro-batch with one value per channel.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        chunks: int | None = 1,
+        *,
+        track_running_stats: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self._defer(chunks, None)
+
+    def _defer(self, chunks: int | None, dimensions: type[_BatchNorm] | None) -> None:
+        self.chunks = _checked(chunks)
+        self._dimensions = dimensions
+        # Not buffers: half() would overflow in a variance, and state_dict() must stay nn.BatchNorm's.
+        self._tracked: list[Statistics] = []
+
+    @classmethod
+    def convert_deferred_batch_norm(cls, module: Module, chunks: int | None = 1) -> Module:
+        """Replace every batch normalization in a module by a deferred one, and return the module.
+
+        Parameters, buffers, hooks and mode are the replaced layer's own, so that an optimizer made before
+        goes on and ``state_dict`` keeps its keys. A layer that occurs twice is replaced by one.
+        `nn.SyncBatchNorm` is left alone, and so is a layer that tracks no statistics. If the module is a batch
+        normalization itself, its replacement is returned.
+
+        Raises:
+            ValueError: ``chunks`` is below 1, or a layer is lazy and has not seen an input.
+            TypeError: a layer's class has a ``forward`` of its own, which the replacement would lose.
+        """
+        chunks = _checked(chunks)
+        # A pipeline among the layers goes by its own `deferred_batch_norm`.
+        inner = {layer for each in module.modules() if "_stages" in vars(each) for layer in each.modules()}
+        # All replacements come first, so that a layer which cannot be converted leaves the module as it was.
+        replacements: dict[nn.Module, nn.Module] = {
+            layer: cls._replacement(layer, chunks)
+            for layer in module.modules()
+            if layer not in inner
+            and isinstance(layer, _BatchNorm)
+            and not isinstance(layer, nn.SyncBatchNorm)
+            and _tracks(layer)
+        }
+        for parent in list(module.modules()):
+            for name, layer in parent._modules.items():
+                if layer in replacements:
+                    parent._modules[name] = replacements[layer]
+        return cast(Module, replacements.get(module, module))
+
+    @classmethod
+    def _replacement(cls, layer: _BatchNorm, chunks: int | None) -> nn.Module:
+        kind = type(layer)
+        dimensions: type[_BatchNorm] | None = kind
+        if isinstance(layer, DeferredBatchNorm):
+            if layer.chunks == chunks:
+                return layer
+            dimensions = layer._dimensions
+        elif isinstance(layer, LazyModuleMixin):
+            raise ValueError(
+                f"cannot defer {kind.__name__} before its first input: run the module once, then convert it"
+            )
+        elif own := [n for n in ("forward", "train", "eval") if getattr(kind, n) is not getattr(_BatchNorm, n)]:
+            raise TypeError(
+                f"cannot defer {kind.__name__}, whose {own[0]}() is its own and would be lost: "
+                "use nn.BatchNorm1d, 2d or 3d in its place, or do without deferred batch normalization"
+            )
+        deferred = cls.__new__(cls)
+        # The tensors are shared, the dictionaries that hold them are not: half() on one spares the other.
+        for name, value in vars(layer).items():
+            deferred.__dict__[name] = copy(value) if isinstance(value, dict | set) else value
+        deferred._defer(chunks, dimensions)
+        return deferred
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize a micro-batch of shape ``(N, C)`` or ``(N, C, ...)``."""
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        count = input.numel() // max(input.size(1), 1)
+        if count == 1:
+            raise ValueError(
+                "batch normalization needs more than 1 value per channel in every micro-batch, "
+                f"got an input of shape {tuple(input.shape)}: use fewer chunks or a larger mini-batch"
+            )
+        if is_recomputing() or not _tracks(self):
+            return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        assert self.running_mean is not None
+        # With a momentum of 1 the kernel hands out the statistics that it computes anyway.
+        statistics = self.running_mean.new_zeros(2, self.running_mean.numel())
+        mean, var = statistics
+        output = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+        if count:
+            self._tracked.append((count, statistics))
+        if len(self._tracked) == self.chunks:
+            self.commit()
+        return output
+
+    def commit(self) -> None:
+        """End the mini-batch: update the running statistics from what was tracked, if anything was."""
+        commit([self])
+
+    def discard(self) -> None:
+        """Forget what was tracked since the last commit, because the mini-batch failed."""
+        self._tracked = []
+
+    def extra_repr(self) -> str:
+        """Describe the layer as `nn.BatchNorm` does, with its chunks."""
+        return f"{super().extra_repr()}, chunks={self.chunks}"  # type: ignore[no-untyped-call]
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if self._dimensions is not None:
+            self._dimensions._check_input_dim(self, input)
+        elif input.dim() < 2:
+            raise ValueError(f"expected an input of shape (N, C) or (N, C, ...), got {tuple(input.shape)}")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # torchgpipe 0.0.7 saved the sums of an unfinished mini-batch.
+        for name in ("sum", "sum_squares"):
+            state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _tracks(layer: _BatchNorm) -> bool:
+    return layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None
+
+
+@torch.no_grad()
+def commit(layers: Iterable[DeferredBatchNorm]) -> None:
+    """End the mini-batch of all layers at once: update their running statistics from what they tracked.
+
+    The host never waits for the device.
+    """
+    groups: dict[tuple[object, ...], list[tuple[DeferredBatchNorm, list[Statistics]]]] = defaultdict(list)
+    sharing: Counter[Tensor] = Counter()
+    for layer in layers:
+        tracked, layer._tracked = layer._tracked, []
+        mean, cumulative, uncounted = layer.running_mean, layer.momentum is None, layer.num_batches_tracked is None
+        if tracked and mean is not None and layer.running_var is not None:
+            sharing[mean] += 1  # Layers that share running statistics update them one after the other.
+            key = (mean.device, mean.dtype, len(tracked), cumulative, uncounted, sharing[mean])
+            groups[key].append((layer, tracked))
+    for group in groups.values():
+        _update(*zip(*group, strict=True))
+
+
+def _update(layers: tuple[DeferredBatchNorm, ...], tracked: tuple[list[Statistics], ...]) -> None:
+    """Update layers of one group, in float32 or better. The channels of all layers stand in one row."""
+    running = cast(list[Tensor], [*(x.running_mean for x in layers), *(x.running_var for x in layers)])
+    device, dtype = running[0].device, torch.promote_types(running[0].dtype, torch.float32)
+    channels = [mean.numel() for mean in running[: len(layers)]]
+    batches = [x.num_batches_tracked for x in layers if x.num_batches_tracked is not None]
+    if batches:
+        torch._foreach_add_(batches, 1)
+
+    rows = [
+        [width, layer.momentum or 0.0, *(count for count, _ in parts)]
+        for layer, width, parts in zip(layers, channels, tracked, strict=True)
+    ]
+    # One copy takes the numbers of all layers to the device. From pinned memory, the host need not wait for it.
+    table = torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    table = table.to(device, non_blocking=True).t()
+    if batches and layers[0].momentum is None:
+        table[1] = 1 / torch.stack(batches).to(dtype)
+    # From a column per layer to a column per channel.
+    table = table.repeat_interleave(table[0].long(), dim=1, output_size=sum(channels))
+    momenta, counts = table[1], table[2:]
+
+    statistics = [x.to(device) for micro_batch in zip(*tracked, strict=True) for _, x in micro_batch]
+    means, variances = torch.cat(statistics, 1).to(dtype).unflatten(1, counts.shape)
+    total = counts.sum(0)
+    mean = (counts * means).sum(0) / total
+    var = (counts * (means - mean).square() + (counts - 1) * variances).sum(0) / (total - 1)
+    old = torch.cat(running).to(dtype).unflatten(0, (2, -1))
+    new = old.lerp(torch.stack([mean, var]), momenta).to(running[0].dtype)
+    torch._foreach_copy_(running, new.flatten().split(channels * 2))
+
+
+def _checked(chunks: int | None) -> int | None:
+    if chunks is not None and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1):
+        raise ValueError(f"chunks must be a positive int, or None to commit by commit() only, got {chunks!r}")
+    return chunks
