@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchgpipe.distributed import DistributedGPipe, RankFailed
 from torchgpipe.partition import translate_old_state
-from torchgpipe.task.parameters import TOKEN
+from torchgpipe.task.guards.parameters import TOKEN
 from torchgpipe.tensors._autograd import keeps_graph
 from torchgpipe.tensors.microbatch import Flat
 from torchgpipe.trace.parts import Slots

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.task.randomness import default_generators
+from torchgpipe.task.guards.randomness import default_generators
 from torchgpipe.tensors._autograd import storage_of
 from torchgpipe.trace.layer import Layers
 

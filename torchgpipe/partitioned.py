@@ -27,12 +27,12 @@ from torchgpipe.partition import (
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, verify_skippables
 from torchgpipe.step import Criterion, Goal
-from torchgpipe.task.ambient import Modes
 from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
-from torchgpipe.task.contents import equal
-from torchgpipe.task.in_place import in_its_turn
-from torchgpipe.task.randomness import check_apart
-from torchgpipe.task.snapshot import begins_in_place
+from torchgpipe.task.guards.contents import equal
+from torchgpipe.task.guards.in_place import in_its_turn
+from torchgpipe.task.guards.memory import begins_in_place
+from torchgpipe.task.guards.modes import Modes
+from torchgpipe.task.guards.randomness import check_apart
 from torchgpipe.task.stage import OF_RUNS, Stage, locks_of
 from torchgpipe.tensors._autograd import averages_gradients, misses_steps
 from torchgpipe.tensors.checkpoint import MODES, Mode

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy, nll_loss
 
 from torchgpipe.engine.batch import Batch, one_node
 from torchgpipe.engine.program import Ends
+from torchgpipe.task.entrance import leaves
 from torchgpipe.task.stage import Stage
-from torchgpipe.task.task_graph import leaves
 from torchgpipe.task.where import note
 from torchgpipe.tensors._autograd import leaves_behind, without_hooks
 from torchgpipe.tensors.item import Item
@@ -111,8 +111,8 @@ class Losses(Ends):
         In place of a stand-in, that is the parameter that it stands for.
         """
         parameters: dict[Tensor, Tensor] = {}
-        for snapshot in self._batch.snapshots:
-            parameters.update({x: p for p, x in snapshot.stand_ins.by_parameter.items()})
+        for guards in self._batch.guards:
+            parameters.update({x: p for p, x in guards.parameters.by_parameter.items()})
         return tuple([parameters.get(x, x) for x in self._sums]), tuple(self._sums.values())
 
 
@@ -121,28 +121,28 @@ def carried_out(
 ) -> Tensor:
     """Return the loss of a mini-batch: of forwards alone, or as the node of the caller's graph that hands on gradients.
 
-    Where its batch has snapshots, it goes backward before its last forward, if the schedule says so.
+    Where there are guards for a backward, it goes backward before its last forward, if the schedule says so.
     """
     if goal.backward and not torch.is_grad_enabled():
         raise RuntimeError("step() goes backward, but gradients are off here; call evaluate()")
     ends = Losses(batch, inputs, sizes, goal, shown) if batch.last else Ends(inputs)
     if batch.last:
         warn_of_other_means(goal, sizes)
-    grad, snapshots = bool(batch.snapshots), batch.snapshots
+    grad = bool(batch.guards)
     if goal.scaler is not None and not batch.last:
         goal.scaler.scale(torch.zeros((), device=batch.devices[0]))  # or it would not know its scale yet
-    for snapshot in snapshots:
-        snapshot.begin(0)
+    for guards in batch.guards:
+        guards.backward_begins(0)
     batch.forward(batch.orders.all if grad else batch.orders.forwards, ends)
-    for snapshot in snapshots:
-        snapshot.check_sure()
+    for guards in batch.guards:
+        guards.ended()
     if not grad:
         return batch.loss
     given, found = [*inputs], [grads for _, grads in sorted(ends.input_grads.items())]
     if isinstance(ends, Losses):
         used, sums = ends.sums()
         given, found = [*given, used], [*found, sums]
-    (loss,) = one_node(snapshots, lambda *_, keep: found, [1], leaves((batch.loss,), (True,)), given)
+    (loss,) = one_node(batch.guards, lambda *_, keep: found, [1], leaves((batch.loss,), (True,)), given)
     assert loss is not None
     return loss
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.partition import check_module, choose_devices, split
-from torchgpipe.task.seeded import PrivateGenerator
+from torchgpipe.task.guards.seeded import PrivateGenerator
 from torchgpipe.tensors._autograd import mode_stacks
 from torchgpipe.tensors.checkpoint import Passing
 

@@ -26,8 +26,8 @@ from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, skip_layout
 from torchgpipe.step import Goal, carried_out
-from torchgpipe.task.randomness import check_apart, own_generators
-from torchgpipe.task.snapshot import modules_of
+from torchgpipe.task.guards.layers import modules_of
+from torchgpipe.task.guards.randomness import check_apart, own_generators
 from torchgpipe.tensors._autograd import backward_id, sharded
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors, check

@@ -20,7 +20,7 @@ from torchgpipe.plain import packed, unpacked
 from torchgpipe.schedules import Action
 from torchgpipe.schedules.check import Lists
 from torchgpipe.skip.layout import Crossing
-from torchgpipe.task.task_graph import leaves
+from torchgpipe.task.entrance import leaves
 from torchgpipe.tensors.item import Item
 from torchgpipe.tensors.microbatch import Flat, Form
 

@@ -14,7 +14,7 @@ from torchgpipe.engine.program import Ends
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules.check import Lists
 from torchgpipe.step import scalar
-from torchgpipe.task.task_graph import leaves
+from torchgpipe.task.entrance import leaves
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather, tensors_of
 
 
@@ -87,7 +87,7 @@ class RankBatch(Batch):
             return result
         needs, ours = self._takes
         leaf = leaves((self.loss,), (needs,))
-        return (one_node(self.snapshots, self.backward, [1], leaf, self.inputs) if ours else leaf)[0]
+        return (one_node(self.guards, self.backward, [1], leaf, self.inputs) if ours else leaf)[0]
 
     @contextmanager
     def _agreed(self, seeded: AbstractContextManager[object]) -> Iterator[None]:

@@ -20,13 +20,13 @@ from torchgpipe.engine.relay import Relay
 from torchgpipe.engine.schedule import Arrangement, orders, overlaps
 from torchgpipe.engine.seeds import Seeds, in_turn
 from torchgpipe.schedules.check import Lists
-from torchgpipe.task.ambient import Ambient, Modes
-from torchgpipe.task.in_place import in_its_turn, within_another_run
-from torchgpipe.task.parameters import TOKEN
-from torchgpipe.task.seeded import ASKING_PRIVATE_GENERATORS
-from torchgpipe.task.snapshot import LayerSnapshot, stand_ins_for_run
+from torchgpipe.task.entrance import mark, refuse_create_graph
+from torchgpipe.task.guards.in_place import in_its_turn, within_another_run
+from torchgpipe.task.guards.modes import Ambient, Modes
+from torchgpipe.task.guards.parameters import TOKEN
+from torchgpipe.task.guards.seeded import ASKING_PRIVATE_GENERATORS
+from torchgpipe.task.guards.stage_guards import StageGuards, stand_ins_for_run
 from torchgpipe.task.stage import Stage
-from torchgpipe.task.task_graph import mark, refuse_create_graph
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.item import unshared
@@ -48,7 +48,7 @@ class Batch:
     """One mini-batch of `m` micro-batches on arranged stages, of which this process has all or some.
 
     In one process, each device has a thread if tasks can overlap and the engine allows it. Else one thread does all.
-    `base` is what its seeds begin with, if another process has decided that. There are `snapshots` of what layers hold
+    `base` is what its seeds begin with, if another process has decided that. There are `guards` of stages
     if there may be a backward. `last`: whether the last stage is in this process.
     """
 
@@ -77,8 +77,8 @@ class Batch:
         for stage in stages:
             held.setdefault(self.orders.placement[stage.index], []).append(stage)
         self.programs = {d: Program(own, n, recomputed, ambient, draws, observer) for d, own in sorted(held.items())}
-        self.snapshots = [snapshot for program in self.programs.values() for snapshot in program.snapshots.values()]
-        self.stand_ins_in_place = stand_ins_for_run(self.snapshots)
+        self.guards = [each for program in self.programs.values() for each in program.guards.values()]
+        self.stand_ins_in_place = stand_ins_for_run(self.guards)
 
     def tell(self, loss: Tensor) -> None:
         """Note the mini-batch's loss, where the last stage is, and let all processes know."""
@@ -112,20 +112,20 @@ class Batch:
             self.run(lists, ends, self._ambient.entered)
             # Layers have to have kept their parameters, and modes their state.
             self._ambient.ended(refuse=self._threads)
-            for snapshot in self.snapshots:
-                snapshot.check_kept()
+            for guards in self.guards:
+                guards.after_all_forwards()
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
         """Do the rest, in the modes of now, as plain layers would; return the gradients of the micro-batches' inputs.
 
         `keep` says whether that may come again.
         """
-        for snapshot in self.snapshots:
-            snapshot.begin(backward_id())
+        for guards in self.guards:
+            guards.backward_begins(backward_id())
         return in_its_turn(self._engine.stages[0].turn, partial(self._backward, output_grads, keep))
 
     def _backward(self, output_grads: list[Flat], keep: bool) -> list[Flat]:
-        if within_another_run() and any(snapshot.stand_ins.by_parameter for snapshot in self.snapshots):
+        if within_another_run() and any(guards.parameters.by_parameter for guards in self.guards):
             raise RuntimeError(
                 "a hook, layer or criterion goes backward through the pipeline that runs it, in the middle of another "
                 "mini-batch; call backward() between mini-batches"
@@ -145,8 +145,8 @@ def called(batch: Batch, inputs: Sequence[TensorOrTensors]) -> list[TensorOrTens
     batch.forward(batch.orders.forwards, ends)
     outputs = [output for _, output in sorted(ends.outputs.items())]
     flat: Any = [y for item in outputs for y in item.flat]
-    if batch.snapshots and any(y.requires_grad for y in flat):
-        flat = one_node(batch.snapshots, batch.backward, [len(item.flat) for item in outputs], flat, inputs)
+    if batch.guards and any(y.requires_grad for y in flat):
+        flat = one_node(batch.guards, batch.backward, [len(item.flat) for item in outputs], flat, inputs)
         if len(outputs) == 1:
             flat = unshared(flat, outputs[0].shared, [x for each in inputs for x in tensors_of(each)])
     remaining = iter(flat)
@@ -154,7 +154,7 @@ def called(batch: Batch, inputs: Sequence[TensorOrTensors]) -> list[TensorOrTens
 
 
 def one_node(
-    snapshots: Sequence[LayerSnapshot],
+    stages: Sequence[StageGuards],
     backward: Callable[..., list[Flat]],
     widths: list[int],
     outputs: Sequence[Tensor | None],
@@ -165,15 +165,15 @@ def one_node(
     The node's inputs are those of `inputs`, the micro-batches, and all parameters; `backward` is a batch's.
     """
     given = [x for micro_batch in inputs for x in tensors_of(micro_batch)]
-    parameters = [p for snapshot in snapshots for p in snapshot.stand_ins.by_parameter]
-    return cast(Flat, _Node.apply(snapshots, backward, widths, outputs, *given, *parameters, TOKEN))
+    parameters = [p for guards in stages for p in guards.parameters.by_parameter]
+    return cast(Flat, _Node.apply(stages, backward, widths, outputs, *given, *parameters, TOKEN))
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, snapshots: Any, backward: Any, widths: list[int], outputs: Flat, *inputs: Tensor) -> Flat:
+    def forward(ctx: Any, stages: Any, backward: Any, widths: list[int], outputs: Flat, *inputs: Tensor) -> Flat:
         ctx.set_materialize_grads(False)
-        ctx.snapshots, ctx.run, ctx.widths = snapshots, backward, widths
+        ctx.stages, ctx.run, ctx.widths = stages, backward, widths
         mark(ctx, outputs)
         return tuple(outputs)
 
@@ -185,5 +185,5 @@ class _Node(torch.autograd.Function):
         keep = keeps_graph()
         with Modes():
             input_grads = ctx.run(output_grads, keep=keep)
-        sums = [g for snapshot in ctx.snapshots for g in snapshot.stand_ins.take(last=not keep)]
+        sums = [g for guards in ctx.stages for g in guards.parameters.take(last=not keep)]
         return (*[None] * 4, *(g for flat in input_grads for g in flat), *sums, None)

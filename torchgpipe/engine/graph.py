@@ -28,17 +28,17 @@ from torchgpipe.engine.batch import one_node
 from torchgpipe.engine.schedule import Arrangement, orders
 from torchgpipe.engine.seeds import in_turn
 from torchgpipe.skip.scope import SkipKey
-from torchgpipe.task.ambient import Ambient, Modes
-from torchgpipe.task.snapshot import stand_ins_for_run
+from torchgpipe.task.entrance import all_none, mark, refuse_create_graph
+from torchgpipe.task.guards.modes import Ambient, Modes
 from torchgpipe.task.stage import Stage
-from torchgpipe.task.task_graph import TaskGraph, all_none, mark, refuse_create_graph
+from torchgpipe.task.task import TaskGraph
 from torchgpipe.task.where import note_task
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, let_gradients_go_forward, refuse_transforms
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.copy import NO_FENCE, CopyPath, StreamFence, current_stream, using
 from torchgpipe.tensors.item import Item, shared_by, unshared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, TensorOrTensors, form_of, tensors_of, together
-from torchgpipe.tensors.observe import NOTHING, Observer, observed
+from torchgpipe.tensors.observe import Observer, observed
 
 
 class GraphEngine:
@@ -59,13 +59,12 @@ class GraphEngine:
     def run(self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None) -> list[TensorOrTensors]:
         """Return the last partition's output for each micro-batch."""
         batch = _MiniBatch(self, micro_batches, mode, observer)
-        with stand_ins_for_run(batch.snapshots) if batch.snapshots else NOTHING:
-            for _, i, j in orders(self.arrangement, len(micro_batches), "never", False).forwards[0]:
-                try:
-                    batch.task(i, j)
-                except Exception as error:
-                    note_task(error, f"forward of micro-batch {i}", j, self.stages[j].partition)
-                    raise
+        for _, i, j in orders(self.arrangement, len(micro_batches), "never", False).forwards[0]:
+            try:
+                batch.task(i, j)
+            except Exception as error:
+                note_task(error, f"forward of micro-batch {i}", j, self.stages[j].partition)
+                raise
         return batch.end()
 
 
@@ -85,14 +84,14 @@ class _MiniBatch:
         if self._apart:
             refuse_transforms()
         held = self._stages if self._apart else []
-        self.snapshots = [stage.snapshot(recomputed=self._checkpointed > 0) for stage in held]
+        self.guards = [stage.guarded(recomputed=self._checkpointed > 0) for stage in held]
         self._streams = [current_stream(stage.device) for stage in held]
         # The parameters' node of each partition: every task takes its output, and so goes backward before it. It is on
         # the device where the gradients will be added up.
         empty = [torch.empty(0, device=stage.device, requires_grad=True) for stage in held]
         self._gates = [
-            one_node([snapshot], lambda *_, keep: [], [1], (x,), [])[0]
-            for snapshot, x in zip(self.snapshots, empty, strict=True)
+            one_node([guards], lambda *_, keep: [], [1], (x,), [])[0]
+            for guards, x in zip(self.guards, empty, strict=True)
         ]
         # The skips that are under way, by micro-batch (torchgpipe paper, section 3.3).
         self._portals: dict[tuple[int, SkipKey], Item] = {}
@@ -109,10 +108,10 @@ class _MiniBatch:
         tie: Tensor | None = None
         held: frozenset[int] = frozenset()
         if self._apart:
-            snapshot, recomputed = self.snapshots[j], i < self._checkpointed
+            guards, recomputed = self.guards[j], i < self._checkpointed
             randomness = in_turn(i, stage, recomputed)
             task = _Task(
-                stage, snapshot, self._ambient, randomness, i, self._observer, recomputed,
+                stage, guards, self._ambient, randomness, i, self._observer, recomputed,
                 stream=self._streams[j], arrival=item.fence, departure=fence,
             )  # fmt: skip
             # Both ties are inputs of its node, so the partition's task before it and the one that its inputs come from
@@ -122,7 +121,7 @@ class _MiniBatch:
             if self._engine.tied:
                 *outputs, tie = outputs
                 tie = _Recomputation.apply(task, tie) if task.checkpoint else tie
-            form, held = task.form, snapshot.held
+            form, held = task.form, guards.held
         else:
             item.fence.arrive(item.flat)
             with observed(self._observer, "forward", i, j), in_turn(i, stage, False).first(), stage.lock:
@@ -137,10 +136,8 @@ class _MiniBatch:
     def end(self) -> list[TensorOrTensors]:
         """Return the outputs."""
         self._ambient.ended()
-        for snapshot in self.snapshots:
-            snapshot.check_kept()
-            # In backward, each task has its own in place: nobody tells when a backward ends that fails.
-            snapshot.of_tasks = snapshot.stand_ins.changes
+        for guards in self.guards:
+            guards.after_all_forwards()
         if len(self._items) == 1 and self._apart:
             self._items[0].flat = unshared(self._items[0].flat, self._items[0].shared, self._given)
         return [together(item.form, item.flat) for item in self._items]
@@ -196,7 +193,7 @@ class _Task(TaskGraph):
 
     def recompute_now(self) -> None:
         """Recompute in the backward in progress."""
-        self.snapshot.begin(backward_id())
+        self.guards.backward_begins(backward_id())
         if self.checkpoint:
             # Autograd runs nodes whose tensors are on the CPU with whatever streams backward() was called on.
             with using(self.stream), Modes():
@@ -231,7 +228,7 @@ class _TaskNode(torch.autograd.Function):
         refuse_create_graph()
         task, grads = ctx.task, grads[:-1] if ctx.tied else grads
         if all_none(grads):
-            task.snapshot.begin(backward_id())
+            task.guards.backward_begins(backward_id())
         else:
             task.recompute_now()
         task.departure.arrive(grads)

@@ -19,11 +19,12 @@ from typing import Any, Protocol
 from torchgpipe.engine.seeds import Draws
 from torchgpipe.schedules import Action
 from torchgpipe.skip.layout import Crossing
-from torchgpipe.task.ambient import Ambient
-from torchgpipe.task.in_place import within_another_run
-from torchgpipe.task.snapshot import LayerSnapshot
+from torchgpipe.task.entrance import leaves
+from torchgpipe.task.guards.in_place import within_another_run
+from torchgpipe.task.guards.modes import Ambient
+from torchgpipe.task.guards.stage_guards import StageGuards
 from torchgpipe.task.stage import Stage
-from torchgpipe.task.task_graph import TaskGraph, leaves
+from torchgpipe.task.task import TaskGraph
 from torchgpipe.task.where import note_task
 from torchgpipe.tensors.item import Item, shared_by
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, form_of, moved, tensors_of
@@ -73,7 +74,7 @@ class Program:
     """Run actions on `stages`, those of one device, out of `n`. Of micro-batches, the first `recomputed` run twice.
 
     Attributes:
-        stages: by their indices; `snapshots`: what the layers of each hold, if there may be a backward.
+        stages: by their indices; `guards`: those of each, if there may be a backward.
         doing: what it does now or did last, as text for messages.
         computing: the same text while it computes; `None` while it waits for other programs, and at the end.
     """
@@ -89,12 +90,12 @@ class Program:
     ) -> None:
         self.stages = {stage.index: stage for stage in stages}
         self.ambient = ambient
-        self.snapshots: dict[int, LayerSnapshot] = {}
+        self.guards: dict[int, StageGuards] = {}
         if ambient.grad:
             # Within another run, its stand-ins are in the layers, and gradients are added to these.
             own = not within_another_run()
             for s, stage in self.stages.items():
-                self.snapshots[s] = stage.snapshot(recomputed=recomputed > 0, stand_ins=own)
+                self.guards[s] = stage.guarded(recomputed=recomputed > 0, stand_ins=own)
         self._n, self._recomputed = n, recomputed
         self._moves = len({stage.device for stage in stages}) > 1  # one thread for several devices
         self._draws = draws
@@ -194,13 +195,13 @@ class Program:
 
     def _task(self, i: int, stage: Stage, item: Item) -> Item:
         flat, s = item.flat, stage.index
-        if not self.snapshots:
+        if not self.guards:
             with observed(self._observer, "forward", i, s), self._draws(i, stage, False).first(), stage.lock:
                 outputs, form = stage.run(flat, item.form, item.shared)
             return Item(outputs, form, shared_by(outputs, flat, item.shared))
-        recomputed, snapshot = i < self._recomputed, self.snapshots[s]
+        recomputed, guards = i < self._recomputed, self.guards[s]
         randomness = self._draws(i, stage, recomputed)
-        graph = TaskGraph(stage, snapshot, self.ambient, randomness, i, self._observer, recomputed)
+        graph = TaskGraph(stage, guards, self.ambient, randomness, i, self._observer, recomputed)
         self._graphs[i, s] = graph
         outputs, form = graph.forward(flat, item.form, item.shared)
-        return Item(outputs, form, shared_by(outputs, flat, item.shared, snapshot.held))
+        return Item(outputs, form, shared_by(outputs, flat, item.shared, guards.held))

@@ -29,8 +29,8 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from torchgpipe.task.randomness import Randomness, default_generators
-from torchgpipe.task.seeded import DEFAULT_GENERATOR_LOCK, PrivateGenerator, SeededDefault
+from torchgpipe.task.guards.randomness import Randomness, default_generators
+from torchgpipe.task.guards.seeded import DEFAULT_GENERATOR_LOCK, PrivateGenerator, SeededDefault
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import within_plain_checkpoint
 from torchgpipe.tensors.observe import NOTHING

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchgpipe.partitioned import Partitioned
-from torchgpipe.task.randomness import default_generators
+from torchgpipe.task.guards.randomness import default_generators
 
 _STATE = "optimizer.state."
 

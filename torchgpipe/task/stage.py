@@ -11,10 +11,12 @@ from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.task.batchnorm import DeferredBatchNorm
+from torchgpipe.task.guards.gradients import OutputGradients
+from torchgpipe.task.guards.in_place import Lock, as_one
+from torchgpipe.task.guards.layers import modules_of
+from torchgpipe.task.guards.randomness import own_generators
+from torchgpipe.task.guards.stage_guards import StageGuards
 from torchgpipe.task.halves import Halves
-from torchgpipe.task.in_place import Lock, as_one
-from torchgpipe.task.randomness import own_generators
-from torchgpipe.task.snapshot import LayerSnapshot, modules_of
 from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, check, together
 from torchgpipe.tensors.observe import NOTHING
@@ -42,7 +44,7 @@ class Stage:
         self.device = device
         self.modules: list[nn.Module] = []
         self._seen: list[tuple[object, ...]] = []
-        self._claims: dict[tuple[bool, ...], dict[tuple[bool, ...], bool]] = {}
+        self._gradients: dict[tuple[bool, ...], OutputGradients] = {}
         self.lock: Lock
         self.turn: frozenset[Lock]
 
@@ -54,7 +56,7 @@ class Stage:
         if seen == self._seen:
             return False
         if modules != self.modules:
-            self._claims.clear()
+            self._gradients.clear()
         self.modules, self._seen = modules, seen
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
         self.attends = any(isinstance(m, _ATTENTION) for m in modules)
@@ -70,16 +72,16 @@ class Stage:
         # Most partitions need neither a device to be current, nor a scope for skips.
         self._special = self.device.type == "cuda" or bool(self._keys) or any(skips_of(self.partition))
 
-    def snapshot(self, *, recomputed: bool, stand_ins: bool = True) -> LayerSnapshot:
-        """Return what the layers hold now; `recomputed` says whether some task will run them twice.
+    def guarded(self, *, recomputed: bool, stand_ins: bool = True) -> StageGuards:
+        """Return the guards of a mini-batch that begins; `recomputed` says whether some task will run the layers twice.
 
         Without `stand_ins`, tasks run on what the layers hold as parameters.
         """
         with self.lock:
-            snapshot = LayerSnapshot(self.index, self.modules, self.lock, recomputed=recomputed, stand_ins=stand_ins)
+            guards = StageGuards(self.index, self.modules, self.lock, recomputed=recomputed, stand_ins=stand_ins)
         if recomputed:
-            snapshot.claims = self._claims.setdefault(snapshot.kind, {})
-        return snapshot
+            guards.gradients = self._gradients.setdefault(guards.kind, guards.gradients)
+        return guards
 
     def run(self, inputs: Flat, form: Form, shared: Shared = ()) -> tuple[Flat, Form]:
         """Run the layers on the micro-batch and the skips in `inputs`; return their outputs alike.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 
-from torchgpipe.task import snapshot
+from torchgpipe.task.guards import buffers
 
 from ...library.traced import Squared
 from ...plain import Plain
@@ -18,7 +18,7 @@ from ..compare import REORDERED
 from ..parts.layers import KINDS, WIDTH, Do, linear, made, real
 from ..row import Row, amid, steps
 
-LARGE = snapshot.SMALL // 4 + 1  # elements
+LARGE = buffers.SMALL // 4 + 1  # elements
 
 
 class Holds(nn.Module):
@@ -196,7 +196,7 @@ ROWS = [
     *(Row(f"a count by `.data`, which PyTorch does not count, {size} elements", holding(by_data, size), balance=(2, 1),
           use=steps) for size in (2, LARGE)),
     *(Row(f"a count on a device to wait for, {size} elements", holding(by_data, size), balance=(2, 1),
-          use=patch.object(snapshot, "COMPARED", ["meta"])(steps), refused=refused)
+          use=patch.object(buffers, "COMPARED", ["meta"])(steps), refused=refused)
       for size, refused in ((2, {}), (LARGE, checkpointed(UNCOUNTED)))),
     Row("statistics of an own norm", made(linear, own_norm, linear), balance=(2, 1), use=steps),
     *(Row(f"statistics of an own norm of two partitions, m={m}", norm_of_two, balance=(2, 2), use=steps, chunks=m,

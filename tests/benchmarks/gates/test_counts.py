@@ -11,7 +11,7 @@ import benchmarks.gates.counts
 import torchgpipe.engine.relay
 from benchmarks.gates.counts import ADVICE, CONFIGURATIONS, FILE, Counts, count, differences, main
 from reproduce.error import Error
-from torchgpipe.task.task_graph import TaskGraph
+from torchgpipe.task.task import TaskGraph
 
 relay: Any = torchgpipe.engine.relay
 HERE = "linear n2m4 always workers"  # of eight tasks

@@ -18,7 +18,7 @@ from torchgpipe.engine import graph
 from torchgpipe.engine.program import Program
 from torchgpipe.engine.relay import Relay
 from torchgpipe.schedules import Action
-from torchgpipe.task.task_graph import TaskGraph
+from torchgpipe.task.task import TaskGraph
 from torchgpipe.tensors.copy import CopyPath
 
 Plant = Callable[[pytest.MonkeyPatch], None]

@@ -14,10 +14,10 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from torchgpipe.task import halves
-from torchgpipe.task.ambient import Ambient
-from torchgpipe.task.randomness import Randomness
+from torchgpipe.task.guards.modes import Ambient
+from torchgpipe.task.guards.randomness import Randomness
 from torchgpipe.task.stage import Stage
-from torchgpipe.task.task_graph import TaskGraph
+from torchgpipe.task.task import TaskGraph
 from torchgpipe.tensors.observe import Kind
 
 from ...behaviours.parts.layers import Do
@@ -106,11 +106,11 @@ class Tasks:
         self.stage = Stage(0, copy.deepcopy(layers), CPU)
         self.stage.look()
         self.stage.connect([])
-        snapshot = self.stage.snapshot(recomputed=again)
-        self.stand_ins, self.each = snapshot.stand_ins, []
+        guards = self.stage.guarded(recomputed=again)
+        self.stand_ins, self.each = guards.parameters, []
         for i in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-                task = TaskGraph(self.stage, snapshot, Ambient([CPU]), Randomness(), i, observer, again)
+                task = TaskGraph(self.stage, guards, Ambient([CPU]), Randomness(), i, observer, again)
                 torch.manual_seed(i)
                 outputs, _ = task.forward((x.roll(i).requires_grad_(x.dtype != torch.long),), Tensor, ())
             # Of several outputs of the second micro-batch, only the first has a gradient.

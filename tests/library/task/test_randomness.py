@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.engine.seeds import Seeds
-from torchgpipe.task import seeded
-from torchgpipe.task.ambient import Ambient
-from torchgpipe.task.randomness import Randomness
-from torchgpipe.task.seeded import PrivateGenerator, SeededDefault
+from torchgpipe.task.guards import seeded
+from torchgpipe.task.guards.modes import Ambient
+from torchgpipe.task.guards.randomness import Randomness
+from torchgpipe.task.guards.seeded import PrivateGenerator, SeededDefault
 from torchgpipe.task.stage import Stage
 
 from ...behaviours.rows.random import DRAWS

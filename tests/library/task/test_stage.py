@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from torchgpipe import GPipe
-from torchgpipe.task.ambient import Ambient
-from torchgpipe.task.in_place import Change, InPlace, InPlaceForRun, in_its_turn, within_another_run
-from torchgpipe.task.parameters import StandInParameters
+from torchgpipe.task.guards.in_place import Change, InPlace, InPlaceForRun, in_its_turn, within_another_run
+from torchgpipe.task.guards.modes import Ambient
+from torchgpipe.task.guards.parameters import StandInParameters
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors.checkpoint import Passing, is_checkpointing, is_recomputing
 

@@ -41,7 +41,7 @@ PRIVATE = [
     ("torch._subclasses.fake_tensor.unset_fake_temporarily", "trace/recorder.py"),
     ("torch.distributed.distributed_c10d._get_default_store", "distributed/connections.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "task/batchnorm.py"),
-    ("torch.nn.modules.batchnorm._BatchNorm", "task/snapshot.py"),
+    ("torch.nn.modules.batchnorm._BatchNorm", "task/guards/buffers.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "trace/sequential.py"),
     ("torch.utils._device.DeviceContext", "tensors/_autograd.py"),
     ("torch.utils._python_dispatch._pop_mode", "tensors/_autograd.py"),
@@ -49,7 +49,7 @@ PRIVATE = [
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/counter.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/live.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/known.py"),
-    ("torch.utils._python_dispatch.TorchDispatchMode", "task/seeded.py"),
+    ("torch.utils._python_dispatch.TorchDispatchMode", "task/guards/seeded.py"),
 ]
 # Attributes that the library accesses on objects.
 OF_OBJECTS = [

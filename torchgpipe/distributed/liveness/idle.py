@@ -98,7 +98,7 @@ def _layer(frame: FrameType) -> nn.Module | None:
 
 _LIBRARIES = {*sys.stdlib_module_names, "torch"}
 
-_AROUND_TASKS = ("torchgpipe.task.stage", "torchgpipe.task.task_graph", "torchgpipe.engine.program")
+_AROUND_TASKS = ("torchgpipe.task.stage", "torchgpipe.task.task", "torchgpipe.engine.program")
 """Where the search for a place ends: what has called these is not part of the task."""
 
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 1

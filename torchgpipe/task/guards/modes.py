@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from torchgpipe.task.seeded import Everywhere, PrivateGenerator
+from torchgpipe.task.guards.seeded import Everywhere, PrivateGenerator
 from torchgpipe.tensors._autograd import (
     NO_MODES,
     DeviceContext,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.task.randomness import UNLIKE, State, same
+from torchgpipe.task.guards.randomness import UNLIKE, State, same
 from torchgpipe.tensors._autograd import is_other_generator, pop_mode, push_mode
 
 DEFAULT_GENERATOR_LOCK = threading.RLock()

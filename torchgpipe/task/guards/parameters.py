@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.task.in_place import Change
+from torchgpipe.task.guards.in_place import Change
 from torchgpipe.tensors._autograd import accumulator_of, at_end, backward_id, sharded
 
 BY_ANOTHER_WAY = (
