@@ -89,9 +89,8 @@ class Losses(Ends):
             return tuple([None if y is None or not y.requires_grad else torch.zeros_like(y) for y in outputs])
         if self._goal.scaler is not None:
             loss = self._goal.scaler.scale(loss)
-        leaves, reentrant = leaves_behind(loss)
-        if reentrant:
-            # A reentrant torch.utils.checkpoint goes backward for all leaves, and adds to each of them by itself.
+        leaves, only_whole = leaves_behind(loss)
+        if only_whole:
             loss.backward()
             return tuple([None if y is None else self._shares.masked(y.grad, i) for y in outputs])
         own = {id(y) for y in outputs}
@@ -156,7 +155,7 @@ def scalar(loss: object) -> Tensor:
 
 
 class Shares:
-    """What each micro-batch's loss is of the mini-batch's.
+    """Scale each micro-batch's loss to its part of the mini-batch's loss.
 
     The reduction "mean" weighs by samples, or by what `weight` says that a target counts; others add.
     """
@@ -191,7 +190,11 @@ class Shares:
         """Return a gradient through micro-batch i's loss: zeros if it counts nothing, which only the device knows."""
         if grad is None or self._counts is None or not isinstance(self._total, Tensor):
             return grad
-        return torch.where((self._counts[i] == 0).to(grad.device) & (self._total != 0).to(grad.device), 0.0, grad)
+        empty = ((self._counts[i] == 0) & (self._total != 0)).to(grad.device)
+        if grad.is_sparse:
+            values = torch.where(empty, 0.0, grad._values())
+            return torch.sparse_coo_tensor(grad._indices(), values, grad.shape)
+        return torch.where(empty, 0.0, grad)
 
 
 def warn_of_other_means(goal: Goal, sizes: Sequence[int]) -> None:
@@ -221,10 +224,14 @@ def warn_of_other_means(goal: Goal, sizes: Sequence[int]) -> None:
 
 
 def options_of(criterion: Criterion) -> dict[str, Any]:
-    """Return what can be seen of a criterion's options: of a module, a `partial`, or PyTorch's functions."""
-    given: dict[str, Any] = getattr(criterion, "keywords", getattr(criterion, "__dict__", {}))
+    """Return the options of a criterion of PyTorch: of a module, a function, or a `partial` of it; of others none."""
+    if type(criterion).__module__ == "torch.nn.modules.loss":
+        return vars(criterion)
     function = getattr(criterion, "func", criterion)
-    return {"ignore_index": -100, **given} if function in (cross_entropy, nll_loss) else given
+    if getattr(function, "__module__", None) != "torch.nn.functional":
+        return {}
+    default = {"ignore_index": -100} if function in (cross_entropy, nll_loss) else {}
+    return {**default, **getattr(criterion, "keywords", {})}
 
 
 def parted(target: Any, sizes: Sequence[int]) -> list[Any]:

@@ -264,11 +264,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "one stage a device": (
         lambda: pipeline(schedule="Interleaved1F1B"),
-        ValueError, "has 2 stages or more .* 2 partitions for 2 devices; give a balance of 4",
+        ValueError, "needs .* at least 2, .* 2 partitions for 2 devices; give a balance of 4",
     ),
     "one stage": (
         lambda: GPipe(linears(1), [1], devices=["cpu"], schedule="ZBVZeroBubble"),
-        ValueError, "ZBVZeroBubble has 2 .* 1 partitions for 1 devices; give a balance of 2",
+        ValueError, "ZBVZeroBubble needs .* 2, .* 1 partitions for 1 devices; give a balance of 2",
     ),
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ READ = 64  # about so many values of each tensor are read
 
 
 def checksums(serial: int, input: Any, target: Any) -> list[int]:
-    """Return one of the input and one of the target of a mini-batch, 0 if it is not compared.
+    """Return a checksum of the input and one of the target; both are 0 if this mini-batch is not compared.
 
     `serial` is the number of the mini-batch, which all ranks count alike.
     """

@@ -42,7 +42,7 @@ def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) 
     n = max(1, stages // usual if usual == 1 or devices is None else devices)
     if stages % n or 0 < stages < usual * n:
         raise ValueError(
-            f"{known.name} has {usual} stages or more on each device, and equally many, but there are {stages} "
+            f"{known.name} needs the same number of stages, at least {usual}, on each device, but there are {stages} "
             f"partitions for {n} devices; give a balance of {usual * n} partitions"
         )
     v = max(1, stages // n)

@@ -68,10 +68,15 @@ def accumulator_of(leaf: Tensor) -> Any:
     return get_gradient_edge(leaf).node
 
 
+_ONLY_WHOLE = {"CheckpointFunctionBackward", "RegisterPostBackwardFunctionBackward"}
+"""Nodes that add to gradients by themselves, in a backward for all leaves only: those of a reentrant
+`torch.utils.checkpoint`, and of layers that FSDP2 (`fully_shard`) shards."""
+
+
 def leaves_behind(y: Tensor) -> tuple[list[Tensor], bool]:
-    """Return the leaves that the graph of `y` ends in, and whether a reentrant `torch.utils.checkpoint` is in it."""
+    """Return the leaves that the graph of `y` ends in, and whether it can only go backward for all of them at once."""
     leaves: list[Tensor] = []
-    reentrant = False
+    only_whole = False
     unseen = [get_gradient_edge(y).node]
     seen: set[Any] = {None}
     while unseen:
@@ -79,11 +84,11 @@ def leaves_behind(y: Tensor) -> tuple[list[Tensor], bool]:
         if node in seen:
             continue
         seen.add(node)
-        reentrant |= node.name() == "CheckpointFunctionBackward"
+        only_whole |= node.name() in _ONLY_WHOLE
         if not node.next_functions and hasattr(node, "variable"):
             leaves.append(node.variable)
         unseen.extend([following for following, _ in node.next_functions])
-    return leaves, reentrant
+    return leaves, only_whole
 
 
 @contextmanager
@@ -184,7 +189,7 @@ register_module_module_registration_hook(_note_averaging)
 
 
 def misses_steps(model: nn.Module) -> bool:
-    """Return whether `DistributedDataParallel` is to average gradients of `model`, but not by its `step`.
+    """Return whether `DistributedDataParallel` wraps `model`, so that gradients of a `step` would not be averaged.
 
     It averages in the backward of what its own forward has returned. `replicate` takes each call of the
     model for such a forward, so it sees a `step`.

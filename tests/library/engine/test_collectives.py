@@ -10,10 +10,12 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
@@ -222,3 +224,32 @@ def test_tensor_parallelism_on_ranks(schedule: str) -> None:
             parallelize(block, mesh["tp"])
     assert_trains_as_plain(model, blocks())
     model.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrap", [fully_shard, DistributedDataParallel])
+@pytest.mark.parametrize("engine", ["workers", "graph"])
+def test_a_criterion_whose_gradients_are_exchanged(engine: Any, wrap: Any) -> None:
+    """On each rank a pipeline of its own, whose criterion is one model on both."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, y: Tensor, target: Tensor) -> Tensor:
+            return mse_loss(self.linear(y), target)
+
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+
+    given = [torch.rand(4, 2, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    plain, expected = layers(), Head()
+    for x in given:
+        (expected(plain(x), x) / 2).backward()
+    head, x = Head(), given[dist.get_rank()]
+    model = GPipe(layers(), [2, 1], devices=["cpu"] * 2, chunks=2, engine=engine, schedule="1F1B")
+    model.step(wrap(head), x, x)
+    torch.testing.assert_close(whole(head.linear.weight.grad), expected.linear.weight.grad)

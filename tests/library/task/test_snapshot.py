@@ -1,5 +1,6 @@
 """What other threads find in the layers while one recomputes: what the layers really hold."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,6 +36,37 @@ def test_other_threads_find_the_real_buffers(engine: Any) -> None:
     assert [here for here, _ in counting.seen] == [({"count": n}, n, True) for n in (3.0, 2.0, 1.0)]
     assert [there for _, there in counting.seen] == [({"count": 3.0}, 3.0, True)] * 3
     assert layers.state_dict()["1.count"] == 3 and type(counting._buffers) is dict
+
+
+def test_a_copy_that_another_thread_makes_meanwhile_is_as_the_layers_are() -> None:
+    copies: list[nn.Sequential] = []
+
+    def scale(layer: Any, x: Tensor) -> Tensor:
+        layer.count = layer.count + 1
+        if is_recomputing():
+            copies.append(layer.elsewhere.submit(copy.deepcopy, layers[:2]).result())
+        return x * layer.count
+
+    counting: Any = Do(scale, count=torch.zeros(()))
+    layers = nn.Sequential(nn.BatchNorm1d(2), counting, nn.Linear(2, 2))
+    with ThreadPoolExecutor(1) as pool:
+        counting.__dict__["elsewhere"] = Elsewhere(pool)
+        model = GPipe(layers, [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+        model(torch.rand(4, 2)).sum().backward()
+    assert len(copies) == 2
+    for each in copies:
+        assert all(type(module._buffers) is dict for module in each.modules())
+        assert float(each[1].count) == 2  # type: ignore[arg-type]
+
+
+class Elsewhere:
+    """A thread, which is not copied with the layer that has it."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.submit = pool.submit
+
+    def __deepcopy__(self, _: object) -> "Elsewhere":
+        return self
 
 
 def test_a_buffer_that_no_pass_changes_stays_in_place_in_a_recomputation() -> None:

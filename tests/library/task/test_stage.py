@@ -14,6 +14,7 @@ from torchgpipe.task.guards.in_place import Change, InPlace, InPlaceForRun, in_i
 from torchgpipe.task.guards.modes import Ambient
 from torchgpipe.task.guards.parameters import StandInParameters
 from torchgpipe.task.stage import Stage
+from torchgpipe.tensors._autograd import accumulator_of
 from torchgpipe.tensors.checkpoint import Passing, is_checkpointing, is_recomputing
 
 LAYER, OTHER, THIRD, RELU = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU(inplace=True)
@@ -46,6 +47,15 @@ def test_which_partitions_run_one_at_a_time(ours: list[nn.Module], theirs: list[
     assert not any(hasattr(lock, "_locks") for stage in (one, other) for lock in locks(stage))
     with one.lock, one.lock, other.lock:
         pass
+
+
+def test_in_anomaly_mode_the_nodes_of_stand_ins_are_made_before_threads_run() -> None:
+    """Two threads that make one at once can wait for each other for ever."""
+    assert StandInParameters([LAYER])._nodes == []
+    with torch.autograd.set_detect_anomaly(True):
+        parameters = StandInParameters([LAYER])
+    held = [accumulator_of(x) for x in parameters.by_parameter.values()]
+    assert len(held) == 2 and all(a is b for a, b in zip(held, parameters._nodes, strict=True))
 
 
 class Place(dict[str, Any]):

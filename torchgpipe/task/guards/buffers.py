@@ -200,6 +200,9 @@ class _Unread(dict[str, Any]):
         self._refuse()
         return super().items()
 
+    def __reduce__(self) -> Any:
+        return dict, (dict(self.items()),)
+
     def _refuse(self) -> None:
         if is_recomputing():  # another thread may look at the layers meanwhile
             raise RuntimeError(

@@ -27,6 +27,14 @@ class BuffersOfThread(UserDict[str, Tensor | None]):
         self._thread = threading.get_ident()
         self._own, self._others = own, others
 
+    def __reduce__(self) -> Any:
+        """Copy and pickle a plain dictionary, of what this thread finds: it stays when this is no longer needed."""
+        return dict, (self.copy(),)
+
+    def copy(self) -> dict[str, Tensor | None]:  # type: ignore[override]
+        """Return a plain dictionary."""
+        return dict(self.data)
+
     @property
     def data(self) -> dict[str, Tensor | None]:  # type: ignore[override]
         """The dictionary that `UserDict` reads and writes."""

@@ -1,8 +1,8 @@
 """What is put into the layers for a while, and taken back: for one pass of a task, or for a whole run.
 
-Stand-ins of parameters are in the layers from the begin of a run to its end, where whoever reads them meets the same
-ones: layers, the criterion, a penalty over the model's parameters. What a recomputation needs is there for as long as
-it runs.
+Programs have stand-ins of parameters in the layers from the beginning of a run to its end, so that whoever reads them
+meets the same ones: layers, the criterion, a penalty over the model's parameters. The graph engine has them there for
+each task, as nobody tells it when a backward has failed. What a recomputation needs is there for as long as it runs.
 
 Two runs at once, in two threads, would take each other's stand-ins for the parameters of the layers. So runs that take
 gradients through the same layers wait for each other (`in_its_turn`).

@@ -1,9 +1,9 @@
 """What tasks use in place of a partition's parameters.
 
 If the graphs of tasks ended in the parameters, each task would add to `.grad` by itself: hooks would run for every
-task, and `autograd.grad` would find nothing. So tasks run on stand-ins: detached parameters, which are in the layers
-from the begin of a run to its end (in_place.py). A node of the caller's graph that comes after all tasks in backward
-(`one_node`) returns what they added up in the stand-ins.
+task, and `autograd.grad` would find nothing. So tasks run on stand-ins: detached parameters, which are put into the
+layers (in_place.py). A node of the caller's graph that comes after all tasks in backward (`one_node`) returns what they
+added up in the stand-ins.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class StandInParameters:
         self._idle = True  # no backward has begun, or `take` has come
         self._backward = -1  # the number of the latest backward
         self._thread: int | None = None  # where it began, until it has ended
-        # As the dummy input's, where several threads may use one of these.
+        # Held for the same reason as `_TOKENS_NODE`: several threads may use one stand-in.
         anomaly = torch.is_anomaly_enabled()
         self._nodes = [accumulator_of(x) for x in self.by_parameter.values()] if anomaly else []
 
