@@ -86,8 +86,14 @@ class DistributedGPipe(Partitioned):
         timeout: float | None = 300.0,
         silence: Any = ...,
     ) -> None:
-        options: dict[str, Any] = {"checkpoint": checkpoint, "deferred_batch_norm": deferred_batch_norm}
-        super().__init__(module, balance, chunks=chunks, schedule=schedule, **options)
+        super().__init__(
+            module,
+            balance,
+            chunks=chunks,
+            checkpoint=checkpoint,
+            deferred_batch_norm=deferred_batch_norm,
+            schedule=schedule,
+        )
         self.timeout: float | None = timeout
         if silence is not ...:
             _warn_of_silence(2)
