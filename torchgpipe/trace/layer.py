@@ -5,8 +5,6 @@ on the way to them are empty ones. The layer's own name in the sequence, such as
 names of state: by the layer when state is read, and by hooks of the sequence when it is loaded.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
