@@ -111,9 +111,13 @@ def same(x: Any, y: Any) -> bool:
     return bool(_form(x) == _form(y))
 
 
+# What is equal or not by itself.
+_COMPARED = (Value, Held, Device, Slot, int, float, str, bytes, complex, torch.dtype, torch.layout, CodeType)
+
+
 def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
     """Return what tells a value from others. An object, which the recordings may have copied, is what is in it."""
-    if isinstance(x, Value | Held | Device | Slot | int | float | str | bytes | complex | torch.dtype | CodeType):
+    if isinstance(x, _COMPARED):
         return type(x), x if x == x else "nan"
     if id(x) in within:
         return within.index(id(x))
