@@ -104,8 +104,6 @@ class Layer(nn.Module):
             here = here._modules[part]
             if extra is None:
                 there = _submodule(there, part)
-                if here is there:
-                    return  # it stays whole, so the layer holds it already
         if extra is not None:
             return here.register_buffer(last, extra, persistent=False)  # type: ignore[no-any-return]
         for kind in ("_modules", "_parameters", "_buffers"):
