@@ -238,6 +238,7 @@ CASES: dict[str, Case] = {
     "branches from one input": Case(lambda: does(lambda net, x: torch.cat([net.a(x), net.b(x), net.c(x)], 1)), rows),
     "in place, with views": Case(InPlace, lambda: rows(3, 4, 4)),
     "a tensor that is filled": Case(lambda: does(filling), rows),
+    "a layout": Case(lambda: does(lambda net, x: net.b(net.a(x) + torch.zeros(6, layout=x.layout))), rows),
     "attention by hand": Case(Tokens, lambda: rows(3, WIDTH)),
     "no mask": Case(Masked, rows),
     "by keyword, a mask of one sample": Case(Masked, lambda: {"x": rows(), "mask": torch.arange(WIDTH) % 2 == 0}),

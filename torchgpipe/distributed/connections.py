@@ -14,8 +14,6 @@ Connections end in one of three ways, after which the next call of the pipeline 
 All three disconnect in the end, so that every thread of this process that waits for another rank raises `Stopped`.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import threading
@@ -90,13 +88,12 @@ class Connections:
                 os.set_inheritable(number, False)  # a program that this one starts may outlive it
         self._ends: dict[tuple[type, str, int, Stages], Any] = {}
         self.closed = self.parted = False
-        self._ending, self._process = threading.RLock(), os.getpid()
+        self._ending = threading.RLock()
         # A second longer, so that the monitor can say what is wrong.
         self._limit = NEVER if timeout is None else timedelta(seconds=timeout + 1)
         end_with_process(self)
-        address = partial(self._address, "liveness")
         self.liveness = Liveness(
-            own, self._others, address, timeout, self._disconnect, _beside[own, which],
+            own, self._others, partial(self._address, "liveness"), timeout, self._disconnect, _beside[own, which],
             pending=lambda to: any(sender.pending > 0 for sender in self._senders(to)),
         )  # fmt: skip
 
@@ -231,8 +228,6 @@ class Connections:
     def close(self) -> None:
         """End them where this rank needs nothing more from others."""
         with self._ending:
-            if os.getpid() != self._process:
-                return  # a fork has no threads, and the connections are not its own
             if not self.closed and not self.liveness.stopped:
                 for transfer in self._transfers.values():
                     transfer.finish()

@@ -86,8 +86,14 @@ class DistributedGPipe(Partitioned):
         timeout: float | None = 300.0,
         silence: Any = ...,
     ) -> None:
-        options: dict[str, Any] = {"checkpoint": checkpoint, "deferred_batch_norm": deferred_batch_norm}
-        super().__init__(module, balance, chunks=chunks, schedule=schedule, **options)
+        super().__init__(
+            module,
+            balance,
+            chunks=chunks,
+            checkpoint=checkpoint,
+            deferred_batch_norm=deferred_batch_norm,
+            schedule=schedule,
+        )
         self.timeout: float | None = timeout
         if silence is not ...:
             _warn_of_silence(2)
@@ -265,9 +271,10 @@ class DistributedGPipe(Partitioned):
 
     def _scattered(self, args: Any, kwargs: Any) -> list[TensorOrTensors]:
         if self._signature is not None:
-            args = (self._signature.flat(args, kwargs),)
-        if len(args) != 1:
-            raise TypeError(f"the pipeline takes one input, a tensor or a tuple of tensors, but got {len(args)}")
+            args, kwargs = (self._signature.flat(args, kwargs),), {}
+        if len(args) != 1 or kwargs:
+            given = ", ".join([f"{len(args)} by place", *kwargs])
+            raise TypeError(f"the pipeline takes one input, a tensor or a tuple of tensors, but got {given}")
         check(args[0])
         return self._micro_batches(args[0])
 

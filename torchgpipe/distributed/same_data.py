@@ -7,12 +7,13 @@ last stage's rank compares them with those of what it was given itself.
 """
 
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
 from torch import Tensor
+
+from torchgpipe.trace.parts import tensors_in
 
 FIRST, EVERY = 3, 100  # the first three mini-batches are compared, and then each hundredth
 READ = 64  # about so many values of each tensor are read
@@ -50,7 +51,7 @@ def warn_if_unlike(own: list[int], theirs: list[int], last: int, first: int) -> 
 
 
 def _checksum(value: Any) -> int:
-    tensors = _tensors(value)
+    tensors = [*tensors_in(value)]
     if any(type(x) is not Tensor or x.device.type != "cpu" for x in tensors):
         return 0
     read: list[list[Any]] = []
@@ -61,11 +62,3 @@ def _checksum(value: Any) -> int:
     if all(len({*values}) < 2 for values in read):
         return 0
     return crc32(repr(read).encode())
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Mapping):
-        value = [*value.values()]
-    if isinstance(value, list | tuple):
-        return [x for each in value for x in _tensors(each)]
-    return [value] if isinstance(value, Tensor) else []

@@ -24,7 +24,7 @@ from torchgpipe.caught import caught
 from torchgpipe.state.meeting import Meeting
 
 MARK = "saved-by-torchgpipe.json"
-"""The file that is first in a folder that is made here, and has the checksums of all others in the end."""
+"""The file of a state that is written last, and has the checksums of all others."""
 
 
 def marked(path: Path) -> bool:
@@ -41,21 +41,12 @@ def marked(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or a link to one, if it was made here; another one only if it is empty.
-
-    Its mark goes last: what a process that dies has left is still known by it.
-    """
+    """Remove a folder, or a link to one, as far as that can be removed."""
     with suppress(OSError):
-        if marked(path) and path.is_symlink():
-            return path.unlink()
-        if marked(path):
-            (path / MARK).touch()  # an older version did not
-            for each in sorted(path.iterdir(), key=lambda each: each.name == MARK):
-                if each.is_dir() and not each.is_symlink():
-                    shutil.rmtree(each)
-                else:
-                    each.unlink()
-        path.rmdir()
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
 
 def check(path: Path, ranks: Meeting) -> dict[str, int]:
@@ -175,17 +166,13 @@ class FileLock:
             ) from None
         except OSError:
             pass  # a filesystem without locks
-        self._inode = os.fstat(file).st_ino
         FileLock.all[path] = self
-
-    def locks(self, path: Path) -> bool:
-        """Return whether this process has it, and it is that of the file that is there now."""
-        return self.close.alive and path.exists() and path.stat().st_ino == self._inode
 
 
 def _close_inherited() -> None:
     for lock in FileLock.all.values():
         lock.close()
+    FileLock.all.clear()
 
 
 os.register_at_fork(after_in_child=_close_inherited)

@@ -8,9 +8,9 @@ What is written is a checkpoint of `torch.distributed.checkpoint`. Ranks agree o
 that a rank that fails or dies ends it for all.
 """
 
-import errno
 import os
 import re
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 from torchgpipe.caught import caught
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.state.meeting import ONE_FOLDER, Meeting
-from torchgpipe.state.saved_files import MARK, FileLock, check, flush, marked, read, readable, remove, write
+from torchgpipe.state.saved_files import FileLock, check, flush, marked, read, readable, remove, write
 from torchgpipe.state.state import State, same
 
 _WHOLE = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})-step-(0|-?[1-9][0-9]*)")
-_PART = re.compile(rf"part-([0-9a-f]{{32}}|{_WHOLE.pattern})")  # the second one by an older version
+_PART = re.compile(r"part-[0-9a-f]{32}")
 
 
 class Saves:
@@ -167,8 +167,7 @@ class Saves:
             return whole[max(whole)]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(self.folder, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            tempfile.TemporaryFile(dir=self.folder).close()
         except OSError as error:
             raise OSError(error.errno, f"states cannot be saved in {self.folder}: {error.strerror}") from None
         return None
@@ -177,13 +176,11 @@ class Saves:
         """Make a folder to write into; return its name, which no rank has asked its filesystem for before."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder.resolve() / "lock"
-        there = FileLock.all.get(path)
-        self._locked = there if there is not None and there.locks(path) else FileLock(path)  # as long as this lives
+        self._locked = FileLock.all.get(path) or FileLock(path)  # as long as this lives
         for name in filter(_PART.fullmatch, os.listdir(self.folder)):
             remove(self.folder / name)
         name = f"part-{uuid.uuid4().hex}"
         (self.folder / name).mkdir()
-        (self.folder / name / MARK).touch()
         return name
 
     @contextmanager
@@ -198,8 +195,10 @@ class Saves:
             if cause is None:
                 raise
             stays = "what was saved before stays" if self._whole() else "nothing was saved before"
-            why = f"step {step} cannot be saved in {self.folder}: {cause.strerror or cause}; {stays}"
-            raise OSError(cause.errno, why) from caught(error)
+            raise OSError(
+                cause.errno,
+                f"step {step} cannot be saved in {self.folder}: {cause.strerror or cause}; {stays}",
+            ) from caught(error)
 
 
 def _form(x: Any) -> str:

@@ -30,20 +30,21 @@ class State:
     """
 
     def __init__(self, model: Partitioned, optimizer: Optimizer | None, rank: int) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model = model
         self.kind = None if optimizer is None else type(optimizer).__name__
+        self._optimizer = optimizer = optimizer or torch.optim.SGD([{"params": []}])  # one of no parameter
         self._parameters = dict(model.named_parameters())
         names = {p: name for name, p in self._parameters.items()}
-        state: dict[str, Any] = {"state": {}, "param_groups": []} if optimizer is None else optimizer.state_dict()
+        state = optimizer.state_dict()
         self._states, self._group_states = state.pop("state"), state.pop("param_groups")
-        if held := [*state, *(optimizer.state.keys() - names.keys() if optimizer is not None else ())]:
+        if held := [*state, *(optimizer.state.keys() - names.keys())]:
             what = f"a tensor of shape {[*held[0].shape]}" if isinstance(held[0], Tensor) else repr(held[0])
             raise ValueError(
                 f"the optimizer holds {what} beside the states of parameters, which would be lost; save the layers "
                 "without the optimizer, and its state by a name of its own"
             )
         self._groups: list[list[str]] = []
-        for group in [] if optimizer is None else optimizer.param_groups:
+        for group in optimizer.param_groups:
             if not all(p in names for p in group["params"]):
                 raise ValueError(
                     "the optimizer has a parameter that the model does not have; give what else is trained an "
@@ -87,10 +88,8 @@ class State:
         wanted = [key for key in keys if key in fixed or parameter(key) in names]
         return wanted + [key for key, _ in self._drawing(keys, same_ranks)]
 
-    def packed(self, content: Mapping[str, Any], options: Options) -> dict[str, Any] | None:
+    def packed(self, content: Mapping[str, Any], options: Options) -> dict[str, Any]:
         """Return the optimizer's state as its `load_state_dict` takes it, if those of one group had equal options."""
-        if self._optimizer is None:
-            return None
         states: dict[str, dict[str, Any]] = defaultdict(dict)
         for key, x in content.items():
             if (name := parameter(key)) is not None:
@@ -112,7 +111,7 @@ class State:
         numbered = {k: states[name] for k, name in enumerate(self._names) if name in states}
         return {"state": numbered, "param_groups": groups}
 
-    def put(self, content: Mapping[str, Any], packed: dict[str, Any] | None, *, same_ranks: bool) -> None:
+    def put(self, content: Mapping[str, Any], packed: dict[str, Any], *, same_ranks: bool) -> None:
         """Change layers, optimizer and generators to what was read; let go of gradients, which are of another state."""
         for p in self._parameters.values():
             p.grad = None
@@ -120,13 +119,12 @@ class State:
         self._model.load_state_dict(layers)
         for key, generator in self._generators.items():
             generator.set_state(content[key])
-        if self._optimizer is not None and packed is not None:
-            self._optimizer.load_state_dict(packed)
-            for k, values in packed["state"].items():
-                state = self._optimizer.state[self._parameters[self._names[k]]]
-                for key, x in values.items():
-                    if isinstance(x, Tensor) and state[key].dtype != x.dtype:  # cast to the type of the parameter
-                        state[key] = x.to(state[key].device)
+        self._optimizer.load_state_dict(packed)
+        for k, values in packed["state"].items():
+            state = self._optimizer.state[self._parameters[self._names[k]]]
+            for key, x in values.items():
+                if isinstance(x, Tensor) and state[key].dtype != x.dtype:  # cast to the type of the parameter
+                    state[key] = x.to(state[key].device)
         for key, generator in self._drawing(content, same_ranks):
             generator.set_state(content[key])
 

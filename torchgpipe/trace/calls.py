@@ -47,9 +47,6 @@ class Call(NamedTuple):
     since: int = -1
     where: tuple[str, int] = ("", 0)
 
-    def __deepcopy__(self, memo: object) -> "Call":
-        return self
-
 
 class BatchSize(NamedTuple):
     """Where a layer reads the batch size: a value, one of its dimensions, and how long that is for one sample."""

@@ -53,10 +53,13 @@ def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
             )
     except _Differs as error:
         shown = ", ".join(f"{recording.size}{recording.state}" for recording in recordings)
-        why = f"with batches of {shown} samples it does not do the same: {error}"
-        which = "keep the module with this line as one layer, whole=[ItsClass]"
-        what = f"{which}, or say which inputs have no batch dimension, shared=[…]"
-        raise Untraceable(refused(root, at, why, what)) from None
+        raise refused(
+            root,
+            at,
+            f"with batches of {shown} samples it does not do the same: {error}",
+            "keep the module with this line as one layer, whole=[ItsClass], or say which inputs have "
+            "no batch dimension, shared=[…]",
+        ) from None
     return calls
 
 
@@ -69,19 +72,18 @@ def check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
             shape = recording.shapes[number]
             if shape != (recording.size, *recordings[0].shapes[first][1:]):
                 at = next((call.where for call in recording.calls if number in call.outputs), where())
-                why = (
-                    f"it returns a tensor of shape {shape} for {recording.size} samples, but outputs of micro-batches "
-                    "are concatenated along dimension 0, and no other may grow with the batch"
+                raise refused(
+                    module,
+                    at,
+                    f"it returns a tensor of shape {shape} for {recording.size} samples, but outputs of "
+                    "micro-batches are concatenated along dimension 0, and no other may grow with the batch",
+                    "what compares samples or adds them up, such as a loss, belongs after the pipeline: "
+                    "return what it is made of; or say which inputs have no batch dimension, shared=[…]",
                 )
-                what = (
-                    "what compares samples or adds them up, such as a loss, belongs after the pipeline: return what it "
-                    "is made of; or say which inputs have no batch dimension, shared=[…]"
-                )
-                raise Untraceable(refused(module, at, why, what))
 
 
 class _Differs(Exception):
-    pass
+    """Say in what recordings differ."""
 
 
 def general(values: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -109,9 +111,13 @@ def same(x: Any, y: Any) -> bool:
     return bool(_form(x) == _form(y))
 
 
+# What is equal or not by itself.
+_COMPARED = (Value, Held, Device, Slot, int, float, str, bytes, complex, torch.dtype, torch.layout, CodeType)
+
+
 def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
     """Return what tells a value from others. An object, which the recordings may have copied, is what is in it."""
-    if isinstance(x, Value | Held | Device | Slot | int | float | str | bytes | complex | torch.dtype | CodeType):
+    if isinstance(x, _COMPARED):
         return type(x), x if x == x else "nan"
     if id(x) in within:
         return within.index(id(x))

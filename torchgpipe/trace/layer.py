@@ -5,8 +5,6 @@ on the way to them are empty ones. The layer's own name in the sequence, such as
 names of state: by the layer when state is read, and by hooks of the sequence when it is loaded.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -106,8 +104,6 @@ class Layer(nn.Module):
             here = here._modules[part]
             if extra is None:
                 there = _submodule(there, part)
-                if here is there:
-                    return  # it stays whole, so the layer holds it already
         if extra is not None:
             return here.register_buffer(last, extra, persistent=False)  # type: ignore[no-any-return]
         for kind in ("_modules", "_parameters", "_buffers"):

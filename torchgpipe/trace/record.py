@@ -92,8 +92,10 @@ class Sizes:
         try:
             self._module = copy.deepcopy(module, memo)
         except Exception as error:
-            why = f"cannot be copied, to see what it does with other batch sizes ({type(error).__name__}: {error})"
-            raise Untraceable(f"{type(module).__name__} {why}; make copy.deepcopy work on it") from None
+            raise Untraceable(
+                f"{type(module).__name__} cannot be copied, to see what it does with other batch sizes "
+                f"({type(error).__name__}: {error}); make copy.deepcopy work on it"
+            ) from None
 
     def __call__(self, tensors: Sequence[Tensor], training: bool) -> None:
         """Raise `Untraceable` if the layers are not right for the batch size of these inputs, in this mode."""

@@ -168,7 +168,7 @@ class Recorder(TorchFunctionMode):
         modules = [m for m in self._opened if m is not self._root]
         kind = type(modules[-1]).__name__ if modules else "ThatClass"
         what = f"keep its {kind} as one layer: " if modules else "put that part into a submodule, and keep it whole: "
-        return Untraceable(refused(self._root, at, why, f"{what}whole=[{kind}]"))
+        return refused(self._root, at, why, f"{what}whole=[{kind}]")
 
     def _run_whole(self, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a module on fake tensors; where it needs their contents, run a copy of it on real ones."""
@@ -269,9 +269,12 @@ def check_notes(root: nn.Module, notes: Notes) -> None:
     """Refuse what a recording cannot repeat. Of another mode there will be another recording."""
     for what, at in notes.values():
         if what != "training":
-            why = f"it sets or asks for {what}, which may be otherwise, or would be missed, when the layers run"
-            todo = "do that in a submodule of its own; what torch.utils.checkpoint does, the pipeline does itself"
-            raise Untraceable(refused(root, at, why, todo)) from None
+            raise refused(
+                root,
+                at,
+                f"it sets or asks for {what}, which may be otherwise, or would be missed, when the layers run",
+                "do that in a submodule of its own; what torch.utils.checkpoint does, the pipeline does itself",
+            ) from None
 
 
 def _filled(x: Tensor) -> Tensor:

@@ -15,11 +15,11 @@ class Untraceable(TypeError):
     """Tell which line of a module cannot become part of a sequence of layers, why, and what to do."""
 
 
-def refused(root: nn.Module, at: tuple[str, int], why: str, what: str) -> str:
-    """Return the message of a refusal: where, why, and what to do."""
+def refused(root: nn.Module, at: tuple[str, int], why: str, what: str) -> Untraceable:
+    """Return the error that says which line of a module is refused, why, and what to do."""
     file, line = at
     text = linecache.getline(file, line).strip()
-    return f"{type(root).__name__} cannot be traced at {file}:{line}: `{text}`\n  {why}\n  {what}"
+    return Untraceable(f"{type(root).__name__} cannot be traced at {file}:{line}: `{text}`\n  {why}\n  {what}")
 
 
 def where(error: BaseException | None = None) -> tuple[str, int]:

@@ -185,7 +185,7 @@ def _batch(root: nn.Module, plan: LayerPlan, recordings: Sequence[Recording]) ->
             if each > 0 and all(n == each * size for n, size in zip(lengths, SIZES, strict=True)):
                 return BatchSize(number, dimension, each)
     at = plan.calls[0].where
-    raise Untraceable(refused(root, at, "from here on no tensor has a batch dimension", "keep more as one layer"))
+    raise refused(root, at, "from here on no tensor has a batch dimension", "keep more as one layer")
 
 
 def _check_root(module: nn.Module) -> None:

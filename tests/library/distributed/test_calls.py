@@ -170,6 +170,8 @@ def test_errors_between_calls() -> None:
         with pytest.raises((ValueError, RankFailed), match=message):
             loss_of(ours)
         setattr(ours, name, before)
+    with pytest.raises((TypeError, RankFailed), match=r"takes one input, .* but got 1 by place, mask"):
+        ours(X, mask=X)
 
 
 def test_wrong_arguments() -> None:

@@ -62,6 +62,7 @@ def _leave_all() -> None:
     _kept.extend(open_connections)  # never let go of: gloo's threads are not there, and to end them would crash
     open_connections.clear()
     for connections in _kept:
+        connections.closed = True  # here there are no threads that could close them
         connections.liveness.activity.beside.clear()
         for number, _ in connections.sockets & sockets():  # or they would stay open when the other process ends
             os.close(number)

@@ -52,7 +52,6 @@ class Liveness:
         pending: Callable[[int], bool],
     ) -> None:
         self._own, self._disconnect, self._pending = own, disconnect, pending
-        self._disconnected = False
         self.stopped, self._error = False, ""  # a text: an error would keep the frames that it has come through alive
         self._told = threading.Event()  # others have heard of the error
         self._lost: dict[int, str] = {}  # what gloo said when the connection to a rank broke
@@ -78,12 +77,12 @@ class Liveness:
     def fail(self, why: str, told_by: int | None = None) -> None:
         """Tell all other ranks that a rank has failed, and end all waits of this one. The first failure counts."""
         with self._changed:
-            if self.stopped or self._disconnected:
-                return
+            if self.stopped or self._monitor.ended.is_set():
+                return  # what breaks once this rank has closed its connections is no failure
             self._error, self.stopped = why, True
         self.tell_last(why, told_by)
         self._told.set()
-        self._break_all()
+        self._disconnect()
 
     def tell_last(self, why: str | None = None, told_by: int | None = None) -> None:
         """Tell others that this rank has ended, or `why` one has failed, and wait: to close too early might lose it."""
@@ -104,16 +103,12 @@ class Liveness:
         """Break all connections, once others have heard of a failure; return threads that are about to end."""
         if self.stopped:
             self._told.wait(2 * GRACE)
-        self._break_all()
         self._monitor.ended.set()
+        self._disconnect()
         self.activity.beside[:] = [each for each in self.activity.beside if each is not self.activity]
         for sender in self._senders.values():
             sender.stop()
         return [*self._threads, *(sender.thread for sender in self._senders.values()), self._monitor.thread]
-
-    def _break_all(self) -> None:
-        self._disconnected = True  # what breaks from now on is no failure
-        self._disconnect()
 
     def _check_not_needed(self, peer: int) -> None:
         """Fail if a rank has ended, and the connection to it has broken, which is noted only if it was needed."""
@@ -161,8 +156,10 @@ class Liveness:
     def _died(self, peer: int) -> str:
         if pause := self._monitor.pause():
             return f"rank {self._own} did not run for {pause:.1f} s (was its process stopped?), so others have ended"
-        why = "has closed its connections and given no reason: has its process ended?"
-        return f"rank {peer} {why}{self._monitor.last(peer)} ({self._lost[peer]})"
+        return (
+            f"rank {peer} has closed its connections and given no reason: has its process ended?"
+            f"{self._monitor.last(peer)} ({self._lost[peer]})"
+        )
 
     def _has_heard(self, peer: int) -> None:
         with self._changed:

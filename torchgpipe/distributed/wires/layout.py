@@ -29,17 +29,16 @@ def layout_of(x: Tensor) -> Layout:
 @torch.inference_mode(False)  # there tensors would not count their changes, which may be refused
 def placed(layout: Layout, rows: Iterator[Tensor]) -> Tensor:
     """Return a tensor of this layout; its contents are the next of `rows`, if it has any."""
-    if not layout.bytes:
-        device = "meta" if layout.meta else "cpu"
-        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
-    content = next(rows)
+    content = next(rows) if layout.bytes else None
     reach = 1 + sum((n - 1) * step for n, step in zip(layout.shape, layout.stride, strict=True))
-    if reach * layout.dtype.itemsize == layout.bytes:
+    if content is not None and reach * layout.dtype.itemsize == layout.bytes:
         x = torch.empty(0, dtype=layout.dtype, device="cpu")
         return x.set_(content.untyped_storage(), 0, layout.shape, layout.stride)
-    x = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="cpu")
-    distinct = once(x)
-    distinct.copy_(content.view(layout.dtype).view(distinct.shape))
+    device = "meta" if layout.meta else "cpu"
+    x = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
+    if content is not None:
+        distinct = once(x)
+        distinct.copy_(content.view(layout.dtype).view(distinct.shape))
     return x
 
 
