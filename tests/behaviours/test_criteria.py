@@ -160,7 +160,20 @@ def test_a_step_that_fails_changes_no_gradient_of_what_the_criterion_uses(where:
     assert differences(gradients(net), {**dict.fromkeys(gradients(net)), **before}) == []
 
 
-def test_a_weight_in_a_list_of_a_layer_of_another_stage_gets_both_gradients() -> None:
+def stepping(model: Any, loss: Criterion, x: Tensor) -> None:
+    model.step(loss, x, x)
+
+
+def calling(model: Any, loss: Criterion, x: Tensor) -> None:
+    loss(model(x), x).backward()
+
+
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize("train", [stepping, calling])
+@pytest.mark.parametrize("engine", ["workers", "graph"])
+def test_a_weight_in_a_list_of_a_layer_of_another_stage_gets_both_gradients(
+    engine: Any, train: Callable[[Any, Criterion, Tensor], None], mode: Any
+) -> None:
     class Tied(nn.Module):
         def __init__(self, embedding: nn.Embedding) -> None:
             super().__init__()
@@ -183,9 +196,10 @@ def test_a_weight_in_a_list_of_a_layer_of_another_stage_gets_both_gradients() ->
     for _ in range(ROUNDS):
         tied = layers()
         before = tied[0].weight.detach().clone()  # type: ignore[operator]
-        model = GPipe(tied, [2, 2], devices=["cpu"] * 2, chunks=8, checkpoint="never", schedule="1F1B")
+        options: dict[str, Any] = {"checkpoint": mode, "schedule": "1F1B", "engine": engine}
+        model = GPipe(tied, [2, 2], devices=["cpu"] * 2, chunks=8, **options)
         for _ in range(2):
-            model.step(loss, x, x)
+            train(model, loss, x)
         assert torch.equal(tied[0].weight, before)  # type: ignore[arg-type]
         assert differences([p.grad for p in tied.parameters()], [p.grad for p in plain.parameters()], 1e-4) == []
 
