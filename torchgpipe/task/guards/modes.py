@@ -1,5 +1,8 @@
 """The modes around the caller's code, which PyTorch keeps for each thread apart.
 
+What goes wrong without it: the call is under autocast, and backward() outside of it. A worker thread would compute in
+float32, and a recomputation, too, though the first pass has computed in bfloat16.
+
 Worker threads enter all of them; a recomputation enters those that may have changed since the first pass.
 """
 

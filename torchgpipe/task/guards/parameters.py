@@ -1,5 +1,7 @@
 """What tasks use in place of a partition's parameters.
 
+What goes wrong without it: a hook clips a parameter's gradient. It would run for every micro-batch, and clip each part.
+
 If the graphs of tasks ended in the parameters, each task would add to `.grad` by itself: hooks would run for every
 task, and `autograd.grad` would find nothing. So tasks run on stand-ins: detached parameters, which are put into the
 layers (in_place.py). A node of the caller's graph that comes after all tasks in backward (`one_node`) returns what they
