@@ -30,12 +30,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from torchgpipe.task.entrance import all_none, entered, leaves
+from torchgpipe.task.guards.buffers import HeldBuffers
 from torchgpipe.task.guards.gradients import able_to_take
+from torchgpipe.task.guards.layers import LayerStates
 from torchgpipe.task.guards.memory import KeptInputs, check_attributes, spared
 from torchgpipe.task.guards.modes import WITHOUT_FAST_ATTENTION, Ambient
 from torchgpipe.task.guards.parameters import BY_ANOTHER_WAY
 from torchgpipe.task.guards.randomness import Randomness
-from torchgpipe.task.guards.stage_guards import Held, StageGuards
+from torchgpipe.task.guards.stage_guards import StageGuards
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import edge_of, packs_saved_tensors, run_backward
 from torchgpipe.tensors.checkpoint import Passing
@@ -59,7 +61,8 @@ class TaskGraph:
     _claimed: list[bool] = field(default_factory=list)  # which outputs
     _kept: KeptInputs | None = None
     _shown: Flat = ()  # what the first pass has computed, if a mode may have changed that
-    _held: Held = field(init=False)
+    _buffers: HeldBuffers = field(init=False)  # before the first pass
+    _layers: LayerStates = field(init=False)
     _edges: list[GradientEdge | None] | None = None
     # A list of its own: the entrance node holds it. If the node held this object, both would keep each other alive.
     _input_grads: list[Tensor | None] = field(default_factory=list)
@@ -85,7 +88,8 @@ class TaskGraph:
         # Without the caller's graph: a layer may put hooks on its input, or ask whether it takes a gradient.
         given = leaves(given, self._needs)
         with self.guards.lock:
-            self._held = self.guards.before_first_pass()
+            self._buffers = self.guards.buffers.before_first_pass()
+            self._layers = self.guards.layers.before_first_pass()
             with (
                 torch.set_grad_enabled(not known) if torch.is_grad_enabled() == known else NOTHING,
                 self.ambient.for_first_pass(),
@@ -100,7 +104,8 @@ class TaskGraph:
                 else:
                     given = entered(given, self._needs, self._input_grads)
                     outputs, out_form = self._build(given, form, shared, watching)
-                self.guards.after_first_pass(self._held)
+                self.guards.parameters.check_unchanged(self.stage.index, forward=True)
+                self.guards.buffers.after_first_pass(self._buffers)
                 self.randomness.ended()
         kept.after_first_pass()
         self._kept = kept
@@ -130,7 +135,7 @@ class TaskGraph:
 
     def _recompute(self, kept: KeptInputs, keep: bool) -> None:
         kept.before_recomputation()
-        self.guards.before_recomputation()
+        self.guards.parameters.check_unchanged(self.stage.index)
         inputs = spared(kept.inputs, kept.form) if self.guards.begins_in_place else kept.inputs
         with (
             self.guards.lock,
@@ -138,8 +143,8 @@ class TaskGraph:
             torch.enable_grad(),
             self.ambient.again(),
             Passing(recomputing=True),
-            self.guards.layers.again(self._held.layers),
-            self.guards.buffers.again(self._held.buffers),
+            self.guards.layers.again(self._layers),
+            self.guards.buffers.again(self._buffers),
             self.randomness.again(),
         ):
             outputs, _ = self._build(entered(inputs, self._needs, self._input_grads), kept.form)
@@ -159,7 +164,8 @@ class TaskGraph:
     ) -> tuple[Flat, Form]:
         with self.guards.in_place(), watching:
             outputs, out_form = self.stage.run(inputs, form, shared)
-        check_attributes(self.stage.index, outputs)
+        if any([y is not None and y.__dict__ for y in outputs]):
+            check_attributes(self.stage.index, outputs)
         self._edges = [None if y is None or not y.requires_grad else edge_of(y) for y in outputs]
         return outputs, out_form
 
@@ -210,8 +216,9 @@ class TaskGraph:
 
     def _go_backward(self, run: Callable[[], Any]) -> Any:
         guards = self.guards
+        buffers = guards.buffers.backward() if guards.recomputed else NOTHING
         # With the stand-ins in place: a layer may run again in backward, by torch.utils.checkpoint.
-        with guards.lock, guards.in_place(), guards.around_backward(), self.randomness.backward():
+        with guards.lock, guards.in_place(), buffers, self.randomness.backward():
             try:
                 return run()
             except BaseException as error:

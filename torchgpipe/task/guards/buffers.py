@@ -57,6 +57,9 @@ class HeldBuffers(NamedTuple):
     changed: list[_Slot]
 
 
+_NONE = HeldBuffers((), [])
+
+
 class Buffers:
     """The buffers of partition `index` in a mini-batch. Those with stand-ins, whose `ids` are given, need no copies."""
 
@@ -73,6 +76,8 @@ class Buffers:
     def before_first_pass(self) -> HeldBuffers:
         """Return what the buffers hold now, copied where they have changed. The caller holds the lock."""
         held = [(m, name, x) for m in self._with_buffers() for name, x in m._buffers.items()]
+        if not held:
+            return _NONE
         changed = {id(x) for m, name, x in held if self._has_changed(m, name, x)}
         if changed:
             storages = {id(x): storage_of(x) for _, _, x in held if x is not None}
@@ -97,7 +102,7 @@ class Buffers:
 
     def again(self, held: HeldBuffers) -> AbstractContextManager[object]:
         """Return a context in which the layers find the buffers as they were before the first pass."""
-        changed = self._changed_since(held)
+        changed = self._changed_since(held) if held.slots or self._with_buffers() else set()
         return self._put_back(held, changed) if changed or self._norms else NOTHING
 
     def backward(self) -> AbstractContextManager[object]:

@@ -1,6 +1,6 @@
 """How one task draws random numbers, such that its recomputation draws those of its first pass (GPipe paper, 2.3).
 
-What goes wrong without it: a dropout draws another mask in the recomputation, and gradients are not those of the output.
+What goes wrong without it: a dropout draws another mask in the recomputation: gradients of another output.
 
 engine/seeds.py says which task draws in which way.
 """

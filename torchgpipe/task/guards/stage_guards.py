@@ -3,25 +3,17 @@
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 from torch import nn
 
-from torchgpipe.task.guards.buffers import Buffers, HeldBuffers
+from torchgpipe.task.guards.buffers import Buffers
 from torchgpipe.task.guards.gradients import OutputGradients
 from torchgpipe.task.guards.in_place import Change, InPlace, InPlaceForRun, Lock
-from torchgpipe.task.guards.layers import Layers, LayerStates
+from torchgpipe.task.guards.layers import Layers
 from torchgpipe.task.guards.memory import begins_in_place
 from torchgpipe.task.guards.parameters import StandInParameters
 from torchgpipe.tensors._autograd import refuse_cached_parametrizations, storage_of
 from torchgpipe.tensors.observe import NOTHING
-
-
-class Held(NamedTuple):
-    """What layers held before the first pass of a task."""
-
-    buffers: HeldBuffers
-    layers: LayerStates
 
 
 class StageGuards:
@@ -72,15 +64,6 @@ class StageGuards:
         """Put stand-ins into the layers for a task. The caller holds the lock."""
         return InPlace(self.of_tasks) if self.of_tasks else NOTHING
 
-    def before_first_pass(self) -> Held:
-        """Note what the layers hold. The caller holds the lock."""
-        return Held(self.buffers.before_first_pass(), self.layers.before_first_pass())
-
-    def after_first_pass(self, held: Held) -> None:
-        """Note what the first pass has changed; raise `RuntimeError` if that is a parameter."""
-        self.parameters.check_unchanged(self._index, forward=True)
-        self.buffers.after_first_pass(held.buffers)
-
     def after_all_forwards(self) -> None:
         """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter in its forward."""
         with self.lock:
@@ -92,14 +75,6 @@ class StageGuards:
             refuse_cached_parametrizations()
             self.layers.backward_begins()
             self.buffers.check_sure()
-
-    def before_recomputation(self) -> None:
-        """Raise `RuntimeError` if a parameter has changed since the first pass."""
-        self.parameters.check_unchanged(self._index)
-
-    def around_backward(self) -> AbstractContextManager[object]:
-        """Return a context for the layers' backward."""
-        return self.buffers.backward() if self.recomputed else NOTHING
 
     def ended(self) -> None:
         """Raise `RuntimeError`, after a whole step, if a buffer has changed in a way that only its content tells."""
