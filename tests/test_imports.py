@@ -28,7 +28,7 @@ LAYERS = [
     {"torchgpipe.engine"},
     {"torchgpipe.task", "torchgpipe.balance"},
     {"torchgpipe.trace"},
-    {"torchgpipe.skip", "torchgpipe.tensors", "torchgpipe.clipping"},
+    {"torchgpipe.skip", "torchgpipe.tensors", "torchgpipe.clipping", "torchgpipe.hooks"},
     {"torchgpipe.schedules", "torchgpipe.plain", "torchgpipe.caught", "torchgpipe.patience"},
 ]
 # What they are, by other names: those that users of torchgpipe 0.0.7 import.

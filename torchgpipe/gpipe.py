@@ -9,14 +9,14 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 
-from torchgpipe.engine.batch import Batch, WorkersEngine, called
+from torchgpipe.engine.batch import Batch, WorkersEngine, run_forward
 from torchgpipe.engine.graph import GraphEngine
 from torchgpipe.engine.schedule import arranged
 from torchgpipe.partition import Init, choose_devices, shared_buffers
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, skip_layout
-from torchgpipe.step import Goal, carried_out
+from torchgpipe.step import StepRequest, run_step
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors, check, gather
 
@@ -123,18 +123,16 @@ class GPipe(Partitioned):
         self._shared_buffers = shared_buffers(self.partitions, self.partitions)
         return skip_layout(self.partitions, portals=self._switches[-1])
 
-    def __call__(self, *args: Any, _goal: Goal | None = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a mini-batch through the pipeline, as `forward` says; that of a traced module is called like the module.
 
         See `torchgpipe.sequential`.
         """
         if self._signature is not None:
             args, kwargs = (self._signature.flat(args, kwargs),), {}
-        if _goal is not None:
-            return super().__call__(*args, _goal=_goal, **kwargs)
         return self._shown(super().__call__(*args, **kwargs))
 
-    def forward(self, input: TensorOrTensors, *, _goal: Goal | None = None) -> TensorOrTensors:
+    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """Run a mini-batch through the pipeline.
 
         Args:
@@ -147,31 +145,41 @@ class GPipe(Partitioned):
             TypeError: `input`, or the output of a partition, is something else.
             ValueError: the tensors of `input` have no batch dimension, or disagree on it.
         """
-        return cast(TensorOrTensors, self._uncompiled(self._run, input, _goal))
+        return cast(TensorOrTensors, self._uncompiled(self._forward, input))
 
-    def _run(self, input: TensorOrTensors, goal: Goal | None) -> TensorOrTensors:
+    def _forward(self, input: TensorOrTensors) -> TensorOrTensors:
+        micro_batches = self._begun(input)
+        engine, mode, observer = self._engine, self.checkpoint, self.observer
+        if not self._stages:
+            return input
+        if isinstance(engine, GraphEngine):
+            return gather(self._mini_batch(lambda: engine.run(micro_batches, mode, observer)))
+        batch = partial(Batch, engine, len(micro_batches), mode, observer)
+        return gather(self._mini_batch(lambda: run_forward(batch(), micro_batches)))
+
+    def _carry_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: StepRequest) -> torch.Tensor:
+        input = args[0] if self._signature is None else self._signature.flat(args, kwargs)
+        micro_batches = self._begun(input)
+        if not self._stages:
+            raise ValueError("there are no layers to train")
+        sizes = self._sizes(micro_batches)
+        batch = partial(Batch, self._steps, len(micro_batches), self.checkpoint, self.observer)
+        return self._mini_batch(lambda: run_step(batch(), micro_batches, sizes, request, self._seen))
+
+    def _begun(self, input: TensorOrTensors) -> list[TensorOrTensors]:
+        """Check an input and this pipeline; return the micro-batches of the mini-batch that begins."""
         check(input)
         self._check()
-        if not self._stages:
-            if goal is not None:
-                raise ValueError("there are no layers to train")
-            return input
-        micro_batches = self._micro_batches(input)
-        mode, observer = self.checkpoint, self.observer
-        batch = partial(Batch, self._steps, len(micro_batches), mode, observer)
-        if goal is not None:
-            sizes = self._sizes(micro_batches)
-            return self._mini_batch(lambda: carried_out(batch(), micro_batches, sizes, goal, self._shown))
-        if isinstance(engine := self._engine, GraphEngine):
-            return gather(self._mini_batch(lambda: engine.run(micro_batches, mode, observer)))
-        return gather(self._mini_batch(lambda: called(batch(), micro_batches)))
+        return self._micro_batches(input) if self._stages else []
 
     def loss(self, criterion: Callable[[Any, Any], torch.Tensor], input: Any, target: Any) -> torch.Tensor:
         """Return `criterion(output, target)` of a mini-batch; its backward begins when all forwards have ended.
 
-        `DistributedGPipe` has the same. The input of a traced module may be a dictionary of arguments.
+        `DistributedGPipe` has the same. The input of a traced module is given as its sample was: a tensor, a tuple of
+        arguments, or a dictionary of them.
         """
-        return criterion(self._called(input), target)
+        args, kwargs = self._arguments(input)
+        return criterion(self(*args, **kwargs), target)
 
     def __len__(self) -> int:
         return sum(self.balance)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchgpipe.task.guards.randomness import default_generators
 from torchgpipe.tensors._autograd import storage_of
+from torchgpipe.tensors.checkpoint import MODES
 from torchgpipe.trace.layer import Layers
 
 Init = Callable[[int, nn.Module], object]
@@ -30,6 +31,13 @@ Let the library balance the layers, by the time that they take:
 AVERAGED = (
     "a partition runs once for each micro-batch; DistributedDataParallel or replicate of it, or of its layers, would "
     "not average gradients once; use it on the whole pipeline, or use fully_shard on partitions"
+)
+
+MISSED_STEPS = (
+    "DistributedDataParallel around a pipeline does not see step(), so gradients would differ "
+    "between replicas; wrap a module whose forward returns model.loss(criterion, input, target), "
+    "and call backward() on what that returns; or use replicate(model), of "
+    "torch.distributed._composable.replicate, in its place, and step()"
 )
 
 
@@ -66,6 +74,14 @@ def check_module(module: object) -> None:
                 f"layers {other!r} and {name!r} are the same module; a layer can be in one place only, "
                 "so give each place a layer of its own"
             )
+
+
+def check_settings(chunks: object, checkpoint: object) -> None:
+    """Raise `ValueError` if chunks or checkpoint is out of range."""
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
+    if checkpoint not in MODES:
+        raise ValueError(f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got {checkpoint!r}")
 
 
 def choose_devices(devices: Iterable[int | str | torch.device] | None, n: int) -> list[torch.device]:

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from torchgpipe.clipping import Exchange, clip_gradients
 from torchgpipe.engine.batch import WorkersEngine
 from torchgpipe.engine.schedule import InUse
+from torchgpipe.hooks import Arguments, run_with_hooks, seen_by_hooks
 from torchgpipe.partition import (
     AVERAGED,
+    MISSED_STEPS,
     Elsewhere,
     Init,
     check_module,
     check_parameters,
+    check_settings,
     place,
     shared_buffers,
     split,
@@ -26,7 +29,7 @@ from torchgpipe.partition import (
 )
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, verify_skippables
-from torchgpipe.step import Criterion, Goal
+from torchgpipe.step import Criterion, StepRequest
 from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.task.guards.contents import equal
 from torchgpipe.task.guards.in_place import in_its_turn
@@ -35,7 +38,7 @@ from torchgpipe.task.guards.modes import Modes
 from torchgpipe.task.guards.randomness import check_apart
 from torchgpipe.task.stage import OF_RUNS, Stage, locks_of
 from torchgpipe.tensors._autograd import averages_gradients, misses_steps
-from torchgpipe.tensors.checkpoint import MODES, Mode
+from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.item import versions
 from torchgpipe.tensors.microbatch import TensorOrTensors, mapped, scatter, tensors_of
 from torchgpipe.tensors.observe import Observer
@@ -124,10 +127,17 @@ class Partitioned(nn.Module, ABC):
     def _layout(self) -> list[Crossing]:
         """Return the skips that cross from partition to partition."""
 
-    def _called(self, input: Any, **goal: Any) -> Any:
-        """Call this module as `step` does, also with a dictionary of arguments."""
-        args, kwargs = ((), input) if isinstance(input, dict) and self._signature is not None else ((input,), {})
-        return self(*args, **kwargs, **goal)
+    def _arguments(self, input: Any) -> Arguments:
+        """Return the arguments that an input stands for: of a traced module as its sample, else the input alone."""
+        return ((input,), {}) if self._signature is None else self._signature.arguments(input)
+
+    def _hooked(self, input: Any, request: Any) -> Tensor:
+        """Return what a request asks for; the hooks of this module are run, though it is not called."""
+        return run_with_hooks(self, self._arguments(input), lambda given: self._carry_out(*given, request))
+
+    @abstractmethod
+    def _carry_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
+        """Return the loss that a request asks for, of a mini-batch with these arguments."""
 
     def _uncompiled(self, run: Callable[..., Any], *args: Any) -> Any:
         traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
@@ -187,12 +197,13 @@ class Partitioned(nn.Module, ABC):
             ValueError: the target is not of the input's batch size, or `reduction` is another.
             RankFailed: another rank has failed.
         """
-        return cast(Tensor, self._uncompiled(self._step, input, Goal(criterion, target, reduction, weight, scaler)))
+        request = StepRequest(criterion, target, reduction, weight, scaler)
+        return cast(Tensor, self._uncompiled(self._step, input, request))
 
-    def _step(self, input: Any, goal: Goal) -> Tensor:
+    def _step(self, input: Any, request: StepRequest) -> Tensor:
         if misses_steps(self):
-            raise RuntimeError(_MISSED_STEPS)
-        loss: Tensor = self._called(input, _goal=goal)
+            raise RuntimeError(MISSED_STEPS)
+        loss = self._hooked(input, request)
         # A hook of a parameter may raise here, and all ranks have to hear of it.
         with self._together("step"):
             loss.backward(torch.ones_like(loss))
@@ -209,7 +220,12 @@ class Partitioned(nn.Module, ABC):
     ) -> Tensor:
         """Return what `step` would return, of forwards alone, without a graph; the arguments are the same."""
         with torch.no_grad():
-            return cast(Tensor, self._called(input, _goal=Goal(criterion, target, reduction, weight, backward=False)))
+            request = StepRequest(criterion, target, reduction, weight, backward=False)
+            return cast(Tensor, self._uncompiled(self._hooked, input, request))
+
+    def _seen(self, output: Any) -> Any:
+        """Return what a criterion gets of an output, which hooks on this module see, too."""
+        return seen_by_hooks(self, self._shown(output))
 
     def _shown(self, output: Any) -> Any:
         return output if self._signature is None else self._signature.structured(output)
@@ -329,22 +345,8 @@ P = TypeVar("P", bound=Partitioned)
 # What `_build` makes anew in a copy.
 _BUILT = ("_engine", "_steps", "_stages", "_connections")
 
-_MISSED_STEPS = (
-    "DistributedDataParallel around a pipeline does not see step(), so gradients would differ "
-    "between replicas; wrap a module whose forward returns model.loss(criterion, input, target), "
-    "and call backward() on what that returns; or use replicate(model), of "
-    "torch.distributed._composable.replicate, in its place, and step()"
-)
 
 _MOVING = (
     "a pipeline keeps each partition on the device that it was made with, and cannot be moved; "
     "name the devices when wrapping the module: GPipe(module, balance, devices=[…]), or device=… on a rank"
 )
-
-
-def check_settings(chunks: object, checkpoint: object) -> None:
-    """Raise `ValueError` if chunks or checkpoint is out of range."""
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
-    if checkpoint not in MODES:
-        raise ValueError(f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got {checkpoint!r}")

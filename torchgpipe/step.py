@@ -23,8 +23,8 @@ Criterion = Callable[[Any, Any], Tensor]
 Shown = Callable[[Any], Any]
 
 
-class Goal(NamedTuple):
-    """What `step` and `evaluate` are given beside the input."""
+class StepRequest(NamedTuple):
+    """What `step` and `evaluate` are given beside the input; `backward` says which of the two."""
 
     criterion: Criterion
     target: Any
@@ -45,13 +45,13 @@ class Losses(Ends):
     """
 
     def __init__(
-        self, batch: Batch, inputs: Sequence[TensorOrTensors], sizes: Sequence[int], goal: Goal, shown: Shown
+        self, batch: Batch, inputs: Sequence[TensorOrTensors], sizes: Sequence[int], request: StepRequest, shown: Shown
     ) -> None:
         super().__init__(inputs)
-        self._batch, self._goal, self._shown = batch, goal, shown
+        self._batch, self._request, self._shown = batch, request, shown
         self._stage = Stage(len(batch.orders.placement), nn.Identity(), batch.devices[-1])
-        self._targets = parted(goal.target, sizes)
-        self._shares = Shares(goal.reduction, goal.weight, sizes, self._targets)
+        self._targets = parted(request.target, sizes)
+        self._shares = Shares(request.reduction, request.weight, sizes, self._targets)
         self._under_way: dict[int, tuple[Flat, Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
         self._has_graph = False  # whether the loss of any micro-batch has one
@@ -61,7 +61,7 @@ class Losses(Ends):
         """Work out the loss of micro-batch i."""
         with self._batch.draws(i, self._stage, False).first():
             try:
-                loss = self._goal.criterion(self._shown(together(output.form, output.flat)), self._targets[i])
+                loss = self._request.criterion(self._shown(together(output.form, output.flat)), self._targets[i])
             except Exception as error:
                 note(error, f"the criterion, micro-batch {i}")
                 raise
@@ -80,15 +80,15 @@ class Losses(Ends):
 
     def _loss(self) -> Tensor:
         losses = [loss for _, loss in sorted(self._losses.items())]
-        return torch.stack(losses) if self._goal.reduction == "none" else cast(Tensor, sum(losses))
+        return torch.stack(losses) if self._request.reduction == "none" else cast(Tensor, sum(losses))
 
     def output_grads(self, i: int) -> Flat:
         """Return the gradients of micro-batch i's outputs; add up those of the criterion's other leaves."""
         outputs, loss = self._under_way.pop(i)
         if not loss.requires_grad:
             return tuple([None if y is None or not y.requires_grad else torch.zeros_like(y) for y in outputs])
-        if self._goal.scaler is not None:
-            loss = self._goal.scaler.scale(loss)
+        if self._request.scaler is not None:
+            loss = self._request.scaler.scale(loss)
         leaves, only_whole = leaves_behind(loss)
         if only_whole:
             loss.backward()
@@ -115,21 +115,21 @@ class Losses(Ends):
         return tuple([parameters.get(x, x) for x in self._sums]), tuple(self._sums.values())
 
 
-def carried_out(
-    batch: Batch, inputs: Sequence[TensorOrTensors], sizes: Sequence[int], goal: Goal, shown: Shown
+def run_step(
+    batch: Batch, inputs: Sequence[TensorOrTensors], sizes: Sequence[int], request: StepRequest, shown: Shown
 ) -> Tensor:
     """Return the loss of a mini-batch: of forwards alone, or as the node of the caller's graph that hands on gradients.
 
     Where there are guards for a backward, it goes backward before its last forward, if the schedule says so.
     """
-    if goal.backward and not torch.is_grad_enabled():
+    if request.backward and not torch.is_grad_enabled():
         raise RuntimeError("step() goes backward, but gradients are off here; call evaluate()")
-    ends = Losses(batch, inputs, sizes, goal, shown) if batch.last else Ends(inputs)
+    ends = Losses(batch, inputs, sizes, request, shown) if batch.last else Ends(inputs)
     if batch.last:
-        warn_of_other_means(goal, sizes)
+        warn_of_other_means(request, sizes)
     grad = bool(batch.guards)
-    if goal.scaler is not None and not batch.last:
-        goal.scaler.scale(torch.zeros((), device=batch.devices[0]))  # or it would not know its scale yet
+    if request.scaler is not None and not batch.last:
+        request.scaler.scale(torch.zeros((), device=batch.devices[0]))  # or it would not know its scale yet
     for guards in batch.guards:
         guards.backward_begins(0)
     batch.forward(batch.orders.all if grad else batch.orders.forwards, ends)
@@ -197,10 +197,10 @@ class Shares:
         return torch.where(empty, 0.0, grad)
 
 
-def warn_of_other_means(goal: Goal, sizes: Sequence[int]) -> None:
+def warn_of_other_means(request: StepRequest, sizes: Sequence[int]) -> None:
     """Warn if the criterion of a mean does not return the mean over a micro-batch's samples."""
-    options, target = options_of(goal.criterion), goal.target
-    if goal.reduction != "mean" or len(sizes) < 2:
+    options, target = options_of(request.criterion), request.target
+    if request.reduction != "mean" or len(sizes) < 2:
         return
     if options.get("reduction") == "sum":
         warnings.warn(
@@ -211,7 +211,7 @@ def warn_of_other_means(goal: Goal, sizes: Sequence[int]) -> None:
     index = options.get("ignore_index")
     # A tensor on a GPU is not looked at: that would be to wait for it.
     on_cpu = isinstance(target, Tensor) and target.device.type == "cpu"
-    if index is None or goal.weight is not None or not on_cpu or not (target == index).any():
+    if index is None or request.weight is not None or not on_cpu or not (target == index).any():
         return
     shares = {float(part.double().mean()) for part in (target == index).split([*sizes])}
     if len(shares) > 1:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.distributed.connections import Connections
-from torchgpipe.distributed.rank_batch import RankBatch, WholeLoss
+from torchgpipe.distributed.rank_batch import LossRequest, RankBatch
 from torchgpipe.distributed.same_data import checksums, warn_if_unlike
 from torchgpipe.engine.batch import WorkersEngine
 from torchgpipe.engine.schedule import arranged
@@ -25,7 +25,7 @@ from torchgpipe.partition import Init, choose_devices
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, skip_layout
-from torchgpipe.step import Goal, carried_out
+from torchgpipe.step import StepRequest, run_step
 from torchgpipe.task.guards.layers import modules_of
 from torchgpipe.task.guards.randomness import check_apart, own_generators
 from torchgpipe.tensors._autograd import backward_id, sharded
@@ -157,7 +157,7 @@ class DistributedGPipe(Partitioned):
             raise ValueError(f"rank {self.rank} holds {len(self._partitions)} partitions: see model.partitions")
         return cast(nn.Sequential, self._partitions[0])
 
-    def forward(self, *args: Any, _goal: Goal | WholeLoss | None = None, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a mini-batch through the pipeline; the input counts on the first rank only.
 
         Returns:
@@ -167,7 +167,10 @@ class DistributedGPipe(Partitioned):
         Raises:
             RankFailed: another rank has failed.
         """
-        return self._uncompiled(self._run, args, kwargs, _goal)
+        return self._uncompiled(self._run, args, kwargs, None)
+
+    def _carry_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
+        return cast(Tensor, self._run(args, kwargs, request))
 
     def loss(self, criterion: Callable[[Any, Any], Tensor], input: Any, target: Any) -> Tensor:
         """Return `criterion(output, target)`, the same number on every rank; all ranks call `backward()` on it.
@@ -178,7 +181,7 @@ class DistributedGPipe(Partitioned):
             TypeError: `criterion` does not return a scalar.
             RankFailed: another rank has failed.
         """
-        return cast(Tensor, self._called(input, _goal=WholeLoss(criterion, target)))
+        return cast(Tensor, self._uncompiled(self._hooked, input, LossRequest(criterion, target)))
 
     @contextmanager
     def _together(self, doing: str, **alike: float) -> Iterator[Callable[[Tensor], list[Tensor]]]:
@@ -222,7 +225,7 @@ class DistributedGPipe(Partitioned):
             )
         return self._connections
 
-    def _run(self, args: Any, kwargs: Any, goal: Goal | WholeLoss | None) -> Any:
+    def _run(self, args: Any, kwargs: Any, request: StepRequest | LossRequest | None) -> Any:
         connections, stage = self._connected(), self._stages[0]
         self._serial += 1
 
@@ -239,19 +242,19 @@ class DistributedGPipe(Partitioned):
                 "training": self.training,
                 "deferred_batch_norm": bool(self._deferred),
                 "autocast": kind != "meta" and torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind)),
-                "the call": "step()" if isinstance(goal, Goal) else "loss()" if goal else "forward",
+                "the call": "step()" if isinstance(request, StepRequest) else "loss()" if request else "forward",
                 "the kind of device": kind,
                 "timeout": self.timeout and float(self.timeout),
                 # Or two pipelines that ranks have made in different orders could train as one.
                 "the checksum of its parameters' names and shapes": getattr(self, "_alike", 0),  # of an older pickle
             }
-            given = checksums(self._serial, (args, kwargs), getattr(goal, "target", None))
+            given = checksums(self._serial, (args, kwargs), getattr(request, "target", None))
             batch = RankBatch(connections, settings, micro_batches, given, owner=self)
             if batch.last and not self._warned:
                 self._warned = warn_if_unlike(given, batch.given, self.rank, placement[0])
-            if isinstance(goal, Goal):
-                return carried_out(batch, micro_batches, batch.sizes, goal, self._shown)
-            return batch.finished(goal)
+            if isinstance(request, StepRequest):
+                return run_step(batch, micro_batches, batch.sizes, request, self._seen)
+            return batch.finished(request)
 
         with connections.call(self._serial, "the call"):
             if backward_id() != -1:
@@ -266,7 +269,7 @@ class DistributedGPipe(Partitioned):
                 )
             self._check()
             result = self._mini_batch(run)
-        wanted = goal is not None or self.rank == self._steps.arrangement.placement[-1] or result.requires_grad
+        wanted = request is not None or self.rank == self._steps.arrangement.placement[-1] or result.requires_grad
         return result if wanted else None
 
     def _scattered(self, args: Any, kwargs: Any) -> list[TensorOrTensors]:

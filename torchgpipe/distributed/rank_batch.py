@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.links import Messages
-from torchgpipe.engine.batch import Batch, Enter, called, one_node
+from torchgpipe.engine.batch import Batch, Enter, one_node, run_forward
 from torchgpipe.engine.program import Ends
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules.check import Lists
@@ -18,7 +18,7 @@ from torchgpipe.task.entrance import leaves
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather, tensors_of
 
 
-class WholeLoss(NamedTuple):
+class LossRequest(NamedTuple):
     """What `loss()` is given beside the input; the criterion is called with the whole output."""
 
     criterion: Callable[[Any, Any], Tensor]
@@ -60,22 +60,22 @@ class RankBatch(Batch):
         (self.program,) = self.programs.values()
         connections.liveness.activity.program = self.program
 
-    def finished(self, goal: WholeLoss | None) -> Any:
+    def finished(self, request: LossRequest | None) -> Any:
         """Run every task's forward; return what the caller gets.
 
         On the last rank that is the output, or its loss. The others get this scalar, or a zero,
         without its graph; if it takes a gradient, its backward is this rank's.
         """
-        outputs = called(self, self.inputs)
+        outputs = run_forward(self, self.inputs)
         if self.last:
             before = torch.get_rng_state()
             output = gather(outputs)
-            result = self._owner._shown(output)
+            result = self._owner._shown(output) if request is None else self._owner._seen(output)
             ends = tuple([y for y in tensors_of(output) if y.requires_grad])
             loss = torch.zeros((), device=self.devices[-1], requires_grad=bool(ends))
-            if goal is not None:
+            if request is not None:
                 self.program.doing = self.program.computing = "the criterion"
-                result = loss = scalar(goal.criterion(result, goal.target))
+                result = loss = scalar(request.criterion(result, request.target))
                 self.program.computing = None
                 if loss.requires_grad and ends:
                     # Its backward goes on to the output also where the criterion has left that out: ranks wait.

@@ -136,7 +136,7 @@ class Batch:
         return [grads for _, grads in sorted(ends.input_grads.items())]
 
 
-def called(batch: Batch, inputs: Sequence[TensorOrTensors]) -> list[TensorOrTensors]:
+def run_forward(batch: Batch, inputs: Sequence[TensorOrTensors]) -> list[TensorOrTensors]:
     """Run every task's forward; return the last partition's outputs, if it is in this process.
 
     They are those of one node of the caller's graph if they take a gradient.

@@ -46,6 +46,15 @@ class Signature:
         more = {} if self._rest is None else found[self._rest]
         return module(**{name: x for name, x in bound.arguments.items() if name != self._rest}, **more)
 
+    def arguments(self, input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments that an input stands for, as a sample does; a tuple may be one argument, too."""
+        args, kwargs = arguments(input)
+        try:
+            self._parameters.bind(*args, **kwargs)
+        except TypeError:
+            return (input,), {}
+        return args, kwargs
+
     def flat(self, args: Sequence[Any], kwargs: dict[str, Any]) -> TensorOrTensors:
         """Return the tensors among the arguments; raise if these differ from the sample's in more than batch size."""
         slots = self._slots.again()

@@ -109,6 +109,9 @@ def test_errors_between_calls() -> None:
     ours.close()
     with pytest.raises(RuntimeError, match=r"connections were closed by close\(\) since this mini-batch"):
         loss.backward()
+    ended = ours._connections.liveness
+    ended.fail("what breaks once a rank has closed its connections is no failure")
+    assert not ended.stopped
 
     loss = loss_of(ours)
     loss.backward()

@@ -179,6 +179,17 @@ def test_a_process_forks_after_connections_were_closed() -> None:
     assert forked(lambda: pipelines.pop() and gc.collect()) == 0
 
 
+def test_a_fork_leaves_connections_to_the_process_that_has_them() -> None:
+    """A worker of a data loader may close the pipeline that it was forked with."""
+    gc.collect()
+    model, _ = small()
+    with torch.no_grad():
+        expected = loss_of(model)
+        assert forked(model.close) == 0
+        assert torch.equal(loss_of(model), expected)
+    model.close()
+
+
 # Functions of the model, its layers on this rank, and the mesh.
 SPREAD: dict[str, Callable[[nn.Module, nn.Module, DeviceMesh], object]] = {
     "sharded": lambda model, layers, mesh: fully_shard(layers, mesh=mesh),
