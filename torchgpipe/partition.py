@@ -40,6 +40,11 @@ MISSED_STEPS = (
     "torch.distributed._composable.replicate, in its place, and step()"
 )
 
+MOVING = (
+    "a pipeline keeps each partition on the device that it was made with, and cannot be moved; "
+    "name the devices when wrapping the module: GPipe(module, balance, devices=[…]), or device=… on a rank"
+)
+
 
 def check_module(module: object) -> None:
     """Raise `TypeError` or `ValueError` if `module` is no `nn.Sequential` of distinct layers, or more than that."""

@@ -17,6 +17,7 @@ from torchgpipe.hooks import Arguments, run_with_hooks, seen_by_hooks
 from torchgpipe.partition import (
     AVERAGED,
     MISSED_STEPS,
+    MOVING,
     Elsewhere,
     Init,
     check_module,
@@ -318,18 +319,18 @@ class Partitioned(nn.Module, ABC):
 
     def cuda(self: P, device: Any = None) -> P:
         """Refuse: the pipeline's devices are chosen when it is made."""
-        raise TypeError(_MOVING)
+        raise TypeError(MOVING)
 
     def cpu(self: P) -> P:
         """Refuse: the pipeline's devices are chosen when it is made."""
-        raise TypeError(_MOVING)
+        raise TypeError(MOVING)
 
     def to(self: P, *args: Any, **kwargs: Any) -> P:
         """Change the type of parameters and buffers, but refuse (`TypeError`) to move them."""
         tensors = any(isinstance(x, Tensor) for x in (*args, *kwargs.values()))
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         if device is not None or tensors:
-            raise TypeError(_MOVING)
+            raise TypeError(MOVING)
         return super().to(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -344,9 +345,3 @@ P = TypeVar("P", bound=Partitioned)
 
 # What `_build` makes anew in a copy.
 _BUILT = ("_engine", "_steps", "_stages", "_connections")
-
-
-_MOVING = (
-    "a pipeline keeps each partition on the device that it was made with, and cannot be moved; "
-    "name the devices when wrapping the module: GPipe(module, balance, devices=[…]), or device=… on a rank"
-)

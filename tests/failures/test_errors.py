@@ -183,7 +183,11 @@ def test_ctrl_c_at_any_line(way: dict[str, Any]) -> None:
 
     interrupted(inf)
     for at in range(1, lines, 47):
-        with pytest.raises(KeyboardInterrupt):
+        try:
             interrupted(at)
+        except KeyboardInterrupt:
+            pass
+        else:
+            assert lines < at  # waits for other threads take more lines at one time than at another
         assert torch.is_grad_enabled()
         assert_close(gradients(model, x), expected, rtol=0, atol=0)
