@@ -9,9 +9,9 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 
+from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import Batch, WorkersEngine, run_forward
 from torchgpipe.engine.graph import GraphEngine
-from torchgpipe.engine.schedule import arranged
 from torchgpipe.partition import Init, choose_devices, shared_buffers
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules import Schedule

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.clipping import Exchange, clip_gradients
+from torchgpipe.engine.arrangement import ScheduleView
 from torchgpipe.engine.batch import WorkersEngine
-from torchgpipe.engine.schedule import InUse
 from torchgpipe.hooks import Arguments, run_with_hooks, seen_by_hooks
 from torchgpipe.partition import (
     AVERAGED,
@@ -155,9 +155,9 @@ class Partitioned(nn.Module, ABC):
         return self._partitions
 
     @property
-    def schedule(self) -> InUse:
+    def schedule(self) -> ScheduleView:
         """The schedule in use; its `report()` says how backwards are split."""
-        return InUse(self._steps.arrangement, self._stages)
+        return ScheduleView(self._steps.arrangement, self._stages)
 
     def step(
         self,
@@ -184,7 +184,7 @@ class Partitioned(nn.Module, ABC):
             criterion: returns a scalar for a micro-batch's output and its part of the target. Whatever else it uses
                 gets its gradient, too: parameters of its own, of the layers, or a tensor that it closes over. On
                 ranks it finds the parameters of the last rank only.
-            input: as for `forward`; of a traced module, perhaps a dictionary of arguments.
+            input: as for `forward`; of a traced module, as its sample was: a tuple or dictionary of arguments.
             target: tensors with the batch as dimension 0, in tuples, lists and dictionaries; the rest is for all parts.
             reduction: `"mean"` weighs micro-batches by their samples, and `"sum"` adds. `"none"` adds, too, but returns
                 the losses of all micro-batches, as one tensor.

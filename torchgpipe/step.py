@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, nll_loss
 
 from torchgpipe.engine.batch import Batch, one_node
-from torchgpipe.engine.program import Ends
+from torchgpipe.engine.program import BatchIO
 from torchgpipe.task.entrance import leaves
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.where import note
@@ -34,7 +34,7 @@ class StepRequest(NamedTuple):
     backward: bool = True
 
 
-class Losses(Ends):
+class Losses(BatchIO):
     """Call the criterion where an output leaves; go backward through it where the output's gradient is needed.
 
     The criterion gets what `shown` makes of an output, and the micro-batch's target. It draws random numbers as one
@@ -124,7 +124,7 @@ def run_step(
     """
     if request.backward and not torch.is_grad_enabled():
         raise RuntimeError("step() goes backward, but gradients are off here; call evaluate()")
-    ends = Losses(batch, inputs, sizes, request, shown) if batch.last else Ends(inputs)
+    io = Losses(batch, inputs, sizes, request, shown) if batch.last else BatchIO(inputs)
     if batch.last:
         warn_of_other_means(request, sizes)
     grad = bool(batch.guards)
@@ -132,14 +132,14 @@ def run_step(
         request.scaler.scale(torch.zeros((), device=batch.devices[0]))  # or it would not know its scale yet
     for guards in batch.guards:
         guards.backward_begins(0)
-    batch.forward(batch.orders.all if grad else batch.orders.forwards, ends)
+    batch.forward(batch.orders.all if grad else batch.orders.forwards, io)
     for guards in batch.guards:
         guards.ended()
     if not grad:
         return batch.loss
-    given, found = [*inputs], [grads for _, grads in sorted(ends.input_grads.items())]
-    if isinstance(ends, Losses):
-        used, sums = ends.sums()
+    given, found = [*inputs], [grads for _, grads in sorted(io.input_grads.items())]
+    if isinstance(io, Losses):
+        used, sums = io.sums()
         given, found = [*given, used], [*found, sums]
     (loss,) = one_node(batch.guards, lambda *_, keep: found, [1], leaves((batch.loss,), (True,)), given)
     assert loss is not None

@@ -27,7 +27,7 @@ from reproduce.models.counted import counted, setup_of
 from reproduce.records.places import Json
 from reproduce.run.timed import Samples, Values, busy
 from reproduce.run.training import Balancer, FakeData, Training, make_optimizer, record_tasks, update
-from torchgpipe.engine.schedule import overlaps
+from torchgpipe.engine.arrangement import overlaps
 from torchgpipe.plan.hardware.hardware import Hardware, hardware_names
 from torchgpipe.plan.memory import setup_memory
 from torchgpipe.plan.predict import Predictor, Setup

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
-from torchgpipe.engine.schedule import arranged, orders
+from torchgpipe.engine.arrangement import arranged, orders
 from torchgpipe.schedules import Action, Schedule, make
 from torchgpipe.schedules.named import NAMED
 from torchgpipe.tensors.checkpoint import checkpointed

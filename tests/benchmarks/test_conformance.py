@@ -23,7 +23,7 @@ FAULTY: dict[str, tuple[type[Pipe], Callable[[], object], str, str]] = {
     "Refuses": (Threads, lambda: explode(ValueError("batches of eight")), "refused", "ValueError: batches of eight"),
     "Fails": (Threads, lambda: torch.zeros(2) + torch.zeros(3), "fails", "RuntimeError: The size of tensor a"),
     "HasNone": (Threads, lambda: explode(NotOffered("it takes no step")), "not offered", "it takes no step"),
-    "Ends": (Ranks, lambda: rank() and os.kill(os.getpid(), signal.SIGKILL), "ends", "SIGKILL"),  # type: ignore[func-returns-value]
+    "BatchIO": (Ranks, lambda: rank() and os.kill(os.getpid(), signal.SIGKILL), "ends", "SIGKILL"),  # type: ignore[func-returns-value]
     "Hangs": (Ranks, lambda: time.sleep(1000 * rank()), "hangs", "not finished after 4 seconds"),
 }
 for name, (base, does, *_) in FAULTY.items():  # other processes import them by name

@@ -17,7 +17,7 @@ from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.partition import check_module, choose_devices, split
 from torchgpipe.task.guards.seeded import PrivateGenerator
 from torchgpipe.tensors._autograd import mode_stacks
-from torchgpipe.tensors.checkpoint import Passing
+from torchgpipe.tensors.checkpoint import CheckpointPhase
 
 from .layers import linears
 
@@ -156,7 +156,7 @@ def test_without_layers_it_is_the_identity() -> None:
 # A context that is never left, since Ctrl-C comes just before its exit; and whether this thread is still in it.
 LEFT: dict[str, tuple[Any, Callable[[], bool]]] = {
     "no gradients": (torch.no_grad, lambda: not torch.is_grad_enabled()),
-    "a pass": (Passing, lambda: is_checkpointing() or is_recomputing()),
+    "a pass": (CheckpointPhase, lambda: is_checkpointing() or is_recomputing()),
     "a generator": (PrivateGenerator, lambda: PrivateGenerator.present() is not None or mode_stacks() != ([], [])),
 }
 

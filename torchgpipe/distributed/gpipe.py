@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.rank_batch import LossRequest, RankBatch
 from torchgpipe.distributed.same_data import checksums, warn_if_unlike
+from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import WorkersEngine
-from torchgpipe.engine.schedule import arranged
 from torchgpipe.partition import Init, choose_devices
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules import Schedule

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.links import Messages
 from torchgpipe.engine.batch import Batch, Enter, one_node, run_forward
-from torchgpipe.engine.program import Ends
+from torchgpipe.engine.program import BatchIO
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules.check import Lists
 from torchgpipe.step import scalar
@@ -114,12 +114,12 @@ class RankBatch(Batch):
         drew = self._seeds.drew and not state
         self._connections.tell("loss", (self.loss, *state), (needs, ours, drew), "loss")
 
-    def run(self, lists: Lists, ends: Ends, modes: Enter, *, keep: bool = False) -> None:
+    def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
         """Let the program do its list, in such modes."""
         connections, placement = self._connections, self.orders.placement
         links = Messages(connections, self._owner._layout(), placement, lists, self._seeds, in_order=not self._overlaps)
         with self.stand_ins_in_place, modes():
-            self.program.run(lists[connections.own], links, ends, keep=keep)
+            self.program.run(lists[connections.own], links, io, keep=keep)
         connections.deliver()  # what was not sent would be lost if the process ended now
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:

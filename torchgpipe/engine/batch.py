@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from torchgpipe.engine.arrangement import Arrangement, orders, overlaps
 from torchgpipe.engine.pool import Workers
-from torchgpipe.engine.program import Ends, Program
+from torchgpipe.engine.program import BatchIO, Program
 from torchgpipe.engine.relay import Relay
-from torchgpipe.engine.schedule import Arrangement, orders, overlaps
 from torchgpipe.engine.seeds import Seeds, in_turn
 from torchgpipe.schedules.check import Lists
 from torchgpipe.task.entrance import mark, refuse_create_graph
@@ -60,19 +60,19 @@ class Batch:
         self._engine, stages, arrangement = engine, engine.stages, engine.arrangement
         n = len(arrangement.placement)
         self.last = stages[-1].index == n - 1
-        alone = len(stages) < n  # among processes
+        distributed = len(stages) < n  # among processes
         self._overlaps = overlaps(m, arrangement.n) and engine.threads
-        self._threads = self._overlaps and not alone
+        self._threads = self._overlaps and not distributed
         self.devices = [stage.device for stage in stages]
         self._ambient = ambient = Ambient(self.devices, threads=self._threads)
         refuse_transforms(forward_mode=ambient.grad)
         recomputed = checkpointed(mode, m) if ambient.grad else 0
-        self._seeds = Seeds(n, recomputed=recomputed > 0, grad=ambient.grad, alone=alone, base=base)
+        self._seeds = Seeds(n, recomputed=recomputed > 0, grad=ambient.grad, distributed=distributed, base=base)
         # Not on a GPU: it has a generator for this rank alone. Not if tasks run one after another, as plain layers do.
         seeded = self._overlaps and all(stage.device.type != "cuda" for stage in stages)
         self._seeded: AbstractContextManager[object] = self._seeds if seeded else NOTHING
         self.draws = draws = self._seeds.of if seeded else in_turn
-        self.orders = orders(arrangement, m, mode if recomputed else "never", self._overlaps or alone)
+        self.orders = orders(arrangement, m, mode if recomputed else "never", self._overlaps or distributed)
         held: dict[int, list[Stage]] = {}
         for stage in stages:
             held.setdefault(self.orders.placement[stage.index], []).append(stage)
@@ -84,7 +84,7 @@ class Batch:
         """Note the mini-batch's loss, where the last stage is, and let all processes know."""
         self.loss = loss
 
-    def run(self, lists: Lists, ends: Ends, modes: Enter, *, keep: bool = False) -> None:
+    def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
         """Let each program of this process do its list, in such modes: in a thread of its own, if there are several."""
         if sharded(module for stage in self._engine.stages for module in stage.modules):
             raise RuntimeError(
@@ -99,17 +99,17 @@ class Batch:
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
             with self.stand_ins_in_place, modes():
-                self.programs[d].run(lists[d], relay, ends, keep=keep)
+                self.programs[d].run(lists[d], relay, io, keep=keep)
 
         if len(self.programs) == 1:
             return run(0)
         with self.stand_ins_in_place, ASKING_PRIVATE_GENERATORS:
             self._engine.workers.run(relay, [partial(run, d) for d in self.programs])
 
-    def forward(self, lists: Lists, ends: Ends) -> None:
+    def forward(self, lists: Lists, io: BatchIO) -> None:
         """Do the lists, which begin with forwards, as the modes were when this was made."""
         with self._seeded:
-            self.run(lists, ends, self._ambient.entered)
+            self.run(lists, io, self._ambient.entered)
             # Layers have to have kept their parameters, and modes their state.
             self._ambient.ended(refuse=self._threads)
             for guards in self.guards:
@@ -130,10 +130,10 @@ class Batch:
                 "a hook, layer or criterion goes backward through the pipeline that runs it, in the middle of another "
                 "mini-batch; call backward() between mini-batches"
             )
-        ambient, ends = Ambient(self.devices), Ends(output_grads=output_grads)
-        self.run(self.orders.rest, ends, ambient.again, keep=keep)
+        ambient, io = Ambient(self.devices), BatchIO(output_grads=output_grads)
+        self.run(self.orders.rest, io, ambient.again, keep=keep)
         ambient.ended(refuse=self._threads)
-        return [grads for _, grads in sorted(ends.input_grads.items())]
+        return [grads for _, grads in sorted(io.input_grads.items())]
 
 
 def run_forward(batch: Batch, inputs: Sequence[TensorOrTensors]) -> list[TensorOrTensors]:
@@ -141,9 +141,9 @@ def run_forward(batch: Batch, inputs: Sequence[TensorOrTensors]) -> list[TensorO
 
     They are those of one node of the caller's graph if they take a gradient.
     """
-    ends = Ends(inputs)
-    batch.forward(batch.orders.forwards, ends)
-    outputs = [output for _, output in sorted(ends.outputs.items())]
+    io = BatchIO(inputs)
+    batch.forward(batch.orders.forwards, io)
+    outputs = [output for _, output in sorted(io.outputs.items())]
     flat: Any = [y for item in outputs for y in item.flat]
     if batch.guards and any(y.requires_grad for y in flat):
         flat = one_node(batch.guards, batch.backward, [len(item.flat) for item in outputs], flat, inputs)

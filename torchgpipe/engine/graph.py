@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.engine.arrangement import Arrangement, orders
 from torchgpipe.engine.batch import one_node
-from torchgpipe.engine.schedule import Arrangement, orders
 from torchgpipe.engine.seeds import in_turn
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.task.entrance import all_none, mark, refuse_create_graph

@@ -53,7 +53,7 @@ class Links(Protocol):
         """Fetch what the stage at the crossing's other end has left."""
 
 
-class Ends:
+class BatchIO:
     """What enters a pipeline in one run of its programs, and what has left it, by micro-batch."""
 
     def __init__(self, inputs: Sequence[TensorOrTensors] = (), output_grads: Sequence[Flat] = ()) -> None:
@@ -105,7 +105,7 @@ class Program:
         self.doing = "forward"
         self.computing: str | None = None
 
-    def run(self, actions: Sequence[Action], links: Links, ends: Ends, *, keep: bool = False) -> None:
+    def run(self, actions: Sequence[Action], links: Links, io: BatchIO, *, keep: bool = False) -> None:
         """Do the actions, in this order, in this thread's modes. With `keep`, they can go backward again."""
         for graph in self._graphs.values():
             graph.check_unspent()  # before anything waits for another program
@@ -114,9 +114,9 @@ class Program:
                 kind, i, s = action
                 self.doing = f"{'recomputation' if kind == 'recompute' else kind} of micro-batch {i}"
                 if kind == "forward":
-                    self._forward(action, links, ends)
+                    self._forward(action, links, io)
                 elif kind in ("backward", "backward_inputs"):
-                    self._backward(action, links, ends, keep)
+                    self._backward(action, links, io, keep)
                 elif kind == "recompute":
                     self._begins_to_compute(links)
                     self._graphs[i, s].recompute(keep=keep)
@@ -131,10 +131,10 @@ class Program:
         finally:
             self.computing = None
 
-    def _forward(self, action: Action, links: Links, ends: Ends) -> None:
+    def _forward(self, action: Action, links: Links, io: BatchIO) -> None:
         _, i, s = action
         stage = self.stages[s]
-        item = self._taken(action, s - 1, links) if s else self._enter(ends.inputs[i])
+        item = self._taken(action, s - 1, links) if s else self._enter(io.inputs[i])
         if s:  # not of the caller's micro-batches: they are views of one tensor, and share its version counter
             item.check_handed_on(s)
         for arrival in stage.arrivals:
@@ -146,7 +146,7 @@ class Program:
         self._begins_to_compute(links)
         item = self._task(i, stage, item)
         if s + 1 == self._n:
-            return ends.leave(i, item)
+            return io.leave(i, item)
         self.computing = None
 
         for departure in reversed(stage.departures):
@@ -155,7 +155,7 @@ class Program:
             del skip
         self._give(action, s + 1, item, links)
 
-    def _backward(self, action: Action, links: Links, ends: Ends, keep: bool) -> None:
+    def _backward(self, action: Action, links: Links, io: BatchIO, keep: bool) -> None:
         kind, i, s = action
         stage, graph = self.stages[s], self._graphs[i, s]
         grads: Flat = self._taken(action, s + 1, links) if s + 1 < self._n else ()
@@ -163,7 +163,7 @@ class Program:
         grads = moved(grads, stage.device) if self._moves else grads
 
         self._begins_to_compute(links)
-        grads = grads if s + 1 < self._n else ends.output_grads(i)
+        grads = grads if s + 1 < self._n else io.output_grads(i)
         grads = graph.backward(grads, keep=keep, kind=kind)
         self.computing = None
 
@@ -173,7 +173,7 @@ class Program:
         if s:
             self._give(action, s - 1, grads, links)
         else:
-            ends.input_grads[i] = grads
+            io.input_grads[i] = grads
 
     def _begins_to_compute(self, links: Links) -> None:
         links.check()

@@ -63,12 +63,15 @@ class Seeds:
     """Seed the tasks of one mini-batch on `n` partitions, which run at once. Enter it around the forward.
 
     The default generator decides the seeds, and goes on by one number if any task has drawn. `recomputed` says whether
-    some tasks will run twice, and `alone` whether this is a rank, whose tasks are alone in their process. They begin
-    with `base`, which is drawn on entering, unless it was given. `drew`: whether any has drawn, as far as known here.
+    some tasks will run twice, and `distributed` whether this is a rank, whose tasks are alone in their process. They
+    begin with `base`, which is drawn on entering, unless it was given. `drew`: whether any has drawn, as far as known
+    here.
     """
 
-    def __init__(self, n: int, *, recomputed: bool, grad: bool, alone: bool = False, base: int | None = None) -> None:
-        self._n, self._alone = n, alone
+    def __init__(
+        self, n: int, *, recomputed: bool, grad: bool, distributed: bool = False, base: int | None = None
+    ) -> None:
+        self._n, self._distributed = n, distributed
         self.base = base
         self.drew = False
         self._recomputed = recomputed
@@ -86,7 +89,7 @@ class Seeds:
             return Randomness(own, (lambda: self._watch(next(passes))) if self._recomputed else None)
         seed = (self.base or 0) + (i * self._n + j if j < self._n else -1 - i)  # what older versions drew stays
         drew = partial(self._note, j)
-        if self._alone:
+        if self._distributed:
             seeded = SeededDefault(seed, drew)
             return Randomness(own, lambda: seeded)
         exchanged = partial(self._note_exchange, j)
@@ -119,7 +122,7 @@ class Seeds:
 
     def _note(self, j: int) -> None:
         self._drew[j] = self.drew = True
-        if self._grad and not self._alone and within_plain_checkpoint():
+        if self._grad and not self._distributed and within_plain_checkpoint():
             raise RuntimeError(
                 f"partition {j} draws random numbers within torch.utils.checkpoint, which cannot draw them again in a "
                 "worker thread; use engine='graph', or let the pipeline checkpoint instead"

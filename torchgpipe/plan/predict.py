@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from torchgpipe.engine.schedule import arranged, overlaps
+from torchgpipe.engine.arrangement import arranged, overlaps
 from torchgpipe.plan.count.count import Counts
 from torchgpipe.plan.count.footprint import Footprint, LayerCount, Stashed
 from torchgpipe.plan.count.optimizer import STATELESS, Optimizer

@@ -40,7 +40,7 @@ from torchgpipe.task.guards.randomness import Randomness
 from torchgpipe.task.guards.stage_guards import StageGuards
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import edge_of, packs_saved_tensors, run_backward
-from torchgpipe.tensors.checkpoint import Passing
+from torchgpipe.tensors.checkpoint import CheckpointPhase
 from torchgpipe.tensors.item import Shared
 from torchgpipe.tensors.microbatch import Flat, Form
 from torchgpipe.tensors.observe import NOTHING, Kind, Observer, observed
@@ -96,7 +96,7 @@ class TaskGraph:
                 # Or what is around the pipeline, such as torch.utils.checkpoint, would count what this graph saves.
                 saved_tensors_hooks(Tensor.detach, lambda x: x) if not known and packs_saved_tensors(True) else NOTHING,
                 WITHOUT_FAST_ATTENTION if self.stage.attends else NOTHING,
-                Passing(checkpointing=True),
+                CheckpointPhase(checkpointing=True),
                 self.randomness.first(),
             ):
                 if known:
@@ -142,7 +142,7 @@ class TaskGraph:
             torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING,
             torch.enable_grad(),
             self.ambient.again(),
-            Passing(recomputing=True),
+            CheckpointPhase(recomputing=True),
             self.guards.layers.again(self._layers),
             self.guards.buffers.again(self._buffers),
             self.randomness.again(),

@@ -44,7 +44,7 @@ def has_asked() -> bool:
     return _thread.asked
 
 
-class Passing:
+class CheckpointPhase:
     """Mark what this thread runs: a first pass of a checkpointed task, a recomputation; what is not given stays."""
 
     def __init__(self, *, checkpointing: bool | None = None, recomputing: bool | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchgpipe.engine.schedule import arranged, orders
+from torchgpipe.engine.arrangement import arranged, orders
 from torchgpipe.schedule import clock_cycles
 from torchgpipe.schedules import Action, Schedule, draw, make
 from torchgpipe.schedules.action import needs

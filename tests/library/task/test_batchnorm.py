@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
-from torchgpipe.tensors.checkpoint import Passing
+from torchgpipe.tensors.checkpoint import CheckpointPhase
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -75,7 +75,7 @@ def test_statistics_of_the_mini_batch(
         for part in x.split(sizes):
             # A micro-batch is normalized by its own statistics. Running statistics do not change before `commit`.
             torch.testing.assert_close(deferred(part), fresh(part))
-            with Passing(recomputing=True):
+            with CheckpointPhase(recomputing=True):
                 torch.testing.assert_close(deferred(part), fresh(part))
             torch.testing.assert_close(statistics(deferred), before, rtol=0, atol=0)
         deferred.commit()

@@ -93,7 +93,7 @@ def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
 
 def numbers(meanwhile: Callable[[], object] = lambda: None, *, alone: bool = False) -> list[list[float]]:
     """Return the numbers that the tasks of a mini-batch draw. Of two partitions, only the first draws."""
-    seeds, drawn = Seeds(2, recomputed=True, grad=True, alone=alone), []
+    seeds, drawn = Seeds(2, recomputed=True, grad=True, distributed=alone), []
     stages = [Stage(j, nn.Identity(), torch.device("cpu")) for j in range(2)]
     assert all(stage.look() for stage in stages)
     with seeds:

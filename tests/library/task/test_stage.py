@@ -15,7 +15,7 @@ from torchgpipe.task.guards.modes import Ambient
 from torchgpipe.task.guards.parameters import StandInParameters
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import accumulator_of
-from torchgpipe.tensors.checkpoint import Passing, is_checkpointing, is_recomputing
+from torchgpipe.tensors.checkpoint import CheckpointPhase, is_checkpointing, is_recomputing
 
 LAYER, OTHER, THIRD, RELU = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU(inplace=True)
 BOTH = nn.Sequential(LAYER, OTHER, nn.Linear(2, 2))
@@ -134,10 +134,10 @@ DEVICES = [torch.device("cpu"), torch.device("meta"), torch.device("cuda")]  # o
 
 @pytest.mark.parametrize("which", ["checkpointing", "recomputing"])
 def test_a_pipeline_among_the_layers_of_another_knows_its_pass(which: str) -> None:
-    with Passing(**{which: True}):
+    with CheckpointPhase(**{which: True}):
         ambient, expected = Ambient(DEVICES), (is_checkpointing(), is_recomputing())
     with ambient.entered():
-        with Passing(checkpointing=True):
+        with CheckpointPhase(checkpointing=True):
             assert is_checkpointing()
         assert (is_checkpointing(), is_recomputing()) == expected != (False, False)
     assert not is_checkpointing() and not is_recomputing()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from torchgpipe.balance.minimise import minimise_heaviest
-from torchgpipe.engine.schedule import arranged
+from torchgpipe.engine.arrangement import arranged
 from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.plan.replay import recomputing
 from torchgpipe.tensors.checkpoint import checkpointed

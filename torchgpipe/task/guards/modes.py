@@ -24,7 +24,7 @@ from torchgpipe.tensors._autograd import (
     torch_function_enabled,
     with_torch_function,
 )
-from torchgpipe.tensors.checkpoint import Passing, is_checkpointing, is_recomputing
+from torchgpipe.tensors.checkpoint import CheckpointPhase, is_checkpointing, is_recomputing
 from torchgpipe.tensors.microbatch import Flat
 from torchgpipe.tensors.observe import NOTHING
 
@@ -60,7 +60,7 @@ class Ambient:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Enter all of the modes, in a worker thread."""
-        passing = Passing(checkpointing=self._checkpointing, recomputing=self._recomputing)
+        passing = CheckpointPhase(checkpointing=self._checkpointing, recomputing=self._recomputing)
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), passing, self.again():
             yield
 
@@ -162,7 +162,7 @@ class Modes(AbstractContextManager[None]):
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
-        self._passing = Passing()
+        self._passing = CheckpointPhase()
         self._private = PrivateGenerator.present()
         self._stacks, self._dtype = mode_stacks(), torch.get_default_dtype()
 

@@ -75,7 +75,7 @@ def overlaps(m: int, n: int) -> bool:
     return m > 1 and n > 1
 
 
-class InUse:
+class ScheduleView:
     """The schedule of a pipeline, with its `name`; its `placement` is each stage's place in `devices`, or its rank."""
 
     def __init__(self, arrangement: Arrangement, stages: Sequence[Stage]) -> None:
