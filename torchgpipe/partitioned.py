@@ -141,12 +141,12 @@ class Partitioned(nn.Module, ABC):
         """Return the loss that a request asks for, of a mini-batch with these arguments."""
 
     def _uncompiled(self, run: Callable[..., Any], *args: Any) -> Any:
-        traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        if traced or torch.compiler.is_exporting():
-            raise RuntimeError(f"a pipeline cannot be traced or exported; {self._traced_instead}")
+        untraced = f"a pipeline cannot be traced or exported; {self._traced_instead}"
         if torch.compiler.is_dynamo_compiling():
             # torch.compile would follow the scheduler, and recompile for each task; layers may be compiled instead.
-            return torch.compiler.disable(run)(*args)
+            return torch.compiler.disable(run, reason=untraced)(*args)
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise RuntimeError(untraced)
         return run(*args)
 
     @property
@@ -286,7 +286,9 @@ class Partitioned(nn.Module, ABC):
 
         try:
             # Without gradients, a run puts nothing into the layers.
-            return in_its_turn(self._stages[0].turn, checked) if torch.is_grad_enabled() else checked()
+            if not torch.is_grad_enabled():
+                return checked()
+            return in_its_turn(self._stages[0].turn, lambda: self._steps.cleared(checked))
         except BaseException:
             for norm in norms:
                 norm.discard()

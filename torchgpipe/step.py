@@ -94,6 +94,7 @@ class Losses(BatchIO):
             loss.backward()
             return tuple([None if y is None else self._shares.masked(y.grad, i) for y in outputs])
         own = {id(y) for y in outputs}
+        leaves = [x for x in leaves if x.requires_grad]  # a criterion may freeze what it has used, as GANs do
         others = [x for x in leaves if id(x) not in own]
         with without_hooks(others) if others else NOTHING:  # they run once, when the sums are handed on
             found = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -101,7 +102,10 @@ class Losses(BatchIO):
         for x in others:
             grad, before = grads[id(x)], self._sums.get(x)
             if grad is not None:
-                self._sums[x] = grad if before is None else before + grad
+                # A dense gradient takes a sparse one as a summand, not the other way round.
+                grads_so_far = [each for each in (grad, before) if each is not None]
+                first, *more = sorted(grads_so_far, key=lambda each: each.is_sparse)
+                self._sums[x] = sum(more, first)
         return tuple([grads.get(id(y)) for y in outputs])
 
     def sums(self) -> tuple[tuple[Tensor, ...], Flat]:

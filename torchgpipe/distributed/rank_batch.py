@@ -118,7 +118,7 @@ class RankBatch(Batch):
         """Let the program do its list, in such modes."""
         connections, placement = self._connections, self.orders.placement
         links = Messages(connections, self._owner._layout(), placement, lists, self._seeds, in_order=not self._overlaps)
-        with self.stand_ins_in_place, modes():
+        with self._in_place, modes():
             self.program.run(lists[connections.own], links, io, keep=keep)
         connections.deliver()  # what was not sent would be lost if the process ended now
 

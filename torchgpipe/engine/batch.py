@@ -9,7 +9,7 @@ partitions (program.py): on CPU, a thread for each (`WorkersEngine`), or a proce
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torchgpipe.engine.relay import Relay
 from torchgpipe.engine.seeds import Seeds, in_turn
 from torchgpipe.schedules.check import Lists
 from torchgpipe.task.entrance import mark, refuse_create_graph
-from torchgpipe.task.guards.in_place import in_its_turn, within_another_run
+from torchgpipe.task.guards.in_place import InPlaceForRun, in_its_turn, note_stand_ins, outer_turns
 from torchgpipe.task.guards.modes import Ambient, Modes
 from torchgpipe.task.guards.parameters import TOKEN
 from torchgpipe.task.guards.seeded import ASKING_PRIVATE_GENERATORS
@@ -33,6 +33,8 @@ from torchgpipe.tensors.item import unshared
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, tensors_of, together
 from torchgpipe.tensors.observe import NOTHING, Observer
 
+T = TypeVar("T")
+
 Enter = Callable[[], AbstractContextManager[object]]
 
 
@@ -42,6 +44,28 @@ class WorkersEngine:
     def __init__(self, stages: Sequence[Stage], arrangement: Arrangement, *, threads: bool = True) -> None:
         self.stages, self.arrangement, self.threads = stages, arrangement, threads
         self.workers = Workers(max(0, arrangement.n - 1))
+        self.in_place: InPlaceForRun | None = None  # what the present run has put into the layers
+
+    def cleared(self, run: Callable[[], T]) -> T:
+        """Call `run` in its turn; whatever ends it, or has ended the last one, nothing stays in the layers.
+
+        An interrupt can come before any line. After a second one, programs may still run until the next run begins.
+        """
+        if outer_turns():
+            return run()
+        self.workers.wait()
+        self._take_back()
+        try:
+            return run()
+        except BaseException:
+            if self.workers.is_over():
+                self._take_back()
+            raise
+
+    def _take_back(self) -> None:
+        if self.in_place is not None:
+            self.in_place.take_back()
+            self.in_place = None
 
 
 class Batch:
@@ -78,7 +102,10 @@ class Batch:
             held.setdefault(self.orders.placement[stage.index], []).append(stage)
         self.programs = {d: Program(own, n, recomputed, ambient, draws, observer) for d, own in sorted(held.items())}
         self.guards = [each for program in self.programs.values() for each in program.guards.values()]
-        self.stand_ins_in_place = stand_ins_for_run(self.guards)
+        self._in_place = stand_ins_for_run(self.guards)
+        self._outer = outer_turns()
+        for guards in self.guards:
+            note_stand_ins({id(x) for x in guards.parameters.by_parameter.values()})
 
     def tell(self, loss: Tensor) -> None:
         """Note the mini-batch's loss, where the last stage is, and let all processes know."""
@@ -98,18 +125,27 @@ class Batch:
             # PyTorch keeps this number for each thread apart. Another one would change the bits, and crowd the cores.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
-            with self.stand_ins_in_place, modes():
+            with self._in_place, modes():
                 self.programs[d].run(lists[d], relay, io, keep=keep)
 
         if len(self.programs) == 1:
             return run(0)
-        with self.stand_ins_in_place, ASKING_PRIVATE_GENERATORS:
+        with self._in_place, ASKING_PRIVATE_GENERATORS:
             self._engine.workers.run(relay, [partial(run, d) for d in self.programs])
+
+    def _run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
+        # An interrupt can come before any line, so it is noted first what will be in the layers.
+        noted = self._engine.in_place is None
+        if noted:
+            self._engine.in_place = self._in_place
+        self.run(lists, io, modes, keep=keep)
+        if noted:
+            self._engine.in_place = None
 
     def forward(self, lists: Lists, io: BatchIO) -> None:
         """Do the lists, which begin with forwards, as the modes were when this was made."""
         with self._seeded:
-            self.run(lists, io, self._ambient.entered)
+            self._run(lists, io, self._ambient.entered)
             # Layers have to have kept their parameters, and modes their state.
             self._ambient.ended(refuse=self._threads)
             for guards in self.guards:
@@ -125,13 +161,13 @@ class Batch:
         return in_its_turn(self._engine.stages[0].turn, partial(self._backward, output_grads, keep))
 
     def _backward(self, output_grads: list[Flat], keep: bool) -> list[Flat]:
-        if within_another_run() and any(guards.parameters.by_parameter for guards in self.guards):
+        if any(turn not in self._outer for turn in outer_turns()):
             raise RuntimeError(
                 "a hook, layer or criterion goes backward through the pipeline that runs it, in the middle of another "
                 "mini-batch; call backward() between mini-batches"
             )
         ambient, io = Ambient(self.devices), BatchIO(output_grads=output_grads)
-        self.run(self.orders.rest, io, ambient.again, keep=keep)
+        self._engine.cleared(partial(self._run, self.orders.rest, io, ambient.again, keep=keep))
         ambient.ended(refuse=self._threads)
         return [grads for _, grads in sorted(io.input_grads.items())]
 

@@ -35,6 +35,7 @@ class Workers:
         self._threads: list[threading.Thread | None] = [None] * count
         self._lock = threading.Lock()
         self._closed = False
+        self._relay: Relay | None = None  # of the present run, or of one that an interrupt has ended
 
     def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
         """Run one program in each thread and the last one in the caller's; return when all have ended.
@@ -51,7 +52,9 @@ class Workers:
             # In copies of the caller's context, where an interrupt can leave nothing behind.
             context = contextvars.copy_context()
             context.run(_running.set, (*_running.get(), self))
+            self._relay = relay
             self._run_all(relay, [partial(context.copy().run, program) for program in programs])
+            self._relay = None
             if relay.error is not None:
                 raise relay.error
         finally:
@@ -69,14 +72,25 @@ class Workers:
             with self._lock:
                 self._start()
                 for inbox, program in zip(self._inboxes, others, strict=True):
-                    ends.append(_give(inbox, partial(relay.attempt, program)))
+                    ends.append(_give(inbox, relay, program))
             relay.attempt(own)
             _wait(ends)
         except KeyboardInterrupt as interrupt:
             if isinstance(relay.error, KeyboardInterrupt):
                 raise
             relay.stop(interrupt)
-            _wait(ends)
+            _wait(relay.running)
+
+    def is_over(self) -> bool:
+        """Return whether no program of a run that an interrupt has ended still runs."""
+        return self._relay is None or not any(end.locked() for end in self._relay.running)
+
+    def wait(self) -> None:
+        """Wait until no program of a run that an interrupt has ended still runs."""
+        if self._relay is not None:
+            self._relay.stop(KeyboardInterrupt())
+            _wait(self._relay.running)
+            self._relay = None
 
     def close(self) -> None:
         """End the threads when their present programs have ended.
@@ -109,14 +123,15 @@ class Workers:
 Inbox = SimpleQueue[Callable[[], None] | None]
 
 
-def _give(inbox: Inbox, program: Callable[[], None]) -> threading.Lock:
+def _give(inbox: Inbox, relay: Relay, program: Callable[[], None]) -> threading.Lock:
     """Give a program to the worker that serves `inbox`; return a lock that is free when the program has ended."""
     end = threading.Lock()
     end.acquire(blocking=False)
 
     def run() -> None:
         try:
-            program()
+            if relay.starts(end):
+                relay.attempt(program)
         finally:
             end.release()
 

@@ -20,7 +20,7 @@ from torchgpipe.engine.seeds import Draws
 from torchgpipe.schedules import Action
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.entrance import leaves
-from torchgpipe.task.guards.in_place import within_another_run
+from torchgpipe.task.guards.in_place import outer_turns
 from torchgpipe.task.guards.modes import Ambient
 from torchgpipe.task.guards.stage_guards import StageGuards
 from torchgpipe.task.stage import Stage
@@ -93,9 +93,9 @@ class Program:
         self.guards: dict[int, StageGuards] = {}
         if ambient.grad:
             # Within another run, its stand-ins are in the layers, and gradients are added to these.
-            own = not within_another_run()
+            outer = {each for turn in outer_turns() for each in turn.stand_ins}
             for s, stage in self.stages.items():
-                self.guards[s] = stage.guarded(recomputed=recomputed > 0, stand_ins=own)
+                self.guards[s] = stage.guarded(recomputed=recomputed > 0, outer=outer)
         self._n, self._recomputed = n, recomputed
         self._moves = len({stage.device for stage in stages}) > 1  # one thread for several devices
         self._draws = draws

@@ -36,6 +36,7 @@ class Relay(Links):
         self._left: dict[tuple[Any, ...], Any] = {}
         self._lock = threading.Lock()
         self.stopped = False
+        self.running: list[threading.Lock] = []
         self.error: BaseException | None = None
 
     def stop(self, error: BaseException) -> None:
@@ -46,6 +47,13 @@ class Relay(Links):
         # Also if stopped already: Ctrl-C may have ended an earlier `stop` halfway.
         for queue in chain(*self._ends.values()):
             queue.put(_STOP)
+
+    def starts(self, end: threading.Lock) -> bool:
+        """Note a program that begins, by a lock that is free when it has ended; return `False` if it must not begin."""
+        with self._lock:
+            if not self.stopped:
+                self.running.append(end)
+            return not self.stopped
 
     def attempt(self, program: Callable[[], None]) -> None:
         """Run a program; an exception of it stops the others."""

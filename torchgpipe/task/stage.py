@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -72,13 +72,13 @@ class Stage:
         # Most partitions need neither a device to be current, nor a scope for skips.
         self._special = self.device.type == "cuda" or bool(self._keys) or any(skips_of(self.partition))
 
-    def guarded(self, *, recomputed: bool, stand_ins: bool = True) -> StageGuards:
+    def guarded(self, *, recomputed: bool, outer: Set[int] = frozenset()) -> StageGuards:
         """Return the guards of a mini-batch that begins; `recomputed` says whether some task will run the layers twice.
 
-        Without `stand_ins`, tasks run on what the layers hold as parameters.
+        `outer` are the stand-ins of a run that this one is within, by their ids.
         """
         with self.lock:
-            guards = StageGuards(self.index, self.modules, self.lock, recomputed=recomputed, stand_ins=stand_ins)
+            guards = StageGuards(self.index, self.modules, self.lock, recomputed=recomputed, outer=outer)
         if recomputed:
             guards.gradients = self._gradients.setdefault(guards.kind, guards.gradients)
         return guards

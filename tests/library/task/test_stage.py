@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchgpipe import GPipe
-from torchgpipe.task.guards.in_place import Change, InPlace, InPlaceForRun, in_its_turn, within_another_run
+from torchgpipe.task.guards.in_place import Change, InPlace, InPlaceForRun, in_its_turn, outer_turns
 from torchgpipe.task.guards.modes import Ambient
 from torchgpipe.task.guards.parameters import StandInParameters
 from torchgpipe.task.stage import Stage
@@ -118,15 +118,15 @@ def test_runs_through_the_same_layers_take_turns_and_a_run_within_a_run_does_not
 
     def run() -> bool:
         thread.start()
-        assert not within_another_run()
-        assert in_its_turn(turn, within_another_run)
+        assert not outer_turns()
+        assert in_its_turn(turn, outer_turns)
         time.sleep(0.1)  # for the other thread, if it does not wait
         order.append("first")
-        return within_another_run()
+        return bool(outer_turns())
 
     assert not in_its_turn(turn, run)
     thread.join()
-    assert order == ["first", "other"] and not within_another_run()
+    assert order == ["first", "other"] and not outer_turns()
 
 
 DEVICES = [torch.device("cpu"), torch.device("meta"), torch.device("cuda")]  # only inspected, not used

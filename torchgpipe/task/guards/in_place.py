@@ -16,8 +16,6 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar, copy_context
 from typing import Any, NamedTuple, TypeVar
 
-from torchgpipe.tensors.observe import NOTHING
-
 Lock = AbstractContextManager[object]
 """What keeps all but one thread from running some modules; one thread may take it several times."""
 
@@ -82,7 +80,12 @@ class InPlaceForRun:
 
     def __exit__(self, *_: object) -> None:
         self._within.pop()
-        for lock, part in () if self._within else self._parts:
+        if not self._within:
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Take the changes back, unless that was done."""
+        for lock, part in self._parts:
             with lock:
                 part.__exit__()
 
@@ -107,8 +110,16 @@ def as_one(locks: Set[Lock]) -> Lock:
     return _AllOf(locks) if len(locks) > 1 else next(iter(locks))
 
 
-_turns: ContextVar[tuple[frozenset[Lock], ...]] = ContextVar("turns", default=())
-"""The turns that the present code is within, each as the locks of its layers; the innermost last."""
+class Turn:
+    """A run's turn at layers: by their `locks`, and what it puts there, by the ids of stand-ins."""
+
+    def __init__(self, locks: frozenset[Lock]) -> None:
+        self.locks = locks
+        self.stand_ins: set[int] = set()
+
+
+_turns: ContextVar[tuple[Turn, ...]] = ContextVar("turns", default=())
+"""The turns that the present code is within; the innermost last."""
 
 T = TypeVar("T")
 
@@ -116,19 +127,36 @@ T = TypeVar("T")
 def in_its_turn(locks: frozenset[Lock], run: Callable[[], T]) -> T:
     """Call `run` when no other thread is in a run through the layers that have these locks, and keep others out."""
     outer = _turns.get()
+    turn = Turn(locks)
 
     def within() -> T:
-        _turns.set((*outer, locks))
+        _turns.set((*outer, turn))
         return run()
 
     # A run within a run may be in another thread, which would wait for ever.
-    others = locks.difference(*outer)
-    with as_one(others) if others else NOTHING:
-        # In a copy of the caller's context, where an interrupt can leave nothing behind.
-        return copy_context().run(within)
+    others = locks.difference(*[each.locks for each in outer])
+    # In a copy of the caller's context, where an interrupt can leave nothing behind.
+    return _holding(sorted(others, key=id), lambda: copy_context().run(within))
 
 
-def within_another_run() -> bool:
-    """Return whether the innermost turn was taken within a run through the same layers, by a hook or a criterion."""
-    turns = _turns.get()
-    return bool(turns) and not turns[-1].isdisjoint(frozenset().union(*turns[:-1]))
+def _holding(locks: Sequence[Lock], run: Callable[[], T]) -> T:
+    """Call `run` while all of these are held. Of a `with` for each lock, Ctrl-C can leave none held."""
+    if not locks:
+        return run()
+    with locks[0]:
+        return _holding(locks[1:], run)
+
+
+def outer_turns() -> list[Turn]:
+    """Return the turns of runs through the same layers that the innermost turn is within.
+
+    There are some where a layer, a hook or a criterion calls the pipeline that runs it, or one that shares layers.
+    """
+    *outer, own = _turns.get() or [Turn(frozenset())]
+    return [turn for turn in outer if turn.locks & own.locks]
+
+
+def note_stand_ins(ids: set[int]) -> None:
+    """Note what the innermost turn puts into the layers."""
+    if turns := _turns.get():
+        turns[-1].stand_ins |= ids

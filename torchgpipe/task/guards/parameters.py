@@ -11,7 +11,7 @@ added up in the stand-ins.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,8 @@ _TOKENS_NODE = accumulator_of(TOKEN)
 class StandInParameters:
     """Stand-ins for the parameters of `modules` that take gradients; one for a parameter that occurs twice.
 
+    Stand-ins of an `outer` run, which are given by their ids, stay: gradients are added to these.
+
     Buffers that take gradients (a hypernetwork's output) have stand-ins, too, and count as parameters.
 
     In a backward, calls come in this order. An error is raised where gradients are there that no task has added.
@@ -60,7 +62,7 @@ class StandInParameters:
         changes: what puts the stand-ins into the modules' dictionaries.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], outer: Set[int] = frozenset()) -> None:
         self.by_parameter: dict[Tensor, Tensor] = {}
         self.changes: list[Change] = []
         self._all: list[tuple[str, Tensor]] = []
@@ -85,9 +87,9 @@ class StandInParameters:
                 if nn.parameter.is_lazy(p):
                     raise RuntimeError(_LAZY.format(type(module).__name__, name))
                 self._all.append((name, p))
-                if p.requires_grad:
+                if p.requires_grad and id(p) not in outer:
                     replaced[name] = self._stand_in(p)
-                else:
+                elif not p.requires_grad:
                     self._frozen.append((replaced, name, p))
             self.changes.append(Change(module.__dict__, "_parameters", replaced))
         self._versions = [p._version for _, p in self._all]

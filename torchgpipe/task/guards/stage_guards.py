@@ -1,7 +1,7 @@
 """The guards of one stage in one mini-batch."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
 
 from torch import nn
@@ -20,7 +20,7 @@ class StageGuards:
     """The guards of partition `index`, whose `modules` are given, itself first, and the `lock` of these.
 
     `recomputed` says whether some task will run the layers twice: only then there are `buffers`, `layers` and
-    `gradients`. Without `stand_ins`, tasks run on what the layers hold as parameters.
+    `gradients`. `outer` are the stand-ins of a run that this one is within.
 
     Attributes:
         parameters, buffers, layers, gradients: the guards.
@@ -42,13 +42,13 @@ class StageGuards:
         lock: Lock,
         *,
         recomputed: bool,
-        stand_ins: bool = True,
+        outer: Set[int] = frozenset(),
     ) -> None:
         refuse_cached_parametrizations()
         self.lock = lock
         self.recomputed = recomputed
         self._index = index
-        self.parameters = StandInParameters(modules if stand_ins else [])
+        self.parameters = StandInParameters(modules, outer)
         # All stand-ins, unless a run has them in place from begin to end.
         self.of_tasks: Sequence[Change] = self.parameters.changes
         held = (x for m in modules for d in (m._parameters, m._buffers) for x in d.values() if x is not None)
@@ -82,7 +82,7 @@ class StageGuards:
             self.buffers.check_sure()
 
 
-def stand_ins_for_run(stages: Sequence[StageGuards]) -> AbstractContextManager[object]:
+def stand_ins_for_run(stages: Sequence[StageGuards]) -> InPlaceForRun:
     """Return a context for a run, in which the stand-ins of all these stages are in their layers.
 
     A layer that several stages have in common cannot serve them all at once: its stand-ins are left to each task.
