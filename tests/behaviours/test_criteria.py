@@ -33,6 +33,7 @@ class Net(nn.Module):
         self.layers: Any = nn.Sequential(*layers)
         self.scale = nn.Parameter(torch.ones(()))
         self.head = nn.Linear(WIDTH, WIDTH)
+        self.sparse = nn.Embedding(4, WIDTH, sparse=True)
         self.hooked: list[str] = []
         for name, p in self.named_parameters():
             p.register_hook(partial(self._note, name))
@@ -56,6 +57,20 @@ def consistent(net: Net, y: Tensor, t: Tensor) -> Tensor:
     return F.mse_loss(y, again)
 
 
+def as_in_a_gan(net: Net, y: Tensor, t: Tensor) -> Tensor:
+    net.head.requires_grad_(True)
+    loss = F.mse_loss(net.head(y), t)
+    net.head.requires_grad_(False)
+    return loss
+
+
+def sparse_and_dense(net: Net, y: Tensor, t: Tensor) -> Tensor:
+    found = net.sparse(INDICES[: len(y)]) if t[0, 0] > 0 else net.sparse.weight[: len(y)]
+    return F.mse_loss(y + found, t)
+
+
+INDICES = torch.tensor([3, 1, 0, 2, 3, 1, 0, 2])
+
 # What makes a criterion of a net.
 CRITERIA: dict[str, Callable[[Net], Criterion]] = {
     "a method of the module around": lambda net: net.loss,
@@ -67,6 +82,9 @@ CRITERIA: dict[str, Callable[[Net], Criterion]] = {
         lambda y, t: F.mse_loss(y, t) + penalty(net.listed)
     ),
     "the weight of the first layer, in the end": lambda net: lambda y, t: F.mse_loss(F.linear(y, net.listed[0]), t),
+    "layers that it freezes when it has used them": lambda net: partial(as_in_a_gan, net),
+    "an embedding with sparse gradients": lambda net: lambda y, t: F.mse_loss(y + net.sparse(INDICES[: len(y)]), t),
+    "one that has sparse and dense gradients": lambda net: partial(sparse_and_dense, net),
     "a reentrant checkpoint": lambda net: lambda y, t: F.mse_loss(checkpointed(F.tanh, y, use_reentrant=True), t),
     "the model, without gradients": lambda net: partial(consistent, net),
     "nothing, of some micro-batches": lambda net: lambda y, t: F.mse_loss(y, t) if t[0, 0] > 0 else torch.zeros(()),
@@ -202,6 +220,30 @@ def test_a_weight_in_a_list_of_a_layer_of_another_stage_gets_both_gradients(
             train(model, loss, x)
         assert torch.equal(tied[0].weight, before)  # type: ignore[arg-type]
         assert differences([p.grad for p in tied.parameters()], [p.grad for p in plain.parameters()], 1e-4) == []
+
+
+@pytest.mark.parametrize("engine", ["workers", "graph"])
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_a_criterion_may_call_another_pipeline_that_shares_layers(engine: Any, mode: Any) -> None:
+    """Each parameter gets its gradient, and each hook runs once for each call."""
+
+    def parts() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4), nn.Linear(4, 4)]
+
+    (encoder, decoder, head), (x, t) = parts(), torch.rand(2, 6, 4)
+    options: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 2, "checkpoint": mode, "engine": engine}
+    first = GPipe(nn.Sequential(encoder, decoder), [1, 1], schedule="1F1B", **options)
+    second = GPipe(nn.Sequential(encoder, head), [1, 1], **options)
+    hooked: list[str] = []
+    head.weight.register_hook(lambda grad: hooked.append("head"))
+    first.step(lambda y, target: F.mse_loss(y, second(target)), x, t)
+    e, d, h = parts()
+    for part, target in zip(x.chunk(2), t.chunk(2), strict=True):
+        (F.mse_loss(d(e(part)), h(e(target))) / 2).backward()
+    for ours, plain in ((encoder, e), (decoder, d), (head, h)):
+        assert differences(ours, plain, REORDERED) == []
+    assert len(hooked) == 1
 
 
 def test_a_criterion_that_never_has_a_graph_is_refused() -> None:

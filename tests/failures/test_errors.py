@@ -3,6 +3,7 @@
 Misuse that is refused before anything runs is tested with the module that refuses it.
 """
 
+import operator
 import sys
 import threading
 import weakref
@@ -156,12 +157,32 @@ def test_an_error_in_any_task(
     ledger.assert_comes_to(0)
 
 
-@pytest.mark.parametrize("engine, checkpoint", [("graph", "always"), ("workers", "always")])
-def test_ctrl_c_at_any_line(way: dict[str, Any]) -> None:
-    """As if it came right before a line of this library, in the thread that called; of all lines, some."""
+def stepped(model: Any, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model.step(nn.functional.mse_loss, x, x)
+    return [p.grad for p in model.parameters()]
+
+
+# In the graph engine's backward, what a task has put into the layers goes with the error.
+@pytest.mark.parametrize(
+    "run, engine, checkpoint, kept",
+    [
+        (gradients, "graph", "always", False),
+        (gradients, "workers", "always", False),
+        (gradients, "workers", "always", True),
+        (stepped, "graph", "always", True),
+        (stepped, "workers", "always", True),
+        (stepped, "workers", "never", False),
+    ],
+)
+def test_ctrl_c_at_any_line(way: dict[str, Any], run: Callable[[Any, Any], Any], kept: bool) -> None:
+    """As if it came right before a line of this library, in the thread that called; of all lines, some.
+
+    An error that is kept, as by an interactive Python, keeps all objects of the run.
+    """
     model, x = piped(nn.Sequential(*(nn.Linear(3, 3) for _ in range(N))), [1] * N, 2, **way), torch.rand(2, 3)
-    expected = gradients(model, x)
-    lines = 0
+    expected, parameters = run(model, x), [*model.parameters()]
+    lines, errors = 0, list[BaseException]()
 
     def interrupted(at: float) -> None:
         def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -177,7 +198,7 @@ def test_ctrl_c_at_any_line(way: dict[str, Any]) -> None:
         lines = 0
         sys.settrace(trace)
         try:
-            gradients(model, x)
+            run(model, x)
         finally:
             sys.settrace(None)
 
@@ -185,9 +206,10 @@ def test_ctrl_c_at_any_line(way: dict[str, Any]) -> None:
     for at in range(1, lines, 47):
         try:
             interrupted(at)
-        except KeyboardInterrupt:
-            pass
+        except KeyboardInterrupt as error:
+            errors += [error] * kept
         else:
             assert lines < at  # waits for other threads take more lines at one time than at another
         assert torch.is_grad_enabled()
-        assert_close(gradients(model, x), expected, rtol=0, atol=0)
+        assert_close(run(model, x), expected, rtol=0, atol=0)
+        assert all(map(operator.is_, model.parameters(), parameters))
