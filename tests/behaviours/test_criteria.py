@@ -227,7 +227,7 @@ def test_a_weight_in_a_list_of_a_layer_of_another_stage_gets_both_gradients(
 def test_a_criterion_may_call_another_pipeline_that_shares_layers(engine: Any, mode: Any) -> None:
     """Each parameter gets its gradient, and each hook runs once for each call."""
 
-    def parts() -> list[nn.Module]:
+    def parts() -> list[Any]:
         torch.manual_seed(0)
         return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4), nn.Linear(4, 4)]
 
