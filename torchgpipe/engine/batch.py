@@ -135,7 +135,7 @@ class Batch:
 
     def _run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
         # An interrupt can come before any line, so it is noted first what will be in the layers.
-        noted = self._engine.in_place is None
+        noted = bool(self.guards) and self._engine.in_place is None
         if noted:
             self._engine.in_place = self._in_place
         self.run(lists, io, modes, keep=keep)

@@ -87,7 +87,8 @@ class Workers:
 
     def wait(self) -> None:
         """Wait until no program of a run that an interrupt has ended still runs."""
-        if self._relay is not None:
+        # A fork has no threads that it could wait for.
+        if self._relay is not None and os.getpid() == self._process:
             self._relay.stop(KeyboardInterrupt())
             _wait(self._relay.running)
             self._relay = None

@@ -227,6 +227,6 @@ def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
     patch.setattr(connections.Connections, "_gather", lambda self: None)
     patch.setattr(connections, "_made", OfEach())
     # These ranks share one default generator.
-    patch.setattr(batch, "Seeds", lambda *given, alone, **options: Seeds(*given, **options))
+    patch.setattr(batch, "Seeds", lambda *given, distributed, **options: Seeds(*given, **options))
     patch.setattr(cuda, "_identity", lambda device: gpus[device.index].ljust(36).encode())
     return world
