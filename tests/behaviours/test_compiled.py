@@ -14,6 +14,9 @@ from torch.nn.functional import mse_loss
 from ..plain import Plain, piped
 from .compare import REORDERED, differences
 
+# From torch.compile, also with plain layers, which looks at all attributes of what a layer gets.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 CHUNKS = 4
 NORM = "running statistics of a batch norm in training"
 

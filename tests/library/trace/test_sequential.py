@@ -111,6 +111,8 @@ def compiled_around(module: nn.Module) -> nn.Module:
     return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
 
 
+# From torch.compile, also with plain layers, which looks at all attributes of what a layer gets.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", [compiled_call, traced.compiled_forward, compiled_around])
 def test_compiled_parts_are_layers_and_stay_compiled(compiled: Callable[[nn.Module], nn.Module]) -> None:
     torch.compiler.reset()
