@@ -101,11 +101,13 @@ class Losses(BatchIO):
         grads = {id(x): self._shares.masked(grad, i) for x, grad in zip(leaves, found, strict=True)}
         for x in others:
             grad, before = grads[id(x)], self._sums.get(x)
-            if grad is not None:
-                # A dense gradient takes a sparse one as a summand, not the other way round.
-                grads_so_far = [each for each in (grad, before) if each is not None]
-                first, *more = sorted(grads_so_far, key=lambda each: each.is_sparse)
-                self._sums[x] = sum(more, first)
+            if grad is None:
+                continue
+            if before is None:
+                self._sums[x] = grad
+            else:
+                # A sparse tensor can be added to a dense one, not the other way round.
+                self._sums[x] = grad + before if before.is_sparse else before + grad
         return tuple([grads.get(id(y)) for y in outputs])
 
     def sums(self) -> tuple[tuple[Tensor, ...], Flat]:

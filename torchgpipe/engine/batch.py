@@ -133,7 +133,7 @@ class Batch:
         with self._in_place, ASKING_PRIVATE_GENERATORS:
             self._engine.workers.run(relay, [partial(run, d) for d in self.programs])
 
-    def _run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
+    def _run_noted(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
         # An interrupt can come before any line, so it is noted first what will be in the layers.
         noted = bool(self.guards) and self._engine.in_place is None
         if noted:
@@ -145,7 +145,7 @@ class Batch:
     def forward(self, lists: Lists, io: BatchIO) -> None:
         """Do the lists, which begin with forwards, as the modes were when this was made."""
         with self._seeded:
-            self._run(lists, io, self._ambient.entered)
+            self._run_noted(lists, io, self._ambient.entered)
             # Layers have to have kept their parameters, and modes their state.
             self._ambient.ended(refuse=self._threads)
             for guards in self.guards:
@@ -167,7 +167,7 @@ class Batch:
                 "mini-batch; call backward() between mini-batches"
             )
         ambient, io = Ambient(self.devices), BatchIO(output_grads=output_grads)
-        self._engine.cleared(partial(self._run, self.orders.rest, io, ambient.again, keep=keep))
+        self._engine.cleared(partial(self._run_noted, self.orders.rest, io, ambient.again, keep=keep))
         ambient.ended(refuse=self._threads)
         return [grads for _, grads in sorted(io.input_grads.items())]
 
