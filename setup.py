@@ -16,7 +16,12 @@ class BuildPy(build_py):
         if not self.editable_mode:
             for folder in ("paper", "measured", "predicted"):
                 to = Path(self.build_lib, "reproduce", "results", folder)
-                shutil.copytree(Path("results", folder), to, ignore=shutil.ignore_patterns("*.md"), dirs_exist_ok=True)
+                shutil.copytree(
+                    Path("results", folder),
+                    to,
+                    ignore=shutil.ignore_patterns("*.md"),
+                    dirs_exist_ok=True,
+                )
 
 
 setup(cmdclass={"build_py": BuildPy})

@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--again", action="store_true", help="also models that the record has")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    record = start(options, "any_model", "models that become pipelines", {}, devices=max(PARTITIONS))
+    record = start(
+        options, "any_model", "models that become pipelines", {}, devices=max(PARTITIONS)
+    )
     record = replace(record, software={options.list: version(options.list)})
     if options.json is not None and options.json.exists():
         record = continued(record, load(options.json))
@@ -71,7 +73,9 @@ def check(experiment: str, models: Mapping[str, Callable[[], Case]]) -> Found:
             yield [check_model(experiment, name, build())]
         except Exception as error:  # models and their pipelines may raise anything
             said = str(error) if isinstance(error, Unequal) else f"{type(error).__name__}: {error}"
-            said = re.sub(r"/\S*/(site|dist)-packages/", "", said)  # the path of this machine's packages
+            said = re.sub(
+                r"/\S*/(site|dist)-packages/", "", said
+            )  # the path of this machine's packages
             yield [Result(experiment, name, "failed", reason=said[:600])]
         gc.collect()
 
@@ -97,7 +101,9 @@ def _check_model(experiment: str, name: str, case: Case) -> Result:
     random = torch.get_rng_state()
     layers = sequential(case.module, case.sample)
     after = case.module.state_dict()
-    if not torch.equal(random, torch.get_rng_state()) or any(not torch.equal(x, after[k]) for k, x in before.items()):
+    if not torch.equal(random, torch.get_rng_state()) or any(
+        not torch.equal(x, after[k]) for k, x in before.items()
+    ):
         raise Unequal("sequential has changed the model or the random numbers")
     micro_batches = [each(lambda x, i=i: x.chunk(CHUNKS)[i], case.sample) for i in range(CHUNKS)]
     plain = outputs_and_gradients(case, case.module, micro_batches)
@@ -105,29 +111,43 @@ def _check_model(experiment: str, name: str, case: Case) -> Result:
     for n in PARTITIONS:
         for mode in MODES:
             balance = evenly(layers, min(n, len(layers)))
-            pipeline = GPipe(layers, balance, devices=["cpu"] * len(balance), chunks=CHUNKS, checkpoint=mode)
+            pipeline = GPipe(
+                layers, balance, devices=["cpu"] * len(balance), chunks=CHUNKS, checkpoint=mode
+            )
             if pipeline.state_dict().keys() != before.keys():
                 raise Unequal("the names of the state differ")
-            if said := differences(outputs_and_gradients(case, pipeline, [case.sample]), plain, TOLERANCE):
+            if said := differences(
+                outputs_and_gradients(case, pipeline, [case.sample]), plain, TOLERANCE
+            ):
                 raise Unequal(f"{n} partitions, {mode}: {said[0]}")
             case.module.load_state_dict(before)
-    config: dict[str, Any] = {"partitions": list(PARTITIONS), "chunks": CHUNKS, "checkpoint": list(MODES)}
+    config: dict[str, Any] = {
+        "partitions": list(PARTITIONS),
+        "chunks": CHUNKS,
+        "checkpoint": list(MODES),
+    }
     return Result(experiment, name, "measured", config=config)
 
 
 def each(does: Callable[..., Tensor], sample: Any) -> Any:
     """Apply a function to a sample's tensors."""
-    return {name: does(x) for name, x in sample.items()} if isinstance(sample, dict) else does(sample)
+    return (
+        {name: does(x) for name, x in sample.items()} if isinstance(sample, dict) else does(sample)
+    )
 
 
-def outputs_and_gradients(case: Case, model: nn.Module, samples: list[Any]) -> dict[str, Tensor | None]:
+def outputs_and_gradients(
+    case: Case, model: nn.Module, samples: list[Any]
+) -> dict[str, Tensor | None]:
     """Run forward on each sample, then one backward; return outputs, gradients and buffers by name."""
     case.module.zero_grad()
     called = [model(**sample) if isinstance(sample, dict) else model(sample) for sample in samples]
     columns = zip(*([*tensors_in(result)] for result in called), strict=True)
     outputs = [torch.cat(column) for column in columns]
     total = sum(
-        (y * torch.linspace(1, 2, y.numel(), dtype=y.dtype).view_as(y)).mean() for y in outputs if y.requires_grad
+        (y * torch.linspace(1, 2, y.numel(), dtype=y.dtype).view_as(y)).mean()
+        for y in outputs
+        if y.requires_grad
     )
     assert isinstance(total, Tensor)
     total.backward()
@@ -151,7 +171,12 @@ def table(record: Record, style: str = "simple") -> str:
         lists.append("\n".join(wrap(f"Equal, of {name}: {equal or 'none'}.", 160)))
         if others := [[model, said] for model, said in ends.items() if said != "equal"]:
             lists.append(grid(["other models", "result"], others, style))
-    return "\n\n".join([grid(["list", "version", "models", "equal", "refused or not equal"], summary, style), *lists])
+    return "\n\n".join(
+        [
+            grid(["list", "version", "models", "equal", "refused or not equal"], summary, style),
+            *lists,
+        ]
+    )
 
 
 def _said(result: Result) -> str:

@@ -48,12 +48,30 @@ def timm_models() -> dict[str, Callable[[], Case]]:
     """Return a small model from each family of timm."""
     import timm
 
-    families = {family: timm.list_models(module=family, pretrained=False) for family in timm.list_modules()}
+    families = {
+        family: timm.list_models(module=family, pretrained=False) for family in timm.list_modules()
+    }
     chosen = [min(names, key=_size) for names in families.values() if names]
     return {name: partial(_without_dropout, partial(_timm, name)) for name in chosen}
 
 
-_SMALL = ("test", "atto", "pico", "femto", "nano", "xxs", "tiny", "_t0", "xs", "_b0", "18", "26", "mini", "small", "_s")
+_SMALL = (
+    "test",
+    "atto",
+    "pico",
+    "femto",
+    "nano",
+    "xxs",
+    "tiny",
+    "_t0",
+    "xs",
+    "_b0",
+    "18",
+    "26",
+    "mini",
+    "small",
+    "_s",
+)
 
 
 def _size(name: str) -> tuple[int, int, str]:
@@ -79,21 +97,45 @@ def _timm(name: str) -> Case:
 
 # Sizes by their names in configurations. A configuration ignores names that it does not know.
 _TINY: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
-    "max_position_embeddings": 64, "image_size": 32, "patch_size": 8, "use_cache": False, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "image_size": 32,
+    "patch_size": 8,
+    "use_cache": False,
+    "pad_token_id": 0,
+}
 _BART = {
-    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64,
-    "decoder_attention_heads": 4, "decoder_ffn_dim": 64,
-}  # fmt: skip
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 64,
+}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 _GQA = {"num_key_value_heads": 2}
 _CONV = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32]}
-_AUDIO = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2,
-          "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0}  # fmt: skip
+_AUDIO = {
+    "conv_dim": (8, 8),
+    "conv_stride": (5, 2),
+    "conv_kernel": (10, 3),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+    "mask_time_prob": 0.0,
+}
 _CLIP = {part: {**_TINY, "projection_dim": 16} for part in ("text_config", "vision_config")}
 
-_OWN_SIZES = {"text_config", "depths", "block_sizes"}  # configurations with these do not use the names above
+_OWN_SIZES = {
+    "text_config",
+    "depths",
+    "block_sizes",
+}  # configurations with these do not use the names above
 
 # Configuration class, model class, further options, kind of sample.
 TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
@@ -105,48 +147,110 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "camembert": ("CamembertConfig", "CamembertModel", {}, "text"),
     "clip": ("CLIPConfig", "CLIPModel", {**_CLIP, "projection_dim": 16}, "clip"),
     "convbert": ("ConvBertConfig", "ConvBertModel", {"embedding_size": 32}, "text"),
-    "convnext": ("ConvNextConfig", "ConvNextForImageClassification", {**_CONV, "image_size": 32}, "image"),
+    "convnext": (
+        "ConvNextConfig",
+        "ConvNextForImageClassification",
+        {**_CONV, "image_size": 32},
+        "image",
+    ),
     "deberta-v2": ("DebertaV2Config", "DebertaV2Model", {}, "text"),
     "deit": ("DeiTConfig", "DeiTForImageClassification", {}, "image"),
     "dinov2": ("Dinov2Config", "Dinov2Model", {}, "image"),
-    "distilbert": ("DistilBertConfig", "DistilBertModel", {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4},
-                   "text"),
+    "distilbert": (
+        "DistilBertConfig",
+        "DistilBertModel",
+        {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4},
+        "text",
+    ),
     "electra": ("ElectraConfig", "ElectraModel", {"embedding_size": 16}, "text"),
     "falcon": ("FalconConfig", "FalconForCausalLM", {}, "text"),
-    "funnel": ("FunnelConfig", "FunnelModel", {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64, "vocab_size": 97,
-                                               "block_sizes": [1, 1], "num_decoder_layers": 1}, "text"),
+    "funnel": (
+        "FunnelConfig",
+        "FunnelModel",
+        {
+            "d_model": 32,
+            "n_head": 4,
+            "d_head": 8,
+            "d_inner": 64,
+            "vocab_size": 97,
+            "block_sizes": [1, 1],
+            "num_decoder_layers": 1,
+        },
+        "text",
+    ),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {**_GQA, "head_dim": 8}, "text"),
-    "gpt-neo": ("GPTNeoConfig", "GPTNeoForCausalLM", {"num_layers": 2, "num_heads": 4,
-                                                      "attention_types": [[["global", "local"], 1]]}, "text"),
+    "gpt-neo": (
+        "GPTNeoConfig",
+        "GPTNeoForCausalLM",
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+        "text",
+    ),
     "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {}, "text"),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "text"),
-    "gptj": ("GPTJConfig", "GPTJForCausalLM", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "text"),
+    "gptj": (
+        "GPTJConfig",
+        "GPTJForCausalLM",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+        "text",
+    ),
     "hubert": ("HubertConfig", "HubertModel", _AUDIO, "audio"),
     "llama": ("LlamaConfig", "LlamaForCausalLM", _GQA, "text"),
     "marian": ("MarianConfig", "MarianModel", {**_BART, "decoder_start_token_id": 1}, "pair"),
     "mistral": ("MistralConfig", "MistralForCausalLM", _GQA, "text"),
-    "mobilebert": ("MobileBertConfig", "MobileBertModel", {"embedding_size": 16, "intra_bottleneck_size": 16}, "text"),
+    "mobilebert": (
+        "MobileBertConfig",
+        "MobileBertModel",
+        {"embedding_size": 16, "intra_bottleneck_size": 16},
+        "text",
+    ),
     "mpnet": ("MPNetConfig", "MPNetModel", {}, "text"),
     "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 64, "word_embed_proj_dim": 32}, "text"),
     "pegasus": ("PegasusConfig", "PegasusModel", _BART, "pair"),
     "phi": ("PhiConfig", "PhiForCausalLM", {}, "text"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _GQA, "text"),
-    "resnet": ("ResNetConfig", "ResNetForImageClassification", {**_CONV, "embedding_size": 8, "layer_type": "basic"},
-               "image"),
+    "resnet": (
+        "ResNetConfig",
+        "ResNetForImageClassification",
+        {**_CONV, "embedding_size": 8, "layer_type": "basic"},
+        "image",
+    ),
     "roberta": ("RobertaConfig", "RobertaModel", {}, "text"),
-    "segformer": ("SegformerConfig", "SegformerForSemanticSegmentation", {"hidden_sizes": [8, 16, 16, 32],
-                  "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4], "decoder_hidden_size": 16}, "image"),
-    "swin": ("SwinConfig", "SwinModel", {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4,
-                                         "image_size": 32, "patch_size": 4}, "image"),
+    "segformer": (
+        "SegformerConfig",
+        "SegformerForSemanticSegmentation",
+        {
+            "hidden_sizes": [8, 16, 16, 32],
+            "depths": [1, 1, 1, 1],
+            "num_attention_heads": [1, 2, 2, 4],
+            "decoder_hidden_size": 16,
+        },
+        "image",
+    ),
+    "swin": (
+        "SwinConfig",
+        "SwinModel",
+        {
+            "embed_dim": 8,
+            "depths": [1, 1],
+            "num_heads": [2, 2],
+            "window_size": 4,
+            "image_size": 32,
+            "patch_size": 4,
+        },
+        "image",
+    ),
     "t5": ("T5Config", "T5ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0}, "pair"),
     "vit": ("ViTConfig", "ViTForImageClassification", {}, "image"),
     "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2Model", _AUDIO, "audio"),
-}  # fmt: skip
+}
 
 
 def transformers_models() -> dict[str, Callable[[], Case]]:
     """Return tiny models of transformers, with random weights."""
-    return {name: partial(_without_dropout, partial(_transformers, *row)) for name, row in TRANSFORMERS.items()}
+    return {
+        name: partial(_without_dropout, partial(_transformers, *row))
+        for name, row in TRANSFORMERS.items()
+    }
 
 
 def _transformers(config: str, model: str, more: dict[str, Any], kind: str) -> Case:
@@ -167,7 +271,11 @@ def _transformers(config: str, model: str, more: dict[str, Any], kind: str) -> C
     return Case(getattr(transformers, model)(made).train(), sample)
 
 
-LISTS = {"torchvision": torchvision_models, "transformers": transformers_models, "timm": timm_models}
+LISTS = {
+    "torchvision": torchvision_models,
+    "transformers": transformers_models,
+    "timm": timm_models,
+}
 
 
 def _without_dropout(build: Callable[[], Case]) -> Case:

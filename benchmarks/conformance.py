@@ -33,7 +33,12 @@ ENGINES: dict[str, Adapter] = {
     "Schedule1F1B": Adapter("benchmarks.others.pipelining", "Torch1F1B", ranks=True),
     "DeepSpeed": Adapter("benchmarks.others.deep_speed", "DeepSpeed", ranks=True),
 }
-PACKAGES = {"0.0.7": "torchgpipe", "ScheduleGPipe": "torch", "Schedule1F1B": "torch", "DeepSpeed": "deepspeed"}
+PACKAGES = {
+    "0.0.7": "torchgpipe",
+    "ScheduleGPipe": "torch",
+    "Schedule1F1B": "torch",
+    "DeepSpeed": "deepspeed",
+}
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CHECKS = {row.name: row for row in ROWS}
 
@@ -42,15 +47,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run checks with engines, record the results, and print a table."""
     parser = command("conformance", __doc__ or "")
     parser.add_argument("check", nargs="*", metavar="CHECK", help="these checks only, by name")
-    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=[*ENGINES], help="these engines only")
+    parser.add_argument(
+        "--engine", nargs="+", choices=ENGINES, default=[*ENGINES], help="these engines only"
+    )
     parser.add_argument("--older", type=Path, metavar="FOLDER", help="where torchgpipe 0.0.7 is")
-    parser.add_argument("--deepspeed", type=Path, metavar="FOLDER", help="where DeepSpeed is, if it is not installed")
+    parser.add_argument(
+        "--deepspeed",
+        type=Path,
+        metavar="FOLDER",
+        help="where DeepSpeed is, if it is not installed",
+    )
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.check if name not in CHECKS]:
         parser.error(f"there is no check {unknown[0]!r}; the checks are {', '.join(CHECKS)}")
     engines = {name: ENGINES[name] for name in options.engine}
     sys.path += [str(options.deepspeed)] if options.deepspeed else []
-    there = {"0.0.7": options.older is not None, "DeepSpeed": importlib.util.find_spec("deepspeed") is not None}
+    there = {
+        "0.0.7": options.older is not None,
+        "DeepSpeed": importlib.util.find_spec("deepspeed") is not None,
+    }
     for name in [name for name in engines if not there.get(name, True)]:
         print(f"{name} is left out: it is not installed, see --help", file=sys.stderr)
         del engines[name]
@@ -61,10 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     checks = options.check or [*CHECKS]
     record = start(options, "conformance", "what pipelines get right", {}, devices=2)
     paths = {
-        PACKAGES[name]: [each.folder] if each.folder else sys.path for name, each in engines.items() if name in PACKAGES
+        PACKAGES[name]: [each.folder] if each.folder else sys.path
+        for name, each in engines.items()
+        if name in PACKAGES
     }
     software = {
-        name: next(found.version for found in distributions(name=name, path=path)) for name, path in paths.items()
+        name: next(found.version for found in distributions(name=name, path=path))
+        for name, path in paths.items()
     }
     record = replace(record, software=software)
     collect(record, options.json, check(checks, engines), len(checks), table)
@@ -76,7 +94,9 @@ def check(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
         results = []
         for engine, adapter in engines.items():
             kind, said = run(CHECKS[name], adapter)
-            results.append(Result(name, engine, "measured", values={"outcome": kind}, reason=said or None))
+            results.append(
+                Result(name, engine, "measured", values={"outcome": kind}, reason=said or None)
+            )
         yield results
 
 
@@ -89,7 +109,9 @@ def table(record: Record, style: str = "simple", first: Sequence[list[str]] = ()
     engines = list(dict.fromkeys(result.row for result in record.results))
     summary = []
     for engine in engines:
-        counts = Counter(str(cases[name][engine].values["outcome"]) for name in cases if engine in cases[name])
+        counts = Counter(
+            str(cases[name][engine].values["outcome"]) for name in cases if engine in cases[name]
+        )
         package = PACKAGES.get(engine)
         of = "this library" if package is None else f"{package} {(record.software or {})[package]}"
         summary.append([engine, of, *(str(counts[kind] or "") for kind in KINDS)])
@@ -100,10 +122,15 @@ def table(record: Record, style: str = "simple", first: Sequence[list[str]] = ()
         if check.group != group:
             group = check.group
             rows.append([f"**{group}**", "", "", ""])
-        here, there = ([ends[e] for e in engines if e in ends and (e in PACKAGES) == other] for other in (False, True))
+        here, there = (
+            [ends[e] for e in engines if e in ends and (e in PACKAGES) == other]
+            for other in (False, True)
+        )
         rows.append([name, ended(here), check.why, ended(there)])
     heads = ["", "here", "why it matters, or what to know", "elsewhere"]
-    return "\n\n".join([grid(["engine", "version", *KINDS], summary, style), grid(heads, rows, style)])
+    return "\n\n".join(
+        [grid(["engine", "version", *KINDS], summary, style), grid(heads, rows, style)]
+    )
 
 
 def ended(results: Sequence[Result]) -> str:

@@ -32,12 +32,18 @@ def command(name: str, doc: str, *, json: bool = True, **defaults: int) -> argpa
     It has the option `--json`, and `--rounds` and `--steps` if `defaults` has them.
     """
     sys.excepthook = fail
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0]
+    )
     for option, default in defaults.items():
         what = {"rounds": "turns of each way", "steps": "steps of a turn"}[option]
-        parser.add_argument(f"--{option}", type=positive, default=default, help=f"{what} (default {default})")
+        parser.add_argument(
+            f"--{option}", type=positive, default=default, help=f"{what} (default {default})"
+        )
     if json:
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE, as results come")
+        parser.add_argument(
+            "--json", type=Path, metavar="FILE", help="write a record to FILE, as results come"
+        )
     return parser
 
 
@@ -49,17 +55,30 @@ def positive(text: str) -> int:
 
 
 def start(
-    options: argparse.Namespace, name: str, title: str, unit: dict[str, str], *, devices: int, device: str = "cpu"
+    options: argparse.Namespace,
+    name: str,
+    title: str,
+    unit: dict[str, str],
+    *,
+    devices: int,
+    device: str = "cpu",
 ) -> Record:
     """Return an empty record with machine and options. From now on each CPU device has one thread."""
     if options.json is not None:
         prepare_folder(options.json.absolute().parent, "--json")
-    given = {key: value for key, value in vars(options).items() if not isinstance(value, Path) and value is not None}
+    given = {
+        key: value
+        for key, value in vars(options).items()
+        if not isinstance(value, Path) and value is not None
+    }
     run = new_run(
         Devices(device, devices, 1 if device == "cpu" else None),
         seed=0,
         command=["python", "-m", f"benchmarks.{name}"],  # settings have its options
-        settings={**given, FREED_MEMORY: "kept" if freed_memory_is_kept() else "as the C library does"},
+        settings={
+            **given,
+            FREED_MEMORY: "kept" if freed_memory_is_kept() else "as the C library does",
+        },
     )
     torch.set_num_threads(1)
     return Record(name.rpartition(".")[2], title, "measured", unit, [], run=run)
@@ -101,7 +120,9 @@ def summarized(result: Result) -> Result:
     return replace(result, samples={}, values={**result.values, **medians, "spread": spread})
 
 
-def collect(record: Record, path: Path | None, found: Found, total: int, table: Callable[[Record], str]) -> Record:
+def collect(
+    record: Record, path: Path | None, found: Found, total: int, table: Callable[[Record], str]
+) -> Record:
     """Run the generator `found`, of `total` parts; rewrite the record's file after each; at the end print the table.
 
     Ctrl-C, or an error of a measuring process, ends the program. Results so far are printed and recorded nevertheless.

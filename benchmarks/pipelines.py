@@ -16,7 +16,9 @@ def evenly(layers: nn.Sequential, n: int) -> list[int]:
     return [len(part) for part in torch.arange(len(layers)).tensor_split(n)]
 
 
-def on_cpu(layers: nn.Sequential, balance: Sequence[int], engine: str | None = None, **options: Any) -> GPipe:
+def on_cpu(
+    layers: nn.Sequential, balance: Sequence[int], engine: str | None = None, **options: Any
+) -> GPipe:
     """Return a pipeline. `engine` is as in `GPipe`, `None` for its default, or `"across"`.
 
     `"across"` is the graph engine as it works on several devices, but without copies: each task is a node, with ties.

@@ -44,11 +44,15 @@ def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
         gpu = f"{machine.gpus[0].name}, " if machine.gpus else ""
         freed = ", freed memory kept" if run.settings.get(FREED_MEMORY) == "kept" else ""
         before = "" if run.load is None else f", load {run.load[0]:.2f} before the start"
-        under = f"{run.started[:10]}, torch {run.versions['torch']}, Python {run.versions['python']}, "
+        under = (
+            f"{run.started[:10]}, torch {run.versions['torch']}, Python {run.versions['python']}, "
+        )
         under += f"{gpu}{machine.cpu}, {machine.cores} cores{freed}{before}, "
         under += "no revision" if git is None else f"revision {git.name(9, ', with changes ')}"
     except (AssertionError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Error(f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})") from error
+        raise Error(
+            f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})"
+        ) from error
     return f"{made}\n\n{record.kind.capitalize()} {under}; [record]({link(page, path)})\n\n"
 
 

@@ -70,7 +70,10 @@ class Streams:
 
     def __post_init__(self) -> None:
         """Patch the library's streams with simulated ones. Only copies of tensors are real."""
-        to, modules = Tensor.to, (torchgpipe.tensors.copy, torchgpipe.engine.graph, torchgpipe.distributed.wires.cuda)
+        to, modules = (
+            Tensor.to,
+            (torchgpipe.tensors.copy, torchgpipe.engine.graph, torchgpipe.distributed.wires.cuda),
+        )
 
         def copied(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self.current and args and isinstance(args[0], torch.device):
@@ -79,13 +82,19 @@ class Streams:
                     self.wait(*self.current[-2:])
             return to(x, *args, **kwargs)
 
-        for name, ours in (("new_stream", self.new), ("current_stream", self.of), ("using", self.using)):
+        for name, ours in (
+            ("new_stream", self.new),
+            ("current_stream", self.of),
+            ("using", self.using),
+        ):
             for module in modules:
                 self.patch.setattr(module, name, ours, raising=False)
         self.patch.setattr(torch.cuda, "Event", lambda **_: None)
         self.patch.setattr(torch.cuda, "synchronize", lambda device=None: self.synchronize())
         self.patch.setattr(Tensor, "to", copied)
-        self.patch.setattr(Tensor, "record_stream", lambda x, s: self.log.append(f"memory is used by {s.name}"))
+        self.patch.setattr(
+            Tensor, "record_stream", lambda x, s: self.log.append(f"memory is used by {s.name}")
+        )
 
     @property
     def current(self) -> list[Stream]:
@@ -96,7 +105,9 @@ class Streams:
         """Return the device's current stream."""
         if device.type == "cpu" and device not in self.compute:
             self.compute[device] = Stream(f"{device} compute", device, self)
-        return next((s for s in reversed(self.current) if s.device == device), self.compute.get(device))
+        return next(
+            (s for s in reversed(self.current) if s.device == device), self.compute.get(device)
+        )
 
     def new(self, device: torch.device) -> Stream | None:
         if device.type != "cpu":

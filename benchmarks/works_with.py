@@ -11,7 +11,12 @@ from tests.behaviours.rows import between, buffers, gradients, passed, random, t
 ENGINES = ("graph", "workers")
 TOOLS = [
     *tools.ROWS,
-    *(row for group in (passed, gradients, buffers, between, random, unusual) for row in group.ROWS if row.note),
+    *(
+        row
+        for group in (passed, gradients, buffers, between, random, unusual)
+        for row in group.ROWS
+        if row.note
+    ),
     *tools.REPLICAS,
 ]
 
@@ -19,18 +24,24 @@ TOOLS = [
 def table(record: Record, style: str) -> str:
     """Render a count of results per engine, and one table of all tools and checks."""
     heading = ["**tools of PyTorch**", "", "", ""]
-    return conformance.table(record, style, [heading, *([row.name, answer(row), row.note, ""] for row in TOOLS)])
+    return conformance.table(
+        record, style, [heading, *([row.name, answer(row), row.note, ""] for row in TOOLS)]
+    )
 
 
 def answer(row: Row) -> str:
     """Say with which engines and modes of `GPipe` a row works."""
-    right = [(engine, mode) for engine in ENGINES for mode in MODES if row.refusal(engine, mode) is None]
+    right = [
+        (engine, mode) for engine in ENGINES for mode in MODES if row.refusal(engine, mode) is None
+    ]
     rounded = ", up to rounding" if row.tolerance else ""
     if len(right) == len(ENGINES) * len(MODES):
         return f"right{rounded}"
     if not right:
         return "refused"
     engines, modes = sorted({engine for engine, _ in right}), sorted({mode for _, mode in right})
-    assert len(right) == len(modes) and len(engines) == 1, f"{row.name}: there are no words for this"
+    assert len(right) == len(modes) and len(engines) == 1, (
+        f"{row.name}: there are no words for this"
+    )
     only = "" if len(modes) == len(MODES) else f' and `checkpoint="{modes[0]}"`'
     return f'right with `engine="{engines[0]}"`{only}{rounded}'

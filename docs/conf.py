@@ -34,12 +34,16 @@ def read(app: Sphinx, name: str, source: list[str]) -> None:
     """Put the README before the index, and name files that are no pages of this site, instead of linking to them."""
     if name == "index":
         readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-        source[0] = re.sub(r"\]\((?!https?:|docs/)", "](../", readme).replace("](docs/", "](") + source[0]
+        source[0] = (
+            re.sub(r"\]\((?!https?:|docs/)", "](../", readme).replace("](docs/", "](") + source[0]
+        )
 
     def linked(link: re.Match[str]) -> str:
         path = (DOCS / link[2]).resolve()
         return (
-            f"{link[1]} (`{path.relative_to(DOCS.parent)}`)" if DOCS not in path.parents and path.exists() else link[0]
+            f"{link[1]} (`{path.relative_to(DOCS.parent)}`)"
+            if DOCS not in path.parents and path.exists()
+            else link[0]
         )
 
     source[0] = LINK.sub(linked, source[0])
@@ -49,7 +53,12 @@ def mark_code(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: 
     """Mark the indented examples of a docstring as code. Its sections are indented, too."""
     for at in range(len(lines) - 1, 1, -1):
         text, blank = lines[at - 2 : at]
-        if lines[at].startswith("    ") and not blank and text[:1].strip() and not SECTION.match(text):
+        if (
+            lines[at].startswith("    ")
+            and not blank
+            and text[:1].strip()
+            and not SECTION.match(text)
+        ):
             lines[at:at] = ["::", ""]
 
 

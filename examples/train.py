@@ -45,7 +45,9 @@ def built(name: str) -> tuple[nn.Sequential, torch.Tensor]:
     return sequential(torchvision.models.get_model(name, num_classes=10), sample), sample
 
 
-def balanced(module: nn.Sequential, sample: torch.Tensor, n: int, batch: int, chunks: int) -> list[int]:
+def balanced(
+    module: nn.Sequential, sample: torch.Tensor, n: int, batch: int, chunks: int
+) -> list[int]:
     """Return the balance that is planned for n devices: by a description, so that every rank and start has the same."""
     found = plan(module, sample, batch_size=batch, devices=n, hardware="h100x8", chunks=chunks)
     return list(found.by_devices[n].best.setup.balance)
@@ -59,8 +61,12 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--trace", metavar="FILE", help="write when each task of the third step ran, for Perfetto")
-    parser.add_argument("--save", metavar="FOLDER", help="save the state there, and go on from the newest")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write when each task of the third step ran, for Perfetto"
+    )
+    parser.add_argument(
+        "--save", metavar="FOLDER", help="save the state there, and go on from the newest"
+    )
     parser.add_argument("--every", type=int, default=1, metavar="STEPS")
     options = parser.parse_args()
     if options.every < 1:
@@ -87,11 +93,17 @@ def main() -> None:
     found = saves.load(model, optimizer) if saves else None
     begin = found["step"] + 1 if found else 0
     for step in range(begin, options.steps):
-        data = torch.Generator().manual_seed(step)  # of each step, so that going on has nothing to skip
+        data = torch.Generator().manual_seed(
+            step
+        )  # of each step, so that going on has nothing to skip
         x = torch.rand(options.batch, *sample.shape[1:], generator=data)
         target = torch.randint(10, (options.batch,), generator=data)
         began = time.perf_counter()
-        with record(model, options.trace) if options.trace and step == begin + 2 else nullcontext() as recording:
+        with (
+            record(model, options.trace)
+            if options.trace and step == begin + 2
+            else nullcontext() as recording
+        ):
             loss = model.loss(nn.functional.cross_entropy, x, target)
             loss.backward()
         norm = model.clip_grad_norm_(1.0)
@@ -99,7 +111,10 @@ def main() -> None:
         optimizer.zero_grad()
         if not ranks or dist.get_rank() == 0:
             seconds = time.perf_counter() - began
-            print(f"step {step}: loss {loss.item()}, gradient norm {norm.item()}, {seconds:.3f} s", flush=True)
+            print(
+                f"step {step}: loss {loss.item()}, gradient norm {norm.item()}, {seconds:.3f} s",
+                flush=True,
+            )
             if recording is not None:
                 print(recording, flush=True)
         if saves and (step + 1) % options.every == 0:

@@ -63,7 +63,9 @@ def hooks_of_parameters(model: nn.Module, batches: Batches) -> Any:
 
 
 def optimizer_in_backward(model: nn.Module, batches: Batches) -> None:
-    optimizers: dict[Tensor, torch.optim.Optimizer] = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    optimizers: dict[Tensor, torch.optim.Optimizer] = {
+        p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()
+    }
 
     def step(parameter: Tensor) -> None:
         optimizers[parameter].step()
@@ -78,7 +80,9 @@ def optimizer_in_backward(model: nn.Module, batches: Batches) -> None:
 def hooks_of_layers(model: Any, batches: Batches) -> Any:
     of_layer: list[Tensor] = []
     of_model: list[Tensor] = []
-    model[1].register_full_backward_hook(lambda layer, grad_input, grad_output: of_layer.append(grad_output[0]))
+    model[1].register_full_backward_hook(
+        lambda layer, grad_input, grad_output: of_layer.append(grad_output[0])
+    )
     model.register_forward_hook(lambda model, inputs, output: of_model.append(output))
     return train(model, batches), of_layer, of_model
 
@@ -122,7 +126,9 @@ def checkpoint_files(model: nn.Module, other: nn.Module, batches: Batches) -> No
 def forked_process(model: nn.Module, batches: Batches) -> Any:
     losses = train(model, batches)
     model.share_memory()
-    child = multiprocessing.get_context("fork").Process(target=train, args=(model, batches), daemon=True)
+    child = multiprocessing.get_context("fork").Process(
+        target=train, args=(model, batches), daemon=True
+    )
     child.start()
     child.join(400)
     return losses, child.exitcode
@@ -141,7 +147,9 @@ def profiler(model: nn.Module, batches: Batches) -> Any:
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(experimental_config=everywhere) as profile:
         losses = train(model, batches)
-    return losses, sum(event.count for event in profile.key_averages() if event.key == "aten::tanh_backward")
+    return losses, sum(
+        event.count for event in profile.key_averages() if event.key == "aten::tanh_backward"
+    )
 
 
 def traced(model: nn.Module, batches: Batches) -> Tensor:

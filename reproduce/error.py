@@ -52,7 +52,9 @@ def missing(*packages: str) -> str | None:
 
     version = sys.modules["torch"].__version__ if "torch" in packages else None
     if version and tuple(int(part) for part in version.split(".")[:2]) < LEAST_TORCH:
-        return f"torch {version} is too old: install torch {'.'.join(map(str, LEAST_TORCH))} or newer"
+        return (
+            f"torch {version} is too old: install torch {'.'.join(map(str, LEAST_TORCH))} or newer"
+        )
     return None
 
 

@@ -23,7 +23,9 @@ settings.register_profile(
     "suite",
     deadline=None,  # nothing about them is timed: that is for benchmarks
     derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],  # it looks at the clock, and a busy machine would fail it
+    suppress_health_check=[
+        HealthCheck.too_slow
+    ],  # it looks at the clock, and a busy machine would fail it
 )
 settings.load_profile("suite")
 
@@ -37,7 +39,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--slow", action="store_true", help="run also slow tests, and all triples of parameters' values, not all pairs"
+        "--slow",
+        action="store_true",
+        help="run also slow tests, and all triples of parameters' values, not all pairs",
     )
 
 
@@ -68,7 +72,12 @@ def few(tests: list[Any], size: int) -> list[Any]:
     if len(tests) == 1 or len(tests[0].callspec.params) <= size:
         return tests
     # A parameter's value is the same object in all tests that have it.
-    return [tests[k] for k in covering([{name: id(x) for name, x in t.callspec.params.items()} for t in tests], size)]
+    return [
+        tests[k]
+        for k in covering(
+            [{name: id(x) for name, x in t.callspec.params.items()} for t in tests], size
+        )
+    ]
 
 
 def covering(rows: Sequence[Mapping[Any, Hashable]], size: int) -> set[int]:
@@ -95,7 +104,10 @@ STARTED = pytest.StashKey[Ranks]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if any(item.get_closest_marker("ranks") for item in session.items) and not session.config.option.collectonly:
+    if (
+        any(item.get_closest_marker("ranks") for item in session.items)
+        and not session.config.option.collectonly
+    ):
         session.config.stash[STARTED] = Ranks(session.config, session.items)
 
 

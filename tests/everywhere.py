@@ -35,19 +35,28 @@ class Everywhere(nn.Module):
     _pipeline: DistributedGPipe
 
     def __init__(
-        self, layers: nn.Sequential, balance: Sequence[int], devices: Sequence[str], *, portals: bool = True,
+        self,
+        layers: nn.Sequential,
+        balance: Sequence[int],
+        devices: Sequence[str],
+        *,
+        portals: bool = True,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         assert portals, "skips go straight from rank to rank"
         rank = current()
         rank.join(len(devices))
         pipeline = DistributedGPipe(layers, balance, device=devices[rank.index], **options)
         # Past `__setattr__`: the pipeline's layers are this module's own children already.
-        self.__dict__.update(_rank=rank, rank=rank.index, _pipeline=pipeline, training=pipeline.training)
+        self.__dict__.update(
+            _rank=rank, rank=rank.index, _pipeline=pipeline, training=pipeline.training
+        )
         self._modules.update({**layers._modules, **pipeline._modules})
         self._n, self._placement = len(devices), pipeline.schedule.placement
-        owners = [rank for rank, count in zip(self._placement, balance, strict=True) for _ in range(count)]
+        owners = [
+            rank for rank, count in zip(self._placement, balance, strict=True) for _ in range(count)
+        ]
         self._owner = dict(zip(self._modules, owners, strict=True))
 
     @property
@@ -93,7 +102,12 @@ class Everywhere(nn.Module):
             if last:
                 slots = Slots()
                 result, own = slots.taken(own), slots.tensors
-                return result, slots.again(), [y.detach() for y in own], [y.requires_grad for y in own]
+                return (
+                    result,
+                    slots.again(),
+                    [y.detach() for y in own],
+                    [y.requires_grad for y in own],
+                )
 
         result, slots, shown, needs = self.on_all(run)[self._placement[-1]]
         if last:
@@ -108,8 +122,14 @@ class Everywhere(nn.Module):
         first, last = self.rank == self._placement[0], self.rank == self._placement[-1]
 
         def run() -> Any:
-            loss = self._pipeline.step(criterion, x if first else None, target if last else None, **options)
-            return loss, getattr(x, "grad", None), {name: p.grad for name, p in self._pipeline.named_parameters()}
+            loss = self._pipeline.step(
+                criterion, x if first else None, target if last else None, **options
+            )
+            return (
+                loss,
+                getattr(x, "grad", None),
+                {name: p.grad for name, p in self._pipeline.named_parameters()},
+            )
 
         found, parameters = self.on_all(run), dict(self.named_parameters())
         for name, grad in [item for _, _, grads in found for item in grads.items()]:
@@ -132,7 +152,9 @@ class Everywhere(nn.Module):
             error = raised
         layers = {name: _state(layer) for name, layer, here in self._layers() if here}
         found = self._rank.exchange(self._n, (value, _picklable(error), layers))
-        assert all(type(each) is tuple for each in found), "another rank has ended this part of the test"
+        assert all(type(each) is tuple for each in found), (
+            "another rank has ended this part of the test"
+        )
         mine = {module for _, layer, here in self._layers() if here for module in layer.modules()}
         states = {name: state for _, _, theirs in found for name, state in theirs.items()}
         for name, layer, here in self._layers():
@@ -168,16 +190,24 @@ class _Done:
         if isinstance(self._own, list):
             kept = [(y, g) for y, g in zip(self._own, grads, strict=True) if g is not None]
             outputs, given = [y for y, _ in kept], [g for _, g in kept]
-        options = {"retain_graph": keep, "create_graph": torch.is_grad_enabled(), "allow_unused": True}
+        options = {
+            "retain_graph": keep,
+            "create_graph": torch.is_grad_enabled(),
+            "allow_unused": True,
+        }
 
         def run() -> Any:
             found = torch.autograd.grad(outputs, wanted, given, **options)
             grad = dict(zip(map(id, wanted), found, strict=True))
-            return [grad.get(id(x)) for x in self._given], {name: grad.get(id(p)) for name, p in self._here.items()}
+            return [grad.get(id(x)) for x in self._given], {
+                name: grad.get(id(p)) for name, p in self._here.items()
+            }
 
         found = self._model.on_all(run)
         gradients = {name: grad for _, part in found for name, grad in part.items()}
-        pairs = [(gradients.get(name), p) for name, p in self.parameters.items()]  # others' layers are on a CPU here
+        pairs = [
+            (gradients.get(name), p) for name, p in self.parameters.items()
+        ]  # others' layers are on a CPU here
         first = found[self._model._placement[0]][0]
         return [*first, *(g if g is None else g.to(p.device) for g, p in pairs)]
 

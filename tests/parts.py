@@ -9,7 +9,9 @@ from torch import Tensor, nn, optim
 from torchgpipe import is_recomputing
 
 KINDS = (optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adam, optim.AdamW)
-OPTIMIZERS: dict[str, Any] = {x.__name__.lower(): x for x in KINDS} | {"momentum": partial(optim.SGD, momentum=0.9)}
+OPTIMIZERS: dict[str, Any] = {x.__name__.lower(): x for x in KINDS} | {
+    "momentum": partial(optim.SGD, momentum=0.9)
+}
 
 
 class Fails(nn.Module):

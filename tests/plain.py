@@ -37,9 +37,14 @@ class Plain(nn.Sequential):
     """Take a pipeline's place: run the layers on each micro-batch in turn, and concatenate the outputs."""
 
     def __init__(
-        self, layers: nn.Sequential, balance: object = None, *, devices: object = None, chunks: int,
+        self,
+        layers: nn.Sequential,
+        balance: object = None,
+        *,
+        devices: object = None,
+        chunks: int,
         deferred_batch_norm: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(OrderedDict(layers.named_children()))
         self.chunks = chunks
         for layer in self.modules() if deferred_batch_norm else ():
@@ -82,9 +87,13 @@ class Plain(nn.Sequential):
 
 
 def piped(
-    layers: nn.Sequential, balance: Sequence[int], chunks: int = 3, devices: Sequence[str] = ("cpu",), v: int = 1,
+    layers: nn.Sequential,
+    balance: Sequence[int],
+    chunks: int = 3,
+    devices: Sequence[str] = ("cpu",),
+    v: int = 1,
     **options: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Return a pipeline on these devices in turn, with v partitions on each.
 
     With `engine="ranks"` it is over the processes that run the test.

@@ -52,7 +52,9 @@ class Ranks:
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115
         self._ended = ""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of BLAS do nothing now
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # of threads: those of BLAS do nothing now
             self.launched = Launched("fork", WORLD, serve, config, items, self._printed.fileno())
 
     def run(self, test: str) -> str:
@@ -136,7 +138,10 @@ class Rank:
         faulthandler.register(signal.SIGUSR1, 2)
         threading.Thread(target=self._listen, daemon=True).start()
         for name, plugin in config.pluginmanager.list_name_plugin():
-            if name in ("terminalreporter", "capturemanager") or type(plugin).__name__ == "WorkerInteractor":  # xdist's
+            if (
+                name in ("terminalreporter", "capturemanager")
+                or type(plugin).__name__ == "WorkerInteractor"
+            ):  # xdist's
                 config.pluginmanager.unregister(name=name)
         config.pluginmanager.register(self)
         while True:
@@ -155,13 +160,17 @@ class Rank:
             self._left = True
             pytest.skip("this rank takes no part in the test")
         if dist.is_initialized():
-            assert dist.get_world_size() == n, "all pipelines of a test have to have equally many partitions"
+            assert dist.get_world_size() == n, (
+                "all pipelines of a test have to have equally many partitions"
+            )
             return
         assert n <= WORLD, f"there are {WORLD} ranks"
         store = dist.PrefixStore(str(self._test), self._store)  # type: ignore[attr-defined]
         patience = timedelta(seconds=PATIENCE / 2)  # so that a test that hangs says where
         store.set_timeout(patience)
-        dist.init_process_group("gloo", store=store, rank=self.index, world_size=n, timeout=patience)
+        dist.init_process_group(
+            "gloo", store=store, rank=self.index, world_size=n, timeout=patience
+        )
         dist.barrier()  # a rank that has nothing more to do must not go while another one still connects
 
     def use(self, pipeline: Any) -> None:
@@ -185,10 +194,14 @@ class Rank:
             error = traceback.format_exc()
         self._close(failed=bool(error))
         found: list[Any] = [None]
-        while not all(type(each) is list for each in found):  # others may still wait for this rank elsewhere
+        while not all(
+            type(each) is list for each in found
+        ):  # others may still wait for this rank elsewhere
             found = self.exchange(n, [repr(case), error])
         assert len({drawn for drawn, _ in found}) == 1, "ranks have drawn different cases"
-        errors = [f"on rank {index}:\n{raised}" for index, (_, raised) in enumerate(found) if raised]
+        errors = [
+            f"on rank {index}:\n{raised}" for index, (_, raised) in enumerate(found) if raised
+        ]
         assert not errors, "\n".join(errors)
         return result
 

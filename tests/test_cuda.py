@@ -36,7 +36,9 @@ WIDTH = 2048
 
 
 def needs(count: int) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(count > DEVICES, reason=f"needs {count} CUDA devices, but there are {DEVICES}")
+    return pytest.mark.skipif(
+        count > DEVICES, reason=f"needs {count} CUDA devices, but there are {DEVICES}"
+    )
 
 
 pytestmark = needs(1)
@@ -65,11 +67,15 @@ def ways(*places: Any) -> pytest.MarkDecorator:
     """Run a test on these devices in one process, and over ranks."""
     # Ranks start where a test needs them, so not where it is skipped.
     over = [pytest.mark.ranks] if DEVICES else []
-    cases: list[Any] = [("graph", place, []) for place in places] + [("ranks", place, over) for place in RANKS]
+    cases: list[Any] = [("graph", place, []) for place in places] + [
+        ("ranks", place, over) for place in RANKS
+    ]
     return pytest.mark.parametrize(
         ("engine", "devices"),
         [
-            pytest.param(engine, *place.values, id=f"{engine} {place.id}", marks=[*place.marks, *marks])
+            pytest.param(
+                engine, *place.values, id=f"{engine} {place.id}", marks=[*place.marks, *marks]
+            )
             for engine, place, marks in cases
         ],
     )
@@ -77,9 +83,15 @@ def ways(*places: Any) -> pytest.MarkDecorator:
 
 def layers(last: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(16, 32), Stash(torch.sin), nn.Linear(32, 32), Fails(), nn.LayerNorm(32), Pop(), nn.Linear(32, 32),
+        nn.Linear(16, 32),
+        Stash(torch.sin),
+        nn.Linear(32, 32),
+        Fails(),
+        nn.LayerNorm(32),
+        Pop(),
+        nn.Linear(32, 32),
         last(),
-    )  # fmt: skip
+    )
 
 
 def given() -> Tensor:
@@ -99,7 +111,13 @@ def in_bfloat16(run: Any, value: Any) -> Any:
 # of mantissa, another order of sums shows.
 BEHAVIOURS = [
     Row("usual", lambda: layers(), given, use=steps, tolerance=REORDERED),
-    Row("batch norm", lambda: layers(lambda: nn.BatchNorm1d(32)), given, use=steps, tolerance=REORDERED),
+    Row(
+        "batch norm",
+        lambda: layers(lambda: nn.BatchNorm1d(32)),
+        given,
+        use=steps,
+        tolerance=REORDERED,
+    ),
     Row("autocast", lambda: layers(), given, use=in_bfloat16, tolerance=2**-6),
 ]
 
@@ -107,7 +125,9 @@ BEHAVIOURS = [
 @ways(*ON_GPUS)
 @pytest.mark.parametrize("row", BEHAVIOURS, ids=lambda row: row.name)
 @pytest.mark.parametrize("chunks", [1, 3, 8])
-def test_behaviours(row: Row, chunks: int, engine: str, devices: list[str], checkpoint: Any) -> None:
+def test_behaviours(
+    row: Row, chunks: int, engine: str, devices: list[str], checkpoint: Any
+) -> None:
     """Outputs, gradients and buffers are those of the plain layers on the first device."""
     row = replace(row, balance=balance(devices), chunks=chunks)
     assert unlike(row, "", engine, checkpoint, devices) == []
@@ -129,8 +149,12 @@ def test_a_recomputation_drops_the_same(engine: str, devices: list[str]) -> None
 
 @ways(*ON_GPUS, *WITH_HOST)
 @pytest.mark.parametrize("when", ["forward", "recompute", "backward"])
-def test_an_error_arrives_and_the_next_call_works(engine: str, devices: list[str], when: str) -> None:
-    model = piped(layers(), balance(devices), 4, engine=engine, devices=devices, checkpoint="always")
+def test_an_error_arrives_and_the_next_call_works(
+    engine: str, devices: list[str], when: str
+) -> None:
+    model = piped(
+        layers(), balance(devices), 4, engine=engine, devices=devices, checkpoint="always"
+    )
     x = torch.randn(8, 16)
     for calls_before in range(3):
         model[3].fail(when, ZeroDivisionError("trouble"), calls_before=calls_before)
@@ -170,7 +194,9 @@ class _Late(torch.autograd.Function):
 @ways(*ON_GPUS, *WITH_HOST)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("streams", [True, False], ids=["copy streams", "no copy streams"])
-def test_nothing_is_read_before_it_is_there(engine: str, devices: list[str], checkpoint: Any, streams: bool) -> None:
+def test_nothing_is_read_before_it_is_there(
+    engine: str, devices: list[str], checkpoint: Any, streams: bool
+) -> None:
     n, options = len(devices), {"copy_streams": streams} if engine == "graph" else {}
     module = nn.Sequential(*(Late() for _ in range(n)))
     model = piped(module, [1] * n, engine=engine, devices=devices, checkpoint=checkpoint, **options)
@@ -251,7 +277,9 @@ def test_no_host_synchronization_within_a_step(devices: list[str], checkpoint: A
     model(x).sum().backward()
     torch.cuda.synchronize()
     model.zero_grad()
-    torch.cuda.set_sync_debug_mode("error")  # of PyTorch: whoever makes the host wait raises an error
+    torch.cuda.set_sync_debug_mode(
+        "error"
+    )  # of PyTorch: whoever makes the host wait raises an error
     try:
         model(x).sum().backward()
     finally:
@@ -284,34 +312,51 @@ def test_pinned_memory_is_used_again(engine: str, devices: list[str]) -> None:
     assert pinned[-1] > 0 or len({*devices}) > 1
 
 
-SETUPS = [("", 32768, chunks, checkpoint) for chunks, checkpoint in product((1, 4), ("always", "except_last", "never"))]
+SETUPS = [
+    ("", 32768, chunks, checkpoint)
+    for chunks, checkpoint in product((1, 4), ("always", "except_last", "never"))
+]
 # With few activations the optimizer's step is the peak: by default, all parameters are updated at once.
 SETUPS += [(name, 64, 2, "always") for name in ("momentum", "rmsprop", "adagrad", "adam", "adamw")]
 
 
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=needs(2))])
 @pytest.mark.parametrize(("optimizer", "batch", "chunks", "checkpoint"), SETUPS)
-def test_predicted_memory_is_allocated(n: int, optimizer: str, batch: int, chunks: int, checkpoint: Any) -> None:
+def test_predicted_memory_is_allocated(
+    n: int, optimizer: str, batch: int, chunks: int, checkpoint: Any
+) -> None:
     """Within 5 %, of gigabytes: the allocator rounds sizes up, and products may take workspaces for a moment."""
 
-    def module() -> nn.Sequential:  # to add up a bias's gradient takes memory for a moment: 132 MiB here on an H100
-        return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())))
+    def module() -> (
+        nn.Sequential
+    ):  # to add up a bias's gradient takes memory for a moment: 132 MiB here on an H100
+        return nn.Sequential(
+            *(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()))
+        )
 
-    options: dict[str, Any] = {"optimizer": optimizer_named(optimizer, foreach=True)} if optimizer else {}
+    options: dict[str, Any] = (
+        {"optimizer": optimizer_named(optimizer, foreach=True)} if optimizer else {}
+    )
     setup = Setup(batch, (8 // n,) * n, chunks, checkpoint, **options)
     with torch.device("meta"):
         counts = count(module(), torch.empty(1, WIDTH))
     predicted = [device.peak for device in setup_memory(counts, setup)]
-    assert allocated(module(), setup, OPTIMIZERS.get(optimizer)) == pytest.approx(predicted, rel=0.05)
+    assert allocated(module(), setup, OPTIMIZERS.get(optimizer)) == pytest.approx(
+        predicted, rel=0.05
+    )
 
 
-def allocated(module: nn.Sequential, setup: Setup, make: Callable[..., torch.optim.Optimizer] | None) -> list[int]:
+def allocated(
+    module: nn.Sequential, setup: Setup, make: Callable[..., torch.optim.Optimizer] | None
+) -> list[int]:
     """Return each device's peak in the second step, beside workspaces."""
     devices = [torch.device("cuda", j) for j in range(len(setup.balance))]
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     held = [torch.cuda.memory_allocated(d) for d in devices]
-    model = GPipe(module, setup.balance, devices=devices, chunks=setup.chunks, checkpoint=setup.checkpoint)
+    model = GPipe(
+        module, setup.balance, devices=devices, chunks=setup.chunks, checkpoint=setup.checkpoint
+    )
     optimizer = None if make is None else make(model.parameters(), lr=0.1)
     x = torch.randn(setup.batch_size, WIDTH, device=devices[0])
     for _ in range(2):  # predicted is the second step, and every later one
@@ -331,18 +376,24 @@ def allocated(module: nn.Sequential, setup: Setup, make: Callable[..., torch.opt
     peaks = [torch.cuda.max_memory_allocated(d) for d in devices]
     with_workspaces = [torch.cuda.memory_allocated(d) for d in devices]
     torch._C._cuda_clearCublasWorkspaces()
-    workspaces = [w - torch.cuda.memory_allocated(d) for w, d in zip(with_workspaces, devices, strict=True)]
+    workspaces = [
+        w - torch.cuda.memory_allocated(d) for w, d in zip(with_workspaces, devices, strict=True)
+    ]
     return [peak - w - h for peak, w, h in zip(peaks, workspaces, held, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["n2m1", "n2m4", "n8m32", "checkpoint-only m4"])
 def test_one_gpu_plays_all_devices_and_its_events_time_the_tasks(name: str) -> None:
-    row = next(row for row in EXPERIMENTS["amoebanet-speed"].scale("small").rows if row.name == name)
+    row = next(
+        row for row in EXPERIMENTS["amoebanet-speed"].scale("small").rows if row.name == name
+    )
     gpu = Devices("cuda", 1)
     emulation = Emulation(row, gpu, FakeData([row], 0), Balancer(gpu), 0)
     for run in [emulation.run() for _ in range(3)]:
         assert all(seconds > 0 for seconds in run.tasks.values())
-        assert sum(run.tasks.values()) + run.loss + sum(run.updates) < 1.001 * run.work  # what lies between is of none
+        assert (
+            sum(run.tasks.values()) + run.loss + sum(run.updates) < 1.001 * run.work
+        )  # what lies between is of none
     most = emulation.step().work * (row.micro_batches or 1) / emulation.executed
     assert 0 < emulation.step().seconds < 1.001 * most
     assert {device.type for device in emulation.training.devices} == {"cuda"}

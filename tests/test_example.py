@@ -46,7 +46,11 @@ def saved(folder: Path, step: int) -> dict[str, Tensor]:
     """Return the model and the optimizer's state as they were saved after a step."""
     (path,) = folder.glob(f"*-step-{step}")
     content = FileSystemReader(path).read_metadata()
-    return read(path, content, [key for key in content.state_dict_metadata if key.startswith(("model.", "optimizer."))])
+    return read(
+        path,
+        content,
+        [key for key in content.state_dict_metadata if key.startswith(("model.", "optimizer."))],
+    )
 
 
 @pytest.mark.parametrize("model", ["amoebanetd", "transformer", "resnet18"])
@@ -54,20 +58,26 @@ def test_the_example(model: str) -> None:
     if model == "resnet18":
         pytest.importorskip("torchvision", exc_type=Exception)  # type: ignore[arg-type]
     example = ("examples/train.py", model, "--steps", "2", "--batch", "6", "--chunks", "3")
-    alone, ranks = [[x for step in ended(started(*start, *example)) for x in step] for start in ((), TWO)]
+    alone, ranks = [
+        [x for step in ended(started(*start, *example)) for x in step] for start in ((), TWO)
+    ]
     assert len(alone) == 6
     # Convolutions may differ in their last bits from one start of Python to the next, in a single process, too.
     assert ranks == pytest.approx(alone, rel=1e-4)
 
 
 def test_the_tutorial(tmp_path: Path) -> None:
-    *alone, ranks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL)
+    *alone, ranks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL
+    )
     printed = ""
     for start, code in (((), "".join(alone)), (TWO, ranks)):
         script = tmp_path / "script.py"
         script.write_text(code)
         printed += python(*start, str(script), errors=subprocess.STDOUT).communicate(timeout=600)[0]
-    losses = [float(loss) for loss in re.findall(r": (\d+\.\d+)", printed)]  # two ranks may share a line
+    losses = [
+        float(loss) for loss in re.findall(r": (\d+\.\d+)", printed)
+    ]  # two ranks may share a line
     assert len(losses) == 5, printed
     assert losses == pytest.approx(losses[:1] * 5, rel=1e-4)
 

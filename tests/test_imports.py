@@ -54,7 +54,15 @@ def imported(path: Path) -> Iterator[str]:
 
 def package(module: str) -> tuple[int, str] | None:
     """Return the line of a module's package, and its name."""
-    return next(((i, n) for i, names in enumerate(LAYERS) for n in names if f"{module}.".startswith(f"{n}.")), None)
+    return next(
+        (
+            (i, n)
+            for i, names in enumerate(LAYERS)
+            for n in names
+            if f"{module}.".startswith(f"{n}.")
+        ),
+        None,
+    )
 
 
 def test_imports_go_down() -> None:
@@ -69,21 +77,44 @@ def test_imports_go_down() -> None:
 
 def test_each_part_of_the_library_has_its_line() -> None:
     parts = {
-        path.stem for path in (ROOT / "torchgpipe").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+        path.stem
+        for path in (ROOT / "torchgpipe").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    listed = {name.removeprefix("torchgpipe.") for names in LAYERS for name in names if name.startswith("torchgpipe.")}
+    listed = {
+        name.removeprefix("torchgpipe.")
+        for names in LAYERS
+        for name in names
+        if name.startswith("torchgpipe.")
+    }
     assert parts - {"__init__", "__version__"} == listed | OLD_NAMES
 
 
 def test_no_circles() -> None:
-    graph = {module: {other for other in imported(path) if other in MODULES} for module, path in MODULES.items()}
-    bottom_up = list(graphlib.TopologicalSorter(graph).static_order())  # an error here names the circle
+    graph = {
+        module: {other for other in imported(path) if other in MODULES}
+        for module, path in MODULES.items()
+    }
+    bottom_up = list(
+        graphlib.TopologicalSorter(graph).static_order()
+    )  # an error here names the circle
     assert set(bottom_up) == set(MODULES)
 
 
 def test_the_library_needs_torch_alone() -> None:
-    needed = {other.partition(".")[0] for m in MODULES if m.startswith("torchgpipe") for other in imported(MODULES[m])}
+    needed = {
+        other.partition(".")[0]
+        for m in MODULES
+        if m.startswith("torchgpipe")
+        for other in imported(MODULES[m])
+    }
     assert "torch" in needed and needed - {"torch", "torchgpipe"} <= sys.stdlib_module_names
-    without = [m for m in MODULES if m == "torchgpipe.plan.replay" or f"{m}.".startswith("torchgpipe.schedules.")]
+    without = [
+        m
+        for m in MODULES
+        if m == "torchgpipe.plan.replay" or f"{m}.".startswith("torchgpipe.schedules.")
+    ]
     assert len(without) > 1
-    assert not any(f"{other}.".startswith("torch.") for m in without for other in imported(MODULES[m]))
+    assert not any(
+        f"{other}.".startswith("torch.") for m in without for other in imported(MODULES[m])
+    )

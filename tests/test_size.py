@@ -16,7 +16,9 @@ def files() -> list[Path]:
 def test_files_side_by_side() -> None:
     folders = {path.parent for path in files()}
     many = {
-        folder: n for folder in folders if (n := len({*folder.glob("*.py")} - {folder / "__init__.py"})) > SIDE_BY_SIDE
+        folder: n
+        for folder in folders
+        if (n := len({*folder.glob("*.py")} - {folder / "__init__.py"})) > SIDE_BY_SIDE
     }
     assert folders and not many
 

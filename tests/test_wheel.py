@@ -10,8 +10,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDED = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "torchgpipe", "reproduce", "results")
-WRITING = {"report": "report.html", "predict unet-speed": "predicted/*.json", "import-paper tables.json": "paper"}
+NEEDED = (
+    "setup.py",
+    "setup.cfg",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "torchgpipe",
+    "reproduce",
+    "results",
+)
+WRITING = {
+    "report": "report.html",
+    "predict unet-speed": "predicted/*.json",
+    "import-paper tables.json": "paper",
+}
 REFUSED = ("publish x --force", "render", "regression --base HEAD")
 EACH = "import sys; from reproduce.cli.main import main; print([main(each.split()) for each in sys.argv[1:]])"
 
@@ -23,13 +36,22 @@ def test_a_wheel_has_all_that_the_program_needs(tmp_path: Path) -> None:
     for name in NEEDED:
         path = ROOT / name
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(path, source / name, ignore=ignored) if path.is_dir() else shutil.copy(path, source)
+        shutil.copytree(path, source / name, ignore=ignored) if path.is_dir() else shutil.copy(
+            path, source
+        )
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source], check=True)
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source],
+        check=True,
+    )
     (wheel,) = wheels.iterdir()
     with zipfile.ZipFile(wheel) as file:
         tops = {name.partition("/")[0] for name in file.namelist()}
-        published = {Path(name).name for name in file.namelist() if name.startswith("reproduce/results/paper/")}
+        published = {
+            Path(name).name
+            for name in file.namelist()
+            if name.startswith("reproduce/results/paper/")
+        }
     assert {top for top in tops if not top.endswith(".dist-info")} == {"torchgpipe", "reproduce"}
     assert published == {path.name for path in (ROOT / "results" / "paper").glob("*.json")}
 
@@ -44,7 +66,11 @@ def test_a_wheel_has_all_that_the_program_needs(tmp_path: Path) -> None:
     assert len(list((elsewhere / "runs").glob("*.json"))) == 1
     command = [sys.executable, "-c", EACH, *WRITING, *REFUSED]
     done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
-    assert done.stdout.endswith("[0, 0, 0, 2, 2, 2]\n") and done.stderr.count("needs a checkout") == 3, done.stderr
+    assert (
+        done.stdout.endswith("[0, 0, 0, 2, 2, 2]\n") and done.stderr.count("needs a checkout") == 3
+    ), done.stderr
     assert all(list(elsewhere.glob(written)) for written in WRITING.values())
     files = [path for path in installed.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    assert files and not [path for path in files if path.stat().st_mtime_ns >= tables.stat().st_mtime_ns]
+    assert files and not [
+        path for path in files if path.stat().st_mtime_ns >= tables.stat().st_mtime_ns
+    ]

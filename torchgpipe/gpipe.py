@@ -89,12 +89,23 @@ class GPipe(Partitioned):
         schedule: str | Schedule = "GPipe",
         silence: float | None = None,
     ) -> None:
-        options: dict[str, Any] = {"checkpoint": checkpoint, "deferred_batch_norm": deferred_batch_norm}
+        options: dict[str, Any] = {
+            "checkpoint": checkpoint,
+            "deferred_batch_norm": deferred_batch_norm,
+        }
         super().__init__(module, balance, chunks=chunks, schedule=schedule, **options)
         if silence is not None:
-            warnings.warn("GPipe(silence=…) does nothing any more, and will go", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                "GPipe(silence=…) does nothing any more, and will go",
+                DeprecationWarning,
+                stacklevel=2,
+            )
         stages = len(self.balance)
-        named = [*devices] if isinstance(devices, Iterable) and not isinstance(devices, str) else devices
+        named = (
+            [*devices]
+            if isinstance(devices, Iterable) and not isinstance(devices, str)
+            else devices
+        )
         arrangement = arranged(schedule, stages, len(named) if isinstance(named, list) else None)
         self.devices = choose_devices(named, arrangement.n if stages else 0)
         chosen = [self.devices[d] for d in arrangement.placement]
@@ -102,7 +113,9 @@ class GPipe(Partitioned):
             allowed = ", ".join(map(repr, get_args(EngineName)))
             raise ValueError(f"engine must be one of {allowed}, but got {engine!r}")
         if engine == "workers" and any(device.type != "cpu" for device in chosen):
-            raise ValueError(f"engine={engine!r} is for CPU devices, but got {sorted({str(d) for d in chosen})}")
+            raise ValueError(
+                f"engine={engine!r} is for CPU devices, but got {sorted({str(d) for d in chosen})}"
+            )
         self._switches = (engine, dependency, copy_streams, portals)
         self._hold(chosen, chosen, init)
 
@@ -157,14 +170,18 @@ class GPipe(Partitioned):
         batch = partial(Batch, engine, len(micro_batches), mode, observer)
         return gather(self._mini_batch(lambda: run_forward(batch(), micro_batches)))
 
-    def _carry_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: StepRequest) -> torch.Tensor:
+    def _carry_out(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], request: StepRequest
+    ) -> torch.Tensor:
         input = args[0] if self._signature is None else self._signature.flat(args, kwargs)
         micro_batches = self._begun(input)
         if not self._stages:
             raise ValueError("there are no layers to train")
         sizes = self._sizes(micro_batches)
         batch = partial(Batch, self._steps, len(micro_batches), self.checkpoint, self.observer)
-        return self._mini_batch(lambda: run_step(batch(), micro_batches, sizes, request, self._seen))
+        return self._mini_batch(
+            lambda: run_step(batch(), micro_batches, sizes, request, self._seen)
+        )
 
     def _begun(self, input: TensorOrTensors) -> list[TensorOrTensors]:
         """Check an input and this pipeline; return the micro-batches of the mini-batch that begins."""
@@ -172,7 +189,9 @@ class GPipe(Partitioned):
         self._check()
         return self._micro_batches(input) if self._stages else []
 
-    def loss(self, criterion: Callable[[Any, Any], torch.Tensor], input: Any, target: Any) -> torch.Tensor:
+    def loss(
+        self, criterion: Callable[[Any, Any], torch.Tensor], input: Any, target: Any
+    ) -> torch.Tensor:
         """Return `criterion(output, target)` of a mini-batch; its backward begins when all forwards have ended.
 
         `DistributedGPipe` has the same. The input of a traced module is given as its sample was: a tensor, a tuple of

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def run_with_hooks(model: nn.Module, given: Arguments, run: Callable[[Arguments], Tensor]) -> Tensor:
+def run_with_hooks(
+    model: nn.Module, given: Arguments, run: Callable[[Arguments], Tensor]
+) -> Tensor:
     """Return what `run` makes of the arguments that are `given`, and of what hooks before the forward make of them."""
     if model._backward_hooks or model._backward_pre_hooks:
         raise RuntimeError(

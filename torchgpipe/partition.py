@@ -55,8 +55,17 @@ def check_module(module: object) -> None:
         )
     # What a subclass of nn.Sequential overrides, except methods that only show it.
     classes = type(module).__mro__[: type(module).__mro__.index(nn.Sequential)]
-    names = [name for kind in classes for name in vars(kind) if callable(getattr(nn.Sequential, name, None))]
-    shown = {"extra_repr", "_get_name", *(n for n in names if n[:2] == "__" and n not in ("__call__", "__getattr__"))}
+    names = [
+        name
+        for kind in classes
+        for name in vars(kind)
+        if callable(getattr(nn.Sequential, name, None))
+    ]
+    shown = {
+        "extra_repr",
+        "_get_name",
+        *(n for n in names if n[:2] == "__" and n not in ("__call__", "__getattr__")),
+    }
     has: dict[str, object] = {
         **{f"a method {name}": True for name in names if name not in shown},
         "a forward": "forward" in vars(module),
@@ -86,13 +95,19 @@ def check_settings(chunks: object, checkpoint: object) -> None:
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
     if checkpoint not in MODES:
-        raise ValueError(f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got {checkpoint!r}")
+        raise ValueError(
+            f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got {checkpoint!r}"
+        )
 
 
-def choose_devices(devices: Iterable[int | str | torch.device] | None, n: int) -> list[torch.device]:
+def choose_devices(
+    devices: Iterable[int | str | torch.device] | None, n: int
+) -> list[torch.device]:
     """Return one device for each of `n` partitions: the first of those given, of all CUDA devices, or the CPU."""
     if isinstance(devices, str | torch.device | int):
-        raise TypeError(f"devices must be a list of devices, one per partition, but got {devices!r}")
+        raise TypeError(
+            f"devices must be a list of devices, one per partition, but got {devices!r}"
+        )
     if devices is not None:
         found = [torch.device(device) for device in devices]
     elif torch.cuda.is_available():
@@ -111,7 +126,10 @@ def choose_devices(devices: Iterable[int | str | torch.device] | None, n: int) -
             stacklevel=3,
         )
     # "cuda" and "cuda:0" are one device, and have to compare equal.
-    return [torch.device("cuda", torch.cuda.current_device()) if str(d) == "cuda" else d for d in found[:n]]
+    return [
+        torch.device("cuda", torch.cuda.current_device()) if str(d) == "cuda" else d
+        for d in found[:n]
+    ]
 
 
 class Partition(nn.Sequential):
@@ -128,13 +146,18 @@ def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Seque
     if balance is None:
         raise ValueError("balance is required: the number of layers of each partition" + _ADVICE)
     if not isinstance(balance, Iterable):
-        raise TypeError(f"balance must be a list, the layers of each partition, but got {balance!r}" + _ADVICE)
+        raise TypeError(
+            f"balance must be a list, the layers of each partition, but got {balance!r}" + _ADVICE
+        )
     balance = list(balance)
     if any(not isinstance(b, int) or isinstance(b, bool) or b <= 0 for b in balance):
-        raise ValueError(f"every partition needs one layer or more, but got the balance {balance}" + _ADVICE)
+        raise ValueError(
+            f"every partition needs one layer or more, but got the balance {balance}" + _ADVICE
+        )
     if sum(balance) != len(module):
         raise ValueError(
-            f"the balance {balance} sums up to {sum(balance)} layers, but the module has {len(module)}" + _ADVICE
+            f"the balance {balance} sums up to {sum(balance)} layers, but the module has {len(module)}"
+            + _ADVICE
         )
     layers = iter(module.named_children())
     partitions: list[nn.Sequential] = []
@@ -169,11 +192,16 @@ def check_parameters(partitions: Iterable[nn.Module], places: Iterable[object]) 
                 )
 
 
-def shared_buffers(partitions: Iterable[nn.Module], own: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+def shared_buffers(
+    partitions: Iterable[nn.Module], own: Iterable[nn.Module]
+) -> list[tuple[nn.Module, str]]:
     """Return which buffers of `own` partitions share memory with other partitions': modules, and names there."""
     times = Counter(x for partition in partitions for x in {*map(_memory, partition.buffers())})
     places = [
-        (module, *item) for partition in own for module in partition.modules() for item in module._buffers.items()
+        (module, *item)
+        for partition in own
+        for module in partition.modules()
+        for item in module._buffers.items()
     ]
     return [(module, name) for module, name, x in places if x is not None and times[_memory(x)] > 1]
 
@@ -186,7 +214,9 @@ class Elsewhere:
     """A hook that leaves out what a state says of partitions that are not this process's `own`."""
 
     def __init__(self, partitions: Iterable[nn.Module], own: Sequence[nn.Module]) -> None:
-        self._names = {n for p in partitions for n in p.state_dict()} - {n for p in own for n in p.state_dict()}
+        self._names = {n for p in partitions for n in p.state_dict()} - {
+            n for p in own for n in p.state_dict()
+        }
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Drop their entries, before a state is loaded."""
@@ -194,12 +224,16 @@ class Elsewhere:
             state.pop(prefix + name, None)
 
 
-def place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device | None], init: Init | None) -> None:
+def place(
+    partitions: Sequence[nn.Sequential], devices: Sequence[torch.device | None], init: Init | None
+) -> None:
     """Move the partitions to their devices, except those that have none; fill their layers by `init`.
 
     Layers on `meta` get memory. The random numbers of layer k depend on k and the default generator's seed alone.
     """
-    placed = [(p, device) for p, device in zip(partitions, devices, strict=True) if device is not None]
+    placed = [
+        (p, device) for p, device in zip(partitions, devices, strict=True) if device is not None
+    ]
     made: dict[tuple[Tensor, torch.device], Tensor] = {}  # a tensor in two places stays one
     for partition, device in placed:
         for path, module in partition.named_modules():
@@ -214,7 +248,11 @@ def place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device | 
                         )
                     if (x, device) not in made:
                         empty = torch.empty_like(x, device=device)
-                        made[x, device] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+                        made[x, device] = (
+                            nn.Parameter(empty, x.requires_grad)
+                            if isinstance(x, nn.Parameter)
+                            else empty
+                        )
                     tensors[name] = made[x, device]
     for partition, device in placed:
         partition.to(device)

@@ -93,9 +93,13 @@ class Partitioned(nn.Module, ABC):
         self._signature = module.signature if isinstance(module, Layers) else None
         self.register_load_state_dict_pre_hook(translate_old_state)  # type: ignore[no-untyped-call]
 
-    def _hold(self, devices: Sequence[torch.device | None], places: Iterable[object], init: Init | None) -> None:
+    def _hold(
+        self, devices: Sequence[torch.device | None], places: Iterable[object], init: Init | None
+    ) -> None:
         """Move the partitions to their devices; drop those whose device is `None`. `places` says where each is."""
-        partitions = [partition for partition in self._partitions if isinstance(partition, nn.Sequential)]
+        partitions = [
+            partition for partition in self._partitions if isinstance(partition, nn.Sequential)
+        ]
         check_parameters(partitions, places)
         self._held = [(j, device) for j, device in enumerate(devices) if device is not None]
         own = [partitions[j] for j, _ in self._held]
@@ -110,7 +114,9 @@ class Partitioned(nn.Module, ABC):
 
     def _build(self) -> None:
         """Make what cannot be copied or pickled: locks, streams, threads, and what refers to them."""
-        self._stages = [Stage(j, p, device) for (j, device), p in zip(self._held, self._partitions, strict=True)]
+        self._stages = [
+            Stage(j, p, device) for (j, device), p in zip(self._held, self._partitions, strict=True)
+        ]
         self._look()
 
     def _look(self) -> None:
@@ -134,7 +140,9 @@ class Partitioned(nn.Module, ABC):
 
     def _hooked(self, input: Any, request: Any) -> Tensor:
         """Return what a request asks for; the hooks of this module are run, though it is not called."""
-        return run_with_hooks(self, self._arguments(input), lambda given: self._carry_out(*given, request))
+        return run_with_hooks(
+            self, self._arguments(input), lambda given: self._carry_out(*given, request)
+        )
 
     @abstractmethod
     def _carry_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
@@ -234,8 +242,14 @@ class Partitioned(nn.Module, ABC):
     def _check(self) -> None:
         """Check, before a mini-batch, what may have been changed since the last one."""
         check_settings(self.chunks, self.checkpoint)
-        layers = {name: layer for stage in self._stages for name, layer in stage.partition._modules.items()}
-        if self._modules != layers or [stage.partition for stage in self._stages] != [*self._partitions]:
+        layers = {
+            name: layer
+            for stage in self._stages
+            for name, layer in stage.partition._modules.items()
+        }
+        if self._modules != layers or [stage.partition for stage in self._stages] != [
+            *self._partitions
+        ]:
             raise RuntimeError(
                 "a layer or partition was replaced after the pipeline was made; change the layers first, then wrap "
                 f"them in a {type(self).__name__} (what is inside of a layer may be replaced at any time between steps)"
@@ -249,8 +263,14 @@ class Partitioned(nn.Module, ABC):
         device = stage.device
         # A copy to the host must be waited for: the host could read it before it has arrived.
         input = mapped(lambda x: x.to(device, non_blocking=device.type == "cuda"), input)
-        micro_batches = scatter(input, self.chunks, None if self._signature is None else self._signature.batched)
-        if len(micro_batches) > 1 and isinstance(input, Tensor) and begins_in_place(stage.partition):
+        micro_batches = scatter(
+            input, self.chunks, None if self._signature is None else self._signature.batched
+        )
+        if (
+            len(micro_batches) > 1
+            and isinstance(input, Tensor)
+            and begins_in_place(stage.partition)
+        ):
             # Micro-batches are views of one tensor and share its version counter: a change of one looks like a change
             # of all.
             micro_batches = [mapped(torch.clone, x) for x in micro_batches]
@@ -261,7 +281,16 @@ class Partitioned(nn.Module, ABC):
         sizes = []
         for tensors in map(tensors_of, micro_batches):
             batched = [True] * len(tensors) if self._signature is None else self._signature.batched
-            sizes.append(next((len(x) for x, split in zip(tensors, batched, strict=True) if split and x.dim()), 1))
+            sizes.append(
+                next(
+                    (
+                        len(x)
+                        for x, split in zip(tensors, batched, strict=True)
+                        if split and x.dim()
+                    ),
+                    1,
+                )
+            )
         return sizes
 
     def _mini_batch(self, run: Callable[[], T]) -> T:
@@ -276,7 +305,9 @@ class Partitioned(nn.Module, ABC):
         def checked() -> T:
             with Modes():
                 result = run()
-                if versions(shared) != before or False in map(equal, [x for x in shared if x is not None], copies):
+                if versions(shared) != before or False in map(
+                    equal, [x for x in shared if x is not None], copies
+                ):
                     raise RuntimeError(
                         "two partitions have layers that change the same buffer (such as one batch norm in both), not "
                         "in the order in which the layers would; give each its own layer, or keep it in evaluation mode"
@@ -302,7 +333,9 @@ class Partitioned(nn.Module, ABC):
         """
         settings = {"max_norm": float(max_norm), "norm_type": float(norm_type)}
         with self._together("clip_grad_norm_", **settings) as exchange:
-            stages = {p: stage.index for stage in self._stages[::-1] for p in stage.partition.parameters()}
+            stages = {
+                p: stage.index for stage in self._stages[::-1] for p in stage.partition.parameters()
+            }
             return clip_gradients([*self.parameters()], stages, exchange, max_norm, norm_type)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:

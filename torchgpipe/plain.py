@@ -34,7 +34,9 @@ def unpacked(packed: Tensor | None) -> Any:
     """Return the value that was packed."""
     assert packed is not None
     text = bytes(packed.cpu().numpy())
-    return json.loads(text, object_hook=lambda tagged: next(_BACK[kind](x) for kind, x in tagged.items()))
+    return json.loads(
+        text, object_hook=lambda tagged: next(_BACK[kind](x) for kind, x in tagged.items())
+    )
 
 
 def _tagged(x: Any) -> Any:

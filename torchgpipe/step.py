@@ -45,7 +45,12 @@ class Losses(BatchIO):
     """
 
     def __init__(
-        self, batch: Batch, inputs: Sequence[TensorOrTensors], sizes: Sequence[int], request: StepRequest, shown: Shown
+        self,
+        batch: Batch,
+        inputs: Sequence[TensorOrTensors],
+        sizes: Sequence[int],
+        request: StepRequest,
+        shown: Shown,
     ) -> None:
         super().__init__(inputs)
         self._batch, self._request, self._shown = batch, request, shown
@@ -61,7 +66,9 @@ class Losses(BatchIO):
         """Work out the loss of micro-batch i."""
         with self._batch.draws(i, self._stage, False).first():
             try:
-                loss = self._request.criterion(self._shown(together(output.form, output.flat)), self._targets[i])
+                loss = self._request.criterion(
+                    self._shown(together(output.form, output.flat)), self._targets[i]
+                )
             except Exception as error:
                 note(error, f"the criterion, micro-batch {i}")
                 raise
@@ -80,13 +87,17 @@ class Losses(BatchIO):
 
     def _loss(self) -> Tensor:
         losses = [loss for _, loss in sorted(self._losses.items())]
-        return torch.stack(losses) if self._request.reduction == "none" else cast(Tensor, sum(losses))
+        return (
+            torch.stack(losses) if self._request.reduction == "none" else cast(Tensor, sum(losses))
+        )
 
     def output_grads(self, i: int) -> Flat:
         """Return the gradients of micro-batch i's outputs; add up those of the criterion's other leaves."""
         outputs, loss = self._under_way.pop(i)
         if not loss.requires_grad:
-            return tuple([None if y is None or not y.requires_grad else torch.zeros_like(y) for y in outputs])
+            return tuple(
+                [None if y is None or not y.requires_grad else torch.zeros_like(y) for y in outputs]
+            )
         if self._request.scaler is not None:
             loss = self._request.scaler.scale(loss)
         leaves, only_whole = leaves_behind(loss)
@@ -94,9 +105,13 @@ class Losses(BatchIO):
             loss.backward()
             return tuple([None if y is None else self._shares.masked(y.grad, i) for y in outputs])
         own = {id(y) for y in outputs}
-        leaves = [x for x in leaves if x.requires_grad]  # a criterion may freeze what it has used, as GANs do
+        leaves = [
+            x for x in leaves if x.requires_grad
+        ]  # a criterion may freeze what it has used, as GANs do
         others = [x for x in leaves if id(x) not in own]
-        with without_hooks(others) if others else NOTHING:  # they run once, when the sums are handed on
+        with (
+            without_hooks(others) if others else NOTHING
+        ):  # they run once, when the sums are handed on
             found = torch.autograd.grad(loss, leaves, allow_unused=True)
         grads = {id(x): self._shares.masked(grad, i) for x, grad in zip(leaves, found, strict=True)}
         for x in others:
@@ -122,7 +137,11 @@ class Losses(BatchIO):
 
 
 def run_step(
-    batch: Batch, inputs: Sequence[TensorOrTensors], sizes: Sequence[int], request: StepRequest, shown: Shown
+    batch: Batch,
+    inputs: Sequence[TensorOrTensors],
+    sizes: Sequence[int],
+    request: StepRequest,
+    shown: Shown,
 ) -> Tensor:
     """Return the loss of a mini-batch: of forwards alone, or as the node of the caller's graph that hands on gradients.
 
@@ -135,7 +154,9 @@ def run_step(
         warn_of_other_means(request, sizes)
     grad = bool(batch.guards)
     if request.scaler is not None and not batch.last:
-        request.scaler.scale(torch.zeros((), device=batch.devices[0]))  # or it would not know its scale yet
+        request.scaler.scale(
+            torch.zeros((), device=batch.devices[0])
+        )  # or it would not know its scale yet
     for guards in batch.guards:
         guards.backward_begins(0)
     batch.forward(batch.orders.all if grad else batch.orders.forwards, io)
@@ -147,7 +168,9 @@ def run_step(
     if isinstance(io, Losses):
         used, sums = io.sums()
         given, found = [*given, used], [*found, sums]
-    (loss,) = one_node(batch.guards, lambda *_, keep: found, [1], leaves((batch.loss,), (True,)), given)
+    (loss,) = one_node(
+        batch.guards, lambda *_, keep: found, [1], leaves((batch.loss,), (True,)), given
+    )
     assert loss is not None
     return loss
 
@@ -155,7 +178,9 @@ def run_step(
 def scalar(loss: object) -> Tensor:
     """Return what a criterion has returned; raise `TypeError` if that is no scalar."""
     if not isinstance(loss, Tensor) or loss.dim():
-        given = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        given = (
+            f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        )
         raise TypeError(f"the criterion must return a scalar tensor, but returned {given}")
     return loss
 
@@ -167,14 +192,20 @@ class Shares:
     """
 
     def __init__(
-        self, reduction: str, weight: Callable[[Any], Any] | None, sizes: Sequence[int], targets: Sequence[Any]
+        self,
+        reduction: str,
+        weight: Callable[[Any], Any] | None,
+        sizes: Sequence[int],
+        targets: Sequence[Any],
     ) -> None:
         self._counts: Sequence[Any] | None = None
         if reduction in ("sum", "none") and weight is None:
             return
         if reduction != "mean":
             given = repr(reduction) + " with a weight" * (weight is not None)
-            raise ValueError(f"reduction must be 'mean', or 'sum' or 'none' without a weight, but got {given}")
+            raise ValueError(
+                f"reduction must be 'mean', or 'sum' or 'none' without a weight, but got {given}"
+            )
         self._counts = sizes if weight is None else [weight(target) for target in targets]
         self._total: Any = sum(self._counts)
 

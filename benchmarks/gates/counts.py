@@ -40,9 +40,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], dict[str, 
     # It has skips across partitions, and dropout.
     "U-Net": (lambda: unet(depth=2, num_convs=1, base_channels=2), (3, 8, 8), {}),
     "batch norm": (
-        lambda: _four_times(lambda: nn.Linear(8, 8), lambda: nn.BatchNorm1d(8)), (8,), {"deferred_batch_norm": True},
+        lambda: _four_times(lambda: nn.Linear(8, 8), lambda: nn.BatchNorm1d(8)),
+        (8,),
+        {"deferred_batch_norm": True},
     ),
-}  # fmt: skip
+}
 SAMPLES = 2  # in a micro-batch
 STEPS = 2  # the first starts the workers, the last is counted
 
@@ -94,7 +96,9 @@ def count(model: str, n: int, m: int, checkpoint: Mode, engine: str) -> Counts:
 
     with tallied() as tally:
         expected = _step(plain, layers, x, tally)
-        pipeline = on_cpu(layers, evenly(layers, n), engine, chunks=m, checkpoint=checkpoint, **options)
+        pipeline = on_cpu(
+            layers, evenly(layers, n), engine, chunks=m, checkpoint=checkpoint, **options
+        )
         counts = _step(pipeline, pipeline, x, tally)
     counts.operators.subtract(expected.operators)
     return counts._replace(nodes=counts.nodes - expected.nodes)
@@ -110,13 +114,19 @@ def _step(model: Callable[[Tensor], Tensor], layers: nn.Module, x: Tensor, tally
 
 def differences(file: Mapping[str, Mapping[str, int]], counted: Mapping[str, Counts]) -> list[str]:
     """Return a line for each count that differs from the file, and for each configuration that only one side has."""
-    lines = [f"{name}: in {FILE.name}, but no longer counted" for name in file if name not in counted]
+    lines = [
+        f"{name}: in {FILE.name}, but no longer counted" for name in file if name not in counted
+    ]
     lines += [f"{name}: counted, but not in {FILE.name}" for name in counted if name not in file]
     for name in [name for name in counted if name in file]:
         for what, now in counted[name].totals().items():
             if (before := file[name].get(what, 0)) != now:
                 line = f"{name}: {what} {'grew' if now > before else 'fell'} from {before} to {now}"
-                each = [f"{n:+} {operator}" for operator, n in sorted(counted[name].operators.items()) if n]
+                each = [
+                    f"{n:+} {operator}"
+                    for operator, n in sorted(counted[name].operators.items())
+                    if n
+                ]
                 lines.append(line + (f"; in all {', '.join(each)}" if what == "operators" else ""))
     return lines
 
@@ -127,11 +137,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--update", action="store_true", help="write what is counted now")
     options = parser.parse_args(arguments)
     try:
-        file = {} if options.update else decode(dict[str, dict[str, int]], read_json(FILE), str(FILE))
+        file = (
+            {} if options.update else decode(dict[str, dict[str, int]], read_json(FILE), str(FILE))
+        )
     except Error as error:
-        raise Error(f"counts: {error}; write it by python -m benchmarks.gates.counts --update") from None
+        raise Error(
+            f"counts: {error}; write it by python -m benchmarks.gates.counts --update"
+        ) from None
     counted = {name: count(*configuration) for name, configuration in CONFIGURATIONS.items()}
-    rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(counts.totals())}" for name, counts in counted.items())
+    rows = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(counts.totals())}" for name, counts in counted.items()
+    )
     print(rows)
     if options.update:
         write_atomically(FILE, f"{{\n{rows}\n}}\n")

@@ -37,7 +37,9 @@ WAYS = ("plain", OTHER, *(way for engine in ENGINES for way in (f"{engine}, {OTH
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every case and print a table."""
     parser = command("gates.machinery", __doc__, rounds=5, steps=20)
-    parser.add_argument("--against", type=other_torchgpipe, metavar="REV|DIR", help="another torchgpipe")
+    parser.add_argument(
+        "--against", type=other_torchgpipe, metavar="REV|DIR", help="another torchgpipe"
+    )
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["linear"])
     parser.add_argument("--checkpoint", nargs="+", choices=MODES, default=["never", "always"])
     parser.add_argument("--partitions", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="n")
@@ -45,10 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no CUDA device here; leave it out to measure on the CPU")
+        parser.error(
+            "--device cuda: there is no CUDA device here; leave it out to measure on the CPU"
+        )
     devices = 1 if options.device == "cuda" else max(options.partitions)
     unit = dict.fromkeys((*DIRECTIONS, BOTH), "us/task")
-    record = start(options, "gates.machinery", "time per task", unit, devices=devices, device=options.device)
+    record = start(
+        options, "gates.machinery", "time per task", unit, devices=devices, device=options.device
+    )
     cases = [*product(options.model, options.checkpoint, options.partitions, options.chunks)]
     collect(record, options.json, measure(options, cases), len(cases), table)
 
@@ -61,7 +67,9 @@ def other_torchgpipe(text: str) -> Path | str:
         commit_of(ROOT, text)
     except Error as error:
         install = f"pip install --no-deps --target {text} torchgpipe==0.0.7"
-        raise argparse.ArgumentTypeError(f"{error}, or a folder with a torchgpipe in it ({install})") from None
+        raise argparse.ArgumentTypeError(
+            f"{error}, or a folder with a torchgpipe in it ({install})"
+        ) from None
     return text
 
 
@@ -73,11 +81,21 @@ def measure(options: argparse.Namespace, cases: Sequence[tuple[str, str, int, in
         if isinstance(other, Path):
             sides.append((other, version(other)))
         elif other is not None:
-            sides.append((committed(TORCHGPIPE, other, Path(temporary) / "other").folder, f"torchgpipe {other}"))
+            sides.append(
+                (
+                    committed(TORCHGPIPE, other, Path(temporary) / "other").folder,
+                    f"torchgpipe {other}",
+                )
+            )
         for number, (model, checkpoint, n, m) in enumerate(cases):
             engines = ENGINES if n > 1 and options.device == "cpu" else ENGINES[:1]
-            ways: dict[str, tuple[int, str | None]] = {"plain": (0, "plain"), **{each: (0, each) for each in engines}}
-            if other is not None and sides[1][1].startswith("torchgpipe 0.0."):  # it has no option `engine`
+            ways: dict[str, tuple[int, str | None]] = {
+                "plain": (0, "plain"),
+                **{each: (0, each) for each in engines},
+            }
+            if other is not None and sides[1][1].startswith(
+                "torchgpipe 0.0."
+            ):  # it has no option `engine`
                 ways[OTHER] = 1, None
             elif other is not None:
                 ways |= {f"{engine}, {OTHER}": (1, engine) for engine in engines}
@@ -99,7 +117,8 @@ def measure(options: argparse.Namespace, cases: Sequence[tuple[str, str, int, in
                     unable |= line.get("unable", {})
                     found |= line.get("samples", {})
             yield [
-                _result(case, way, sides[side][1], found.get(way), unable.get(way)) for way, (side, _) in ways.items()
+                _result(case, way, sides[side][1], found.get(way), unable.get(way))
+                for way, (side, _) in ways.items()
             ]
 
 
@@ -109,7 +128,11 @@ def version(folder: Path) -> str:
 
 
 def _result(
-    case: str, way: str, version: str, turns: Sequence[Sequence[Sequence[float]]] | None, why: str | None
+    case: str,
+    way: str,
+    version: str,
+    turns: Sequence[Sequence[Sequence[float]]] | None,
+    why: str | None,
 ) -> Result:
     if turns is None:
         return Result(case, way, "failed", reason=why, config={"version": version})
@@ -123,10 +146,22 @@ def table(record: Record, style: str = "simple") -> str:
     """Render medians in µs per task, forward + backward, and the ratios of their sums."""
     cases = by_case(record)
     ways = [way for way in WAYS if any(way in found for found in cases.values())]
-    others = [str(found[way].config["version"]) for found in cases.values() for way in found if way.endswith(OTHER)]
+    others = [
+        str(found[way].config["version"])
+        for found in cases.values()
+        for way in found
+        if way.endswith(OTHER)
+    ]
     name = "".join(others[:1]).removeprefix("torchgpipe ")
-    titles = {"plain": "plain loop", OTHER: name, **{f"{engine}, {OTHER}": f"{engine}, {name}" for engine in ENGINES}}
-    headers = ["case", *(title for way in ways for title in (titles.get(way, way), *["ratio"] * (way in ENGINES)))]
+    titles = {
+        "plain": "plain loop",
+        OTHER: name,
+        **{f"{engine}, {OTHER}": f"{engine}, {name}" for engine in ENGINES},
+    }
+    headers = [
+        "case",
+        *(title for way in ways for title in (titles.get(way, way), *["ratio"] * (way in ENGINES))),
+    ]
     rows: list[list[str]] = []
     reasons: dict[str, None] = {}
     for case, found in cases.items():
@@ -135,10 +170,16 @@ def table(record: Record, style: str = "simple") -> str:
             values = found[way].values if way in found else {}
             if way in found and found[way].reason is not None:
                 reasons[f"- {titles.get(way, way)}: {found[way].reason}"] = None
-            row.append(" + ".join(f"{values[each]:.0f}" for each in DIRECTIONS) if BOTH in values else "")
+            row.append(
+                " + ".join(f"{values[each]:.0f}" for each in DIRECTIONS) if BOTH in values else ""
+            )
             if way in ENGINES:
-                base = next(found[each] for each in (f"{way}, {OTHER}", OTHER, "plain") if each in found).values
-                row.append(f"{values[BOTH] / base[BOTH]:.2f}" if BOTH in values and BOTH in base else "")
+                base = next(
+                    found[each] for each in (f"{way}, {OTHER}", OTHER, "plain") if each in found
+                ).values
+                row.append(
+                    f"{values[BOTH] / base[BOTH]:.2f}" if BOTH in values and BOTH in base else ""
+                )
         rows.append(row)
     return "\n".join([grid(headers, rows, style), *(["", *reasons] if reasons else [])])
 

@@ -31,7 +31,9 @@ class Buffered(nn.Linear):
         return super().forward(x) * self.scale
 
 
-MODELS: dict[str, tuple[Callable[[int], nn.Sequential], tuple[int, ...]]] = {  # build(n), sample's shape
+MODELS: dict[
+    str, tuple[Callable[[int], nn.Sequential], tuple[int, ...]]
+] = {  # build(n), sample's shape
     "linear": (lambda n: nn.Sequential(*(nn.Linear(8, 8) for _ in range(n))), (8,)),
     "buffers": (lambda n: nn.Sequential(*(Buffered(8, 8) for _ in range(n))), (8,)),
     "AmoebaNet-D": (lambda n: amoebanetd(3, 8, num_classes=10), (3, 224, 224)),
@@ -42,21 +44,29 @@ MODES = ("never", "except_last", "always")
 class Subject:
     """A model, and an input of one sample per micro-batch. `way` is "plain" for a loop, or a pipeline's engine."""
 
-    def __init__(self, model: str, n: int, m: int, checkpoint: str, device: str, way: str | None) -> None:
+    def __init__(
+        self, model: str, n: int, m: int, checkpoint: str, device: str, way: str | None
+    ) -> None:
         build, shape = MODELS[model]
         torch.manual_seed(0)
         self.layers, self.x = build(n).to(device), torch.rand(m, *shape, device=device)
         balance = evenly(self.layers, n)
         self.run: Callable[[Tensor], Tensor]
         if way == "plain":
-            self.run = _plain(self.layers, balance, m, {"never": 0, "except_last": m - 1, "always": m}[checkpoint])
+            self.run = _plain(
+                self.layers, balance, m, {"never": 0, "except_last": m - 1, "always": m}[checkpoint]
+            )
         elif device == "cpu":
             self.run = on_cpu(self.layers, balance, way, chunks=m, checkpoint=checkpoint)
         else:
-            self.run = GPipe(self.layers, balance, devices=[device] * n, chunks=m, checkpoint=checkpoint)  # type: ignore[arg-type]
+            self.run = GPipe(
+                self.layers, balance, devices=[device] * n, chunks=m, checkpoint=checkpoint
+            )  # type: ignore[arg-type]
 
 
-def _plain(layers: nn.Sequential, balance: list[int], m: int, checkpointed: int) -> Callable[[Tensor], Tensor]:
+def _plain(
+    layers: nn.Sequential, balance: list[int], m: int, checkpointed: int
+) -> Callable[[Tensor], Tensor]:
     """Return a loop over micro-batches, each partition of the first `checkpointed` under `torch.utils.checkpoint`."""
     partitions = [layers[a:b] for a, b in pairwise(accumulate(balance, initial=0))]
 

@@ -53,7 +53,9 @@ class Scene(NamedTuple):
 
     def __str__(self) -> str:
         name = f"{self.schedule}, " * (self.schedule != "GPipe")
-        return f"{name}{self.mode}{', senders ahead' * self.ahead}{', forward only' * (not self.grad)}"
+        return (
+            f"{name}{self.mode}{', senders ahead' * self.ahead}{', forward only' * (not self.grad)}"
+        )
 
     def seconds(self, action: Action) -> float:
         """Return how long an action takes in the schedule."""
@@ -61,7 +63,9 @@ class Scene(NamedTuple):
 
 
 SCENES = (*map(Scene, MODES), Scene("never", ahead=True), Scene("never", ahead=True, grad=False))
-STEPS = tuple(Scene(mode, schedule=name) for name in ("1F1B", "Interleaved1F1B", "ZBH1") for mode in MODES)
+STEPS = tuple(
+    Scene(mode, schedule=name) for name in ("1F1B", "Interleaved1F1B", "ZBH1") for mode in MODES
+)
 
 
 def spans(scene: Scene, copy: float = 0.0) -> dict[str, tuple[float, float]]:
@@ -70,10 +74,14 @@ def spans(scene: Scene, copy: float = 0.0) -> dict[str, tuple[float, float]]:
     Where they do, on simulated devices, a boundary has room for any number of items, and else for one.
     """
     schedule = make(scene.schedule, N, M, checkpoint=scene.mode)
-    pairs = [(action, other) for action in schedule.actions for other in needs(action, schedule.actions)]
+    pairs = [
+        (action, other) for action in schedule.actions for other in needs(action, schedule.actions)
+    ]
     sent = {other for action, other in pairs if other.stage != action.stage}
     copies = [(s, s + 1, copy) for s in range(len(schedule.placement) - 1)]
-    run = schedule.replay(scene.seconds, copies, None if copy else 1, loss=0.0 if scene.schedule == "GPipe" else None)
+    run = schedule.replay(
+        scene.seconds, copies, None if copy else 1, loss=0.0 if scene.schedule == "GPipe" else None
+    )
     times = dict[str, tuple[float, float]]()
     for kind, i, s, start, end in run.tasks:
         action = Action(kind, i, s)
@@ -87,7 +95,9 @@ def spans(scene: Scene, copy: float = 0.0) -> dict[str, tuple[float, float]]:
 def mates(times: dict[str, tuple[float, float]]) -> dict[str, list[str]]:
     """Return, for each piece of work, all that begin while it runs."""
     return {
-        work: [other for other, (begins, _) in times.items() if start <= begins < end and other != work]
+        work: [
+            other for other, (begins, _) in times.items() if start <= begins < end and other != work
+        ]
         for work, (start, end) in times.items()
     }
 
@@ -112,7 +122,9 @@ class Board:
         self.store.compare_set(LOST, "", f"{missing[0]} did not begin while {name} ran")
         return nullcontext()
 
-    def twice(self, store: Any, model: Any, after: Callable[[], object] = lambda: None) -> str | None:
+    def twice(
+        self, store: Any, model: Any, after: Callable[[], object] = lambda: None
+    ) -> str | None:
         """Run a step twice, as a pipeline's first mini-batch is unlike later ones; say who waited for whom in vain."""
         model.observer = self.begins
         for k in "12":
@@ -138,7 +150,12 @@ def pipeline(scene: Scene, devices: Sequence[Any], engine: Any) -> GPipe:
     """Return a pipeline that runs a scene, with a layer for each stage."""
     n = len(make(scene.schedule, N, M).placement)
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(n)))
-    given: Any = {"devices": devices, "chunks": M, "checkpoint": scene.mode, "schedule": scene.schedule}
+    given: Any = {
+        "devices": devices,
+        "chunks": M,
+        "checkpoint": scene.mode,
+        "schedule": scene.schedule,
+    }
     return GPipe(model, [1] * n, engine=engine, **given)
 
 
@@ -200,7 +217,10 @@ def on_devices(scene: Scene, looks: int = 0) -> str | None:
         if task.kind == "copy":
             end = streams.current[-1].clock
             backward = any(work.startswith("backward") for work in found)
-            found[f"copy after {action._replace(kind='backward' if backward else 'forward')}"] = end - 1.0, end
+            found[f"copy after {action._replace(kind='backward' if backward else 'forward')}"] = (
+                end - 1.0,
+                end,
+            )
 
     with pytest.MonkeyPatch.context() as patch:
         streams = Streams(patch, {(j, j + 1): 1.0 for j in range(N - 1)})
@@ -220,13 +240,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command("gates.meeting", __doc__, json=False).parse_args(arguments)
     lines = []
     with closing(Ranks()) as ranks:
-        for engine, run in (("ranks", ranks.run), ("workers", over_workers), ("simulated devices", on_devices)):
+        for engine, run in (
+            ("ranks", ranks.run),
+            ("workers", over_workers),
+            ("simulated devices", on_devices),
+        ):
             scenes = SCENES + STEPS * (run is over_workers)
-            lost = ((scene, line) for scene in scenes if run(scene, LOOKS) and (line := run(scene, MANY)))
+            lost = (
+                (scene, line)
+                for scene in scenes
+                if run(scene, LOOKS) and (line := run(scene, MANY))
+            )
             lines += [f"{engine}, {scene}: {line}" for scene, line in islice(lost, 1)]
     if lines:
         raise SystemExit("\n".join(lines))
-    print(f"all tasks meet, in {len(SCENES)} cases on each engine and {len(STEPS)} of step() by workers")
+    print(
+        f"all tasks meet, in {len(SCENES)} cases on each engine and {len(STEPS)} of step() by workers"
+    )
 
 
 if __name__ == "__main__":

@@ -89,7 +89,9 @@ def _replacements(tally: Tally) -> Iterator[tuple[Any, str, Any]]:
         return engine.run_backward(roots, *args, **kwargs)
 
     names = [name for name in dir(engine) if not name.startswith("__")]
-    noted_engine = SimpleNamespace(**{name: getattr(engine, name) for name in names} | {"run_backward": run_backward})
+    noted_engine = SimpleNamespace(
+        **{name: getattr(engine, name) for name in names} | {"run_backward": run_backward}
+    )
     yield threading.Thread, "start", noted_start
     yield torch.autograd.Variable, "_execution_engine", noted_engine  # for loss.backward()
     yield torchgpipe.tensors._autograd, "_engine", noted_engine  # for tasks
@@ -97,11 +99,15 @@ def _replacements(tally: Tally) -> Iterator[tuple[Any, str, Any]]:
     def noted(make: Callable[[], Any]) -> Callable[[], _Noted]:
         return lambda: _Noted(make(), tally)
 
-    made = {name: noted(getattr(threading, name)) for name in ("Lock", "RLock", "Event", "Condition")}
+    made = {
+        name: noted(getattr(threading, name)) for name in ("Lock", "RLock", "Event", "Condition")
+    }
     noted_threading = SimpleNamespace(**vars(threading) | made)
     locks = type(threading.Lock()) | type(threading.RLock())
     # Patch only the library's modules: modules imported meanwhile would keep patched locks for good.
-    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "torchgpipe"]:
+    for module in [
+        module for name, module in sys.modules.items() if name.partition(".")[0] == "torchgpipe"
+    ]:
         for name, value in list(vars(module).items()):
             if value is SimpleQueue:
                 yield module, name, noted(SimpleQueue)

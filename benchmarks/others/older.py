@@ -21,7 +21,9 @@ class Older(Pipe):
         options = {name: getattr(self.row, name) for name in names}
         self.pipeline = GPipe(layers, balance, devices=["cpu"] * len(balance), **options)
         # Names in its state dict begin with the partition, so they change with the balance.
-        return nn.Sequential(OrderedDict(item for part in self.pipeline.partitions for item in part.named_children()))
+        return nn.Sequential(
+            OrderedDict(item for part in self.pipeline.partitions for item in part.named_children())
+        )
 
     def call(self, x: Any) -> Any:
         self.pipeline.train(self.module.training)

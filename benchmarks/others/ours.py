@@ -17,7 +17,9 @@ class Layers(Pipe):
 
     def build(self, layers: Any, balance: list[Any]) -> Any:
         deferred = self.row.deferred_batch_norm
-        self.plain = Plain(nn.Sequential(layers), chunks=self.row.chunks, deferred_batch_norm=deferred)
+        self.plain = Plain(
+            nn.Sequential(layers), chunks=self.row.chunks, deferred_batch_norm=deferred
+        )
         return layers
 
     def call(self, x: Any) -> Any:

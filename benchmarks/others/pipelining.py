@@ -26,13 +26,20 @@ class TorchGPipe(Pipe):
         options: dict[str, Any] = {"loss_fn": row.criterion, "scale_grads": row.mean}
         if row.sample is None:
             begin = sum(balance[: rank()])
-            module: Any = nn.Sequential(*layers)[begin : begin + balance[rank()]]  # with the names of the whole
+            module: Any = nn.Sequential(*layers)[
+                begin : begin + balance[rank()]
+            ]  # with the names of the whole
             self.schedule = schedule(self.schedule_name, module, chunks=row.chunks, **options)
         else:
             cuts = {name: pipelining.SplitPoint.BEGINNING for name in balance}
             sample = row.sample.chunk(row.chunks)[0]
-            stage = pipelining.pipeline(layers, (sample,), split_spec=cuts).build_stage(rank(), torch.device("cpu"))
-            module, self.schedule = stage.submod, getattr(pipelining, self.schedule_name)(stage, row.chunks, **options)
+            stage = pipelining.pipeline(layers, (sample,), split_spec=cuts).build_stage(
+                rank(), torch.device("cpu")
+            )
+            module, self.schedule = (
+                stage.submod,
+                getattr(pipelining, self.schedule_name)(stage, row.chunks, **options),
+            )
         return module
 
     def step(self, *given: Any) -> Pipe:

@@ -46,7 +46,9 @@ class Adapter(NamedTuple):
         """Import the class. Packages in its folder come first."""
         if self.folder:  # it has another torchgpipe
             sys.path.insert(0, self.folder)
-            for name in [name for name in sys.modules if name.split(".")[0] in ("torchgpipe", "tests")]:
+            for name in [
+                name for name in sys.modules if name.split(".")[0] in ("torchgpipe", "tests")
+            ]:
                 del sys.modules[name]
         found: type[Pipe] = getattr(importlib.import_module(self.module), self.name)
         return found
@@ -70,7 +72,9 @@ def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
     if isinstance(expected, Outcome) or any(x is False for x in expected[0].values()):
         raise AssertionError(f"{row.name}: the plain layers end in {expected}")
     found = run_ranks(row, adapter, limit)
-    if isinstance(found, Outcome) and found.kind == "hangs":  # retry: the machine may have been busy
+    if (
+        isinstance(found, Outcome) and found.kind == "hangs"
+    ):  # retry: the machine may have been busy
         found = run_ranks(row, adapter, limit)
     return found if isinstance(found, Outcome) else compared(found, expected[0])
 
@@ -79,7 +83,10 @@ def compared(ranks: list[Found], plain: Found) -> Outcome:
     """Return whether the results of all ranks together equal the result of the plain layers."""
     for name, y in (item for found in ranks for item in found.items()):
         if name not in plain or y is False:
-            return Outcome("differs", f"not so: {name}" if y is False else f"{name}: there, but not in the model")
+            return Outcome(
+                "differs",
+                f"not so: {name}" if y is False else f"{name}: there, but not in the model",
+            )
         if said := difference(y, plain[name], TOLERANCE):
             return Outcome("differs", f"{name} {said}")
     missing = [name for name in plain if not any(name in found for found in ranks)]
@@ -94,14 +101,20 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
     ended: dict[int, str] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        closing(Launched("forkserver", ranks, _rank, row.name, adapter, ranks, Path(folder))) as launched,
+        closing(
+            Launched("forkserver", ranks, _rank, row.name, adapter, ranks, Path(folder))
+        ) as launched,
     ):
         running, end = {*range(ranks)}, time.monotonic() + limit
-        while running and (received := [*launched.receive(running, max(0.01, end - time.monotonic()))]):
+        while running and (
+            received := [*launched.receive(running, max(0.01, end - time.monotonic()))]
+        ):
             for k, said in received:
                 running.remove(k)
                 if isinstance(said, Ended):
-                    ended[k] = f"{said.how.split(maxsplit=1)[1]}{_printed(Path(folder, f'{k}.log').read_text())}"
+                    ended[k] = (
+                        f"{said.how.split(maxsplit=1)[1]}{_printed(Path(folder, f'{k}.log').read_text())}"
+                    )
                 else:
                     left[k] = torch.load(io.BytesIO(said), weights_only=False)
                 if k in ended or left[k][1] is not None:
@@ -133,7 +146,9 @@ def _without_folders(said: str) -> str:
     return re.sub(r"(/[\w.+-]+)+/", "", said)
 
 
-def _rank(number: int, link: Connection, name: str, adapter: Adapter, ranks: int, folder: Path) -> None:
+def _rank(
+    number: int, link: Connection, name: str, adapter: Adapter, ranks: int, folder: Path
+) -> None:
     log = os.open(folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -146,11 +161,21 @@ def _rank(number: int, link: Connection, name: str, adapter: Adapter, ranks: int
         if ranks > 1:
             os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks)}
             store = f"file://{folder}/store"
-            dist.init_process_group("gloo", init_method=store, rank=number, world_size=ranks, timeout=PATIENCE)
-        row = next(row for row in importlib.import_module("tests.behaviours.rows.training").ROWS if row.name == name)
+            dist.init_process_group(
+                "gloo", init_method=store, rank=number, world_size=ranks, timeout=PATIENCE
+            )
+        row = next(
+            row
+            for row in importlib.import_module("tests.behaviours.rows.training").ROWS
+            if row.name == name
+        )
         result = row.action(pipe(row, folder))
-        found = result.found() if hasattr(result, "found") else result  # its class may be a reimported one
-        found = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in found.items()}
+        found = (
+            result.found() if hasattr(result, "found") else result
+        )  # its class may be a reimported one
+        found = {
+            name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in found.items()
+        }
     except BaseException as error:
         traceback.print_exc()
         outcome = judged(error, package)

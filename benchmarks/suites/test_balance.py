@@ -44,5 +44,7 @@ def test_balance(benchmark: Any, name: str, way: str) -> None:
 def test_minimise_heaviest(benchmark: Any, layers: int, partitions: int) -> None:
     """Search the balance for given costs. The numbers of layers are those of the papers' models."""
     costs = [random.Random(layers).uniform(0.1, 10.0) for _ in range(layers)]
-    balance = benchmark.pedantic(minimise_heaviest, args=(costs, partitions), rounds=10, warmup_rounds=1)
+    balance = benchmark.pedantic(
+        minimise_heaviest, args=(costs, partitions), rounds=10, warmup_rounds=1
+    )
     assert sum(balance) == layers and len(balance) == partitions

@@ -26,7 +26,9 @@ MODELS: dict[str, tuple[Callable[[int], int], float]] = {
 }
 
 
-def timed(benchmark: Any, limit: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def timed(
+    benchmark: Any, limit: float, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Time one call, which may take so many seconds."""
     found = benchmark.pedantic(function, args=args, kwargs=kwargs, rounds=1)
     if benchmark.stats is not None:
@@ -42,9 +44,17 @@ def test_plan(benchmark: Any, name: str, memory: str) -> None:
     layers, (width, limit) = LAYERS if benchmark.enabled else LAYERS // 10, MODELS[name]
     widths = map(width, range(layers // 2 + 1))
     with torch.device("meta"):
-        model = nn.Sequential(*(layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.GELU())))
+        model = nn.Sequential(
+            *(layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.GELU()))
+        )
     x = torch.empty(4, width(0))
-    arguments = {"batch_size": 512, "devices": 8, "memory": memory, "hardware": "p40x8", "optimizer": "adam"}
+    arguments = {
+        "batch_size": 512,
+        "devices": 8,
+        "memory": memory,
+        "hardware": "p40x8",
+        "optimizer": "adam",
+    }
     assert sum(timed(benchmark, limit, plan, model, x, **arguments).balance) == layers
 
 
@@ -52,7 +62,9 @@ def test_plan(benchmark: Any, name: str, memory: str) -> None:
 def test_replay(benchmark: Any, blocking: bool) -> None:
     """Replay the schedule in at most five seconds."""
     table = [[1.0 + j for j in range(PARTITIONS)] for _ in range(MICRO_BATCHES)]
-    costs = Costs(table, table, table, copy=0.1, skips={(0, PARTITIONS - 1): 0.1}, blocking=blocking)
+    costs = Costs(
+        table, table, table, copy=0.1, skips={(0, PARTITIONS - 1): 0.1}, blocking=blocking
+    )
     replay(costs, recomputing("GPipe", PARTITIONS, MICRO_BATCHES))
     timeline = timed(benchmark, 5.0, replay, costs)
     assert len(timeline.events) == 3 * MICRO_BATCHES * PARTITIONS >= TASKS

@@ -17,9 +17,25 @@ from reproduce.cli.shared import examples
 from reproduce.error import CANNOT_TELL, INTERRUPTED, Error
 from reproduce.machine.description import ROOT
 
-COMMANDS = [list_experiments, run, show, publish, compare, history, report, render, predict, plan, regression,
-            schedule, init_ci, import_paper]  # fmt: skip
-VERSION = runpy.run_path(str(ROOT / "torchgpipe" / "__version__.py"))["__version__"]  # without torch
+COMMANDS = [
+    list_experiments,
+    run,
+    show,
+    publish,
+    compare,
+    history,
+    report,
+    render,
+    predict,
+    plan,
+    regression,
+    schedule,
+    init_ci,
+    import_paper,
+]
+VERSION = runpy.run_path(str(ROOT / "torchgpipe" / "__version__.py"))[
+    "__version__"
+]  # without torch
 COMPLETE = "_REPRODUCE_COMPLETE"  # with it, a shell asks for completions, or for its script
 
 
@@ -46,7 +62,10 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Any = None) -> int:
     except Error as error:
         return _complain(str(error), error.exit_code)
     except ModuleNotFoundError as error:  # a package that only some commands need
-        return _complain(f"{error.name} is not installed: run 'make setup', or 'pip install {error.name}'", CANNOT_TELL)
+        return _complain(
+            f"{error.name} is not installed: run 'make setup', or 'pip install {error.name}'",
+            CANNOT_TELL,
+        )
     except (KeyboardInterrupt, click.Abort):
         return _complain("interrupted", INTERRUPTED)
     except SystemExit as left:

@@ -36,7 +36,9 @@ def show(records: tuple[str, ...], style: str) -> None:
     click.echo(written_records([load(find_record(name)) for name in records], style), nl=False)
 
 
-@command(f"publish {A_RUN}", f"publish runs/{A_RUN}.json", hidden=True)  # for maintainers, as are others below
+@command(
+    f"publish {A_RUN}", f"publish runs/{A_RUN}.json", hidden=True
+)  # for maintainers, as are others below
 @click.argument("record")
 @click.option("--force", is_flag=True, help="Publish it in spite of the reasons against it.")
 def publish(record: str, force: bool) -> None:
@@ -51,12 +53,15 @@ def publish(record: str, force: bool) -> None:
     need_checkout("publish")
     found = load(find_record(record))
     if found.kind != "measured" or found.run is None:
-        raise click.UsageError(f"{record}: was not measured by this program, so it is not to be published as measured")
+        raise click.UsageError(
+            f"{record}: was not measured by this program, so it is not to be published as measured"
+        )
     path = MEASURED / f"{published_name(found, found.run)}.json"
     against = {
         f"the run was not finished ({found.run.state})": found.run.state != "finished",
         "it is not known which git revision ran": found.run.git is None,
-        "the source code had changes that are in no commit": found.run.git is not None and found.run.git.dirty,
+        "the source code had changes that are in no commit": found.run.git is not None
+        and found.run.git.dirty,
         "others disturbed rows of it (*)": any(result.disturbed for result in found.results),
         f"{shown(path)} is there already": path.exists(),
     }
@@ -81,10 +86,20 @@ def published_name(record: Record, run: Run) -> str:
     return f"{experiments}-{record.scale}-{run.devices}x{name}-{time}"
 
 
-@command("import-paper tables.json", "import-paper tables.json --out paper", name="import-paper", hidden=True)
+@command(
+    "import-paper tables.json",
+    "import-paper tables.json --out paper",
+    name="import-paper",
+    hidden=True,
+)
 @click.argument("source", type=PATH)
-@click.option("--out", type=PATH, default=OUT / "paper", metavar="DIR", help="Where to put them. Default: "
-              "results/paper in a checkout, else paper.")  # fmt: skip
+@click.option(
+    "--out",
+    type=PATH,
+    default=OUT / "paper",
+    metavar="DIR",
+    help="Where to put them. Default: results/paper in a checkout, else paper.",
+)
 def import_paper(source: Path, out: Path) -> None:
     """Make the records of published numbers.
 
@@ -120,13 +135,27 @@ def render(benchmarks: Any, check: bool) -> None:
 
 
 @command("report", "report --results results --out report.html")
-@click.option("--results", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
-              help="Folder of the folders paper, predicted and measured. Default: results, with the runs in "
-              "runs.")  # fmt: skip
-@click.option("--out", type=FILE, metavar="FILE", help="Where to write it. Default: report.html in DIR, "
-              "in a checkout's results, or here.")  # fmt: skip
-@click.option("--trace", "traces", type=PATH, multiple=True, metavar="FILE", help="Timeline to draw, as run --trace or "
-              "torchgpipe.timeline writes it; may be repeated.")  # fmt: skip
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="DIR",
+    help="Folder of the folders paper, predicted and measured. Default: results, with the runs in "
+    "runs.",
+)
+@click.option(
+    "--out",
+    type=FILE,
+    metavar="FILE",
+    help="Where to write it. Default: report.html in DIR, in a checkout's results, or here.",
+)
+@click.option(
+    "--trace",
+    "traces",
+    type=PATH,
+    multiple=True,
+    metavar="FILE",
+    help="Timeline to draw, as run --trace or torchgpipe.timeline writes it; may be repeated.",
+)
 def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> None:
     """Write a page with all numbers, figures and machines.
 
@@ -148,18 +177,35 @@ def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> 
     for error in broken:
         click.echo(f"skipped: {error}", err=True)
     if not records:
-        raise click.UsageError(f"--results {folder}: no record (*.json) in its folders {', '.join(FOLDERS)}")
+        raise click.UsageError(
+            f"--results {folder}: no record (*.json) in its folders {', '.join(FOLDERS)}"
+        )
     path = out or (results or OUT) / "report.html"
-    write_atomically(path, page(records, [each for trace in traces for each in read_trace(trace)], lines))
+    write_atomically(
+        path, page(records, [each for trace in traces for each in read_trace(trace)], lines)
+    )
     click.echo(f"written: {path}")
 
 
-@command("history runs benchmarks/gates/counts.json", "history benchmark.json --branch history --json")
+@command(
+    "history runs benchmarks/gates/counts.json", "history benchmark.json --branch history --json"
+)
 @click.argument("sources", nargs=-1, required=True)
-@click.option("--file", type=FILE, default=HISTORY, show_default=True, metavar="FILE", help="Where.")
-@click.option("--branch", metavar="NAME", help="Commit FILE to this branch instead. Files here stay as they are.")
-@click.option("--json", "listed", is_flag=True, help="Print the numbers of which less is better, as "
-              "github-action-benchmark takes them for customSmallerIsBetter.")  # fmt: skip
+@click.option(
+    "--file", type=FILE, default=HISTORY, show_default=True, metavar="FILE", help="Where."
+)
+@click.option(
+    "--branch",
+    metavar="NAME",
+    help="Commit FILE to this branch instead. Files here stay as they are.",
+)
+@click.option(
+    "--json",
+    "listed",
+    is_flag=True,
+    help="Print the numbers of which less is better, as "
+    "github-action-benchmark takes them for customSmallerIsBetter.",
+)
 def history(sources: tuple[str, ...], file: Path, branch: str | None, listed: bool) -> None:
     """Keep a line for each revision, for the report to draw.
 
@@ -169,10 +215,16 @@ def history(sources: tuple[str, ...], file: Path, branch: str | None, listed: bo
 
     line, said = line_of(sources), list[str]()
     if branch is None:
-        write_atomically(file, added(file.read_bytes() if file.exists() else b"", line, str(file), said.append))
+        write_atomically(
+            file, added(file.read_bytes() if file.exists() else b"", line, str(file), said.append)
+        )
     else:
-        commit_file(Path(), branch, str(file), lambda old: added(old, line, f"{branch}:{file}", said.append))
-    said.append(f"written: {len(line.numbers)} numbers of {line.git.name(7)} to {f'{branch}:' * bool(branch)}{file}")
+        commit_file(
+            Path(), branch, str(file), lambda old: added(old, line, f"{branch}:{file}", said.append)
+        )
+    said.append(
+        f"written: {len(line.numbers)} numbers of {line.git.name(7)} to {f'{branch}:' * bool(branch)}{file}"
+    )
     click.echo("\n".join(said), err=True)
     if listed:
         click.echo(json.dumps(smaller_is_better(line), indent=1))
@@ -181,16 +233,28 @@ def history(sources: tuple[str, ...], file: Path, branch: str | None, listed: bo
 @command("compare results/paper results/predicted", "compare HEAD~1 HEAD --all")
 @click.argument("sides", nargs=-1, required=True, metavar="A B [C ...]")
 @click.option("--all", "every", is_flag=True, help="Name the rows that are on one side only.")
-@click.option("--metric", metavar="NAME", help="throughput, speedup, time, memory, reserved or another value. Default: "
-              "the first of these that two sides have.")  # fmt: skip
-@click.option("--filter", "filters", multiple=True, metavar="FIELD=VALUE",
-              help="Only such rows; n=2,4 takes both values; may be repeated.")  # fmt: skip
+@click.option(
+    "--metric",
+    metavar="NAME",
+    help="throughput, speedup, time, memory, reserved or another value. Default: "
+    "the first of these that two sides have.",
+)
+@click.option(
+    "--filter",
+    "filters",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Only such rows; n=2,4 takes both values; may be repeated.",
+)
 @threshold(0.05)
 @alpha("in each row")
 @style
 @click.option("--force", is_flag=True, help="Compare absolute numbers even of different machines.")
-@click.option("--fail-on-regression", is_flag=True,
-              help="Exit with 1 if a side is worse than A, with 2 if no row can be compared.")  # fmt: skip
+@click.option(
+    "--fail-on-regression",
+    is_flag=True,
+    help="Exit with 1 if a side is worse than A, with 2 if no row can be compared.",
+)
 def compare(sides: Sequence[str], fail_on_regression: bool, **options: Any) -> None:
     """Compare results with those of A, row by row.
 

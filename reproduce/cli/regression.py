@@ -16,9 +16,15 @@ OWN = "--package mypackage --cases bench/cases.py"
 WORKFLOW = Path(".github/workflows/regression.yml")
 
 
-of_package = click.option("--package", metavar="NAME", help="Measure this package of the current folder's repository.")
-by_cases = click.option("--cases", metavar="FILE", type=FILE, help="The Python file with the package's cases.")
-built_by = click.option("--build", metavar="COMMAND", help="Make it importable in a copy, or in src there.")
+of_package = click.option(
+    "--package", metavar="NAME", help="Measure this package of the current folder's repository."
+)
+by_cases = click.option(
+    "--cases", metavar="FILE", type=FILE, help="The Python file with the package's cases."
+)
+built_by = click.option(
+    "--build", metavar="COMMAND", help="Make it importable in a copy, or in src there."
+)
 
 
 def project_of(package: str | None, cases: Path | None, build: str | None) -> Any:
@@ -31,37 +37,83 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
     if cases is not None and not cases.is_file():
         raise click.BadParameter(f"{cases}: there is no such file", param_hint="--cases")
     if cases is None or not all(map(str.isidentifier, (package or "").split("."))):
-        raise click.UsageError(f"give {OWN}: a name as import takes it, and a file; got {package} and {cases}")
+        raise click.UsageError(
+            f"give {OWN}: a name as import takes it, and a file; got {package} and {cases}"
+        )
     return Project(str(package), cases.absolute(), Path.cwd(), build)
 
 
-@command("regression --base HEAD --case U-Net --restarts 10", "regression --base main --package mine --cases mine.py")
+@command(
+    "regression --base HEAD --case U-Net --restarts 10",
+    "regression --base main --package mine --cases mine.py",
+)
 @click.option("--base", metavar="REV", help="The git revision to compare with.")
 @click.option("--head", metavar="REV", help="The git revision to judge. Default: the working tree.")
-@click.option("--bisect", nargs=2, metavar="GOOD BAD",
-              help="Instead: name the first commit that is slower than GOOD.")  # fmt: skip
+@click.option(
+    "--bisect",
+    nargs=2,
+    metavar="GOOD BAD",
+    help="Instead: name the first commit that is slower than GOOD.",
+)
 @of_package
 @by_cases
 @built_by
-@click.option("--case", "wanted", multiple=True, metavar="TEXT",
-              help="Only cases with TEXT in their names; may be repeated.")  # fmt: skip
-@click.option("--restarts", type=COUNT, metavar="N", default=20, show_default=True,
-              help="How often both sides are started anew.")  # fmt: skip
-@click.option("--rounds", type=COUNT, metavar="N", default=8, show_default=True,
-              help="Pairs of samples of each case per restart.")  # fmt: skip
-@click.option("--clock", type=click.Choice(["cpu", "wall"]), default=None,
-              help="For all cases: CPU time on one core, wall clock on two. Default: each has its own.")  # fmt: skip
+@click.option(
+    "--case",
+    "wanted",
+    multiple=True,
+    metavar="TEXT",
+    help="Only cases with TEXT in their names; may be repeated.",
+)
+@click.option(
+    "--restarts",
+    type=COUNT,
+    metavar="N",
+    default=20,
+    show_default=True,
+    help="How often both sides are started anew.",
+)
+@click.option(
+    "--rounds",
+    type=COUNT,
+    metavar="N",
+    default=8,
+    show_default=True,
+    help="Pairs of samples of each case per restart.",
+)
+@click.option(
+    "--clock",
+    type=click.Choice(["cpu", "wall"]),
+    default=None,
+    help="For all cases: CPU time on one core, wall clock on two. Default: each has its own.",
+)
 @threshold(0.02)
 @alpha("in any of the cases")
 @style
-@click.option("--markdown", type=FILE, metavar="FILE", help="Also write the verdict and the table to FILE.")
-@click.option("--slow-down", type=click.FloatRange(min=0), default=0.0, metavar="SHARE",
-              help="Delay the head's steps so much, to see whether it is noticed.")  # fmt: skip
+@click.option(
+    "--markdown", type=FILE, metavar="FILE", help="Also write the verdict and the table to FILE."
+)
+@click.option(
+    "--slow-down",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="SHARE",
+    help="Delay the head's steps so much, to see whether it is noticed.",
+)
 def regression(
-    base: str | None, head: str | None, bisect: tuple[str, str] | None, package: str | None, cases: Path | None,
-    build: str | None, wanted: Sequence[str], threshold: float, alpha: float, style: str, markdown: Path | None,
+    base: str | None,
+    head: str | None,
+    bisect: tuple[str, str] | None,
+    package: str | None,
+    cases: Path | None,
+    build: str | None,
+    wanted: Sequence[str],
+    threshold: float,
+    alpha: float,
+    style: str,
+    markdown: Path | None,
     **measured: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Say whether a change slowed training down.
 
     Steps of two revisions are timed in turn, in one job. The exit code is 1 if a case is slower for real:
@@ -70,7 +122,9 @@ def regression(
     """
     project = project_of(package, cases, build)
     if bool(base) == bool(bisect) or (bisect and (head or markdown)):
-        raise click.UsageError("give --base REV, or --bisect GOOD BAD, which takes no --head and no --markdown")
+        raise click.UsageError(
+            "give --base REV, or --bisect GOOD BAD, which takes no --head and no --markdown"
+        )
     from reproduce.numbers.significance import Rule
     from reproduce.records.record import write_atomically
     from reproduce.regression.bisect import bisected
@@ -96,19 +150,33 @@ def regression(
         return click.echo(f"the first commit that is slower than {bisect[0]}: {culprit}")
     click.echo(text(style), nl=False)
     if markdown is not None:
-        write_atomically(markdown, f"**{complaint or f'not slower than {base}'}**\n\n{text('markdown')}")
+        write_atomically(
+            markdown, f"**{complaint or f'not slower than {base}'}**\n\n{text('markdown')}"
+        )
     if complaint is not None:
         raise complaint
 
 
-@command(f"init-ci {OWN}", "init-ci --package mine --cases mine.py --build make", name="init-ci", cls=click.Command)
+@command(
+    f"init-ci {OWN}",
+    "init-ci --package mine --cases mine.py --build make",
+    name="init-ci",
+    cls=click.Command,
+)
 @of_package
 @by_cases
 @built_by
-@click.option("--set-up", metavar="COMMAND", default="python -m pip install 'torchgpipe-today[reproduce]' .",
-              show_default=True, help="Installs this program, and what the package needs.")  # fmt: skip
+@click.option(
+    "--set-up",
+    metavar="COMMAND",
+    default="python -m pip install 'torchgpipe-today[reproduce]' .",
+    show_default=True,
+    help="Installs this program, and what the package needs.",
+)
 @click.option("--gate", metavar="COMMAND", help="A check of your own, to be run before.")
-def init_ci(package: str | None, cases: Path | None, build: str | None, set_up: str, gate: str | None) -> None:
+def init_ci(
+    package: str | None, cases: Path | None, build: str | None, set_up: str, gate: str | None
+) -> None:
     """Write the workflow that judges pull requests."""
     import jinja2
 
@@ -119,9 +187,19 @@ def init_ci(package: str | None, cases: Path | None, build: str | None, set_up: 
     if WORKFLOW.exists():
         raise Error(f"{WORKFLOW} is there: change it by hand, or remove it first")
     named = {"--package": package, "--cases": shown(cases) if cases else None, "--build": build}
-    asked = "".join(f" {option} {shlex.quote(str(value))}" for option, value in named.items() if value)
-    template = jinja2.Template(Path(__file__).with_name("workflow.yml").read_text(), variable_start_string="[[",
-                               variable_end_string="]]", trim_blocks=True, keep_trailing_newline=True)  # fmt: skip
+    asked = "".join(
+        f" {option} {shlex.quote(str(value))}" for option, value in named.items() if value
+    )
+    template = jinja2.Template(
+        Path(__file__).with_name("workflow.yml").read_text(),
+        variable_start_string="[[",
+        variable_end_string="]]",
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
     prepare_folder(WORKFLOW.absolute().parent, "init-ci")
-    write_atomically(WORKFLOW, template.render(given=shlex.join(sys.argv[1:]), asked=asked, set_up=set_up, gate=gate))
+    write_atomically(
+        WORKFLOW,
+        template.render(given=shlex.join(sys.argv[1:]), asked=asked, set_up=set_up, gate=gate),
+    )
     click.echo(f"wrote {WORKFLOW}: commit it, and every pull request is judged")

@@ -50,14 +50,29 @@ def _described(name: str) -> Any:
     return load_hardware(name)
 
 
-on = click.option("--on", type=click.Choice(["cpu", "cuda", "meta"]), help="Kind of devices. Default: cuda if there is "
-                  "any, else cpu. On meta, memory is counted without data.")  # fmt: skip
-devices = click.option("--devices", type=COUNT, metavar="N", help="Default: all. A CPU device is a share of the cores.")
-autocast = click.option("--autocast", type=click.Choice(["bfloat16", "float16"]), metavar="TYPE", help="Train under "
-                        "autocast to bfloat16 or float16.")  # fmt: skip
-fp32_precision = click.option("--fp32-precision", type=click.Choice(["ieee", "tf32"]), metavar="TYPE", help="How GPUs "
-                              "compute float32: ieee or tf32. Default: convolutions in tf32 where the hardware has it, "
-                              "products in ieee, as PyTorch does.")  # fmt: skip
+on = click.option(
+    "--on",
+    type=click.Choice(["cpu", "cuda", "meta"]),
+    help="Kind of devices. Default: cuda if there is "
+    "any, else cpu. On meta, memory is counted without data.",
+)
+devices = click.option(
+    "--devices", type=COUNT, metavar="N", help="Default: all. A CPU device is a share of the cores."
+)
+autocast = click.option(
+    "--autocast",
+    type=click.Choice(["bfloat16", "float16"]),
+    metavar="TYPE",
+    help="Train under autocast to bfloat16 or float16.",
+)
+fp32_precision = click.option(
+    "--fp32-precision",
+    type=click.Choice(["ieee", "tf32"]),
+    metavar="TYPE",
+    help="How GPUs "
+    "compute float32: ieee or tf32. Default: convolutions in tf32 where the hardware has it, "
+    "products in ieee, as PyTorch does.",
+)
 
 
 def style(command: Decorated) -> Decorated:
@@ -72,35 +87,57 @@ def style(command: Decorated) -> Decorated:
 
 def examples(*commands: str) -> str:
     """Return the end of a command's help: commands to copy, a line each."""
-    return "\n".join(["\b", "Examples:", *(f"  python -m reproduce {command}" for command in commands)])
+    return "\n".join(
+        ["\b", "Examples:", *(f"  python -m reproduce {command}" for command in commands)]
+    )
 
 
-def command(*lines: str, cls: type[click.Command] = Command, **how: Any) -> Callable[..., click.Command]:
+def command(
+    *lines: str, cls: type[click.Command] = Command, **how: Any
+) -> Callable[..., click.Command]:
     """Make a command with these examples."""
     return click.command(cls=cls, epilog=examples(*lines), **how)
 
 
 def threshold(default: float) -> Option:
     """Return the option `--threshold`."""
-    return click.option("--threshold", type=click.FloatRange(min=0), metavar="SHARE", default=default,
-                        show_default=True, help="Smallest relative difference that matters.")  # fmt: skip
+    return click.option(
+        "--threshold",
+        type=click.FloatRange(min=0),
+        metavar="SHARE",
+        default=default,
+        show_default=True,
+        help="Smallest relative difference that matters.",
+    )
 
 
 def alpha(where: str) -> Option:
     """Return the option `--alpha`."""
-    return click.option("--alpha", type=click.FloatRange(0, 1, min_open=True, max_open=True), metavar="RISK",
-                        default=0.01, show_default=True,
-                        help=f"Accepted risk of calling noise significant, {where}.")  # fmt: skip
+    return click.option(
+        "--alpha",
+        type=click.FloatRange(0, 1, min_open=True, max_open=True),
+        metavar="RISK",
+        default=0.01,
+        show_default=True,
+        help=f"Accepted risk of calling noise significant, {where}.",
+    )
 
 
 def hardware(here: str) -> Option:
     """Return the option `--hardware`. `here` is the part of its help about timing on this machine."""
-    return click.option("--hardware", default="p40x8", show_default=True, metavar="NAME|FILE",
-                        callback=parsed(lambda name: None if name == HERE else _described(name)),
-                        help=f"{', '.join(HARDWARE)}, a file (.json), {here} on this machine.")  # fmt: skip
+    return click.option(
+        "--hardware",
+        default="p40x8",
+        show_default=True,
+        metavar="NAME|FILE",
+        callback=parsed(lambda name: None if name == HERE else _described(name)),
+        help=f"{', '.join(HARDWARE)}, a file (.json), {here} on this machine.",
+    )
 
 
-def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
+def parsed(
+    parse: Callable[[str], T],
+) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
     """Return a callback that parses an option's text. A `ValueError` of `parse` becomes click's error message."""
 
     def callback(_: click.Context, __: click.Parameter, text: str | None) -> T | None:
@@ -121,7 +158,9 @@ def known(what: str, offered: Callable[[], Iterable[str]]) -> dict[str, Any]:
     def callback(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[str]:
         for name in names:
             if name not in offered():
-                raise click.BadParameter(f"no {what} is called {name!r}; {suggestion(name, offered())}")
+                raise click.BadParameter(
+                    f"no {what} is called {name!r}; {suggestion(name, offered())}"
+                )
         return list(dict.fromkeys(names))
 
     def complete(_: click.Context, __: click.Parameter, start: str) -> list[CompletionItem]:

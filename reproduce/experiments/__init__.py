@@ -5,11 +5,22 @@ from reproduce.experiments import amoebanet, resnet, unet, zoo
 from reproduce.experiments.row import Experiment
 
 ALL = (
-    amoebanet.SPEED, amoebanet.MEMORY, unet.SPEED, unet.MEMORY, unet.ABLATION, resnet.SPEED, resnet.ACCURACY, zoo.SPEED
-)  # fmt: skip
+    amoebanet.SPEED,
+    amoebanet.MEMORY,
+    unet.SPEED,
+    unet.MEMORY,
+    unet.ABLATION,
+    resnet.SPEED,
+    resnet.ACCURACY,
+    zoo.SPEED,
+)
 EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in ALL}
 
 
 def predictable() -> dict[str, str]:
     """Return the experiments that can be predicted, each with its published table."""
-    return {each.name: each.table for each in EXPERIMENTS.values() if each.table and each.measures != "accuracy"}
+    return {
+        each.name: each.table
+        for each in EXPERIMENTS.values()
+        if each.table and each.measures != "accuracy"
+    }

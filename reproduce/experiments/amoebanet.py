@@ -2,7 +2,13 @@
 
 from dataclasses import replace
 
-from reproduce.experiments.controls import Published, Sizes, memory_experiment, published_rows, speed_experiment
+from reproduce.experiments.controls import (
+    Published,
+    Sizes,
+    memory_experiment,
+    published_rows,
+    speed_experiment,
+)
 from reproduce.experiments.row import Optimizer, Row
 
 # This batch size is for the rows at equal batch size. Every m divides it, and it fits in naive on two P40s.
@@ -52,6 +58,10 @@ SIZES: Sizes = (
 )
 
 MEMORY = memory_experiment(
-    "amoebanet-memory", "AmoebaNet-D: parameters and memory over model size", "tg-amoebanetd-memory",
-    MEMORY_BASE, replace(MEMORY_BASE, batch_size=16), SIZES,
-)  # fmt: skip
+    "amoebanet-memory",
+    "AmoebaNet-D: parameters and memory over model size",
+    "tg-amoebanetd-memory",
+    MEMORY_BASE,
+    replace(MEMORY_BASE, batch_size=16),
+    SIZES,
+)

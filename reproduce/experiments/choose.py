@@ -15,7 +15,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}" if close else f"there are {', '.join(known)}"
 
 
-def choose_rows(experiments: Sequence[Experiment], names: Sequence[str], *, extra: bool = False) -> list[Experiment]:
+def choose_rows(
+    experiments: Sequence[Experiment], names: Sequence[str], *, extra: bool = False
+) -> list[Experiment]:
     """Return the experiments with only the rows of these names; an experiment without any raises `Error`.
 
     Without names, they have all rows, the extra ones only if asked.
@@ -28,7 +30,14 @@ def choose_rows(experiments: Sequence[Experiment], names: Sequence[str], *, extr
     chosen = []
     for each in experiments:
         scales = tuple(
-            replace(at, rows=tuple(row for row in at.rows if (row.name in names if names else extra or not row.extra)))
+            replace(
+                at,
+                rows=tuple(
+                    row
+                    for row in at.rows
+                    if (row.name in names if names else extra or not row.extra)
+                ),
+            )
             for at in each.scales
         )
         if not any(scale.rows for scale in scales):
@@ -44,11 +53,16 @@ def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str
     if not common:
         raise Error("the rows that were chosen have no scale in common; run them apart")
     if asked is not None and asked not in common:
-        raise Error(f"--scale {asked}: no such scale of {experiments[0].name}; there are {', '.join(common)}")
+        raise Error(
+            f"--scale {asked}: no such scale of {experiments[0].name}; there are {', '.join(common)}"
+        )
 
     reasons = []
     for name in common if asked is None else [asked]:
-        reason = next(filter(None, (why_not(experiment.scale(name), devices) for experiment in experiments)), None)
+        reason = next(
+            filter(None, (why_not(experiment.scale(name), devices) for experiment in experiments)),
+            None,
+        )
         if reason is None:
             return name
         reasons.append(f"--scale {name}: {reason}")

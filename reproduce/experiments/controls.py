@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from reproduce.experiments import row as constants
-from reproduce.experiments.row import PUBLISHED_BALANCE, SMALL_SCALE, Checkpoint, Experiment, GiB, Row, Scale
+from reproduce.experiments.row import (
+    PUBLISHED_BALANCE,
+    SMALL_SCALE,
+    Checkpoint,
+    Experiment,
+    GiB,
+    Row,
+    Scale,
+)
 
 PARTITIONS = (2, 4, 8)
 CHUNKS, SMALL_CHUNKS = (4, 32), (4, 8)  # of the controls
@@ -27,9 +35,16 @@ Sizes = Sequence[tuple[str, tuple[int, ...], tuple[int, ...], int | None, Balanc
 
 
 def speed_experiment(
-    name: str, title: str, table: str, base: Row, theirs: Sequence[Row], micro_batch: int, small: Row,
-    batch_sizes: Sequence[int], seconds: float,
-) -> Experiment:  # fmt: skip
+    name: str,
+    title: str,
+    table: str,
+    base: Row,
+    theirs: Sequence[Row],
+    micro_batch: int,
+    small: Row,
+    batch_sizes: Sequence[int],
+    seconds: float,
+) -> Experiment:
     """Return a speed experiment. Scale paper: the published rows and controls of `base`; scale small: of `small`.
 
     At scale paper, controls have the published balances, and `micro_batch` samples at equal micro-batch size. At scale
@@ -39,7 +54,9 @@ def speed_experiment(
     balances[1] = (sum(balances[PARTITIONS[0]]),)
     like = smaller(theirs, small, batch_sizes)
     scales = (
-        replace(constants.PAPER_SCALE, rows=(*theirs, *controls(base, micro_batch, CHUNKS, balances))),
+        replace(
+            constants.PAPER_SCALE, rows=(*theirs, *controls(base, micro_batch, CHUNKS, balances))
+        ),
         replace(
             SMALL_SCALE,
             rows=(*like, *controls(small, SMALL_MICRO_BATCH, SMALL_CHUNKS, None)),
@@ -49,11 +66,25 @@ def speed_experiment(
     return Experiment(name=name, title=title, measures="speed", table=table, scales=scales)
 
 
-def memory_experiment(name: str, title: str, table: str, base: Row, small: Row, sizes: Sizes) -> Experiment:
+def memory_experiment(
+    name: str, title: str, table: str, base: Row, small: Row, sizes: Sizes
+) -> Experiment:
     """Return a memory experiment. Scale paper has models of the published sizes, scale small smaller ones."""
     scales = (
-        Scale(name="paper", rows=memory_rows(base, sizes), memory=constants.P40_MEMORY, cuda=True, steps=2),
-        Scale(name="small", rows=memory_rows(small, sizes, small=True), memory=4 * GiB, cuda=False, steps=2),
+        Scale(
+            name="paper",
+            rows=memory_rows(base, sizes),
+            memory=constants.P40_MEMORY,
+            cuda=True,
+            steps=2,
+        ),
+        Scale(
+            name="small",
+            rows=memory_rows(small, sizes, small=True),
+            memory=4 * GiB,
+            cuda=False,
+            steps=2,
+        ),
     )
     return Experiment(name=name, title=title, measures="memory", table=table, scales=scales)
 
@@ -66,11 +97,18 @@ def published_rows(base: Row, table: Published, samples: int) -> tuple[Row, ...]
     base = replace(base, configuration=constants.AS_PUBLISHED, over=table[0][0], skip_epochs=1)
     return tuple(
         _pipelined(
-            replace(base, name=name, published=name, batch_size=size, steps_per_epoch=math.ceil(samples / size)),
-            chunks, balance,
+            replace(
+                base,
+                name=name,
+                published=name,
+                batch_size=size,
+                steps_per_epoch=math.ceil(samples / size),
+            ),
+            chunks,
+            balance,
         )
         for name, chunks, size, balance in table
-    )  # fmt: skip
+    )
 
 
 def smaller(rows: Sequence[Row], base: Row, batch_sizes: Sequence[int]) -> tuple[Row, ...]:
@@ -80,16 +118,34 @@ def smaller(rows: Sequence[Row], base: Row, batch_sizes: Sequence[int]) -> tuple
     partitions are listed once more with the published balance.
     """
     like = [
-        replace(row, configuration=constants.LIKE_PUBLISHED, model=base.model, size=base.size, batch_size=batch_size,
-                input_shape=base.input_shape, balance=None, steps_per_epoch=0, skip_epochs=0,
-                link=constants.PUBLISHED_NODE)
+        replace(
+            row,
+            configuration=constants.LIKE_PUBLISHED,
+            model=base.model,
+            size=base.size,
+            batch_size=batch_size,
+            input_shape=base.input_shape,
+            balance=None,
+            steps_per_epoch=0,
+            skip_epochs=0,
+            link=constants.PUBLISHED_NODE,
+        )
         for row, batch_size in zip(rows, batch_sizes, strict=True)
-    ]  # fmt: skip
+    ]
     return (
         *like,
-        *(replace(row, name=f"{row.name}/pb", configuration=PUBLISHED_BALANCE, balance=theirs.balance, published=None)
-          for row, theirs in zip(like, rows, strict=True) if row.devices > 1),
-    )  # fmt: skip
+        *(
+            replace(
+                row,
+                name=f"{row.name}/pb",
+                configuration=PUBLISHED_BALANCE,
+                balance=theirs.balance,
+                published=None,
+            )
+            for row, theirs in zip(like, rows, strict=True)
+            if row.devices > 1
+        ),
+    )
 
 
 def memory_rows(base: Row, table: Sizes, *, small: bool = False) -> tuple[Row, ...]:
@@ -97,7 +153,13 @@ def memory_rows(base: Row, table: Sizes, *, small: bool = False) -> tuple[Row, .
     rows = []
     for name, size, small_size, chunks, balance in table:
         configuration = "baseline" if balance is None else "pipeline"
-        row = replace(base, name=name, published=name, configuration=configuration, size=small_size if small else size)
+        row = replace(
+            base,
+            name=name,
+            published=name,
+            configuration=configuration,
+            size=small_size if small else size,
+        )
         row = _pipelined(row, chunks or base.batch_size, balance)
         rows.append(replace(row, balance=None) if small else row)
     return tuple(rows)
@@ -108,10 +170,14 @@ def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
     if balance is None:
         return row
     checkpoint: Checkpoint = "always" if chunks == 1 else "except_last"
-    return replace(row, partitions=len(balance), chunks=chunks, checkpoint=checkpoint, balance=balance)
+    return replace(
+        row, partitions=len(balance), chunks=chunks, checkpoint=checkpoint, balance=balance
+    )
 
 
-def controls(base: Row, micro_batch: int, ms: Sequence[int], balances: Mapping[int, Balance] | None) -> tuple[Row, ...]:
+def controls(
+    base: Row, micro_batch: int, ms: Sequence[int], balances: Mapping[int, Balance] | None
+) -> tuple[Row, ...]:
     """List the controls at `base`'s batch size, then those with `micro_batch` samples per micro-batch, named .../mb.
 
     Without `balances`, balances are profiled.
@@ -122,13 +188,27 @@ def controls(base: Row, micro_batch: int, ms: Sequence[int], balances: Mapping[i
         *(("GPipe", n, m, "except_last", f"GPipe n{n}m{m}", n) for n in PARTITIONS for m in ms),
     ]
     equal = [
-        replace(base, configuration=configuration, partitions=n, chunks=m, checkpoint=checkpoint, name=name,
-                over=f"naive n{naive}", equal="batch", balance=None if balances is None else balances[n])
+        replace(
+            base,
+            configuration=configuration,
+            partitions=n,
+            chunks=m,
+            checkpoint=checkpoint,
+            name=name,
+            over=f"naive n{naive}",
+            equal="batch",
+            balance=None if balances is None else balances[n],
+        )
         for configuration, n, m, checkpoint, name, naive in made
-    ]  # fmt: skip
+    ]
     micro = [
-        replace(row, name=f"{row.name}/mb", over=f"{row.over}/mb", equal="micro-batch",
-                batch_size=micro_batch * (row.chunks or 1))
+        replace(
+            row,
+            name=f"{row.name}/mb",
+            over=f"{row.over}/mb",
+            equal="micro-batch",
+            batch_size=micro_batch * (row.chunks or 1),
+        )
         for row in equal
-    ]  # fmt: skip
+    ]
     return (*equal, *micro)

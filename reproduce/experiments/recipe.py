@@ -37,11 +37,14 @@ class Recipe:
     def config(self, batch_size: int) -> dict[str, Json]:
         """Return the recipe under the names of the published table."""
         return {
-            "lr": self.peak_lr(batch_size), "base_lr": self.base_lr,
+            "lr": self.peak_lr(batch_size),
+            "base_lr": self.base_lr,
             "lr_scaling": f"linear in batch/{self.base_batch_size}, at least 1",
             "warmup_epochs": self.warmup_epochs,
-            "lr_decay_epochs": list(self.lr_decay_epochs), "lr_decay": self.lr_decay, "epochs": self.epochs,
-        }  # fmt: skip
+            "lr_decay_epochs": list(self.lr_decay_epochs),
+            "lr_decay": self.lr_decay,
+            "epochs": self.epochs,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,24 +20,36 @@ PUBLISHED_SPEED: Published = (
 
 # This batch size is for the rows at equal batch size. Every m divides it, and it fits in naive on two P40s.
 BASE = Row(model="ResNet-101", batch_size=192)
-SMALL = replace(BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32)
+SMALL = replace(
+    BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32
+)
 
 SPEED = speed_experiment(
-    "resnet101-speed", "ResNet-101: speed over n partitions", "tg-resnet101-speed",
-    BASE, published_rows(BASE, PUBLISHED_SPEED, SAMPLES), micro_batch=15,
-    small=SMALL, batch_sizes=(16, 32, 1667 * 8, 256 * 8, 150 * 8), seconds=200,
-)  # fmt: skip
+    "resnet101-speed",
+    "ResNet-101: speed over n partitions",
+    "tg-resnet101-speed",
+    BASE,
+    published_rows(BASE, PUBLISHED_SPEED, SAMPLES),
+    micro_batch=15,
+    small=SMALL,
+    batch_sizes=(16, 32, 1667 * 8, 256 * 8, 150 * 8),
+    seconds=200,
+)
 
 # --- accuracy: trained by pipelines and data-parallel, to the end ------------------------------------------------
 
-NESTEROV = Optimizer(name="SGD", options={"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}, state=1)
+NESTEROV = Optimizer(
+    name="SGD", options={"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}, state=1
+)
 
 TRAINING = AccuracyRow(
     configuration=AS_PUBLISHED,
     model="ResNet-101",
     batch_size=256,
     optimizer=NESTEROV,
-    recipe=Recipe(epochs=90, base_lr=0.1, warmup_epochs=4, lr_decay_epochs=(30, 60, 80), lr_decay=0.1),
+    recipe=Recipe(
+        epochs=90, base_lr=0.1, warmup_epochs=4, lr_decay_epochs=(30, 60, 80), lr_decay=0.1
+    ),
     data=(
         ("dataset", "ImageNet"),
         ("train_crop", "RandomResizedCrop(224, scale=(0.08, 1.0)) + horizontal flip"),
@@ -50,8 +62,18 @@ TRAINING = AccuracyRow(
 EIGHT = (26, 22, 33, 44, 44, 66, 66, 69)
 
 PUBLISHED_ACCURACY = tuple(
-    replace(TRAINING, name=name, gpus=gpus, batch_size=batch_size, chunks=m, balance=balance, over=over, published=name,
-            partitions=None if balance is None else gpus, checkpoint=None if balance is None else "except_last")
+    replace(
+        TRAINING,
+        name=name,
+        gpus=gpus,
+        batch_size=batch_size,
+        chunks=m,
+        balance=balance,
+        over=over,
+        published=name,
+        partitions=None if balance is None else gpus,
+        checkpoint=None if balance is None else "except_last",
+    )
     for name, gpus, batch_size, m, balance, over in (
         ("reference-256", 8, 256, None, None, None),
         ("reference-8k", 256, 8192, None, None, "reference-256"),
@@ -62,7 +84,7 @@ PUBLISHED_ACCURACY = tuple(
         ("pipeline-1k", 8, 1024, 64, EIGHT, "dataparallel-1k"),
         ("pipeline-4k", 8, 4096, 64, EIGHT, "dataparallel-256"),
     )
-)  # fmt: skip
+)
 
 MADE = {"train_size": 1280, "val_size": 480, "classes": 8, "image_size": 32, "noise": 0.7}
 
@@ -73,8 +95,20 @@ SMALL_TRAINING = replace(
     input_shape=(3, 32, 32),
     batch_size=128,  # 32 samples per micro-batch at m = 4: with fewer, batch norm over micro-batches costs accuracy
     num_classes=8,
-    recipe=Recipe(epochs=6, base_lr=0.0125, base_batch_size=32, warmup_epochs=1, lr_decay_epochs=(4, 5), lr_decay=0.1),
-    data=(("dataset", "gratings"), ("train_crop", "random"), ("eval_crop", "middle"), ("drop_last", True)),
+    recipe=Recipe(
+        epochs=6,
+        base_lr=0.0125,
+        base_batch_size=32,
+        warmup_epochs=1,
+        lr_decay_epochs=(4, 5),
+        lr_decay=0.1,
+    ),
+    data=(
+        ("dataset", "gratings"),
+        ("train_crop", "random"),
+        ("eval_crop", "middle"),
+        ("drop_last", True),
+    ),
 )
 
 BALANCES = {2: (9, 42), 8: (1, 2, 1, 13, 8, 10, 6, 10)}  # as `balance_by_time` found them on a CPU
@@ -82,8 +116,18 @@ BALANCES = {2: (9, 42), 8: (1, 2, 1, 13, 8, 10, 6, 10)}  # as `balance_by_time` 
 SMALL_ROWS = (  # plain training, and pipelines that should reach the same error
     replace(SMALL_TRAINING, name="plain", configuration="plain", published="dataparallel-256"),
     *(
-        replace(SMALL_TRAINING, name=name, configuration="GPipe", partitions=n, chunks=m, checkpoint="except_last",
-                balance=BALANCES[n], deferred_batch_norm=deferred, over="plain", published=published)
+        replace(
+            SMALL_TRAINING,
+            name=name,
+            configuration="GPipe",
+            partitions=n,
+            chunks=m,
+            checkpoint="except_last",
+            balance=BALANCES[n],
+            deferred_batch_norm=deferred,
+            over="plain",
+            published=published,
+        )
         for name, n, m, deferred, published in (
             ("GPipe n2m2", 2, 2, True, None),
             ("GPipe n2m4", 2, 4, True, None),
@@ -91,7 +135,7 @@ SMALL_ROWS = (  # plain training, and pipelines that should reach the same error
             ("GPipe n8m4", 8, 4, True, None),
         )
     ),
-)  # fmt: skip
+)
 
 ACCURACY = Experiment(
     name="resnet101-accuracy",
@@ -99,7 +143,11 @@ ACCURACY = Experiment(
     measures="accuracy",
     table="tg-resnet101-accuracy",
     scales=(
-        AccuracyScale(name="paper", rows=PUBLISHED_ACCURACY, memory=P40_MEMORY, cuda=True, seeds=1, made=None),
-        AccuracyScale(name="small", rows=SMALL_ROWS, memory=2 * GiB, cuda=False, seeds=5, made=MADE),
+        AccuracyScale(
+            name="paper", rows=PUBLISHED_ACCURACY, memory=P40_MEMORY, cuda=True, seeds=1, made=None
+        ),
+        AccuracyScale(
+            name="small", rows=SMALL_ROWS, memory=2 * GiB, cuda=False, seeds=5, made=MADE
+        ),
     ),
 )

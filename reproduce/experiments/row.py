@@ -17,7 +17,9 @@ Component = Literal["dependency", "streams", "portals"]
 Equal = Literal["batch", "micro-batch", "model"]
 
 AS_PUBLISHED = "as published"  # the configuration of rows that repeat the published ones, whatever their batch sizes
-LIKE_PUBLISHED = "like the published"  # the same n and m as published, with a smaller model and batch
+LIKE_PUBLISHED = (
+    "like the published"  # the same n and m as published, with a smaller model and batch
+)
 PUBLISHED_BALANCE = "with the published balance"  # like the published ones, in the balance that was profiled on a P40
 PLANNED = "balance of plan"  # of rows whose balance `torchgpipe.plan` finds from a profile
 EQUAL_LAYERS = "equal layers"  # of rows whose partitions have equally many layers
@@ -104,7 +106,11 @@ class Row:
 
     def work(self) -> float:
         """Guess the relative cost of a step. It has no unit and is only good for estimating the time left."""
-        return self.batch_size * math.prod(self.size) * (1.3 if self.checkpoint in ("always", "except_last") else 1)
+        return (
+            self.batch_size
+            * math.prod(self.size)
+            * (1.3 if self.checkpoint in ("always", "except_last") else 1)
+        )
 
     @property
     def sized(self) -> "SizedModel":
@@ -125,21 +131,32 @@ class Row:
         from reproduce.models.built import MODELS
 
         return {
-            "configuration": self.configuration, "equal": self.equal, "model": self.model,
+            "configuration": self.configuration,
+            "equal": self.equal,
+            "model": self.model,
             **dict(zip(MODELS[self.model].sizes, self.size, strict=True)),
             **self.options,
             "input_shape": list(self.input_shape),
-            "batch_size": self.batch_size, "chunks": self.chunks, "micro_batches_effective": self.micro_batches,
-            "micro_batch_size": self.micro_batch_size, "partitions": self.partitions,
+            "batch_size": self.batch_size,
+            "chunks": self.chunks,
+            "micro_batches_effective": self.micro_batches,
+            "micro_batch_size": self.micro_batch_size,
+            "partitions": self.partitions,
             "balance": None if self.balance is None else list(self.balance),
             "checkpoint": self.checkpoint,
             **({} if self.partitions is None else {"components": list(self.components)}),
-            "optimizer": self.optimizer.name, **self.optimizer.options,
+            "optimizer": self.optimizer.name,
+            **self.optimizer.options,
             "loss": getattr(self.criterion, "__name__", type(self.loss).__name__),
             **({} if self.num_classes is None else {"num_classes": self.num_classes}),
-            **({"steps_per_epoch": self.steps_per_epoch, "skip_epochs": self.skip_epochs} if self.skip_epochs else {}),
-            "dtype": "float32", "dataset": "fake",
-        }  # fmt: skip
+            **(
+                {"steps_per_epoch": self.steps_per_epoch, "skip_epochs": self.skip_epochs}
+                if self.skip_epochs
+                else {}
+            ),
+            "dtype": "float32",
+            "dataset": "fake",
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +183,12 @@ class Scale:
 
 
 # of experiments that time steps, without their rows
-PAPER_SCALE = Scale(name="paper", rows=(), memory=P40_MEMORY, cuda=True, steps=20, warmup=2, seconds=1800)
-SMALL_SCALE = Scale(name="small", rows=(), memory=4 * GiB, cuda=False, steps=10, warmup=1, least_steps=3)
+PAPER_SCALE = Scale(
+    name="paper", rows=(), memory=P40_MEMORY, cuda=True, steps=20, warmup=2, seconds=1800
+)
+SMALL_SCALE = Scale(
+    name="small", rows=(), memory=4 * GiB, cuda=False, steps=10, warmup=1, least_steps=3
+)
 
 
 @dataclass(frozen=True, kw_only=True)

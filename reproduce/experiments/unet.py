@@ -3,7 +3,13 @@
 from dataclasses import replace
 
 from reproduce.experiments import row
-from reproduce.experiments.controls import Published, Sizes, memory_experiment, published_rows, speed_experiment
+from reproduce.experiments.controls import (
+    Published,
+    Sizes,
+    memory_experiment,
+    published_rows,
+    speed_experiment,
+)
 from reproduce.experiments.row import Experiment, Row
 
 BASE = Row(
@@ -53,9 +59,13 @@ SIZES: Sizes = (
 )
 
 MEMORY = memory_experiment(
-    "unet-memory", "U-Net: parameters and memory over model size", "tg-unet-memory",
-    replace(BASE, batch_size=32), replace(BASE, batch_size=16, input_shape=(3, 64, 64)), SIZES,
-)  # fmt: skip
+    "unet-memory",
+    "U-Net: parameters and memory over model size",
+    "tg-unet-memory",
+    replace(BASE, batch_size=32),
+    replace(BASE, batch_size=16, input_shape=(3, 64, 64)),
+    SIZES,
+)
 
 # --- ablation --------------------------------------------------------------------------------------------------
 
@@ -66,15 +76,31 @@ ABLATION_BALANCE = (34, 76, 70, 61)
 def ablation_rows(base: Row) -> tuple[Row, ...]:
     """List the published rows, of four partitions."""
     return tuple(
-        replace(base, name=name, published=name, over=PUBLISHED_ABLATION[0], components=row.COMPONENTS[:count],
-                partitions=4, chunks=8, checkpoint="except_last")
+        replace(
+            base,
+            name=name,
+            published=name,
+            over=PUBLISHED_ABLATION[0],
+            components=row.COMPONENTS[:count],
+            partitions=4,
+            chunks=8,
+            checkpoint="except_last",
+        )
         for count, name in enumerate(PUBLISHED_ABLATION)
-    )  # fmt: skip
+    )
 
 
-ABLATION_BASE = replace(BASE, configuration=row.AS_PUBLISHED, batch_size=128, balance=ABLATION_BALANCE,
-                        steps_per_epoch=16, skip_epochs=1)  # fmt: skip
-ABLATION_SMALL = replace(SMALL, configuration=row.LIKE_PUBLISHED, batch_size=64, link=row.PUBLISHED_NODE)
+ABLATION_BASE = replace(
+    BASE,
+    configuration=row.AS_PUBLISHED,
+    batch_size=128,
+    balance=ABLATION_BALANCE,
+    steps_per_epoch=16,
+    skip_epochs=1,
+)
+ABLATION_SMALL = replace(
+    SMALL, configuration=row.LIKE_PUBLISHED, batch_size=64, link=row.PUBLISHED_NODE
+)
 
 ABLATION = Experiment(
     name="unet-ablation",

@@ -8,14 +8,27 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from reproduce.experiments.controls import PARTITIONS
-from reproduce.experiments.row import EQUAL_LAYERS, PAPER_SCALE, PLANNED, SMALL_SCALE, Experiment, GiB, Optimizer, Row
+from reproduce.experiments.row import (
+    EQUAL_LAYERS,
+    PAPER_SCALE,
+    PLANNED,
+    SMALL_SCALE,
+    Experiment,
+    GiB,
+    Optimizer,
+    Row,
+)
 from reproduce.models.sizes import ZOO
 
 CHUNKS = 8
 BASE = Row(
-    configuration="plain", model="", size=(224,), batch_size=128, equal="model",
+    configuration="plain",
+    model="",
+    size=(224,),
+    batch_size=128,
+    equal="model",
     optimizer=Optimizer(name="SGD", options={"lr": 0.01, "momentum": 0.0}, state=0),
-)  # fmt: skip
+)
 SMALL = replace(BASE, size=(64,), input_shape=(3, 64, 64), batch_size=32)
 
 
@@ -25,8 +38,14 @@ def rows(base: Row) -> Iterator[Row]:
         plain = replace(base, model=f"torchvision:{name}", name=name, over=name)
         yield plain
         for n in PARTITIONS:
-            planned = replace(plain, name=f"{name} n{n}", configuration=PLANNED, partitions=n, chunks=CHUNKS,
-                              checkpoint="except_last")  # fmt: skip
+            planned = replace(
+                plain,
+                name=f"{name} n{n}",
+                configuration=PLANNED,
+                partitions=n,
+                chunks=CHUNKS,
+                checkpoint="except_last",
+            )
             yield planned
             yield replace(planned, name=f"{planned.name} equal", configuration=EQUAL_LAYERS)
 

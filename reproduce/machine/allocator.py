@@ -26,9 +26,14 @@ def freed_memory_is_kept() -> bool:
 def keep_freed_memory() -> None:
     """Restart this program with `KEEP_FREED`, unless one of its settings is given already or glibc does not take it."""
     if not KEEP_FREED.keys() & os.environ.keys() and _accepted():
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **KEEP_FREED})
+        os.execve(
+            sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **KEEP_FREED}
+        )
 
 
 def _accepted() -> bool:
     """Return whether the C library is glibc and accepts the threshold; an old glibc allows 32 MiB at most."""
-    return platform.libc_ver()[0] == "glibc" and ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, THRESHOLD) == 1
+    return (
+        platform.libc_ver()[0] == "glibc"
+        and ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, THRESHOLD) == 1
+    )

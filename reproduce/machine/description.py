@@ -47,11 +47,16 @@ def machine() -> Machine:
 
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
-        cpu=info(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine() or "unknown",
+        cpu=info(Path("/proc/cpuinfo"), "model name")
+        or platform.processor()
+        or platform.machine()
+        or "unknown",
         cores=cores(),
         cores_installed=os.cpu_count() or 1,
         memory=_memory(),
-        gpus=[_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+        gpus=[_gpu(i) for i in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else [],
     )
 
 
@@ -61,7 +66,10 @@ def versions() -> dict[str, str | None]:
 
     import torchgpipe
 
-    packages: dict[str, str | None] = {"python": platform.python_version(), "torchgpipe": torchgpipe.__version__}
+    packages: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "torchgpipe": torchgpipe.__version__,
+    }
     for package in PACKAGES:
         try:
             packages[package] = importlib.metadata.version(package)
@@ -69,7 +77,12 @@ def versions() -> dict[str, str | None]:
             packages[package] = None
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     driver = _ask_driver("nvmlSystemGetDriverVersion")
-    return {**packages, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn), "driver": driver}
+    return {
+        **packages,
+        "cuda": torch.version.cuda,
+        "cudnn": None if cudnn is None else str(cudnn),
+        "driver": driver,
+    }
 
 
 def load_average() -> list[float] | None:
@@ -95,17 +108,25 @@ def _gpu(index: int) -> Gpu:
     handle = _ask_driver("nvmlDeviceGetHandleByUUID", f"GPU-{properties.uuid}")
     if handle is None:
         return Gpu(properties.name, properties.total_memory)
-    clock, memory_clock = (_ask_driver("nvmlDeviceGetMaxClockInfo", handle, kind) for kind in (CLOCK_SM, CLOCK_MEMORY))
+    clock, memory_clock = (
+        _ask_driver("nvmlDeviceGetMaxClockInfo", handle, kind) for kind in (CLOCK_SM, CLOCK_MEMORY)
+    )
     milliwatts = _ask_driver("nvmlDeviceGetPowerManagementLimit", handle)
     generation = _ask_driver("nvmlDeviceGetMaxPcieLinkGeneration", handle)
     width = _ask_driver("nvmlDeviceGetMaxPcieLinkWidth", handle)
-    nvlinks = sum(_ask_driver("nvmlDeviceGetNvLinkState", handle, i) == 1 for i in range(MOST_NVLINKS))
+    nvlinks = sum(
+        _ask_driver("nvmlDeviceGetNvLinkState", handle, i) == 1 for i in range(MOST_NVLINKS)
+    )
     links = [f"PCIe {generation}.0 x{width}"] if generation and width else []
     links += [f"{nvlinks} x NVLink"] if nvlinks else []
     return Gpu(
-        properties.name, properties.total_memory, clock and float(clock), memory_clock and float(memory_clock),
-        milliwatts and milliwatts / 1000, ", ".join(links) or None,
-    )  # fmt: skip
+        properties.name,
+        properties.total_memory,
+        clock and float(clock),
+        memory_clock and float(memory_clock),
+        milliwatts and milliwatts / 1000,
+        ", ".join(links) or None,
+    )
 
 
 def _ask_driver(function: str, *arguments: object) -> Any:

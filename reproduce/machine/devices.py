@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 MOST_DEVICES = 8  # as many as the papers' largest machine has
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MEMORY = Path("/proc/meminfo")
-GPU_DRIVERS = [Path("/dev", name) for name in ("nvidiactl", "nvidia0", "nvmap", "dxg", "kfd")]  # on Linux
+GPU_DRIVERS = [
+    Path("/dev", name) for name in ("nvidiactl", "nvidia0", "nvmap", "dxg", "kfd")
+]  # on Linux
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,10 @@ class Devices:
             return None if free is None else int(free.removesuffix("kB")) * 1024
         import torch
 
-        return min(torch.cuda.get_device_properties(device).total_memory for device in self.first(self.count))
+        return min(
+            torch.cuda.get_device_properties(device).total_memory
+            for device in self.first(self.count)
+        )
 
     def synchronize(self) -> None:
         """Wait until the CUDA devices have finished."""
@@ -82,7 +87,11 @@ class Devices:
 def find_devices(kind: str | None, count: int | None) -> Devices:
     """Return so many devices, or raise `Error`. Default: all; CUDA devices if there are any, else CPU devices."""
     cuda = 0
-    if "torch" in sys.modules or sys.platform != "linux" or any(path.exists() for path in GPU_DRIVERS):
+    if (
+        "torch" in sys.modules
+        or sys.platform != "linux"
+        or any(path.exists() for path in GPU_DRIVERS)
+    ):
         import torch  # it takes seconds: `list` does without where there is no driver
 
         cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -94,9 +103,13 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
 
     if kind == "cuda":
         if not cuda:
-            raise Error("--on cuda: this machine has no CUDA device that PyTorch can use; use --on cpu")
+            raise Error(
+                "--on cuda: this machine has no CUDA device that PyTorch can use; use --on cpu"
+            )
         if count is not None and count > cuda:
-            raise Error(f"--devices {count}: this machine has {cuda} CUDA device(s); use at most {cuda}")
+            raise Error(
+                f"--devices {count}: this machine has {cuda} CUDA device(s); use at most {cuda}"
+            )
         return Devices("cuda", count or cuda)
 
     have = cores()

@@ -28,10 +28,14 @@ class Git(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 def checkout(folder: Path = ROOT) -> Git | None:
     """Return the revision checked out in `folder`; None if it is not the top folder of a checkout, or without git."""
     try:
-        if git(folder, "rev-parse", "--show-prefix"):  # another project's checkout, which has this one installed
+        if git(
+            folder, "rev-parse", "--show-prefix"
+        ):  # another project's checkout, which has this one installed
             return None
         revision = git(folder, "rev-parse", "--verify", "HEAD").decode()
-        diff = git(folder, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--no-color")
+        diff = git(
+            folder, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--no-color"
+        )
         return Git(revision, bool(diff), hashlib.sha256(diff).hexdigest()[:8] if diff else None)
     except Error:
         return None
@@ -44,11 +48,15 @@ def commit_of(folder: Path, revision: str) -> str:
     except Error as error:
         raise Error(f"{revision}: {folder} cannot be used as a git checkout ({error})") from None
     try:
-        return git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").decode()
+        return git(
+            folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"
+        ).decode()
     except Error:
         pass
     if git(folder, "rev-parse", "--is-shallow-repository") == b"true":
-        raise Error(f"{revision}: this clone is shallow and does not hold it; run 'git fetch --unshallow' first")
+        raise Error(
+            f"{revision}: this clone is shallow and does not hold it; run 'git fetch --unshallow' first"
+        )
     raise Error(f"{revision}: no such git revision here; name a commit, a branch or a tag")
 
 
@@ -58,12 +66,16 @@ def commit_file(folder: Path, branch: str, name: str, change: Callable[[bytes], 
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise Error(f"{name}: on a branch, give a path within the repository")
     if f"branch {ref}" in git(folder, "worktree", "list", "--porcelain").decode().splitlines():
-        raise Error(f"{branch} is checked out, and is not to change behind its files: name another branch")
+        raise Error(
+            f"{branch} is checked out, and is not to change behind its files: name another branch"
+        )
     old = git(folder, "for-each-ref", "--format=%(objectname)", ref).decode()
     there = old and git(folder, "ls-tree", old, "--", name)
     content = change(git(folder, "cat-file", "blob", f"{old}:{name}") if there else b"")
     start = f"from {old}\n" if old else ""  # git refuses it if the branch has moved on
-    commit = f"commit {ref}\ncommitter reproduce <reproduce@localhost> now\ndata <<.\n{name}\n.\n{start}"
+    commit = (
+        f"commit {ref}\ncommitter reproduce <reproduce@localhost> now\ndata <<.\n{name}\n.\n{start}"
+    )
     given = f"{commit}M 100644 inline {name}\ndata {len(content)}\n".encode() + content
     git(folder, "fast-import", "--quiet", "--date-format=now", given=given)
 
@@ -74,11 +86,15 @@ def git(folder: Path, *arguments: str, given: bytes | None = None) -> bytes:
     Variables such as GIT_DIR are not passed on: if a git hook or alias started this program, they name its repository.
     If git is not there, or fails, it raises `Error` with the last line that git printed.
     """
-    env = {name: value for name, value in os.environ.items() if not re.match("GIT_(?!CONFIG_)", name)}
+    env = {
+        name: value for name, value in os.environ.items() if not re.match("GIT_(?!CONFIG_)", name)
+    }
     command = ["git", "-C", str(folder), *arguments]
     try:
         # A new session keeps Ctrl-C away from git: only this program handles it.
-        done = subprocess.run(command, input=given, capture_output=True, timeout=120, start_new_session=True, env=env)
+        done = subprocess.run(
+            command, input=given, capture_output=True, timeout=120, start_new_session=True, env=env
+        )
     except FileNotFoundError:
         raise Error("git is not installed") from None
     except (OSError, subprocess.SubprocessError) as error:

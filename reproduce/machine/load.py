@@ -47,8 +47,16 @@ class Load:
         a_second = {name: (now[name] - then[name]) / (now["time"] - then["time"]) for name in now}
         have = cores()  # a container's quota may leave some to others
         others = a_second["busy"] - a_second["own"] - (len(os.sched_getaffinity(0)) - have)
-        shares = {**a_second, "others": max(0.0, others) / have, "stolen": a_second["stolen"] / have}
-        return {name: round(shares[name], 4) for name in ("others", "stolen", "pressure") if name in shares}
+        shares = {
+            **a_second,
+            "others": max(0.0, others) / have,
+            "stolen": a_second["stolen"] / have,
+        }
+        return {
+            name: round(shares[name], 4)
+            for name in ("others", "stolen", "pressure")
+            if name in shares
+        }
 
 
 def other_runs() -> dict[int, str]:
@@ -72,9 +80,16 @@ def _count() -> dict[str, float]:
     user, nice, system, _, _, irq, softirq, stolen = fields
     ticks, ours = _processes()
     own = sum(ticks.get(pid, 0) for pid in ours) / tick
-    counts = {"time": time.monotonic(), "busy": user + nice + system + irq + softirq, "stolen": stolen, "own": own}
+    counts = {
+        "time": time.monotonic(),
+        "busy": user + nice + system + irq + softirq,
+        "stolen": stolen,
+        "own": own,
+    }
     with contextlib.suppress(OSError):
-        counts["pressure"] = int((PROC / "pressure" / "cpu").read_text().partition("total=")[2].split()[0]) / 1e6
+        counts["pressure"] = (
+            int((PROC / "pressure" / "cpu").read_text().partition("total=")[2].split()[0]) / 1e6
+        )
     return counts
 
 

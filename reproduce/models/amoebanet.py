@@ -81,7 +81,9 @@ class FactorizedReduction(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         image = self.relu(image)
-        shifted = F.pad(image, (-1, 1, -1, 1))  # drop the first row and column, append zeros after the last
+        shifted = F.pad(
+            image, (-1, 1, -1, 1)
+        )  # drop the first row and column, append zeros after the last
         output: Tensor = self.bn(torch.cat([self.even(image), self.odd(shifted)], dim=1))
         return output
 
@@ -101,10 +103,14 @@ def avg_pool_3x3(channels: int, stride: int) -> nn.Module:
 
 
 OPERATIONS: dict[str, Callable[[int, int], nn.Module]] = {
-    "none": lambda channels, stride: nn.Identity() if stride == 1 else FactorizedReduction(channels, channels),
+    "none": lambda channels, stride: (
+        nn.Identity() if stride == 1 else FactorizedReduction(channels, channels)
+    ),
     "conv 1x1": lambda channels, stride: relu_conv_bn(channels, channels, (1, 1), (stride, stride)),
     "conv 3x3": lambda channels, stride: narrow_convs(channels, ((3, 3), (stride, stride))),
-    "conv 1x7-7x1": lambda channels, stride: narrow_convs(channels, ((1, 7), (1, stride)), ((7, 1), (stride, 1))),
+    "conv 1x7-7x1": lambda channels, stride: narrow_convs(
+        channels, ((1, 7), (1, stride)), ((7, 1), (stride, 1))
+    ),
     "avg pool 3x3": avg_pool_3x3,
     # A max pool by its name in the cell search, but the published numbers were measured with an average pool.
     "pool 3x3": avg_pool_3x3,
@@ -134,17 +140,23 @@ class Cell(nn.Module):
     reduction cell; the output is (N, out_channels, H / stride, W / stride).
     """
 
-    def __init__(self, genotype: Genotype, inputs: tuple[int, int], channels: int, *, after_reduction: bool) -> None:
+    def __init__(
+        self, genotype: Genotype, inputs: tuple[int, int], channels: int, *, after_reduction: bool
+    ) -> None:
         super().__init__()
         self.output = genotype.output
         self.out_channels = channels * len(genotype.output)
         self.fit1 = relu_conv_bn(inputs[0], channels)
-        self.fit2: nn.Module = nn.Identity()  # gives the cell before the last the image size and channels of the last
+        self.fit2: nn.Module = (
+            nn.Identity()
+        )  # gives the cell before the last the image size and channels of the last
         if after_reduction:
             self.fit2 = FactorizedReduction(inputs[1], channels)
         elif inputs[1] != channels:
             self.fit2 = relu_conv_bn(inputs[1], channels)
-        self.sums = nn.ModuleList(PairSum(pair, channels, genotype.stride) for pair in genotype.pairs)
+        self.sums = nn.ModuleList(
+            PairSum(pair, channels, genotype.stride) for pair in genotype.pairs
+        )
 
     def forward(self, last: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         s1, s2 = last if isinstance(last, tuple) else (last, last)
@@ -184,8 +196,15 @@ def amoebanetd(num_layers: int, num_filters: int, num_classes: int = 1000) -> nn
     Shapes: (N, 3, 224, 224) to (N, num_classes). Between cells runs a pair of tensors, otherwise one tensor.
     L has to be a positive multiple of 3, and D one of 8, or `check_size` raises an error.
     """
-    check_size("num_layers", num_layers, multiple_of=3, why="the normal cells stand in three equal groups")
-    check_size("num_filters", num_filters, multiple_of=8, why="the narrowest convolutions have D/8 channels")
+    check_size(
+        "num_layers", num_layers, multiple_of=3, why="the normal cells stand in three equal groups"
+    )
+    check_size(
+        "num_filters",
+        num_filters,
+        multiple_of=8,
+        why="the narrowest convolutions have D/8 channels",
+    )
     check_size("num_classes", num_classes)
 
     channels = num_filters // 4

@@ -35,7 +35,9 @@ __all__ = ["MODELS", "Model", "SizedModel", "amoebanetd", "resnet101", "unet"]
 
 
 Sample = Callable[[tuple[int, ...], int, Generator], tuple[Any, Any]]
-_TRACED: dict[Any, nn.Sequential] = {}  # the last: rows of one model are built in turn, and tracing takes seconds
+_TRACED: dict[
+    Any, nn.Sequential
+] = {}  # the last: rows of one model are built in turn, and tracing takes seconds
 
 
 def image(shape: tuple[int, ...], classes: int, generator: Generator) -> tuple[Tensor, Tensor]:
@@ -73,12 +75,17 @@ class SizedModel(NamedTuple):
     input_shape: tuple[int, ...]
     classes: int | None = None
 
-    def batch(self, samples: int, seed: int = 0, device: str | torch.device = "cpu") -> tuple[Any, Any]:
+    def batch(
+        self, samples: int, seed: int = 0, device: str | torch.device = "cpu"
+    ) -> tuple[Any, Any]:
         """Draw a mini-batch: an input and its target. The first samples are the same for any number."""
         draw = partial(MODELS[self.name].sample, self.input_shape, self.classes or 1)
         with torch.device("cpu"):
             first, generator = draw(Generator()), Generator().manual_seed(seed)
-            made = tuple(changed(lambda x: x.new_empty(samples, *x.shape, device=device), part) for part in first)
+            made = tuple(
+                changed(lambda x: x.new_empty(samples, *x.shape, device=device), part)
+                for part in first
+            )
             for k in range(samples):
                 for whole, x in zip(tensors_in(made), tensors_in(draw(generator)), strict=True):
                     whole[k] = x
@@ -112,7 +119,10 @@ MODELS = {
         ("blocks", "width", "expansion"),
         (3, 64, 64),
     ),
-    **{f"torchvision:{name}": Model(partial(torchvision_model, name), ("pixels",), (3, 224, 224)) for name in ZOO},
+    **{
+        f"torchvision:{name}": Model(partial(torchvision_model, name), ("pixels",), (3, 224, 224))
+        for name in ZOO
+    },
 }
 """Every model that an experiment may name.
 

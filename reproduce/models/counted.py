@@ -45,7 +45,9 @@ def setup_of(config: dict[str, Any], layers: int, *, zeroed: bool = False) -> Se
         chunks=config["chunks"] or 1,
         checkpoint=config["checkpoint"] or "never",
         # PyTorch of that time had no foreach optimizers: it updated one parameter after another, on GPUs too.
-        optimizer=optimizer_named("momentum" if name == "sgd" and config.get("momentum") else name, foreach=False),
+        optimizer=optimizer_named(
+            "momentum" if name == "sgd" and config.get("momentum") else name, foreach=False
+        ),
         portals=components is None or "portals" in components,
         streams=components is None or "streams" in components,
         zeroed=zeroed,

@@ -64,7 +64,10 @@ def layers(model: ResNet) -> Iterator[tuple[str, nn.Module]]:
                 yield f"{name}_conv{i}", block.get_submodule(f"conv{i}")
                 yield f"{name}_bn{i}", block.get_submodule(f"bn{i}")
                 if i == 3:
-                    yield f"{name}_add", AddIdentity(cast("Bottleneck", block).downsample).isolate(identity)
+                    yield (
+                        f"{name}_add",
+                        AddIdentity(cast("Bottleneck", block).downsample).isolate(identity),
+                    )
                 yield f"{name}_relu{i}", nn.ReLU()
     yield "avgpool", model.avgpool
     yield "flatten", nn.Flatten()
@@ -83,7 +86,9 @@ def import_torchvision(module: str = "models.resnet", needed_by: str = "ResNet-1
         ) from error
 
 
-def resnet(blocks: Sequence[int], width: int = 64, expansion: int = 4, num_classes: int = 1000) -> nn.Sequential:
+def resnet(
+    blocks: Sequence[int], width: int = 64, expansion: int = 4, num_classes: int = 1000
+) -> nn.Sequential:
     """Build a ResNet of bottlenecks with random weights, by torchvision.
 
     `blocks` are the bottlenecks in each of the four stages. Every stage doubles `width`, the channels within
@@ -115,20 +120,29 @@ def flat_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     The tensors are shared, not copied. Names that are flat already stay; `load_state_dict` reports names that do not
     fit.
     """
-    return {re.sub(r"^(layer\d)\.(\d+)\.", r"\1_\2_", key).replace("_downsample.", "_add.downsample."): value
-            for key, value in state.items()}  # fmt: skip
+    return {
+        re.sub(r"^(layer\d)\.(\d+)\.", r"\1_\2_", key).replace(
+            "_downsample.", "_add.downsample."
+        ): value
+        for key, value in state.items()
+    }
 
 
 def torchvision_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename a flat model's state for torchvision's ResNet: the inverse of `flat_state`."""
-    return {re.sub(r"^(layer\d)_(\d+)_(?:add\.)?", r"\1.\2.", key): value for key, value in state.items()}
+    return {
+        re.sub(r"^(layer\d)_(\d+)_(?:add\.)?", r"\1.\2.", key): value
+        for key, value in state.items()
+    }
 
 
 def torchvision_model(name: str, pixels: int, **options: int) -> nn.Module:
     """Build that model with random weights for `pixels` x `pixels`, or raise `ValueError` if torchvision has none."""
     builder = import_torchvision("models", f"torchvision:{name}").get_model_builder(name)
     # Without weights nothing is downloaded.
-    given = {key: None for key in inspect.signature(builder).parameters if key.startswith("weights")}
+    given = {
+        key: None for key in inspect.signature(builder).parameters if key.startswith("weights")
+    }
     if name.startswith("vit_"):  # ViT is built for one image size
         options["image_size"] = pixels
     device = torch.get_default_device()

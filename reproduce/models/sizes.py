@@ -1,10 +1,22 @@
 """Check a model's sizes before any layer is built, so that the error names the caller's argument."""
 
-ZOO = ("resnet18", "resnet50", "alexnet", "densenet121", "mobilenet_v3_large", "efficientnet_b0", "convnext_tiny",
-       "vit_b_16", "swin_t", "regnet_y_1_6gf")  # fmt: skip
+ZOO = (
+    "resnet18",
+    "resnet50",
+    "alexnet",
+    "densenet121",
+    "mobilenet_v3_large",
+    "efficientnet_b0",
+    "convnext_tiny",
+    "vit_b_16",
+    "swin_t",
+    "regnet_y_1_6gf",
+)
 
 
-def check_size(name: str, value: int, *, multiple_of: int = 1, least: int = 1, why: str = "") -> None:
+def check_size(
+    name: str, value: int, *, multiple_of: int = 1, least: int = 1, why: str = ""
+) -> None:
     """Raise in one line unless `value` is a whole number, at least `least` and divisible by `multiple_of`.
 
     It is a `TypeError`, or a `ValueError` that names the nearest size that is allowed.

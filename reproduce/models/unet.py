@@ -87,7 +87,11 @@ def layers(depth: int, num_convs: int, base: int, inputs: int, outputs: int) -> 
 
 
 def unet(
-    depth: int = 5, num_convs: int = 5, base_channels: int = 64, input_channels: int = 3, output_channels: int = 1
+    depth: int = 5,
+    num_convs: int = 5,
+    base_channels: int = 64,
+    input_channels: int = 3,
+    output_channels: int = 1,
 ) -> nn.Sequential:
     """Build U-Net (`num_convs`, `base_channels`), known as (B, C), of `depth` levels.
 

@@ -10,7 +10,16 @@ from statistics import geometric_mean
 from typing import Literal
 
 from reproduce.numbers.match import Line, differing, same_work
-from reproduce.numbers.metrics import DEFAULTS, DISTURBED, Reading, available, better, outcome, over, read
+from reproduce.numbers.metrics import (
+    DEFAULTS,
+    DISTURBED,
+    Reading,
+    available,
+    better,
+    outcome,
+    over,
+    read,
+)
 from reproduce.numbers.significance import Decision, Rule, compare_samples
 from reproduce.numbers.sources import Entry, Side
 from reproduce.records.record import SUCCESS
@@ -18,7 +27,9 @@ from reproduce.records.record import SUCCESS
 TIMES = ("throughput", "speedup", "time", "step_time")
 Verdict = Literal["better", "worse", "differs", "~", "too few", "untested", "disturbed"]
 HINT = "; --all names them"
-IN_TURN = "python -m reproduce regression --base REV --head REV runs the code of two revisions, in turn"
+IN_TURN = (
+    "python -m reproduce regression --base REV --head REV runs the code of two revisions, in turn"
+)
 Readings = Mapping[int, Reading]  # a row's reading on each side that has one, by the side's number
 
 
@@ -48,7 +59,11 @@ class Comparison:
 
     def mean(self, side: int) -> tuple[float, int] | None:
         """Return the geometric mean of a side's ratios, from `together` if known, and their number; None if none."""
-        decisions = [each for row in self.rows if (each := row.decisions[side]) and each.outcome != "disturbed"]
+        decisions = [
+            each
+            for row in self.rows
+            if (each := row.decisions[side]) and each.outcome != "disturbed"
+        ]
         ratios = [decision.ratio for decision in decisions]
         if not ratios:
             return None
@@ -64,9 +79,15 @@ def verdict(decision: Decision, metric: str) -> Verdict:
 
 
 def compare(
-    sides: Sequence[Side], lines: Sequence[Line], *, metric: str | None, rule: Rule, force: bool = False,
-    every: bool = False, among: Sequence[Line] = (),
-) -> tuple[list[Comparison], list[str]]:  # fmt: skip
+    sides: Sequence[Side],
+    lines: Sequence[Line],
+    *,
+    metric: str | None,
+    rule: Rule,
+    force: bool = False,
+    every: bool = False,
+    among: Sequence[Line] = (),
+) -> tuple[list[Comparison], list[str]]:
     """Return a comparison for each experiment of which two sides have numbers, and notes about the others.
 
     Without a `metric`, an experiment is compared in the first of `DEFAULTS` that two sides share. Notes count the rows
@@ -79,7 +100,11 @@ def compare(
         for name in [metric] if metric else DEFAULTS:
             readings = [_readings(line, name) for line in own]
             if any(len(each) > 1 for each in readings):
-                bases = [(line, _readings(line, name)) for line in among or lines if line.experiment == experiment]
+                bases = [
+                    (line, _readings(line, name))
+                    for line in among or lines
+                    if line.experiment == experiment
+                ]
                 comparisons.append(_compare(sides, own, readings, bases, name, rule, force, every))
                 break
         else:
@@ -95,13 +120,23 @@ def compare(
 
 
 def _readings(line: Line, metric: str) -> Readings:
-    return {side: found for side, entry in line.entries.items() if (found := read(entry, metric)) is not None}
+    return {
+        side: found
+        for side, entry in line.entries.items()
+        if (found := read(entry, metric)) is not None
+    }
 
 
 def _compare(
-    sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Readings],
-    among: Sequence[tuple[Line, Readings]], metric: str, rule: Rule, force: bool, every: bool,
-) -> Comparison:  # fmt: skip
+    sides: Sequence[Side],
+    lines: Sequence[Line],
+    readings: Sequence[Readings],
+    among: Sequence[tuple[Line, Readings]],
+    metric: str,
+    rule: Rule,
+    force: bool,
+    every: bool,
+) -> Comparison:
     shared = [(line, own) for line, own in zip(lines, readings, strict=True) if len(own) > 1]
     unfair = _unfair([line for line, _ in shared], metric)
     relative = metric == "speedup" or (bool(unfair) and not force)
@@ -113,23 +148,35 @@ def _compare(
             base, theirs = _base(line, own, among)
             bases.append(base.label)
             is_base = base is line
-            own = {side: over(reading, theirs[side]) for side, reading in own.items() if side in theirs}
+            own = {
+                side: over(reading, theirs[side]) for side, reading in own.items() if side in theirs
+            }
         values = [own.get(side) for side in range(len(sides))]
-        decisions = [None if is_base or not i else _decision(values[0], values[i], rule) for i in range(len(sides))]
+        decisions = [
+            None if is_base or not i else _decision(values[0], values[i], rule)
+            for i in range(len(sides))
+        ]
         rows.append(ComparedRow(line, values, decisions))
     notes = []
     if relative:
-        notes.append(f"each side's {metric.replace('speedup', 'throughput')} is divided by its own {_once(bases)}")
+        notes.append(
+            f"each side's {metric.replace('speedup', 'throughput')} is divided by its own {_once(bases)}"
+        )
     if unfair and metric != "speedup" and force:
         notes.append(f"FORCED: absolute numbers are compared although {' and '.join(unfair)}")
     elif unfair:
         notes.append(f"absolute numbers are not compared: {' and '.join(unfair)}")
-    notes += [*_other_differences([line for line, _ in shared]), *_missing(sides, lines, readings, every)]
+    notes += [
+        *_other_differences([line for line, _ in shared]),
+        *_missing(sides, lines, readings, every),
+    ]
     notes += _other_times(sides, [line for line, _ in shared]) if metric in TIMES else []
     known = [reading for row in rows for reading in row.readings if reading is not None]
     notes += [DISTURBED] if any(reading.disturbed for reading in known) else []
     units = {reading.unit for reading in known}
-    return Comparison(lines[0].experiment, metric, " or ".join(sorted(units)), relative, rows, notes)
+    return Comparison(
+        lines[0].experiment, metric, " or ".join(sorted(units)), relative, rows, notes
+    )
 
 
 def _decision(base: Reading | None, head: Reading | None, rule: Rule) -> Decision | None:
@@ -142,7 +189,9 @@ def _decision(base: Reading | None, head: Reading | None, rule: Rule) -> Decisio
     return replace(found, outcome="disturbed") if base.disturbed or head.disturbed else found
 
 
-def _base(line: Line, own: Readings, lines: Sequence[tuple[Line, Readings]]) -> tuple[Line, Readings]:
+def _base(
+    line: Line, own: Readings, lines: Sequence[tuple[Line, Readings]]
+) -> tuple[Line, Readings]:
     """Return the baseline line to divide by, one for which all sides of this row have a number.
 
     It prefers the same kind (emulated, engine), then the same scale, then the row that `over` names, then the first.
@@ -167,7 +216,14 @@ def _machine(entry: Entry) -> object:
         return entry.result.hardware or entry.record.hardware or entry.record.name
     machine = run.machine
     memory = machine.memory and machine.memory >> 30
-    return machine.cpu, machine.cores, memory, [gpu.name for gpu in machine.gpus], run.device, run.threads_per_device
+    return (
+        machine.cpu,
+        machine.cores,
+        memory,
+        [gpu.name for gpu in machine.gpus],
+        run.device,
+        run.threads_per_device,
+    )
 
 
 def _pairs(lines: Sequence[Line]) -> Iterator[tuple[Entry, Entry]]:
@@ -180,7 +236,9 @@ def _pairs(lines: Sequence[Line]) -> Iterator[tuple[Entry, Entry]]:
 def _unfair(lines: Sequence[Line], metric: str) -> list[str]:
     """Return why absolute numbers are not comparable. Only `TIMES` depend on the machine."""
     reasons = []
-    if metric in TIMES and any(_machine(first) != _machine(other) for first, other in _pairs(lines)):
+    if metric in TIMES and any(
+        _machine(first) != _machine(other) for first, other in _pairs(lines)
+    ):
         reasons.append("the sides ran on different machines")
     if not all(same_work(first, other) for first, other in _pairs(lines)):
         reasons.append("matched rows did different work")
@@ -199,7 +257,9 @@ def _other_differences(lines: Sequence[Line]) -> list[str]:
                 if version != theirs.get(name):
                     versions.setdefault(name, []).extend([str(version), str(theirs.get(name))])
     notes = [f"matched rows also differ in: {_once(fields)}"] if fields else []
-    return notes + [f"{name} differs: {' / '.join(dict.fromkeys(both))}" for name, both in versions.items()]
+    return notes + [
+        f"{name} differs: {' / '.join(dict.fromkeys(both))}" for name, both in versions.items()
+    ]
 
 
 def _other_times(sides: Sequence[Side], lines: Sequence[Line]) -> list[str]:
@@ -207,13 +267,28 @@ def _other_times(sides: Sequence[Side], lines: Sequence[Line]) -> list[str]:
     started = [{x.record.run and x.record.run.started for x in pair} for pair in _pairs(lines)]
     if not any(len(times) > 1 and None not in times for times in started):
         return []
-    runs = {side.letter: [result for x in side.records if x.run for result in x.results] for side in sides}
-    unknown = [letter for letter, found in runs.items() if found and not any("others" in x.samples for x in found)]
-    how = f"; how busy others kept the machine is not known of {' and '.join(unknown)}" if unknown else ""
-    return [f"the sides ran at different times: a verdict says that these runs differ, not why{how}; {IN_TURN}"]
+    runs = {
+        side.letter: [result for x in side.records if x.run for result in x.results]
+        for side in sides
+    }
+    unknown = [
+        letter
+        for letter, found in runs.items()
+        if found and not any("others" in x.samples for x in found)
+    ]
+    how = (
+        f"; how busy others kept the machine is not known of {' and '.join(unknown)}"
+        if unknown
+        else ""
+    )
+    return [
+        f"the sides ran at different times: a verdict says that these runs differ, not why{how}; {IN_TURN}"
+    ]
 
 
-def _missing(sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Readings], every: bool) -> list[str]:
+def _missing(
+    sides: Sequence[Side], lines: Sequence[Line], readings: Sequence[Readings], every: bool
+) -> list[str]:
     """Say which rows a side lacks, or how many, and which have no number, and why."""
     labels: dict[str, list[str]] = {}
     for line, own in zip(lines, readings, strict=True):

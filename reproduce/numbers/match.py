@@ -97,10 +97,14 @@ def pick(lines: Sequence[Line], filters: Sequence[str]) -> list[Line]:
         known.pop("-", None)
         if not known:
             fields = dict.fromkeys(field for line in lines for field in line.first.result.config)
-            raise Error(f"--filter {name}=...: no row has {name}; there are {', '.join((*FIELDS, *fields))}")
+            raise Error(
+                f"--filter {name}=...: no row has {name}; there are {', '.join((*FIELDS, *fields))}"
+            )
         lines = [line for line in lines if value_text(line, name) in allowed]
         if not lines:
-            raise Error(f"--filter {name}={','.join(allowed)}: no row is left; {name} is {', '.join(known)}")
+            raise Error(
+                f"--filter {name}={','.join(allowed)}: no row is left; {name} is {', '.join(known)}"
+            )
     return list(lines)
 
 
@@ -109,7 +113,10 @@ def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> Non
 
     def likeness(line: Line) -> int:
         other = line.first
-        same = [getattr(other.result, name) == getattr(entry.result, name) for name in ("row", "scale", "device")]
+        same = [
+            getattr(other.result, name) == getattr(entry.result, name)
+            for name in ("row", "scale", "device")
+        ]
         return sum([*same, other.hardware == entry.hardware])
 
     free = [line for line in lines if line.experiment == experiment and number not in line.entries]
@@ -122,7 +129,9 @@ def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> Non
 def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
     """Put a published row on every line that reproduces it; if there is none, on a line as other rows."""
     name = f"{entry.result.experiment}/{entry.result.row}"
-    reproducing = [line for line in lines if number not in line.entries and line.first.result.published == name]
+    reproducing = [
+        line for line in lines if number not in line.entries and line.first.result.published == name
+    ]
     for side in {side for line in reproducing for side in line.entries}:
         theirs = [line for line in reproducing if side in line.entries]
         for line in [line for line in theirs if same_work(line.entries[side], entry)] or theirs:
@@ -138,7 +147,9 @@ def _same(one: Entry, other: Entry) -> bool:
     if len(ways) > 1 or not same_work(one, other):
         return False
     # The fields do not tell if both rows are published, or share no field. Then the names must be the same.
-    named = all(result.status == "published" for result in both) or not (both[0].config.keys() & both[1].config.keys())
+    named = all(result.status == "published" for result in both) or not (
+        both[0].config.keys() & both[1].config.keys()
+    )
     return not named or both[0].row == both[1].row
 
 
@@ -153,7 +164,10 @@ def _label(lines: Sequence[Line]) -> None:
         line.label = result.row + f" ({how})" * (how != "threads")
     for k in range(3):
         for group in grouped(lines, lambda line: (line.experiment, line.label)).values():
-            extras = [(line.first.result.scale, line.first.result.device, line.first.hardware)[k] for line in group]
+            extras = [
+                (line.first.result.scale, line.first.result.device, line.first.hardware)[k]
+                for line in group
+            ]
             for line, extra in zip(group, extras, strict=True):
                 if extra is not None and len(set(extras)) > 1:
                     line.label += f" ({extra})"

@@ -11,7 +11,9 @@ from reproduce.numbers.sources import Entry
 from reproduce.records.places import Json
 from reproduce.records.record import Result
 
-Measurement = float | Sequence[float]  # a number taken as exact, such as a published one, or samples
+Measurement = (
+    float | Sequence[float]
+)  # a number taken as exact, such as a published one, or samples
 DEFAULTS = ("throughput", "time", "memory", "reserved", "top1_error", "utilization", "parameters")
 HIGHER = ("throughput", "speedup", "utilization", "top1_accuracy")
 LOWER = ("time", "step_time", "memory", "reserved", "loss", "top1_error", "model_bytes", "bubble")
@@ -44,7 +46,9 @@ class Reading:
     @property
     def listed(self) -> Sequence[float]:
         """Give the samples; an exact number counts as one."""
-        return [self.measurement] if isinstance(self.measurement, (int, float)) else self.measurement
+        return (
+            [self.measurement] if isinstance(self.measurement, (int, float)) else self.measurement
+        )
 
     @property
     def middle(self) -> float:
@@ -78,12 +82,22 @@ class FinalError(NamedTuple):
 
     def allowed(self, other: "FinalError") -> float | None:
         """Return the largest difference of means that still counts as the same; None if a deviation is not known."""
-        return None if self.deviation is None or other.deviation is None else self.deviation + other.deviation
+        return (
+            None
+            if self.deviation is None or other.deviation is None
+            else self.deviation + other.deviation
+        )
 
     def verdict(self, other: "FinalError") -> str:
         """Say "same" if mean +- deviation of the two overlap, else "differs"; "" if a deviation is not known."""
         allowed = self.allowed(other)
-        return "" if allowed is None else "same" if abs(self.mean - other.mean) <= allowed else "differs"
+        return (
+            ""
+            if allowed is None
+            else "same"
+            if abs(self.mean - other.mean) <= allowed
+            else "differs"
+        )
 
 
 def final_errors(result: Result) -> list[float]:
@@ -100,7 +114,9 @@ def final_error(result: Result) -> FinalError | None:
     errors = final_errors(result)
     if not errors:
         return None
-    return FinalError(statistics.mean(errors), statistics.stdev(errors) if len(errors) > 1 else None)
+    return FinalError(
+        statistics.mean(errors), statistics.stdev(errors) if len(errors) > 1 else None
+    )
 
 
 def throughput(result: Result, run: str = "") -> Reading | None:
@@ -156,7 +172,9 @@ def over(reading: Reading, base: Reading) -> Reading:
     if reading.samples is None and base.samples is None:
         return Reading(reading.middle / base.middle, disturbed=disturbed)
     count = max(len(reading.listed), len(base.listed))
-    ours, theirs = (each.listed if each.samples else [each.middle] * count for each in (reading, base))
+    ours, theirs = (
+        each.listed if each.samples else [each.middle] * count for each in (reading, base)
+    )
     return Reading([one / two for one, two in zip(ours, theirs)], disturbed=disturbed)  # noqa: B905
 
 
@@ -176,7 +194,9 @@ def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
 
 def median_ratio(samples: Sequence[float], base: Sequence[float]) -> float:
     """Return the median ratio of paired samples, computed from logarithms."""
-    return math.exp(statistics.median(math.log(one / two) for one, two in zip(samples, base, strict=True)))
+    return math.exp(
+        statistics.median(math.log(one / two) for one, two in zip(samples, base, strict=True))
+    )
 
 
 def utilization(result: Result) -> float | None:
@@ -206,7 +226,11 @@ def read(entry: Entry, metric: str) -> Reading | None:
     - anything else: the value or the samples of that name; of a list with a value for each device, the mean
     """
     result, unit = entry.result, entry.record.unit
-    run = f"{entry.record.name} {entry.record.run.started}" if entry.record.run is not None else entry.record.name
+    run = (
+        f"{entry.record.name} {entry.record.run.started}"
+        if entry.record.run is not None
+        else entry.record.name
+    )
     if metric in ("throughput", "speedup"):
         return throughput(result, run)
     if metric in ("memory", "reserved"):
@@ -218,8 +242,15 @@ def read(entry: Entry, metric: str) -> Reading | None:
         return Reading(errors, "%", mean=True) if errors else None
     for name in ("step_time", "time") if metric == "time" else (metric,):
         if result.samples.get(name):
-            own, timed = ("s", True) if metric == "time" else (unit.get(name, ""), name.endswith("_time"))
-            return Reading(result.samples[name], own, _rounds(result, run), disturbed=timed and result.disturbed)
+            own, timed = (
+                ("s", True) if metric == "time" else (unit.get(name, ""), name.endswith("_time"))
+            )
+            return Reading(
+                result.samples[name],
+                own,
+                _rounds(result, run),
+                disturbed=timed and result.disturbed,
+            )
     if metric == "time":
         return _exact(result.values.get("step_time", result.values.get("time")), "s")
     value = result.values.get(metric)

@@ -57,7 +57,9 @@ class Decision:
     needed: int | None = None
 
 
-def compare_samples(base: Measurement, head: Measurement, rule: Rule = Rule(), *, paired: bool = False) -> Decision:
+def compare_samples(
+    base: Measurement, head: Measurement, rule: Rule = Rule(), *, paired: bool = False
+) -> Decision:
     """Compare `head` with `base`, both positive.
 
     Samples are independent (Mann-Whitney test), or `paired`: the i-th samples of both ran together (Wilcoxon's
@@ -93,7 +95,11 @@ def _ranks(old: Array, new: Array) -> Test:
     """Prepare Mann-Whitney's test of independent samples."""
 
     def p(shift: float) -> float:
-        return _number(stats.mannwhitneyu(new, old + shift).pvalue) if numpy.ptp([*new, *(old + shift)]) else 1.0
+        return (
+            _number(stats.mannwhitneyu(new, old + shift).pvalue)
+            if numpy.ptp([*new, *(old + shift)])
+            else 1.0
+        )
 
     return numpy.subtract.outer(new, old).ravel(), p, len(old), len(new)
 
@@ -108,7 +114,9 @@ def _signed_ranks(ratios: Array) -> Test:
     return (ratios[first] + ratios[second]) / 2, p, len(ratios), None
 
 
-def _decision(candidates: Array, p: Callable[[float], float], one: int, other: int | None, rule: Rule) -> Decision:
+def _decision(
+    candidates: Array, p: Callable[[float], float], one: int, other: int | None, rule: Rule
+) -> Decision:
     ordered = numpy.sort(candidates)
     middle = float(numpy.median(ordered))
     ratio = math.exp(middle)

@@ -42,13 +42,27 @@ def from_pytest_benchmark(data: Json, where: str) -> Record:
     cpu = info.get("cpu") or {}
     cores = cpu.get("count") or 1
     system = f"{info.get('system', '')} {info.get('machine', '')}".strip()
-    machine = Machine(system, cpu.get("brand_raw") or info.get("processor") or "unknown", cores, cores, memory=None)
+    machine = Machine(
+        system,
+        cpu.get("brand_raw") or info.get("processor") or "unknown",
+        cores,
+        cores,
+        memory=None,
+    )
     run = Run(
-        state="finished", command=["pytest", "--benchmark-json"], seed=None, started=file.datetime, ended=None,
-        device="cpu", devices=1, threads_per_device=None, machine=machine,
+        state="finished",
+        command=["pytest", "--benchmark-json"],
+        seed=None,
+        started=file.datetime,
+        ended=None,
+        device="cpu",
+        devices=1,
+        threads_per_device=None,
+        machine=machine,
         versions={"python": info.get("python_version"), "pytest-benchmark": file.version},
-        git=Git(commit["id"], bool(commit.get("dirty"))) if commit.get("id") else None, load=None,
-    )  # fmt: skip
+        git=Git(commit["id"], bool(commit.get("dirty"))) if commit.get("id") else None,
+        load=None,
+    )
     results = [
         Result(
             experiment=benchmark.fullname.partition("::")[0],
@@ -59,7 +73,9 @@ def from_pytest_benchmark(data: Json, where: str) -> Record:
         )
         for benchmark in file.benchmarks
     ]
-    return Record(Path(where).stem, f"benchmarks of {where}", "measured", {"time": "s"}, results, run=run)
+    return Record(
+        Path(where).stem, f"benchmarks of {where}", "measured", {"time": "s"}, results, run=run
+    )
 
 
 @dataclass(frozen=True)
@@ -72,7 +88,9 @@ class Entry:
     @property
     def hardware(self) -> str | None:
         """Give the name of the hardware description that a prediction was made with."""
-        return hardware_name(self.record, self.result) if self.result.status == "predicted" else None
+        return (
+            hardware_name(self.record, self.result) if self.result.status == "predicted" else None
+        )
 
 
 @dataclass(frozen=True)
@@ -95,8 +113,14 @@ def load_side(letter: str, name: str) -> Side:
     if path.is_dir():
         files = sorted(path.glob("*.json"))
         if not files:
-            inside = sorted({file.parent.relative_to(path).as_posix() for file in path.rglob("*.json")})
-            advice = f"; there are some in {', '.join(f'{path / folder}' for folder in inside[:3])}" if inside else ""
+            inside = sorted(
+                {file.parent.relative_to(path).as_posix() for file in path.rglob("*.json")}
+            )
+            advice = (
+                f"; there are some in {', '.join(f'{path / folder}' for folder in inside[:3])}"
+                if inside
+                else ""
+            )
             raise Error(f"{name}: no record (*.json) in this folder{advice}")
         return side_of(letter, name, [_read(read_json(file), str(file)) for file in files])
     if path.exists():
@@ -107,11 +131,15 @@ def load_side(letter: str, name: str) -> Side:
 def side_of(letter: str, name: str, records: Sequence[Record]) -> Side:
     """Make a side from records."""
     chosen: dict[tuple[str | bool | None, ...], Entry] = {}
-    for experiment in dict.fromkeys(result.experiment for record in records for result in record.results):
+    for experiment in dict.fromkeys(
+        result.experiment for record in records for result in record.results
+    ):
         for record in ranked(records, experiment):
             for result in (each for each in record.results if each.experiment == experiment):
                 key = (*result.key, hardware_name(record, result))
-                if key not in chosen or (chosen[key].result.status not in SUCCESS and result.status in SUCCESS):
+                if key not in chosen or (
+                    chosen[key].result.status not in SUCCESS and result.status in SUCCESS
+                ):
                     chosen[key] = Entry(record, result)
     count = sum(len(record.results) for record in records)
     return Side(letter, name, list(chosen.values()), list(records), count - len(chosen))
@@ -119,9 +147,14 @@ def side_of(letter: str, name: str, records: Sequence[Record]) -> Side:
 
 def _read(data: Json, where: str) -> Record:
     rows = data if isinstance(data, dict) else {}
-    if rows and all(isinstance(counts, dict) and {*map(type, counts.values())} == {int} for counts in rows.values()):
+    if rows and all(
+        isinstance(counts, dict) and {*map(type, counts.values())} == {int}
+        for counts in rows.values()
+    ):
         unit = {what: "count" for counts in rows.values() for what in counts}
-        results = [Result("counts", row, "measured", config={"of": row}, values=rows[row]) for row in rows]
+        results = [
+            Result("counts", row, "measured", config={"of": row}, values=rows[row]) for row in rows
+        ]
         return Record(PurePosixPath(where).stem, f"counts of {where}", "measured", unit, results)
     of_pytest = isinstance(data, dict) and "benchmarks" in data and "machine_info" in data
     return from_pytest_benchmark(data, where) if of_pytest else parse(data, where)
@@ -136,12 +169,18 @@ def _from_git(name: str) -> Iterator[Record]:
         raise Error(
             f"{name}: no such file or folder, and no git revision here; name a record, a folder or a revision"
         ) from None
-    listed = git(here, "ls-tree", "-r", "-z", "--full-tree", "--name-only", commit, "--", place).decode()
+    listed = git(
+        here, "ls-tree", "-r", "-z", "--full-tree", "--name-only", commit, "--", place
+    ).decode()
     files = [file for file in listed.split("\0") if file.endswith(".json")]
-    if PurePosixPath(place) not in map(PurePosixPath, files):  # a folder: as on disk, without its subfolders
+    if PurePosixPath(place) not in map(
+        PurePosixPath, files
+    ):  # a folder: as on disk, without its subfolders
         files = [file for file in files if PurePosixPath(file).parent == PurePosixPath(place)]
     if not files:
-        raise Error(f"{name}: that revision holds no record (*.json) in {place}; name a place as {revision}:FOLDER")
+        raise Error(
+            f"{name}: that revision holds no record (*.json) in {place}; name a place as {revision}:FOLDER"
+        )
     for file in files:
         where = f"{revision}:{file}"
         yield _read(parse_json(git(here, "cat-file", "blob", f"{commit}:{file}"), where), where)

@@ -79,9 +79,15 @@ class Given:
                 x = torch.rand(x.shape).to(x.dtype)
             return x.to(device)[torch.arange(samples, device=device) % len(x) if grows else ...]
 
-        if isinstance(sample, dict) and isinstance(module, Layers) and (signature := module.signature) is not None:
+        if (
+            isinstance(sample, dict)
+            and isinstance(module, Layers)
+            and (signature := module.signature) is not None
+        ):
             grows = dict(zip(signature.names, signature.batched, strict=True))
-            return module, {name: take(x, grows[name]) if name in grows else x for name, x in sample.items()}
+            return module, {
+                name: take(x, grows[name]) if name in grows else x for name, x in sample.items()
+            }
         return module, mapped(take, sample)
 
 
@@ -90,7 +96,9 @@ def find_given(name: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Giv
     if paper := PAPERS.get(name):
         model, sizes = models.MODELS[paper.name], sizes or paper.sizes
         title = models.titled(paper.name, sizes)
-        return Given(title, lambda: (model.build(*sizes), torch.empty(1, *model.input_shape)), *paper[1:3])
+        return Given(
+            title, lambda: (model.build(*sizes), torch.empty(1, *model.input_shape)), *paper[1:3]
+        )
     where, _, what = name.partition(":")
     if not where or not what:
         raise ValueError(
@@ -114,7 +122,9 @@ def _function(where: str, what: str) -> Callable[[], Any]:
     finally:
         del sys.path[0]
     if not callable(found):
-        raise ValueError(f"{where}:{what} has to be a function that returns a model, got {type(found).__name__}")
+        raise ValueError(
+            f"{where}:{what} has to be a function that returns a model, got {type(found).__name__}"
+        )
     function: Callable[[], Any] = found
     return function
 
@@ -123,11 +133,15 @@ def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module,
     """Return the model and its example input from what the user's function returned."""
     module, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(module, nn.Module):
-        raise ValueError(f"{name} has to return a model, or a model and a sample; got {type(module).__name__}")
+        raise ValueError(
+            f"{name} has to return a model, or a model and a sample; got {type(module).__name__}"
+        )
     if shape:
         sample = torch.empty(1, *shape)
     if sample is None:
-        raise ValueError(f"{name} returns no sample beside its model: let it return both, or say --input 3x224x224")
+        raise ValueError(
+            f"{name} returns no sample beside its model: let it return both, or say --input 3x224x224"
+        )
     return module, sample
 
 
@@ -144,7 +158,9 @@ class Asked:
     hardware: Hardware
 
 
-def largest(asked: Asked, axis: int, fit: Callable[[Sizes], bool]) -> tuple[Sizes | None, Sizes | None]:
+def largest(
+    asked: Asked, axis: int, fit: Callable[[Sizes], bool]
+) -> tuple[Sizes | None, Sizes | None]:
     """Return the largest sizes that fit, or None, and the next larger ones, which do not fit, or None.
 
     The size of `axis` is doubled until the model does not fit, then bisected.
@@ -190,12 +206,15 @@ def _fit(asked: Asked, how: str, tell: Callable[..., None], sizes: Sizes) -> boo
     predictor = Predictor(asked.paper.counts(sizes), asked.hardware)
     try:
         search(
-            predictor, batch_size=asked.batch_size, memory=asked.memory, close=inf,
+            predictor,
+            batch_size=asked.batch_size,
+            memory=asked.memory,
+            close=inf,
             optimizer=optimizer_named(asked.optimizer, foreach=not asked.hardware.cpu),
             chunks=[1] if how == "naive" else [asked.batch_size],
             checkpoint=["never" if how == "naive" else "except_last"],
             partitions=[min(asked.devices, len(predictor.counts))],
-        )  # fmt: skip
+        )
     except Impossible:
         return False
     return True

@@ -55,25 +55,41 @@ def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
     largest: dict[SizedModel, int] = {}
     for row in rows:
         key = _model(row.config)
-        largest[key] = max(largest.get(key, 0), row.config["micro_batch_size"] or row.config["batch_size"])
+        largest[key] = max(
+            largest.get(key, 0), row.config["micro_batch_size"] or row.config["batch_size"]
+        )
     predictors = {key: _predictor(key, size, hardware) for key, size in largest.items()}
     results = [
-        Result(row.experiment, row.row, "predicted", row.scale, "meta", row.config, row.over,
-               values=rounded(_speed(predictors[_model(row.config)], row.config, zeroed=False), DIGITS))
+        Result(
+            row.experiment,
+            row.row,
+            "predicted",
+            row.scale,
+            "meta",
+            row.config,
+            row.over,
+            values=rounded(
+                _speed(predictors[_model(row.config)], row.config, zeroed=False), DIGITS
+            ),
+        )
         for row in rows
-    ]  # fmt: skip
+    ]
     hardware = next(iter(predictors.values())).hardware
     return _record(record.name, record.title, record.scale, hardware, results)
 
 
-def _record(name: str, title: str, scale: str | None, hardware: Hardware, results: list[Result]) -> Record:
+def _record(
+    name: str, title: str, scale: str | None, hardware: Hardware, results: list[Result]
+) -> Record:
     name, title = f"{name}-{hardware.name}", f"{title}: predicted, on {hardware.name}"
     return Record(name, title, "predicted", UNITS, results, scale, hardware=_described(hardware))
 
 
 def _model(config: dict[str, Json]) -> SizedModel:
     sizes = tuple(config[name] for name in MODELS[config["model"]].sizes if name in config)
-    return SizedModel(config["model"], sizes, tuple(config["input_shape"]), config.get("num_classes"))
+    return SizedModel(
+        config["model"], sizes, tuple(config["input_shape"]), config.get("num_classes")
+    )
 
 
 def _predictor(model: SizedModel, samples: int, on: Hardware | torch.device) -> Predictor:
@@ -98,7 +114,9 @@ def _described(hardware: Hardware) -> dict[str, Json]:
 def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) -> Result:
     """Predict one published row of `table`."""
     config = row.config
-    result = Result(experiment, row.row, "predicted", "paper", "meta", config, published=f"{table}/{row.row}")
+    result = Result(
+        experiment, row.row, "predicted", "paper", "meta", config, published=f"{table}/{row.row}"
+    )
     components = config.get("components")
     if components is not None and "dependency" not in components:
         return structs.replace(result, status="not run", reason=UNORDERED)
@@ -112,7 +130,9 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
     return structs.replace(result, values=rounded(values, DIGITS))
 
 
-def _speed(predictor: Predictor, config: dict[str, Json], *, zeroed: bool = True) -> dict[str, float]:
+def _speed(
+    predictor: Predictor, config: dict[str, Json], *, zeroed: bool = True
+) -> dict[str, float]:
     """Predict a step, and the throughput over an epoch as the papers measured it: with its smaller last mini-batch."""
     setup = setup_of(config, len(predictor.counts), zeroed=zeroed)
     step = predictor.step(setup)
@@ -120,7 +140,9 @@ def _speed(predictor: Predictor, config: dict[str, Json], *, zeroed: bool = True
     if "last_batch_size" in config:
         steps, last = config["steps_per_epoch"], config["last_batch_size"]
         samples = setup.batch_size * (steps - 1) + last
-        seconds = step.seconds * (steps - 1) + predictor.step(replace(setup, batch_size=last)).seconds
+        seconds = (
+            step.seconds * (steps - 1) + predictor.step(replace(setup, batch_size=last)).seconds
+        )
     return {"throughput": samples / seconds, "step_time": step.seconds, "bubble": step.bubble}
 
 
@@ -130,5 +152,7 @@ def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
     if not setup.portals:
         return {}
     devices = setup_memory(counts, setup)
-    kept = round(sum(layer.parameters * (2 + setup.optimizer.state) + layer.frozen for layer in counts.low))
+    kept = round(
+        sum(layer.parameters * (2 + setup.optimizer.state) + layer.frozen for layer in counts.low)
+    )
     return {"allocated": [round(device.peak) for device in devices], "model": kept}

@@ -12,7 +12,9 @@ RUNS = Path("runs")  # in the current folder; git ignores it
 PACKAGED = Path(__file__).parents[1] / "results"  # in a wheel
 RESULTS = PACKAGED if PACKAGED.is_dir() else ROOT / "results"
 MEASURED = RESULTS / "measured"
-OUT = Path() if RESULTS == PACKAGED else RESULTS  # for generated files; nothing is written into an installed package
+OUT = (
+    Path() if RESULTS == PACKAGED else RESULTS
+)  # for generated files; nothing is written into an installed package
 T = TypeVar("T")
 Json = Any  # None, bool, int, float, str, and lists and dicts of them
 
@@ -20,13 +22,19 @@ Json = Any  # None, bool, int, float, str, and lists and dicts of them
 def need_checkout(command: str, instead: str = "") -> None:
     """Raise `Error` where this program is an installed package."""
     if RESULTS == PACKAGED:
-        raise Error(f"{command} needs a checkout of the repository: run 'python -m reproduce {command}' there{instead}")
+        raise Error(
+            f"{command} needs a checkout of the repository: run 'python -m reproduce {command}' there{instead}"
+        )
 
 
 def find_record(name: str) -> Path:
     """Return the path `name`; if it does not exist, the record of that name in `runs` or `results/measured`."""
     path = Path(name)
-    named = [folder / f"{name.removesuffix('.json')}.json" for folder in (RUNS, MEASURED) if path.name == name]
+    named = [
+        folder / f"{name.removesuffix('.json')}.json"
+        for folder in (RUNS, MEASURED)
+        if path.name == name
+    ]
     return next((each for each in (path, *named) if each.exists()), path)
 
 
@@ -44,7 +52,9 @@ def parse_json(content: bytes, where: str) -> Json:
     try:
         return msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Error(f"{where}: not JSON: {str(error).removeprefix('JSON is malformed: ')}") from error
+        raise Error(
+            f"{where}: not JSON: {str(error).removeprefix('JSON is malformed: ')}"
+        ) from error
 
 
 def decode(kind: type[T], data: Json, where: str) -> T:

@@ -47,7 +47,10 @@ class _Table(Struct, forbid_unknown_fields=True):
     notes: list[str]
 
     def results(self) -> list[Result]:
-        return [Result(self.id, row.experiment, "published", config=row.config, values=row.values) for row in self.rows]
+        return [
+            Result(self.id, row.experiment, "published", config=row.config, values=row.values)
+            for row in self.rows
+        ]
 
 
 @functools.cache
@@ -59,13 +62,17 @@ def published(table: str) -> Record:
 def import_tables(source: Path, to: Path) -> list[Path]:
     """Write a record for each table in the JSON file `source`; return their paths, or raise `Error`."""
     tables = decode(list[_Table], read_json(source), str(source))
-    discrepancies = [result for table in tables if table.id == DISCREPANCIES for result in table.results()]
+    discrepancies = [
+        result for table in tables if table.id == DISCREPANCIES for result in table.results()
+    ]
     paths = []
     for table in tables:
         subjects = tuple(subject for subject, ids in CONCERNS if table.id.startswith(ids))
         concern = [result for result in discrepancies if result.row.startswith(subjects)]
         given = {name: value for name, value in asdict(table).items() if name not in ("id", "rows")}
-        record = Record(table.id, kind="published", results=table.results(), discrepancies=concern, **given)
+        record = Record(
+            table.id, kind="published", results=table.results(), discrepancies=concern, **given
+        )
         paths.append(to / f"{record.name}.json")
         save(record, paths[-1])
     return paths

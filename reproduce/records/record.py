@@ -33,16 +33,34 @@ WIDTH = 120  # of a line
 DIGITS = 10  # significant digits of a float: 0.1 ns in 1 s, finer than any clock
 FREED_MEMORY = "freed_memory"  # the setting that says whether the C library kept freed memory (`machine.allocator`)
 
-Status = Literal["measured", "emulated", "published", "predicted", "out of memory", "needs devices", "failed",
-                 "not run", "interrupted"]  # fmt: skip
-SUCCESS = ("measured", "emulated", "published", "predicted")  # the statuses of rows that have numbers
+Status = Literal[
+    "measured",
+    "emulated",
+    "published",
+    "predicted",
+    "out of memory",
+    "needs devices",
+    "failed",
+    "not run",
+    "interrupted",
+]
+SUCCESS = (
+    "measured",
+    "emulated",
+    "published",
+    "predicted",
+)  # the statuses of rows that have numbers
 RULE = "a finished run counts, then most rows that were not disturbed, then the newest"
 
 
 Engine = Literal["threads", "ranks", "ScheduleGPipe", "Schedule1F1B"]
 """What runs the partitions of a measured row in parallel (`reproduce.run.engines.engines`)."""
 SCHEDULES: tuple[Engine, ...] = ("ScheduleGPipe", "Schedule1F1B")
-OFFERED: dict[str, tuple[Engine, ...]] = {"threads": ("threads",), "ranks": ("ranks",), "torch": SCHEDULES}
+OFFERED: dict[str, tuple[Engine, ...]] = {
+    "threads": ("threads",),
+    "ranks": ("ranks",),
+    "torch": SCHEDULES,
+}
 """The choices of the option --engine, and the engines that each means."""
 
 
@@ -58,7 +76,9 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     over: str | None = None  # the row that its speed-up is taken over
     published: str | None = None  # the published row that it reproduces
     reason: str | None = None  # of a status that is not a success
-    hardware: str | None = None  # the name of the hardware description that a prediction was made with
+    hardware: str | None = (
+        None  # the name of the hardware description that a prediction was made with
+    )
     emulated: bool = False  # also of an emulation that failed (reproduce/run/emulation.py)
     engine: Engine = "threads"  # of a measured row
     values: dict[str, Json] = {}
@@ -67,12 +87,22 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     @property
     def key(self) -> tuple[str | bool | None, ...]:
         """Give the fields that identify a result within a record."""
-        return (self.experiment, self.scale, self.device, self.row, self.emulated, self.engine, self.hardware)
+        return (
+            self.experiment,
+            self.scale,
+            self.device,
+            self.row,
+            self.emulated,
+            self.engine,
+            self.hardware,
+        )
 
     @property
     def disturbed(self) -> bool:
         """Say whether others had too much of the machine in a round of its steps; not if that is not known."""
-        return too_busy({name: max(self.samples[name]) for name in LIMITS if self.samples.get(name)})
+        return too_busy(
+            {name: max(self.samples[name]) for name in LIMITS if self.samples.get(name)}
+        )
 
 
 class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -95,7 +125,9 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     @property
     def seconds(self) -> float:
         """Give how long the run took; 0 where its end is not known."""
-        started, ended = (datetime.strptime(time, TIME) for time in (self.started, self.ended or self.started))
+        started, ended = (
+            datetime.strptime(time, TIME) for time in (self.started, self.ended or self.started)
+        )
         return (ended - started).total_seconds()
 
 
@@ -104,7 +136,9 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     name: str
     title: str
-    kind: Literal["measured", "published", "predicted"]  # "measured" is any run's record, also with emulated rows
+    kind: Literal[
+        "measured", "published", "predicted"
+    ]  # "measured" is any run's record, also with emulated rows
     unit: dict[str, str]
     results: list[Result]
     scale: str | None = None
@@ -126,11 +160,23 @@ def ranked(records: Iterable[Record], experiment: str) -> list[Record]:
     """Return the records that have rows of the experiment, the one to show first: the one rule for all pages."""
 
     def merit(record: Record) -> tuple[bool, int, int, str]:
-        run, own = record.run, [x for x in record.results if x.experiment == experiment and x.status in SUCCESS]
+        run, own = (
+            record.run,
+            [x for x in record.results if x.experiment == experiment and x.status in SUCCESS],
+        )
         whole = run is None or run.state == "finished"
-        return whole, sum(not each.disturbed for each in own), len(own), "" if run is None else run.started
+        return (
+            whole,
+            sum(not each.disturbed for each in own),
+            len(own),
+            "" if run is None else run.started,
+        )
 
-    having = [record for record in records if any(each.experiment == experiment for each in record.results)]
+    having = [
+        record
+        for record in records
+        if any(each.experiment == experiment for each in record.results)
+    ]
     return sorted(having, key=merit, reverse=True)
 
 
@@ -177,11 +223,17 @@ def _check(record: Record, where: str) -> None:
         here = f"{where}: results[{i}]"
         first = seen.setdefault(result.key, i)
         if first != i:
-            raise Error(f"{here}: {result.row!r} of {result.experiment} is in results[{first}] already")
+            raise Error(
+                f"{here}: {result.row!r} of {result.experiment} is in results[{first}] already"
+            )
         if result.status == ("measured" if result.emulated else "emulated"):
-            raise Error(f"{here}.emulated: is {result.emulated}, and its status is {result.status!r}")
+            raise Error(
+                f"{here}.emulated: is {result.emulated}, and its status is {result.status!r}"
+            )
         if result.status == "predicted" and hardware_name(record, result) is None:
-            raise Error(f"{here}.hardware: missing; a prediction names the hardware description it was made with")
+            raise Error(
+                f"{here}.hardware: missing; a prediction names the hardware description it was made with"
+            )
         steps, rounds = result.samples.get("step_time"), result.samples.get("round")
         if steps is not None and rounds is not None and len(steps) != len(rounds):
             raise Error(f"{here}.samples.round: {len(rounds)} rounds for {len(steps)} steps")
@@ -199,7 +251,9 @@ def rounded(value: Json, digits: int) -> Json:
 def _format(value: Json, indent: str = "") -> str:
     """Format JSON for people and `diff`: what fits in a line, and flat lists, on one line; else a line per item."""
     line, deeper = json.dumps(value, allow_nan=False), indent + " "
-    nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(x, (dict, list)) for x in value))
+    nested = isinstance(value, dict) or (
+        isinstance(value, list) and any(isinstance(x, (dict, list)) for x in value)
+    )
     if not nested or len(indent + line) <= WIDTH:
         return line
     if isinstance(value, dict):

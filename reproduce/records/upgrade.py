@@ -23,10 +23,19 @@ def upgrade(data: dict[str, Json], version: int) -> dict[str, Json]:
 
 def _from_1(data: dict[str, Json]) -> dict[str, Json]:
     match data:
-        case {"run": {"machine": {"gpus": [dict() as first, *_] as gpus} as host, "versions": dict() as old} as run}:
+        case {
+            "run": {
+                "machine": {"gpus": [dict() as first, *_] as gpus} as host,
+                "versions": dict() as old,
+            } as run
+        }:
             new = {"max_clock": "clock"}
-            known = [{new.get(name, name): x for name, x in gpu.items() if name != "driver"} if isinstance(gpu, dict)
-                     else gpu for gpu in gpus]  # fmt: skip
+            known = [
+                {new.get(name, name): x for name, x in gpu.items() if name != "driver"}
+                if isinstance(gpu, dict)
+                else gpu
+                for gpu in gpus
+            ]
             machine = {**host, "gpus": known}
             versions = {**old, "driver": first.get("driver")}
             return {**data, "run": {**run, "machine": machine, "versions": versions}}

@@ -15,7 +15,9 @@ from reproduce.regression.main import Tell, check_restarts, measure
 from reproduce.regression.trees import Project, trees
 
 
-def bisected(good: str, bad: str, settings: Settings, rule: Rule, tell: Tell, say: Callable[[str], None]) -> str:
+def bisected(
+    good: str, bad: str, settings: Settings, rule: Rule, tell: Tell, say: Callable[[str], None]
+) -> str:
     """Return the first commit after `good`, up to `bad`, that is slower than `good`: its hash and its subject.
 
     Only first parents are followed: a merge counts as one commit. First `bad` is measured; then only the cases that are
@@ -31,7 +33,9 @@ def bisected(good: str, bad: str, settings: Settings, rule: Rule, tell: Tell, sa
         for case, samples in judged.samples.items():
             if "head" in samples.unable:
                 raise Error(f"{case} cannot run in {commit[:9]}: {samples.unable['head']}")
-        say(f"{commit[:9]} is {'slower: ' + ', '.join(judged.worse) if judged.worse else 'not slower'}")
+        say(
+            f"{commit[:9]} is {'slower: ' + ', '.join(judged.worse) if judged.worse else 'not slower'}"
+        )
         return judged.worse
 
     worse = slower(bad, settings)
@@ -40,14 +44,20 @@ def bisected(good: str, bad: str, settings: Settings, rule: Rule, tell: Tell, sa
     cases = {case: clock for case, clock in settings.cases.items() if case in worse}
     settings = replace(settings, cases=cases or settings.cases)
     # `bad` itself is known to be slower.
-    first = bisect.bisect_left(commits[:-1], True, key=lambda commit: bool(slower(commit, settings)))
-    return git(settings.project.root, "show", "--no-patch", "--format=%h %s", commits[first]).decode()
+    first = bisect.bisect_left(
+        commits[:-1], True, key=lambda commit: bool(slower(commit, settings))
+    )
+    return git(
+        settings.project.root, "show", "--no-patch", "--format=%h %s", commits[first]
+    ).decode()
 
 
 def between(project: Project, good: str, bad: str) -> list[str]:
     """List the commits after `good`, up to `bad`, that change the package, the oldest first, or raise `Error`."""
     range_ = f"{commit_of(project.root, good)}..{commit_of(project.root, bad)}"
-    listed = git(project.root, "rev-list", "--first-parent", "--reverse", range_, "--", *project.paths)
+    listed = git(
+        project.root, "rev-list", "--first-parent", "--reverse", range_, "--", *project.paths
+    )
     if not (found := listed.decode().split()):
         raise Error(f"no commit after {good}, up to {bad}, changes {project.package}")
     return found

@@ -34,7 +34,9 @@ class Training:
         torch.manual_seed(0)
         layers, x, loss = self._build()
         devices = ["cpu"] * len(self.balance)
-        model = GPipe(layers, self.balance, devices=devices, chunks=self.m, checkpoint=self.checkpoint)  # type: ignore[arg-type]
+        model = GPipe(
+            layers, self.balance, devices=devices, chunks=self.m, checkpoint=self.checkpoint
+        )  # type: ignore[arg-type]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
         def step() -> Tensor:
@@ -49,18 +51,36 @@ class Training:
     def _build(self) -> tuple[nn.Sequential, Tensor, Callable[[Tensor], Tensor]]:
         """Return the layers, an input, and the loss of the output."""
         if self.model == "linear":  # nearly all of the step is overhead of the pipeline
-            return nn.Sequential(*(nn.Linear(8, 8) for _ in self.balance)), torch.randn(self.batch, 8), Tensor.sum
-        if self.model == "matrices":  # their products let go of the interpreter's lock; partitions have the same
-            layers = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(sum(self.balance))))
+            return (
+                nn.Sequential(*(nn.Linear(8, 8) for _ in self.balance)),
+                torch.randn(self.batch, 8),
+                Tensor.sum,
+            )
+        if (
+            self.model == "matrices"
+        ):  # their products let go of the interpreter's lock; partitions have the same
+            layers = nn.Sequential(
+                *(nn.Linear(512, 512, bias=False) for _ in range(sum(self.balance)))
+            )
             return layers, torch.randn(self.batch, 512), lambda y: y.square().mean()
         from reproduce.models.built import amoebanetd, unet
 
-        if self.model == "AmoebaNet-D":  # (3, 8), the smallest there is, on images of the papers' size
+        if (
+            self.model == "AmoebaNet-D"
+        ):  # (3, 8), the smallest there is, on images of the papers' size
             classes = torch.randint(1000, (self.batch,))
-            return amoebanetd(3, 8), torch.rand(self.batch, 3, 224, 224), lambda y: F.cross_entropy(y, classes)
+            return (
+                amoebanetd(3, 8),
+                torch.rand(self.batch, 3, 224, 224),
+                lambda y: F.cross_entropy(y, classes),
+            )
         # U-Net (1, 8) of three levels on images of 32 x 32; its skips cross the partitions
         mask = torch.randint(2, (self.batch, 1, 32, 32)).float()
-        return unet(3, 1, 8), torch.rand(self.batch, 3, 32, 32), lambda y: F.binary_cross_entropy_with_logits(y, mask)
+        return (
+            unet(3, 1, 8),
+            torch.rand(self.batch, 3, 32, 32),
+            lambda y: F.binary_cross_entropy_with_logits(y, mask),
+        )
 
 
 def training(model: Model, batch: int, m: int, balance: tuple[int, int]) -> tuple[Case, ...]:
@@ -74,6 +94,11 @@ def training(model: Model, batch: int, m: int, balance: tuple[int, int]) -> tupl
 
 TRAINING = (*training("AmoebaNet-D", 2, 2, (4, 5)), *training("U-Net", 8, 2, (20, 21)))
 MODES = ("never", "always")
-MACHINERY = tuple(Case(f"machinery {mode}", Training("linear", (1, 1), 8, mode, 8), steps=4) for mode in MODES)
-OVERLAP = tuple(Case(f"overlap {mode}", Training("matrices", (2, 2), 8, mode, 512), clock="wall") for mode in MODES)
+MACHINERY = tuple(
+    Case(f"machinery {mode}", Training("linear", (1, 1), 8, mode, 8), steps=4) for mode in MODES
+)
+OVERLAP = tuple(
+    Case(f"overlap {mode}", Training("matrices", (2, 2), 8, mode, 512), clock="wall")
+    for mode in MODES
+)
 CASES = (*MACHINERY, *TRAINING, *OVERLAP)

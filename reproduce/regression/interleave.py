@@ -39,9 +39,15 @@ Cases = Mapping[str, Mapping[str, Way]]  # case name -> way name -> way
 
 
 def interleave(
-    start: Callable[[int], AbstractContextManager[Connection]], cases: Cases, *, rounds: int, restarts: int = 1,
-    seed: int = 0, first: int = 0, least: int = 2,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+    start: Callable[[int], AbstractContextManager[Connection]],
+    cases: Cases,
+    *,
+    rounds: int,
+    restarts: int = 1,
+    seed: int = 0,
+    first: int = 0,
+    least: int = 2,
+) -> Iterator[dict[str, Any]]:
     """Yield a case's samples at each restart. If ways cannot run a case, yield once which, and why.
 
     A case with fewer than `least` ways left is dropped. `start(i)` starts side i, as `fork` does. `first` is the number
@@ -69,7 +75,10 @@ def interleave(
                     if len(running[case]) < least:
                         del running[case]
             for case, ways in running.items():
-                steps = {way: partial(_ask, sides[side], asked, case, way) for way, (side, asked) in ways.items()}
+                steps = {
+                    way: partial(_ask, sides[side], asked, case, way)
+                    for way, (side, asked) in ways.items()
+                }
                 *_, samples[case] = turns(steps, rounds, draw)
         for case, found in samples.items():
             yield {"case": case, "restart": restart, "samples": found}
@@ -99,7 +108,9 @@ def fork(folder: Path, package: str, maker: str) -> Iterator[Connection]:
     try:
         yield process.links[0]
     except (EOFError, OSError) as error:
-        traceback.clear_frames(error.__traceback__)  # a frame holds a buffer with what could not be sent
+        traceback.clear_frames(
+            error.__traceback__
+        )  # a frame holds a buffer with what could not be sent
         error.__traceback__ = None  # break the reference cycle of error, frame and caller's frame
         raise Error("a measuring process ended by itself") from None
     finally:
@@ -135,9 +146,14 @@ def _serve(_: int, link: Connection, folder: Path, package: str, maker: str) -> 
 
 def main(job: dict[str, Any]) -> None:
     """Print a line for each case of each restart."""
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # import lazy modules now, not again in each fork
+    torch.optim.SGD(
+        [torch.zeros(1, requires_grad=True)], lr=1.0
+    )  # import lazy modules now, not again in each fork
     gc.freeze()
-    folders, (package, maker) = [Path(folder) for folder in job.pop("folders")], map(job.pop, ("package", "maker"))
+    folders, (package, maker) = (
+        [Path(folder) for folder in job.pop("folders")],
+        map(job.pop, ("package", "maker")),
+    )
     try:
         for line in interleave(lambda i: fork(folders[i], package, maker), **job):
             print(json.dumps(line), flush=True)

@@ -48,19 +48,28 @@ class Samples:
     clock: Clock = "cpu"
 
 
-def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[str, Any], None, None]:
+def interleaved(
+    base: Tree, head: Tree, settings: Settings
+) -> Generator[dict[str, Any], None, None]:
     """Yield the lines of all jobs, one per parent, or raise `Error`. Their processes always end with this generator."""
     file, clock, delay = str(settings.project.cases), settings.clock, settings.slow_down
-    cases = {x: {"base": (0, (file, x, clock, 0.0)), "head": (1, (file, x, clock, delay))} for x in settings.cases}
+    cases = {
+        x: {"base": (0, (file, x, clock, 0.0)), "head": (1, (file, x, clock, delay))}
+        for x in settings.cases
+    }
     for first in range(0, settings.restarts, RESTARTS_OF_A_PARENT):
         if not cases:
             return
         job = {
             "folders": [str(base.folder), str(head.folder)],
-            "package": settings.project.package, "maker": "reproduce.regression.timed:Timed", "cases": cases,
-            "restarts": min(RESTARTS_OF_A_PARENT, settings.restarts - first), "first": first,
-            "rounds": settings.rounds, "seed": settings.seed,
-        }  # fmt: skip
+            "package": settings.project.package,
+            "maker": "reproduce.regression.timed:Timed",
+            "cases": cases,
+            "restarts": min(RESTARTS_OF_A_PARENT, settings.restarts - first),
+            "first": first,
+            "rounds": settings.rounds,
+            "seed": settings.seed,
+        }
         with contextlib.closing(in_turn(job, KEEP_FREED)) as lines:
             for line in lines:
                 if "unable" in line:
@@ -68,9 +77,18 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Generator[dict[st
                 yield line
 
 
-def in_turn(job: Mapping[str, Any], environment: Mapping[str, str]) -> Generator[dict[str, Any], None, None]:
+def in_turn(
+    job: Mapping[str, Any], environment: Mapping[str, str]
+) -> Generator[dict[str, Any], None, None]:
     """Run a job of `interleave.main` in one parent, and yield its lines. Raise `Error` if it ends before it is done."""
-    command = [sys.executable, "-W", "ignore", "-m", "reproduce.regression.interleave", json.dumps(job)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "reproduce.regression.interleave",
+        json.dumps(job),
+    ]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command,
@@ -90,7 +108,9 @@ def in_turn(job: Mapping[str, Any], environment: Mapping[str, str]) -> Generator
         if code:
             errors.seek(0)
             said = errors.read().strip().splitlines()
-            raise Error(f"the measuring job ended with exit code {code}{': ' + said[-1] if said else ''}")
+            raise Error(
+                f"the measuring job ended with exit code {code}{': ' + said[-1] if said else ''}"
+            )
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -99,6 +119,8 @@ def _end(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    while os.read(process.stdout.fileno(), 65536):  # end of file comes when the last fork has exited
+    while os.read(
+        process.stdout.fileno(), 65536
+    ):  # end of file comes when the last fork has exited
         pass
     process.stdout.close()

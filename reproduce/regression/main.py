@@ -54,16 +54,25 @@ class Judgement:
     @property
     def worse(self) -> list[str]:
         """Name what is really slower in head."""
-        return [name for name, decision in self.decisions.items() if verdict(decision, METRIC) == "worse"]
+        return [
+            name
+            for name, decision in self.decisions.items()
+            if verdict(decision, METRIC) == "worse"
+        ]
 
 
 def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
     """Compare head with base in every case and in each family. `rule.alpha` is the risk over the tests of a family."""
     ratios: dict[str, list[float]] = {}
     most = 0
-    for together, cases in families({case: samples.clock for case, samples in found.items()}).items():
+    for together, cases in families(
+        {case: samples.clock for case, samples in found.items()}
+    ).items():
         of_family = {
-            case: [median_ratio(head, base) for base, head in zip(found[case].base, found[case].head, strict=True)]
+            case: [
+                median_ratio(head, base)
+                for base, head in zip(found[case].base, found[case].head, strict=True)
+            ]
             for case in cases
             if not found[case].unable
         }
@@ -72,7 +81,10 @@ def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
         ratios |= of_family
         most = max(most, len(of_family))
     rule = Rule(rule.alpha / max(1, most), rule.threshold)
-    decisions = {case: compare_samples([1.0] * len(own), own, rule, paired=True) for case, own in ratios.items()}
+    decisions = {
+        case: compare_samples([1.0] * len(own), own, rule, paired=True)
+        for case, own in ratios.items()
+    }
     return Judgement(found, decisions, rule)
 
 
@@ -99,9 +111,18 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, tell: Te
     for letter, tree in zip("AB", both, strict=True):
         of_tree = replace(run, git=None if tree.commit is None else Git(tree.commit, tree.dirty))
         # A side as `compare` loads it, but without rows: the comparison holds the times.
-        sides.append(Side(letter, tree.name, [], [Record(tree.name, tree.name, "measured", {}, [], run=of_tree)]))
+        sides.append(
+            Side(
+                letter,
+                tree.name,
+                [],
+                [Record(tree.name, tree.name, "measured", {}, [], run=of_tree)],
+            )
+        )
     parts = families(settings.cases).items()
-    comparisons = [_comparison(judged, together, cases, settings, rule.alpha) for together, cases in parts]
+    comparisons = [
+        _comparison(judged, together, cases, settings, rule.alpha) for together, cases in parts
+    ]
     complaint = _complaint(judged, both[0].name, both[1].name)
     return lambda style: write_comparisons(comparisons, sides, judged.rule, [], style), complaint
 
@@ -143,12 +164,20 @@ def choose_cases(project: Project, wanted: Sequence[str]) -> dict[str, Clock]:
     for text in wanted:
         if not any(text.lower() in name.lower() for name in cases):
             raise Error(f"--case {text}: no case's name contains it; there are {', '.join(cases)}")
-    return {name: case.clock for name, case in cases.items() if any(x.lower() in name.lower() for x in wanted or [""])}
+    return {
+        name: case.clock
+        for name, case in cases.items()
+        if any(x.lower() in name.lower() for x in wanted or [""])
+    }
 
 
 def _complaint(judged: Judgement, base: str, head: str) -> Error | None:
     """Say what is slower or does not run any more, or that nothing was compared."""
-    broken = {case: samples.unable["head"] for case, samples in judged.samples.items() if "head" in samples.unable}
+    broken = {
+        case: samples.unable["head"]
+        for case, samples in judged.samples.items()
+        if "head" in samples.unable
+    }
     if judged.worse:
         return Worse(f"slower than {base}: {', '.join(judged.worse)}")
     if broken:
@@ -159,14 +188,20 @@ def _complaint(judged: Judgement, base: str, head: str) -> Error | None:
     return None
 
 
-def _comparison(judged: Judgement, together: str, cases: Sequence[str], settings: Settings, alpha: float) -> Comparison:
+def _comparison(
+    judged: Judgement, together: str, cases: Sequence[str], settings: Settings, alpha: float
+) -> Comparison:
     """Return the content of a family's table, and notes on how to read it."""
     waits = together == WALL_TOGETHER
     wall = waits if settings.clock is None else settings.clock == "wall"
     family = "regression by wall clock" if waits else "regression"
     of_family = {case: judged.samples[case] for case in cases}
     tests = round(alpha / judged.rule.alpha)  # of the larger family
-    planted = f" WITH A PLANTED DELAY of {settings.slow_down:.0%} in each step of B" if settings.slow_down else ""
+    planted = (
+        f" WITH A PLANTED DELAY of {settings.slow_down:.0%} in each step of B"
+        if settings.slow_down
+        else ""
+    )
     rows = [_row(case, samples, judged.decisions.get(case)) for case, samples in of_family.items()]
     notes = [
         f"times are {'wall-clock times on two cores' if wall else 'CPU time on one core, which sees no waiting'}",
@@ -176,15 +211,24 @@ def _comparison(judged: Judgement, together: str, cases: Sequence[str], settings
         f"the risk of calling noise significant, {alpha:g}, is shared by {many(tests, 'test')}",
         *_unable(of_family),
     ]
-    return Comparison(f"{family}{planted}", METRIC, "ms", False, rows, notes, judged.decisions.get(together))
+    return Comparison(
+        f"{family}{planted}", METRIC, "ms", False, rows, notes, judged.decisions.get(together)
+    )
 
 
 def _row(case: str, samples: Samples, decision: Decision | None) -> ComparedRow:
-    base, head = ([1000 * x for restart in side for x in restart] for side in (samples.base, samples.head))
+    base, head = (
+        [1000 * x for restart in side for x in restart] for side in (samples.base, samples.head)
+    )
     readings: list[Reading | None] = [None, None]
-    if decision is not None:  # show a pair that has the ratio, and of those the one of the most usual times
+    if (
+        decision is not None
+    ):  # show a pair that has the ratio, and of those the one of the most usual times
         usual, ratio = statistics.median(base), decision.ratio
-        apart = [(round(abs(math.log(y / x / ratio)), 3), abs(x - usual)) for x, y in zip(base, head, strict=True)]
+        apart = [
+            (round(abs(math.log(y / x / ratio)), 3), abs(x - usual))
+            for x, y in zip(base, head, strict=True)
+        ]
         pair = apart.index(min(apart))
         readings = [Reading(side, "ms", typical=side[pair]) for side in (base, head)]
     return ComparedRow(Line("regression", label=case), readings, [None, decision])
@@ -193,5 +237,12 @@ def _row(case: str, samples: Samples, decision: Decision | None) -> ComparedRow:
 def _unable(found: Mapping[str, Samples]) -> Iterator[str]:
     """Say which cases a side cannot run, and why."""
     for which, letter in (("base", "A"), ("head", "B")):
-        reasons = {case: samples.unable[which] for case, samples in found.items() if which in samples.unable}
-        yield from (f"not in {which} ({letter}): {cases}: {reason}" for reason, cases in by_value(reasons).items())
+        reasons = {
+            case: samples.unable[which]
+            for case, samples in found.items()
+            if which in samples.unable
+        }
+        yield from (
+            f"not in {which} ({letter}): {cases}: {reason}"
+            for reason, cases in by_value(reasons).items()
+        )

@@ -12,9 +12,14 @@ from typing import Literal
 from reproduce.error import Error
 
 Clock = Literal["cpu", "wall"]
-CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}  # CPU time of all threads of the process, or time
+CLOCKS = {
+    "cpu": time.process_time,
+    "wall": time.perf_counter,
+}  # CPU time of all threads of the process, or time
 WARM_UP = 2  # samples: the first one compiles and allocates, and takes several times as long
-CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []  # of this process; not on macOS
+CORES = (
+    sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+)  # of this process; not on macOS
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,9 @@ def load(path: Path) -> dict[str, Case]:
     try:
         listed = runpy.run_path(str(path))["CASES"]
         cases = {case.name: case for case in listed if isinstance(case, Case)}
-        assert 0 < len(cases) == len(listed), "CASES has something else, or a name twice, or nothing"
+        assert 0 < len(cases) == len(listed), (
+            "CASES has something else, or a name twice, or nothing"
+        )
         return cases
     except Exception as error:
         needed = "it needs CASES, a list of reproduce.regression.timed.Case, which import the package in prepare()"
@@ -49,7 +56,9 @@ class Timed:
         self.case = load(Path(file))[name]
         clock = clock or self.case.clock
         self.now = CLOCKS[clock]
-        self.cores = CORES[-1:] if clock == "cpu" else CORES[:1] + CORES[-1:]  # the first core serves most interrupts
+        self.cores = (
+            CORES[-1:] if clock == "cpu" else CORES[:1] + CORES[-1:]
+        )  # the first core serves most interrupts
         self.step = self.case.prepare()
         self.slow_down = slow_down
         self.own: list[float] = []  # seconds of each sample, without the delay
@@ -60,7 +69,9 @@ class Timed:
     def __call__(self) -> float:
         """Return the seconds per step of a sample."""
         if self.cores:
-            os.sched_setaffinity(0, self.cores)  # of this thread; workers take it over when a first sample starts them
+            os.sched_setaffinity(
+                0, self.cores
+            )  # of this thread; workers take it over when a first sample starts them
         began = self.now()
         for _ in range(self.case.steps):
             self.step()

@@ -30,7 +30,11 @@ class Project:
     def paths(self) -> list[str]:
         """Say where the package may be. If it is built, that is an empty list, which means everything to git."""
         path = self.package.replace(".", "/")
-        return [] if self.build else [f"{place}{path}{end}" for place in ("", "src/") for end in ("", ".py")]
+        return (
+            []
+            if self.build
+            else [f"{place}{path}{end}" for place in ("", "src/") for end in ("", ".py")]
+        )
 
 
 TORCHGPIPE = Project("torchgpipe", ROOT / "reproduce" / "regression" / "cases.py", ROOT)
@@ -52,7 +56,11 @@ def trees(base: str, head: str | None, project: Project) -> Iterator[tuple[Tree,
     with _terminable(), tempfile.TemporaryDirectory(prefix="regression-") as name:
         folder = Path(name)
         old = committed(project, base, folder / "base")
-        new = snapshot(project, folder / "head") if head is None else committed(project, head, folder / "head")
+        new = (
+            snapshot(project, folder / "head")
+            if head is None
+            else committed(project, head, folder / "head")
+        )
         yield old, new
 
 
@@ -60,7 +68,11 @@ def committed(project: Project, revision: str, folder: Path) -> Tree:
     """Copy the package of a revision into `folder` and build it; raise `Error` if there is none, or the build fails."""
     commit = commit_of(project.root, revision)
     archive = folder.with_suffix(".zip")
-    found = git(project.root, "ls-tree", "-z", "--name-only", commit, "--", *project.paths).decode().split("\0")
+    found = (
+        git(project.root, "ls-tree", "-z", "--name-only", commit, "--", *project.paths)
+        .decode()
+        .split("\0")
+    )
     git(project.root, "archive", f"--output={archive}", commit, "--", *filter(None, found))
     shutil.unpack_archive(archive, folder)
     return Tree(_built(project, folder, revision), revision, commit)
@@ -74,17 +86,28 @@ def snapshot(project: Project, folder: Path) -> Tree:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(project.root / name, folder / name)
     dirty = bool(git(project.root, "status", "--porcelain", "--", *project.paths))
-    return Tree(_built(project, folder, "the working tree"), "the working tree", commit_of(project.root, "HEAD"), dirty)
+    return Tree(
+        _built(project, folder, "the working tree"),
+        "the working tree",
+        commit_of(project.root, "HEAD"),
+        dirty,
+    )
 
 
 def _built(project: Project, folder: Path, name: str) -> Path:
     """Build the package of the copy in `folder`, and return the folder to import it from."""
     build = project.build or "true"
-    if code := subprocess.run(build, shell=True, cwd=folder, stdout=2).returncode:  # 1 is for the table
-        raise Error(f"{name}: --build {build!r} ended with exit code {code}; above is what it printed")
+    if code := subprocess.run(
+        build, shell=True, cwd=folder, stdout=2
+    ).returncode:  # 1 is for the table
+        raise Error(
+            f"{name}: --build {build!r} ended with exit code {code}; above is what it printed"
+        )
     path = project.package.replace(".", "/")
     for place in (folder, folder / "src"):
-        if PathFinder.find_spec(project.package, [str((place / path).parent)]):  # also what is compiled
+        if PathFinder.find_spec(
+            project.package, [str((place / path).parent)]
+        ):  # also what is compiled
             return place
     raise Error(f"{name} holds no package {path} and no src/{path} below {project.root}")
 
@@ -97,7 +120,9 @@ def _terminable() -> Iterator[None]:
         sys.exit(128 + number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    ours = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # else `nohup`
+    ours = {
+        number: handler for number, handler in before.items() if handler is not signal.SIG_IGN
+    }  # else `nohup`
     for number in ours:
         signal.signal(number, end)
     try:

@@ -21,7 +21,9 @@ TEXT, FAINT, BACK = "#fd0000", "#fd0001", "#fd0002"
 SERIES = [f"#fe000{i}" for i in range(8)]  # of sources and of kinds of task
 DEVICES = [f"#fe001{i}" for i in range(8)]  # of the devices, one after another
 VARIABLES = {TEXT: "--text", FAINT: "--faint", BACK: "--back"} | {
-    color: f"--{name}{i}" for name, colors in (("s", SERIES), ("d", DEVICES)) for i, color in enumerate(colors)
+    color: f"--{name}{i}"
+    for name, colors in (("s", SERIES), ("d", DEVICES))
+    for i, color in enumerate(colors)
 }
 
 styled = matplotlib.rc_context(fname=Path(__file__).parent / "figure.mplstyle")
@@ -38,7 +40,9 @@ def svg(figure: Figure, name: str, description: str) -> str:
     """Return the figure as an SVG element. `name` is a prefix that makes its ids unique in the page."""
     name = re.sub("[^A-Za-z0-9]", "-", name)
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    figure.savefig(
+        text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+    )
     content = text.getvalue()
     content = content[content.index("<svg") :]
     content = re.sub(r"<metadata>.*?</metadata>", "", content, flags=re.DOTALL)

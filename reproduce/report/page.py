@@ -11,7 +11,12 @@ from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import Gpu
 from reproduce.numbers.match import grouped
 from reproduce.records.record import Record
-from reproduce.report.figures import ablation_figures, history_figures, memory_figures, speed_up_figures
+from reproduce.report.figures import (
+    ablation_figures,
+    history_figures,
+    memory_figures,
+    speed_up_figures,
+)
 from reproduce.report.gantt import schedule_figures, trace_figures
 from reproduce.report.subjects import RUN, Subject, find_subjects, side_by_side
 from reproduce.tables.all import about_run, tables
@@ -31,18 +36,29 @@ KINDS = {
 }
 
 
-def page(records: Sequence[Record], traces: Sequence[tuple[str, Timeline]] = (), history: Sequence[Line] = ()) -> str:
+def page(
+    records: Sequence[Record],
+    traces: Sequence[tuple[str, Timeline]] = (),
+    history: Sequence[Line] = (),
+) -> str:
     """Return the page about all records, the timelines (with titles) of recorded steps, and a history."""
     subjects = find_subjects(records)
     # Published tables without an experiment or other numbers come last, collapsed.
-    others = [x for x in subjects if x.name not in EXPERIMENTS and all(y.kind == "published" for y in x.sources)]
+    others = [
+        x
+        for x in subjects
+        if x.name not in EXPERIMENTS and all(y.kind == "published" for y in x.sources)
+    ]
     # Records with the same machine, software and run are listed together, under one description.
     shown = {source.record.name: source.record for each in subjects for source in each.sources}
     made = sorted(shown.values(), key=lambda record: list(reversed(KINDS)).index(record.kind))
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER), undefined=jinja2.StrictUndefined, autoescape=True,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(FOLDER),
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters |= {"many": many, "zip": zip}
     text = environment.get_template("page.html").render(
         title=TITLE,
@@ -63,28 +79,52 @@ def page(records: Sequence[Record], traces: Sequence[tuple[str, Timeline]] = (),
 
 
 def _section(subject: Subject) -> dict[str, Any]:
-    runs = {source.record.name: source.record for source in subject.sources if source.kind in RUN}.values()
+    runs = {
+        source.record.name: source.record for source in subject.sources if source.kind in RUN
+    }.values()
     return {
         "subject": subject,
         "side_by_side": side_by_side(subject),
-        "figures": [*speed_up_figures(subject), *memory_figures(subject), *ablation_figures(subject)],
-        "tables": [table for run in runs if subject.name in EXPERIMENTS for table in tables(run, subject.name)],
+        "figures": [
+            *speed_up_figures(subject),
+            *memory_figures(subject),
+            *ablation_figures(subject),
+        ],
+        "tables": [
+            table
+            for run in runs
+            if subject.name in EXPERIMENTS
+            for table in tables(run, subject.name)
+        ],
     }
 
 
 def _other(subject: Subject) -> Table:
     record = subject.sources[0].record
     names = list(dict.fromkeys(name for result in record.results for name in result.values))
-    units = [f"{name.replace('_', ' ')}, {record.unit[name]}" if name in record.unit else name.replace("_", " ")
-             for name in names]  # fmt: skip
-    rows = [[result.row, *(_value(result.values.get(name)) for name in names)] for result in record.results]
+    units = [
+        f"{name.replace('_', ' ')}, {record.unit[name]}"
+        if name in record.unit
+        else name.replace("_", " ")
+        for name in names
+    ]
+    rows = [
+        [result.row, *(_value(result.values.get(name)) for name in names)]
+        for result in record.results
+    ]
     return Table(f"{subject.name}: {subject.title}", ["row", *units], rows)
 
 
 def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1e6 else f"{value:g}"
-    return "-" if value is None else ", ".join(map(_value, value)) if isinstance(value, list) else str(value)
+    return (
+        "-"
+        if value is None
+        else ", ".join(map(_value, value))
+        if isinstance(value, list)
+        else str(value)
+    )
 
 
 def provenance(record: Record) -> dict[str, str]:
@@ -92,7 +132,10 @@ def provenance(record: Record) -> dict[str, str]:
     if (run := record.run) is not None:
         gpus = Counter(map(_gpu, run.machine.gpus))
         about = {
-            **{name: line.removeprefix(f"{name}: ").replace("`", "") for name, line in about_run(record, run).items()},
+            **{
+                name: line.removeprefix(f"{name}: ").replace("`", "")
+                for name, line in about_run(record, run).items()
+            },
             "cores installed": str(run.machine.cores_installed),
             "GPUs": "; ".join(f"{count} x {gpu}" for gpu, count in gpus.items()),
         }
@@ -102,7 +145,9 @@ def provenance(record: Record) -> dict[str, str]:
             "hardware": _listed(record.hardware),
             "software": _listed(record.software),
             "notes": " ".join(record.notes),
-            "disagreements": "; ".join(f"{each.row}: {each.values.get('verdict')}" for each in record.discrepancies),
+            "disagreements": "; ".join(
+                f"{each.row}: {each.values.get('verdict')}" for each in record.discrepancies
+            ),
         }
     return {name: text for name, text in about.items() if text}
 
@@ -114,5 +159,7 @@ def _gpu(gpu: Gpu) -> str:
 
 
 def _listed(fields: Mapping[str, object] | None) -> str:
-    known = {name.replace("_", " "): _value(x) for name, x in (fields or {}).items() if x is not None}
+    known = {
+        name.replace("_", " "): _value(x) for name, x in (fields or {}).items() if x is not None
+    }
     return "; ".join(f"{name}: {text}" for name, text in known.items())

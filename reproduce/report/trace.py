@@ -81,7 +81,9 @@ class Tracer:
     picture.
     """
 
-    def __init__(self, file: Path, *, several: bool, experiments: bool = False, draw: bool = True) -> None:
+    def __init__(
+        self, file: Path, *, several: bool, experiments: bool = False, draw: bool = True
+    ) -> None:
         self.kind = file.suffix if file.suffix in PICTURES else PICTURES[0]
         self.base = file.with_suffix("") if file.suffix in (".json", *PICTURES) else file
         self.several, self.experiments, self.draw = several, experiments, draw

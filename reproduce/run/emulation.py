@@ -26,7 +26,14 @@ from reproduce.machine.devices import Devices
 from reproduce.models.counted import counted, setup_of
 from reproduce.records.places import Json
 from reproduce.run.timed import Samples, Values, busy
-from reproduce.run.training import Balancer, FakeData, Training, make_optimizer, record_tasks, update
+from reproduce.run.training import (
+    Balancer,
+    FakeData,
+    Training,
+    make_optimizer,
+    record_tasks,
+    update,
+)
 from torchgpipe.engine.arrangement import overlaps
 from torchgpipe.plan.hardware.hardware import Hardware, hardware_names
 from torchgpipe.plan.memory import setup_memory
@@ -84,7 +91,13 @@ class Emulation:
     """Emulate steps of a `row` in the balance that is used; `runs` has the times of its steps so far."""
 
     def __init__(
-        self, row: Row, devices: Devices, data: FakeData, balancer: Balancer, seed: int, link: Link | None = None
+        self,
+        row: Row,
+        devices: Devices,
+        data: FakeData,
+        balancer: Balancer,
+        seed: int,
+        link: Link | None = None,
     ) -> None:
         """Build everything. With a `link`, copies take its times, and recomputation starts early, as on GPUs.
 
@@ -95,17 +108,23 @@ class Emulation:
         self.executed = self.training.row.micro_batches or 1
         self.devices, self.link = devices, link
         self.runs: list[Executed] = []
-        with_parameters = [each for each in self.training.partitions if any(True for _ in each.parameters())]
+        with_parameters = [
+            each for each in self.training.partitions if any(True for _ in each.parameters())
+        ]
         self.optimizers = [make_optimizer(row, partition) for partition in with_parameters]
 
     def run(self) -> Executed:
         """Run one more step, a task at a time."""
         training, device = self.training, self.training.devices[0]
         losses = []
-        with replace(self.devices, threads=1).in_use():  # a task's CPU time is that of its own thread only
+        with replace(
+            self.devices, threads=1
+        ).in_use():  # a task's CPU time is that of its own thread only
             self.devices.synchronize()
             started = Mark(device)
-            watched = record_tasks(training, lambda: losses.append(training.forward_and_backward())).tasks
+            watched = record_tasks(
+                training, lambda: losses.append(training.forward_and_backward())
+            ).tasks
             updated = [Mark(device)]
             for optimizer in self.optimizers:
                 update(optimizer)
@@ -113,8 +132,14 @@ class Emulation:
             self.devices.synchronize()
 
         since = Mark.work_since
-        last = max((each.end for each in watched if each.task.kind == "forward"), key=lambda mark: mark.time)
-        first = min((each.start for each in watched if each.task.kind != "forward"), key=lambda mark: mark.time)
+        last = max(
+            (each.end for each in watched if each.task.kind == "forward"),
+            key=lambda mark: mark.time,
+        )
+        first = min(
+            (each.start for each in watched if each.task.kind != "forward"),
+            key=lambda mark: mark.time,
+        )
         run = Executed(
             tasks={each.task: since(each.end, each.start) for each in watched},
             loss=since(first, last),
@@ -142,7 +167,9 @@ class Emulation:
         here = timeline = replay(costs)
         if self.link is not None:
             copy, skips = self.link.copies(self.row, sum(costs.forward[0]))
-            timeline = replay(replace(costs, copy=copy, skips=skips, ahead="dependency" in self.row.components))
+            timeline = replay(
+                replace(costs, copy=copy, skips=skips, ahead="dependency" in self.row.components)
+            )
         return EmulatedStep(timeline.seconds + updates, here.seconds + updates, work, timeline)
 
     @property
@@ -171,7 +198,11 @@ class Emulation:
 
         def table(kind: Kind) -> list[list[float]]:
             times = [[seconds.get(Task(kind, i, j), 0.0) for j in range(n)] for i in range(run)]
-            return times if run == count else [times[i % (run - 1)] for i in range(count - 1)] + times[-1:]
+            return (
+                times
+                if run == count
+                else [times[i % (run - 1)] for i in range(count - 1)] + times[-1:]
+            )
 
         return Costs(
             forward=table("forward"),
@@ -179,7 +210,8 @@ class Emulation:
             recompute=table("recompute"),
             loss=loss * self.row.batch_size / self.training.row.batch_size,
             # If CPU devices cannot overlap, GPipe runs all tasks in one thread.
-            ahead="dependency" in self.row.components and (self.devices.kind != "cpu" or overlaps(count, n)),
+            ahead="dependency" in self.row.components
+            and (self.devices.kind != "cpu" or overlaps(count, n)),
             blocking="streams" not in self.row.components,
         )
 
@@ -203,7 +235,9 @@ class Link:
 
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
         self.hardware, self.papers = hardware, papers
-        self.title = hardware.name if papers is None else f"{hardware.name}, in proportion to the tasks"
+        self.title = (
+            hardware.name if papers is None else f"{hardware.name}, in proportion to the tasks"
+        )
         self._predictor = functools.cache(lambda model: Predictor(counted(model), hardware))
 
     def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
@@ -222,8 +256,12 @@ class Link:
             portals="portals" in row.components,
         )
         boundaries, skips = predictor.copies(setup)
-        share = 1.0 if self.papers is None else forward / sum(predictor.layers(setup.sizes[0]).forward)
-        return [each * share for each in boundaries], {route: each * share for route, each in skips.items()}
+        share = (
+            1.0 if self.papers is None else forward / sum(predictor.layers(setup.sizes[0]).forward)
+        )
+        return [each * share for each in boundaries], {
+            route: each * share for route, each in skips.items()
+        }
 
 
 def own_links(devices: Devices) -> str | None:

@@ -27,7 +27,11 @@ def _ablation(session: Session) -> Iterator[tuple[str, bool]]:
     """Time every row as a speed experiment does, then measure its peak memory, or record why it has none."""
     for _, done in run_speed(session):
         for row in session.scale.rows if done else ():
-            kinds = [kind for kind in (False, True) if session.recorded(row, emulated=kind).status in SUCCESS]
+            kinds = [
+                kind
+                for kind in (False, True)
+                if session.recorded(row, emulated=kind).status in SUCCESS
+            ]
             try:
                 values = measure_memory(session, row, MEMORY_STEPS)[1] if kinds else {}
             except Exception as error:

@@ -25,7 +25,11 @@ Peak = dict[str, list[int]]  # name of the count -> peak bytes on each of the tr
 
 
 def measure_peak(
-    training: Training, devices: Devices, *, steps: int, before: Callable[[int], None] = lambda step: None
+    training: Training,
+    devices: Devices,
+    *,
+    steps: int,
+    before: Callable[[int], None] = lambda step: None,
 ) -> Peak:
     """Run whole steps and return `peak_allocated`, the most bytes of tensors, and on CUDA also `peak_reserved`.
 
@@ -78,10 +82,14 @@ def plan_memory(session: Session) -> None:
 
 def run_memory(session: Session) -> Iterator[tuple[str, bool]]:
     """Record sizes and peaks of every row, even if others fail; at the end yield their only group's name, ""."""
-    counts = session.devices.kind != "meta" and session.experiment.table  # meta runs rows of the published size anyway
+    counts = (
+        session.devices.kind != "meta" and session.experiment.table
+    )  # meta runs rows of the published size anyway
     for row in session.experiment.scale("paper").rows if counts else ():
         session.start(f"{row.name}, counting parameters")
-        session.recorder.put(session.result(row, scale="paper", device="meta", values=_model_values(row)))
+        session.recorder.put(
+            session.result(row, scale="paper", device="meta", values=_model_values(row))
+        )
 
     for row in session.scale.rows:  # one device may stand for several, as nothing is timed
         try:
@@ -92,7 +100,9 @@ def run_memory(session: Session) -> Iterator[tuple[str, bool]]:
         else:
             session.put(used, values=values)
             peaks: Any = values["peak_allocated"]
-            session.progress.say(f"{row.name}: peaks of {sum(peaks) / 2**20:,.0f} MiB, all devices together")
+            session.progress.say(
+                f"{row.name}: peaks of {sum(peaks) / 2**20:,.0f} MiB, all devices together"
+            )
         finally:
             session.progress.stop()
     yield "", True
@@ -102,7 +112,9 @@ def measure_memory(session: Session, row: Row, steps: int) -> tuple[Row, dict[st
     """Return the row as it was run, balance included, and its model's size and peak memory."""
     session.free()
     session.start(f"{row.name}, building")
-    training = Training(row, session.devices, FakeData([row], session.seed), session.balancer, session.seed)
+    training = Training(
+        row, session.devices, FakeData([row], session.seed), session.balancer, session.seed
+    )
 
     def before(step: int) -> None:
         session.start(f"{row.name}, memory, step {step + 1} of {steps}", session.job(row.name))
@@ -115,4 +127,7 @@ def _model_values(row: Row) -> dict[str, Json]:
     """Count the model's parameters, exactly, and the bytes of parameters, gradients and optimizer state."""
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in row.sized.layers().parameters())
-    return {"parameters": parameters, "model_bytes": parameters * FLOAT_BYTES * (2 + row.optimizer.state)}
+    return {
+        "parameters": parameters,
+        "model_bytes": parameters * FLOAT_BYTES * (2 + row.optimizer.state),
+    }

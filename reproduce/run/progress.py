@@ -41,7 +41,9 @@ class Progress:
     has not run yet, the step time is its guess, converted to seconds by the steps of other rows.
     """
 
-    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.stream = stream or sys.stderr
         self.clock = clock
         self.jobs: dict[str, Job] = {}
@@ -51,7 +53,9 @@ class Progress:
         self.bar: tqdm[Any] | None = None
         self.shown_at: float | None = None
 
-    def plan(self, job: str, steps: int, guess: float, group: str = "", limit: float = math.inf) -> None:
+    def plan(
+        self, job: str, steps: int, guess: float, group: str = "", limit: float = math.inf
+    ) -> None:
         """Expect `steps` steps of a job, which may belong to a group that ends `limit` seconds after it begins."""
         self.jobs[job] = Job(steps, steps, guess, group)
         self.limits[group] = limit
@@ -92,7 +96,9 @@ class Progress:
         for job in self.jobs.values():
             step = statistics.median(job.seconds) if job.seconds else job.guess * unit
             groups[job.group] = groups.get(job.group, 0.0) + job.left * step
-        most = self.limits | {group: max(0.0, end - self.clock()) for group, end in self.ends.items()}
+        most = self.limits | {
+            group: max(0.0, end - self.clock()) for group, end in self.ends.items()
+        }
         return sum(min(seconds, most[group]) for group, seconds in groups.items())
 
     def show(self, text: str) -> None:
@@ -114,7 +120,9 @@ class Progress:
         text = text[:columns]
         if self.bar is None:
             form = f"|{{bar:{columns // 9}}}| {{desc}}" if self.jobs else "{desc}"
-            self.bar = tqdm(total=len(self.jobs), file=self.stream, leave=False, bar_format=form, position=0)
+            self.bar = tqdm(
+                total=len(self.jobs), file=self.stream, leave=False, bar_format=form, position=0
+            )
         self.bar.n = sum(1 - job.left / job.steps for job in self.jobs.values() if job.steps)
         self.bar.ncols = columns
         self.bar.set_description_str(text)

@@ -91,7 +91,9 @@ class Session:
         if name not in self.links:
             papers = {paper.name: paper for paper in self.experiment.scale("paper").rows}
             in_proportion = self.scale.name != "paper" and name != own
-            self.links[name] = Link(self.hardware or load_hardware(name), papers if in_proportion else None)
+            self.links[name] = Link(
+                self.hardware or load_hardware(name), papers if in_proportion else None
+            )
         return self.links[name]
 
     def job(self, name: object) -> str:
@@ -106,9 +108,15 @@ class Session:
     def result(self, row: Row, **fields: Any) -> Result:
         """Return a result for `row` with these fields. By default it is measured, with threads."""
         found = Result(
-            self.experiment.name, row.name, "emulated" if fields.get("emulated") else "measured", self.scale.name,
-            self.devices.kind, row.config(), row.over, row.published and f"{self.experiment.table}/{row.published}",
-        )  # fmt: skip
+            self.experiment.name,
+            row.name,
+            "emulated" if fields.get("emulated") else "measured",
+            self.scale.name,
+            self.devices.kind,
+            row.config(),
+            row.over,
+            row.published and f"{self.experiment.table}/{row.published}",
+        )
         return replace(found, **fields)
 
     def put(self, row: Row, **fields: Any) -> None:
@@ -131,7 +139,9 @@ class Session:
         """Tell of other runs on this machine, once of each."""
         for pid, said in other_runs().items():
             if said not in self.load.told:  # its processes have one command
-                self.progress.say(f"process {pid} runs here, too, and both disturb each other: python -m {said[:99]}")
+                self.progress.say(
+                    f"process {pid} runs here, too, and both disturb each other: python -m {said[:99]}"
+                )
             self.load.told.add(said)
 
     def free(self) -> None:

@@ -32,8 +32,12 @@ from reproduce.run.training import FakeData, Training, work_of
 from reproduce.run.turns import turns
 
 Steps = MeasuredSteps | Emulation
-LARGEST_SHARE = 0.25  # of a group's time limit; a row that would take more to measure is only emulated
-MOST_ROUNDS = 2  # times as many as were asked for, where no time limit ends what is disturbed and run again
+LARGEST_SHARE = (
+    0.25  # of a group's time limit; a row that would take more to measure is only emulated
+)
+MOST_ROUNDS = (
+    2  # times as many as were asked for, where no time limit ends what is disturbed and run again
+)
 PREVIEW_AFTER = 10.0  # seconds; a group whose first round ends later shows a table after it
 
 
@@ -49,7 +53,9 @@ class PlannedTask:
     def again(self, found: Result) -> "PlannedTask":
         """Return the task with the samples and the balance that were found before."""
         balance = found.config.get("balance")
-        return replace(self, row=replace(self.row, balance=balance and tuple(balance)), before=found.samples)
+        return replace(
+            self, row=replace(self.row, balance=balance and tuple(balance)), before=found.samples
+        )
 
     def __str__(self) -> str:
         measured = "measured" if self.engine == "threads" else f"measured with {self.engine}"
@@ -81,7 +87,11 @@ def plan_speed(session: Session) -> None:
         for engine in session.engines:
             left_out = engine != "threads" or row.devices > session.emulate
             if left_out and session.recorded(row, engine=engine).status == "interrupted":
-                why = f"needs {row.devices} devices" if lacking else why_not(engine, row, session.devices)
+                why = (
+                    f"needs {row.devices} devices"
+                    if lacking
+                    else why_not(engine, row, session.devices)
+                )
                 status = "needs devices" if lacking else "not run" if why else "interrupted"
                 session.recorder.put(session.result(row, engine=engine, status=status, reason=why))
     for group in _groups(session):
@@ -89,7 +99,9 @@ def plan_speed(session: Session) -> None:
             rounds = session.steps or session.scale.steps
             steps = _warmup(session, task) + rounds
             session.recorder.put(session.recorded(task.row, **task.kind))
-            session.progress.plan(session.job(task), steps, task.work, session.job(group.name), group.limit)
+            session.progress.plan(
+                session.job(task), steps, task.work, session.job(group.name), group.limit
+            )
 
 
 def run_speed(session: Session) -> Iterator[tuple[str, bool]]:
@@ -98,7 +110,11 @@ def run_speed(session: Session) -> Iterator[tuple[str, bool]]:
     A row that ran out of memory runs again afterwards, without the others. If the run was broken off before, groups
     that were done are kept; the next one goes on, in the same balance, or begins anew if a row of it has no good step.
     """
-    numbers = [number for each in session.recorder.results.values() for number in each.samples.get("round", ())]
+    numbers = [
+        number
+        for each in session.recorder.results.values()
+        for number in each.samples.get("round", ())
+    ]
     session.rounds = 1 + int(max(numbers, default=-1))
     for group in _groups(session):
         tasks = _left(session, group)
@@ -116,7 +132,9 @@ def _left(session: Session, group: Group) -> list[PlannedTask]:
     if any(each.status == "interrupted" or each.disturbed for each in found.values()):
         return group.tasks
     timed = {task: each for task, each in found.items() if each.samples}
-    watched = [each for each in timed.values() if each.values.keys() & {"bubble", "utilization_problem"}]
+    watched = [
+        each for each in timed.values() if each.values.keys() & {"bubble", "utilization_problem"}
+    ]
     done = len(watched) == sum(task.engine not in SCHEDULES for task in timed)
     return [] if done else [task.again(each) for task, each in timed.items()]
 
@@ -127,22 +145,35 @@ def _groups(session: Session) -> list[Group]:
     for row in session.scale.rows:
         tasks = groups.setdefault(row.group, [])
         if row.devices <= session.devices.count and row.configuration != PUBLISHED_BALANCE:
-            engines = [engine for engine in session.engines if why_not(engine, row, session.devices) is None]
+            engines = [
+                engine
+                for engine in session.engines
+                if why_not(engine, row, session.devices) is None
+            ]
             tasks.extend(PlannedTask(row, emulated=False, engine=engine) for engine in engines)
         if row.devices <= session.emulate:
             tasks.append(PlannedTask(row, emulated=True))
     # Groups share the scale's time in proportion to their work; extra rows have more time on top. If rows are emulated,
     # only the emulated ones count, because some rows would take too long to measure.
-    kinds = {name: [task for task in tasks if task.emulated] or tasks for name, tasks in groups.items()}
+    kinds = {
+        name: [task for task in tasks if task.emulated] or tasks for name, tasks in groups.items()
+    }
     works = {name: sum(task.work for task in tasks) for name, tasks in kinds.items()}
-    usual = sum(works[name] for name, tasks in kinds.items() if not any(task.row.extra for task in tasks))
+    usual = sum(
+        works[name] for name, tasks in kinds.items() if not any(task.row.extra for task in tasks)
+    )
     seconds = (session.scale.seconds if session.steps is None else None) or math.inf
     per_work = seconds / (usual or sum(works.values()) or 1)
-    return [Group(name, tasks, per_work * works[name] if tasks else math.inf) for name, tasks in groups.items()]
+    return [
+        Group(name, tasks, per_work * works[name] if tasks else math.inf)
+        for name, tasks in groups.items()
+    ]
 
 
 def _warmup(session: Session, task: PlannedTask) -> int:
-    skipped = task.row.skip_epochs * task.row.steps_per_epoch  # epochs that the publication does not time either
+    skipped = (
+        task.row.skip_epochs * task.row.steps_per_epoch
+    )  # epochs that the publication does not time either
     return session.scale.warmup if task.emulated else max(session.scale.warmup, skipped)
 
 
@@ -153,11 +184,17 @@ def _run_all(
     started = time.monotonic()
     with contextlib.ExitStack() as processes:
         timing = _Timing(session, group, paired, processes)
-        timing.add([task for task in tasks if task.emulated])  # first: their times tell how long the others will take
-        timing.add([task for task in tasks if not task.emulated and timing.is_worth_measuring(task)])
+        timing.add(
+            [task for task in tasks if task.emulated]
+        )  # first: their times tell how long the others will take
+        timing.add(
+            [task for task in tasks if not task.emulated and timing.is_worth_measuring(task)]
+        )
         for done in timing.run():
             if paired and done == 1 and time.monotonic() - started > PREVIEW_AFTER:
-                session.progress.say("after 1 round; this table comes again when all rounds are done:")
+                session.progress.say(
+                    "after 1 round; this table comes again when all rounds are done:"
+                )
                 yield group.name, False
         timing.watch()
     return timing.out_of_memory
@@ -169,19 +206,26 @@ class _Timing:
     Without `paired`, steps belong to no round: a row runs alone.
     """
 
-    def __init__(self, session: Session, group: Group, paired: bool, processes: contextlib.ExitStack) -> None:
+    def __init__(
+        self, session: Session, group: Group, paired: bool, processes: contextlib.ExitStack
+    ) -> None:
         self.session, self.group, self.paired, self.processes = session, group, paired, processes
         self.running: dict[PlannedTask, Steps] = {}
         self.rounds: dict[PlannedTask, list[int]] = {}  # the round of each step
         self.shares: dict[int, Shares] = {}  # what others had in each round, if known
         self.left_out = 0  # rounds
         self.emulated_seconds: dict[str, float] = {}  # of a warm-up step, by the row's name
-        self.losses: dict[str, list[float]] = {}  # of each measured row on its first engine, by the row's name
+        self.losses: dict[
+            str, list[float]
+        ] = {}  # of each measured row on its first engine, by the row's name
         self.out_of_memory: list[PlannedTask] = []
 
     def add(self, tasks: Sequence[PlannedTask]) -> None:
         """Build rows, which share their data, and run the warm-up steps of each."""
-        data = FakeData([shortened(task.row) if task.emulated else task.row for task in tasks], self.session.seed)
+        data = FakeData(
+            [shortened(task.row) if task.emulated else task.row for task in tasks],
+            self.session.seed,
+        )
         for task in tasks:
             self._add(task, data)
 
@@ -232,7 +276,10 @@ class _Timing:
     def is_worth_measuring(self, task: PlannedTask) -> bool:
         """Say whether to measure a row. If that would take too long, as its emulation shows, record this reason."""
         session = self.session
-        step, steps = self.emulated_seconds.get(task.row.name), session.scale.least_steps + session.scale.warmup
+        step, steps = (
+            self.emulated_seconds.get(task.row.name),
+            session.scale.least_steps + session.scale.warmup,
+        )
         if step is None or step * steps <= LARGEST_SHARE * self.group.limit:
             return True
         reason = f"not measured: a step would take about {duration(step)}; --steps K measures it nevertheless"
@@ -247,14 +294,23 @@ class _Timing:
         rounds = max(1, (session.steps or session.scale.steps) - before)
         session.progress.begin(session.job(self.group.name))
         session.load.begin()
-        started, steps = time.monotonic(), {task: partial(self.step, task, rounds) for task in self.running}
+        started, steps = (
+            time.monotonic(),
+            {task: partial(self.step, task, rounds) for task in self.running},
+        )
         try:
-            for done, _ in enumerate(turns(steps, MOST_ROUNDS * rounds, random.Random(session.seed)), 1):
+            for done, _ in enumerate(
+                turns(steps, MOST_ROUNDS * rounds, random.Random(session.seed)), 1
+            ):
                 good = self.judge(min(rounds, session.scale.least_steps))
                 session.rounds += 1
                 self.put_all()
                 late = time.monotonic() - started > self.group.limit
-                if good >= rounds or done == MOST_ROUNDS * rounds or (late and done >= session.scale.least_steps):
+                if (
+                    good >= rounds
+                    or done == MOST_ROUNDS * rounds
+                    or (late and done >= session.scale.least_steps)
+                ):
                     break
                 yield done
         finally:
@@ -267,11 +323,15 @@ class _Timing:
         self.session.tell_others()
         shares = self.session.load.round()
         self.shares[self.session.rounds] = {}
-        self.shares = {number: known or shares for number, known in self.shares.items()}  # the first may be too short
+        self.shares = {
+            number: known or shares for number, known in self.shares.items()
+        }  # the first may be too short
         good = {number: shares for number, shares in self.shares.items() if not too_busy(shares)}
         if len(self.shares) > len(good) >= least:
             for task, made in self.running.items():
-                for i in [i for i, number in enumerate(self.rounds[task]) if number not in good][::-1]:
+                for i in [i for i, number in enumerate(self.rounds[task]) if number not in good][
+                    ::-1
+                ]:
                     del made.runs[i], self.rounds[task][i]
             self.left_out += len(self.shares) - len(good)
             self.shares = good
@@ -299,8 +359,12 @@ class _Timing:
             values, timeline = steps.watch()
             self.session.add_values(task.row, values, **task.kind)
             if timeline is not None and self.session.trace is not None:
-                how = "emulated" if task.emulated else "" if task.engine == "threads" else task.engine
-                self.session.trace(self.session.experiment.name, f"{task.row.name} {how}".rstrip(), timeline)
+                how = (
+                    "emulated" if task.emulated else "" if task.engine == "threads" else task.engine
+                )
+                self.session.trace(
+                    self.session.experiment.name, f"{task.row.name} {how}".rstrip(), timeline
+                )
         self.session.progress.stop()
 
     def fail(self, task: PlannedTask, failure: Failure) -> None:
@@ -322,9 +386,17 @@ class _Timing:
                 if self.paired:
                     samples["round"] = list(self.rounds[task])
                 shares = [self.shares[number] for number in self.rounds[task]]
-                samples |= {x: [each[x] for each in shares] for x in shares[0] if all(x in each for each in shares)}
+                samples |= {
+                    x: [each[x] for each in shares]
+                    for x in shares[0]
+                    if all(x in each for each in shares)
+                }
                 if task.before:
-                    samples = {x: [*task.before[x], *each] for x, each in samples.items() if x in task.before}
+                    samples = {
+                        x: [*task.before[x], *each]
+                        for x, each in samples.items()
+                        if x in task.before
+                    }
                 if not all(map(math.isfinite, samples.get("loss", ()))):
                     del samples["loss"]
                 config = made.config if isinstance(made, Emulation) else made.row.config()

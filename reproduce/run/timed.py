@@ -34,7 +34,10 @@ class MeasuredSteps:
     """
 
     def __init__(
-        self, row: Row, timed: Callable[[], tuple[float, float]], watch: Callable[[], Watched] = lambda: ({}, None)
+        self,
+        row: Row,
+        timed: Callable[[], tuple[float, float]],
+        watch: Callable[[], Watched] = lambda: ({}, None),
     ) -> None:
         self.row, self.watch, self._timed = row, watch, timed
         self.runs: list[tuple[float, float]] = []  # seconds and loss
@@ -70,7 +73,10 @@ def time_step(training: Training, devices: Devices) -> tuple[float, float]:
 def record_step(training: Training, devices: Devices) -> Timeline:
     """Run one whole step and return its timeline."""
     stopwatch, started, seconds = _clocked(devices, lambda: record_tasks(training, training.step))
-    events = [event._replace(start=event.start - started, end=event.end - started) for event in stopwatch.events()]
+    events = [
+        event._replace(start=event.start - started, end=event.end - started)
+        for event in stopwatch.events()
+    ]
     return Timeline(events, seconds, len(training.devices))
 
 
@@ -81,7 +87,9 @@ def watch(training: Training, devices: Devices) -> Watched:
     return watched(lambda: record_step(training, devices), driver)
 
 
-def watched(run: Callable[[], Timeline], driver: Callable[[], list[float]] | None = None) -> Watched:
+def watched(
+    run: Callable[[], Timeline], driver: Callable[[], list[float]] | None = None
+) -> Watched:
     """As `watch`, for the step that `run` runs. If `driver` is given, utilization is its result, not the timeline's."""
     values: Values = {}
     timeline = None
@@ -98,7 +106,9 @@ def watched(run: Callable[[], Timeline], driver: Callable[[], list[float]] | Non
 
 def busy(timeline: Timeline) -> Values:
     """Return the share of the step in which each device worked, and the bubble."""
-    shares: list[Json] = [min(1.0, timeline.busy(j) / timeline.seconds) for j in range(timeline.partitions)]
+    shares: list[Json] = [
+        min(1.0, timeline.busy(j) / timeline.seconds) for j in range(timeline.partitions)
+    ]
     return {"utilization": shares, "bubble": timeline.bubble}
 
 
@@ -114,7 +124,9 @@ def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> l
             torch.cuda.utilization(device)
     except Exception as error:
         said = " ".join(str(error).split()) or type(error).__name__
-        raise Error(f"utilization is not available ({said}); try 'pip install nvidia-ml-py'") from error
+        raise Error(
+            f"utilization is not available ({said}); try 'pip install nvidia-ml-py'"
+        ) from error
 
     over = threading.Event()
 

@@ -37,12 +37,18 @@ class FakeData:
 
     def part(self, part: int, row: Row, device: torch.device) -> Any:
         """Return the row's input (0) or its target (1) on `device`."""
-        alike, *others = [(MODELS[x.model].sample, x.input_shape, x.num_classes) for x in (row, *self.rows)]
+        alike, *others = [
+            (MODELS[x.model].sample, x.input_shape, x.num_classes) for x in (row, *self.rows)
+        ]
         if alike not in self.drawn:
-            most = max(x.batch_size for x, other in zip(self.rows, others, strict=True) if other == alike)
+            most = max(
+                x.batch_size for x, other in zip(self.rows, others, strict=True) if other == alike
+            )
             self.drawn[alike] = row.sized.batch(most, self.seed)
         if (part, alike, device) not in self.drawn:
-            self.drawn[part, alike, device] = changed(lambda x: x.to(device), self.drawn[alike][part])
+            self.drawn[part, alike, device] = changed(
+                lambda x: x.to(device), self.drawn[alike][part]
+            )
         return changed(lambda x: x[: row.batch_size], self.drawn[part, alike, device])
 
     input, target = partialmethod(part, 0), partialmethod(part, 1)
@@ -57,7 +63,9 @@ class Balancer:
     def __init__(self, devices: Devices) -> None:
         (self.device,) = devices.first(1)
         self.profiles: dict[tuple[object, ...], list[float]] = {}  # seconds of each layer
-        self.plans: dict[tuple[object, ...], dict[int, tuple[int, ...]]] = {}  # a balance for each number of partitions
+        self.plans: dict[
+            tuple[object, ...], dict[int, tuple[int, ...]]
+        ] = {}  # a balance for each number of partitions
 
     def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:
         """Return `row` with a balance: its own if it has one."""
@@ -70,7 +78,9 @@ class Balancer:
             return replace(row, balance=tuple(each + (j < more) for j in range(row.partitions)))
 
         # Rows at equal batch size share a balance. Profile a quarter of the batch: between their micro-batch sizes.
-        samples = math.ceil(row.batch_size / 4) if row.equal == "batch" else row.micro_batch_size or 1
+        samples = (
+            math.ceil(row.batch_size / 4) if row.equal == "batch" else row.micro_batch_size or 1
+        )
         samples = min(samples, PROFILE_SAMPLES, row.batch_size)
         sample = changed(lambda x: x[:samples], data.input(row, self.device))
         key = (row.sized, samples)
@@ -79,29 +89,48 @@ class Balancer:
                 self.plans[key] = planned_balances(row, model, sample)
             return replace(row, balance=self.plans[key][row.partitions])
         if key not in self.profiles:
-            self.profiles[key] = profile_times(model, flat(model, sample), PROFILE_SECONDS, self.device)
+            self.profiles[key] = profile_times(
+                model, flat(model, sample), PROFILE_SECONDS, self.device
+            )
         return replace(row, balance=tuple(minimise_heaviest(self.profiles[key], row.partitions)))
 
 
 def planned_balances(row: Row, model: nn.Sequential, sample: Any) -> dict[int, tuple[int, ...]]:
     """Profile the model on the sample's device; return the best balance for each number of partitions."""
     found = plan(
-        model, sample, batch_size=row.batch_size, devices=MOST_DEVICES, memory=NO_LIMIT, chunks=row.micro_batches,
+        model,
+        sample,
+        batch_size=row.batch_size,
+        devices=MOST_DEVICES,
+        memory=NO_LIMIT,
+        chunks=row.micro_batches,
         checkpoint=row.checkpoint or "never",
-    )  # fmt: skip
-    return {n: tuple(each.best.setup.balance) for n, each in found.by_devices.items() if each.best is not None}
+    )
+    return {
+        n: tuple(each.best.setup.balance)
+        for n, each in found.by_devices.items()
+        if each.best is not None
+    }
 
 
-def on_devices(row: Row, model: nn.Sequential, devices: list[torch.device], engine: EngineName = "auto") -> nn.Module:
+def on_devices(
+    row: Row, model: nn.Sequential, devices: list[torch.device], engine: EngineName = "auto"
+) -> nn.Module:
     """Wrap the model in the row's pipeline, or move it to the first device if the row has no pipeline."""
     if row.partitions is None:
         return model.to(devices[0])
     return GPipe(
-        model, row.balance, devices=devices[: row.partitions], chunks=row.chunks or 1,
+        model,
+        row.balance,
+        devices=devices[: row.partitions],
+        chunks=row.chunks or 1,
         checkpoint=row.checkpoint or "never",
-        deferred_batch_norm=row.deferred_batch_norm, engine=engine, dependency="dependency" in row.components,
-        copy_streams="streams" in row.components, portals="portals" in row.components,
-    )  # fmt: skip
+        deferred_batch_norm=row.deferred_batch_norm,
+        engine=engine,
+        dependency="dependency" in row.components,
+        copy_streams="streams" in row.components,
+        portals="portals" in row.components,
+    )
 
 
 def work_of(row: Row, seed: int) -> Work:
@@ -109,10 +138,16 @@ def work_of(row: Row, seed: int) -> Work:
     torch.manual_seed(seed)
     data, device = FakeData([row], seed), torch.device("cpu")
     return Work(
-        layers=row.sized.layers(), balance=row.balance or (), chunks=row.chunks or 1,
-        checkpoint=row.checkpoint or "never", deferred_batch_norm=row.deferred_batch_norm, loss=row.criterion,
-        input=data.input(row, device), target=data.target(row, device), optimizer=partial(make_optimizer, row),
-    )  # fmt: skip
+        layers=row.sized.layers(),
+        balance=row.balance or (),
+        chunks=row.chunks or 1,
+        checkpoint=row.checkpoint or "never",
+        deferred_batch_norm=row.deferred_batch_norm,
+        loss=row.criterion,
+        input=data.input(row, device),
+        target=data.target(row, device),
+        optimizer=partial(make_optimizer, row),
+    )
 
 
 def make_optimizer(row: Row, model: nn.Module, **options: float) -> torch.optim.Optimizer:
@@ -125,7 +160,14 @@ class Training:
     """Train one row's model, a step at a time. Gradients and activations do not stay alive between steps."""
 
     def __init__(
-        self, row: Row, devices: Devices, data: FakeData, balancer: Balancer, seed: int, *, emulates: Row | None = None
+        self,
+        row: Row,
+        devices: Devices,
+        data: FakeData,
+        balancer: Balancer,
+        seed: int,
+        *,
+        emulates: Row | None = None,
     ) -> None:
         """Build everything; `self.row` has the balance that is used.
 
@@ -139,7 +181,9 @@ class Training:
         self.devices = devices.first(1) * row.devices if emulates else devices.first(row.devices)
         self.observer: Observer | None = None
         self.model = on_devices(self.row, model, self.devices, "graph" if emulates else "auto")
-        self.partitions = list(self.model.partitions) if isinstance(self.model, GPipe) else [self.model]
+        self.partitions = (
+            list(self.model.partitions) if isinstance(self.model, GPipe) else [self.model]
+        )
         self.input = data.input(row, self.devices[0])
         self.target = data.target(row, self.devices[-1])
         self.optimizer = make_optimizer(row, self.model)
@@ -163,7 +207,9 @@ class Training:
     def forward_and_backward(self) -> Tensor:
         """Return the loss, still on its device. Gradients are in the parameters' `.grad`."""
         with observed(self.observer, "forward", 0, 0):
-            output = self.model(**self.input) if isinstance(self.input, dict) else self.model(self.input)
+            output = (
+                self.model(**self.input) if isinstance(self.input, dict) else self.model(self.input)
+            )
         loss = self.row.criterion(output, self.target)
         del output
         with observed(self.observer, "backward", 0, 0):

@@ -8,7 +8,9 @@ T = TypeVar("T")
 Way = TypeVar("Way")
 
 
-def turns(steps: Mapping[Way, Callable[[], T]], rounds: int, draw: random.Random) -> Iterator[dict[Way, list[T]]]:
+def turns(
+    steps: Mapping[Way, Callable[[], T]], rounds: int, draw: random.Random
+) -> Iterator[dict[Way, list[T]]]:
     """Run a step of each way per round; yield all samples after each round.
 
     Rounds come in pairs: the first has a random order, the second the reverse, so that no way is favoured

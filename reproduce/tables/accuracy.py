@@ -3,7 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from reproduce.experiments.row import Experiment
-from reproduce.numbers.metrics import FinalError, epoch_throughput, final_error, final_errors, outcome
+from reproduce.numbers.metrics import (
+    FinalError,
+    epoch_throughput,
+    final_error,
+    final_errors,
+    outcome,
+)
 from reproduce.records.places import Json
 from reproduce.records.record import Result
 from reproduce.tables.layout import Column, Table, by_value, number, span
@@ -46,19 +52,27 @@ def _reached(rows: Rows) -> Table:
     seeds = [len(final_errors(result)) for result in rows if result.samples] or [0]
     over = by_value({result.row: result.over for result in rows if result.over})
     bases = "; ".join(f"{base} for {own}" for base, own in over.items())
-    source, papers = rows.publication.source or {}, [result.config for result in rows.publication.results]
+    source, papers = (
+        rows.publication.source or {},
+        [result.config for result in rows.publication.results],
+    )
     notes = [
         f"scale {rows.results[0].scale}: {_trainings(configs)}, {span([each['epochs'] for each in configs])} epochs; "
-        + (f"mean +- standard deviation over {span(seeds)} seed{'' if {*seeds} == {1} else 's'}" if any(seeds)
-           else "no training came to its end"),
+        + (
+            f"mean +- standard deviation over {span(seeds)} seed{'' if {*seeds} == {1} else 's'}"
+            if any(seeds)
+            else "no training came to its end"
+        ),
         "over base: less the error of "
         + (f"the row to equal ({bases})" if len(over) > 1 else next(iter(over), "the first row")),
         "same: no further apart than both deviations together (spread), so that mean +- deviation of both overlap",
-        "one seed has no spread, and so no verdict: train more by --seeds K" if 1 in seeds else None,
+        "one seed has no spread, and so no verdict: train more by --seeds K"
+        if 1 in seeds
+        else None,
         f"published: {source.get('repo')}, {_trainings(papers)}, {rows.published_on}; "
         f"reference rows by {source.get('reference')}",
         *rows.problems(),
-    ]  # fmt: skip
+    ]
     return rows.table("", columns, notes)
 
 
@@ -70,7 +84,9 @@ def _how_far(result: Result) -> str:
 
 
 def _trainings(configs: Iterable[Mapping[str, Json]]) -> str:
-    return ", ".join(sorted({f"{each['model']} on {each['dataset']}" for each in configs if "dataset" in each}))
+    return ", ".join(
+        sorted({f"{each['model']} on {each['dataset']}" for each in configs if "dataset" in each})
+    )
 
 
 def _trained(rows: Rows) -> Table:
@@ -82,8 +98,13 @@ def _trained(rows: Rows) -> Table:
         ROW,
         config("batch", "batch_size"),
         config("n", "gpus"),
-        Column("m", lambda each: "-" if each.config["partitions"] is None else each.config["chunks"]),
-        Column("batch\nnorm", lambda each: "deferred" if each.config["deferred_batch_norm"] else "plain"),
+        Column(
+            "m", lambda each: "-" if each.config["partitions"] is None else each.config["chunks"]
+        ),
+        Column(
+            "batch\nnorm",
+            lambda each: "deferred" if each.config["deferred_batch_norm"] else "plain",
+        ),
         Column("samples/s", lambda each: (samples := epoch_throughput(each)) and number(samples)),
         Column("published", rows.published_throughput, number),
         Column("running\nstatistics", difference),

@@ -39,7 +39,11 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
             own = MAKERS[measures](EXPERIMENTS[name], threads) if threads else []
             own += engines_tables(EXPERIMENTS[name], results)
             more = [] if measures == "memory" else [*_about_times(record)]
-            made += [replace(each, notes=[*each.notes, *more]) for each in own if group in (None, each.group)]
+            made += [
+                replace(each, notes=[*each.notes, *more])
+                for each in own
+                if group in (None, each.group)
+            ]
     return made
 
 
@@ -61,13 +65,21 @@ def _about_times(record: Record) -> Iterator[str]:
         )
 
 
-def written_records(records: Sequence[Record], style: str, made: Sequence[Table] | None = None) -> str:
+def written_records(
+    records: Sequence[Record], style: str, made: Sequence[Table] | None = None
+) -> str:
     """Return records' tables as text or Markdown, or their numbers as CSV or JSON. `made` are other tables of them."""
     own = [table for record in records for table in tables(record)] if made is None else made
     text = "".join(f"\n{table.text()}\n" for table in own)
-    markdown = "\n".join(map(document, records)) if made is None else "\n\n".join(x.markdown() for x in own) + "\n"
+    markdown = (
+        "\n".join(map(document, records))
+        if made is None
+        else "\n\n".join(x.markdown() for x in own) + "\n"
+    )
     entries = [Entry(record, result) for record in records for result in record.results]
-    return written(style, [number for entry in entries for number in of_entry(entry)], text, markdown)
+    return written(
+        style, [number for entry in entries for number in of_entry(entry)], text, markdown
+    )
 
 
 def document(record: Record) -> str:
@@ -82,12 +94,18 @@ def document(record: Record) -> str:
 def about_run(record: Record, run: Run) -> dict[str, str]:
     """Return lines about a record's run, by name: devices, machine, versions and so on."""
     machine = run.machine
-    threads = "" if run.threads_per_device is None else f" of {many(run.threads_per_device, 'thread')} each"
+    threads = (
+        ""
+        if run.threads_per_device is None
+        else f" of {many(run.threads_per_device, 'thread')} each"
+    )
     gpus = "".join(f", {gpu.name} ({gpu.memory / 2**30:.0f} GiB)" for gpu in machine.gpus)
     memory = "" if machine.memory is None else f", {machine.memory / 2**30:.0f} GiB of memory"
     freed = "; the C library kept freed memory" if run.settings.get(FREED_MEMORY) == "kept" else ""
     revision = "none" if run.git is None else run.git.name(12, " with changes ")
-    programs = ", ".join(f"{program} {version}" for program, version in run.versions.items() if version)
+    programs = ", ".join(
+        f"{program} {version}" for program, version in run.versions.items() if version
+    )
     load = "unknown" if run.load is None else " ".join(f"{value:.2f}" for value in run.load)
     return {
         "devices": f"scale `{record.scale}`, on {many(run.devices, f'{run.device.upper()} device')}{threads}",

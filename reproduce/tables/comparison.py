@@ -20,15 +20,24 @@ LABEL_WIDTH = 30  # longer names of rows are wrapped
 
 
 def compared(
-    names: Sequence[str], *, metric: str | None, filters: Sequence[str], alpha: float, threshold: float, style: str,
-    force: bool, every: bool,
-) -> tuple[str, Error | None]:  # fmt: skip
+    names: Sequence[str],
+    *,
+    metric: str | None,
+    filters: Sequence[str],
+    alpha: float,
+    threshold: float,
+    style: str,
+    force: bool,
+    every: bool,
+) -> tuple[str, Error | None]:
     """Return the comparison as text, and what to raise, if it fails as a check for regressions.
 
     The arguments are those of the command. It raises `Error` if a side cannot be read, or has no such metric or field.
     """
     rule = Rule(alpha, threshold)
-    sides = [load_side(letter, name) for letter, name in zip(string.ascii_uppercase, names, strict=False)]
+    sides = [
+        load_side(letter, name) for letter, name in zip(string.ascii_uppercase, names, strict=False)
+    ]
     matched = match(sides)
     lines = pick(matched, filters)
     metrics = available([entry for line in lines for entry in line.entries.values()])
@@ -36,22 +45,33 @@ def compared(
         raise Error(f"--metric {metric}: no row has it; there are {', '.join(metrics) or 'none'}")
     alike = [side.letter for side in sides[1:] if side.records == sides[0].records]
     every |= style == "json"
-    comparisons, notes = compare(sides, lines, metric=metric, rule=rule, force=force, every=every, among=matched)
+    comparisons, notes = compare(
+        sides, lines, metric=metric, rule=rule, force=force, every=every, among=matched
+    )
     if alike:
-        notes.insert(0, f"A and {' and '.join(alike)} hold the same records, of the same runs; {IN_TURN}")
+        notes.insert(
+            0, f"A and {' and '.join(alike)} hold the same records, of the same runs; {IN_TURN}"
+        )
     complaint = _complaint(comparisons) if len(alike) < len(sides) - 1 else Error(f"{notes[0]}")
     return write_comparisons(comparisons, sides, rule, notes, style), complaint
 
 
 def write_comparisons(
-    comparisons: Sequence[Comparison], sides: Sequence[Side], rule: Rule, notes: Sequence[str], style: str
+    comparisons: Sequence[Comparison],
+    sides: Sequence[Side],
+    rule: Rule,
+    notes: Sequence[str],
+    style: str,
 ) -> str:
     """Format comparisons and notes as 'text', 'markdown', 'csv' or 'json'."""
     tables = [_table(comparison, sides) for comparison in comparisons]
     below = [*_legend(sides, rule), *notes]
     pages = [[each.text() for each in tables], [each.markdown().rstrip() for each in tables]]
     text, markdown = (
-        "\n\n".join([*(page or ["no row has numbers on two sides"]), bullets(below, page is pages[0])]) + "\n"
+        "\n\n".join(
+            [*(page or ["no row has numbers on two sides"]), bullets(below, page is pages[0])]
+        )
+        + "\n"
         for page in pages
     )
     said = [*(note for each in comparisons for note in each.notes), *below]
@@ -84,10 +104,14 @@ def _legend(sides: Sequence[Side], rule: Rule) -> Iterator[str]:
         yield f"{side.letter}: {side.name} ({many(len(side.records), 'record')}, {_origin(side)})"
         if side.superseded:
             yield f"{side.letter}: {many(side.superseded, 'row')} of other runs left out: {RULE}"
-        for experiment, entries in grouped(side.entries, lambda each: each.result.experiment).items():
+        for experiment, entries in grouped(
+            side.entries, lambda each: each.result.experiment
+        ).items():
             if len(runs := {each.record.name for each in entries if each.record.run}) > 1:
                 yield f"{side.letter}: {experiment}: rows of {len(runs)} runs, not in turn: {', '.join(sorted(runs))}"
-        unfinished = [record.name for record in side.records if record.run and record.run.state != "finished"]
+        unfinished = [
+            record.name for record in side.records if record.run and record.run.state != "finished"
+        ]
         if unfinished:
             yield f"{side.letter}: not finished: {', '.join(unfinished)}"
     yield (
@@ -119,7 +143,9 @@ def _table(comparison: Comparison, sides: Sequence[Side]) -> Table:
     unit = "" if comparison.unit in ("", *BYTES) else f" in {comparison.unit}"
     of = ", each side over its own" if comparison.relative else unit
     way = better(comparison.metric)
-    title = f"{comparison.experiment}: {comparison.metric}{of}" + (f"; {way} is better" if way else "")
+    title = f"{comparison.experiment}: {comparison.metric}{of}" + (
+        f"; {way} is better" if way else ""
+    )
     return Table(title, headings, rows, comparison.notes)
 
 
@@ -139,13 +165,26 @@ def _numbers(comparison: Comparison, sides: Sequence[Side]) -> Iterator[Number]:
     """Yield a line for each row and side, and one for each side's geometric mean."""
 
     def line(row: str, i: int, decision: Decision | None, **found: Json) -> Number:
-        tested = {} if decision is None else {**asdict(decision), "verdict": verdict(decision, comparison.metric)}
+        tested = (
+            {}
+            if decision is None
+            else {**asdict(decision), "verdict": verdict(decision, comparison.metric)}
+        )
         about = {name: getattr(comparison, name) for name in ("experiment", "metric", "relative")}
-        return {"row": row, "side": sides[i].letter, "name": sides[i].name, **about, **tested, **found}
+        return {
+            "row": row,
+            "side": sides[i].letter,
+            "name": sides[i].name,
+            **about,
+            **tested,
+            **found,
+        }
 
     for row in comparison.rows:
         for i, (reading, decision) in enumerate(zip(row.readings, row.decisions, strict=True)):
-            found = of_reading(reading, row.line.entries[i].result if i in row.line.entries else None)
+            found = of_reading(
+                reading, row.line.entries[i].result if i in row.line.entries else None
+            )
             reason = None if reading else _number(row, i).replace("\n", " ")
             yield line(row.line.label, i, decision, **found, reason=reason)
     for i in range(1, len(sides)):
@@ -166,9 +205,15 @@ def _ratio(decision: Decision | None, metric: str) -> list[str]:
     """Return the cells of a ratio, its interval and its verdict."""
     if decision is None:
         return ["", "", ""]
-    between = "" if decision.low is None or decision.high is None else f"{decision.low:.2f}-{decision.high:.2f}"
+    between = (
+        ""
+        if decision.low is None or decision.high is None
+        else f"{decision.low:.2f}-{decision.high:.2f}"
+    )
     means = verdict(decision, metric)
-    text = {"too few": f"too few;\nneeds {decision.needed}", "untested": "no samples"}.get(means, means)
+    text = {"too few": f"too few;\nneeds {decision.needed}", "untested": "no samples"}.get(
+        means, means
+    )
     return [f"{decision.ratio:.2f}", between, text]
 
 
@@ -179,8 +224,12 @@ def _origin(side: Side) -> str:
         origin: str = record.kind
         if record.run is not None:
             git, machine = record.run.git, record.run.machine
-            gpus = ", ".join({gpu.name for gpu in machine.gpus}) if record.run.device == "cuda" else ""
-            done = dict.fromkeys("emulated" if each.emulated else "measured" for each in record.results)
+            gpus = (
+                ", ".join({gpu.name for gpu in machine.gpus}) if record.run.device == "cuda" else ""
+            )
+            done = dict.fromkeys(
+                "emulated" if each.emulated else "measured" for each in record.results
+            )
             origin = f"{' and '.join(done) or record.kind} on {gpus or machine.cpu}"
             origin += f", git {git.name(7)}" if git else ""
         origins[origin] = None

@@ -26,8 +26,15 @@ def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Ta
     """Return the table; none if only `threads` was used, or if no row had enough devices."""
     measured = [result for result in results if not result.emulated]
     engines = sorted({result.engine for result in measured}, key=get_args(Engine).index)
-    rows = {row: {each.engine: each for each in found} for row, found in grouped(measured, lambda x: x.row).items()}
-    run = [found for found in rows.values() if any(each.status != "needs devices" for each in found.values())]
+    rows = {
+        row: {each.engine: each for each in found}
+        for row, found in grouped(measured, lambda x: x.row).items()
+    }
+    run = [
+        found
+        for found in rows.values()
+        if any(each.status != "needs devices" for each in found.values())
+    ]
     if engines == ["threads"] or not run:
         return []
     columns = [Column[Found]("row", lambda found: next(iter(found.values())).row, left=True)]
@@ -39,15 +46,24 @@ def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Ta
         )
         columns.append(samples.of(methodcaller("get", engine)))
         if engine != "threads":
-            over = partial(lambda engine, found: speed_up(found.get(engine), found.get("threads")), engine)
+            over = partial(
+                lambda engine, found: speed_up(found.get(engine), found.get("threads")), engine
+            )
             columns.append(Column("over\nthreads", over, ratio))
     left_out = [result for result in measured if result.reason and result.status != "needs devices"]
     reasons = grouped(left_out, lambda each: each.reason)
     notes = [
         *(text for engine, text in WHAT.items() if engine in engines),
-        "over threads: the median over rounds, in which each engine does a step" if "threads" in engines else None,
-        *(f"{_names(found, 'engine')}: {reason} ({_names(found, 'row')})" for reason, found in reasons.items()),
-        f"{many(len(rows) - len(run), 'row')} not run for want of devices" if len(run) < len(rows) else None,
+        "over threads: the median over rounds, in which each engine does a step"
+        if "threads" in engines
+        else None,
+        *(
+            f"{_names(found, 'engine')}: {reason} ({_names(found, 'row')})"
+            for reason, found in reasons.items()
+        ),
+        f"{many(len(rows) - len(run), 'row')} not run for want of devices"
+        if len(run) < len(rows)
+        else None,
     ]
     made = table(f"{experiment.title}: samples/s of each engine", columns, run, notes)
     return [replace(made, group=GROUP)]

@@ -51,7 +51,11 @@ def with_quartiles(reading: Reading, write: Callable[[float], str] = number) -> 
 
 WIDTH = 80
 DEVICES_PER_LINE = 4
-WHOLE = {"publ.": "published", "-\n": "-", "/\n": "/"}  # short form in a heading, long form in Markdown
+WHOLE = {
+    "publ.": "published",
+    "-\n": "-",
+    "/\n": "/",
+}  # short form in a heading, long form in Markdown
 tabulate.MIN_PADDING = 0  # else a column is two characters wider than its heading
 Row = TypeVar("Row")
 Other = TypeVar("Other")
@@ -107,20 +111,36 @@ class Table:
 
     def markdown(self, level: int = 2) -> str:
         """Return the table as Markdown, under a heading of that level."""
-        headings = [reduce(lambda text, word: text.replace(*word), WHOLE.items(), each) for each in self.headings]
+        headings = [
+            reduce(lambda text, word: text.replace(*word), WHOLE.items(), each)
+            for each in self.headings
+        ]
         flat = [[cell.replace("\n", " ") for cell in row] for row in (headings, *self.rows)]
         body = grid(flat[0], flat[1:], "pipe", self.left)
-        return "\n".join([f"{'#' * level} {self.title}", "", body, "", bullets(self.notes, wrap=False)])
+        return "\n".join(
+            [f"{'#' * level} {self.title}", "", body, "", bullets(self.notes, wrap=False)]
+        )
 
 
-def grid(head: Sequence[str], rows: Sequence[Sequence[str]], style: str, left: int | None = None) -> str:
+def grid(
+    head: Sequence[str], rows: Sequence[Sequence[str]], style: str, left: int | None = None
+) -> str:
     """Format rows in a style of tabulate. The first `left` columns are aligned left, the others right."""
-    align = ["left"] * len(head) if left is None else ["left"] * left + ["right"] * (len(head) - left)
-    text = tabulate.tabulate(rows, head, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True)
+    align = (
+        ["left"] * len(head) if left is None else ["left"] * left + ["right"] * (len(head) - left)
+    )
+    text = tabulate.tabulate(
+        rows, head, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True
+    )
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
-def table(title: str, columns: Iterable[Column[Row]], rows: Iterable[Row], notes: Iterable[str | None] = ()) -> Table:
+def table(
+    title: str,
+    columns: Iterable[Column[Row]],
+    rows: Iterable[Row],
+    notes: Iterable[str | None] = (),
+) -> Table:
     """Make a table. Columns that are empty in every row are left out, and so are empty notes; a mark is explained."""
     rows = list(rows)
     texts = [(column, [column.text(row) for row in rows]) for column in columns]
@@ -142,7 +162,9 @@ def bullets(notes: Sequence[str], wrap: bool = True) -> str:
     """Return the notes as a list, wrapped for a terminal or not."""
     if not wrap:
         return "\n".join(f"- {note}" for note in notes)
-    return "\n".join(textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in notes)
+    return "\n".join(
+        textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in notes
+    )
 
 
 def by_value(values: Mapping[str, str]) -> dict[str, str]:

@@ -15,7 +15,10 @@ KINDS = {  # device and name of the values -> title of the table, meaning of the
         "live bytes on meta",
         "the bytes that all tensors alive would have, counted on a whole run without data (device meta)",
     ),
-    ("cuda", "peak_allocated"): ("allocated", "bytes allocated to tensors (torch.cuda.max_memory_allocated)"),
+    ("cuda", "peak_allocated"): (
+        "allocated",
+        "bytes allocated to tensors (torch.cuda.max_memory_allocated)",
+    ),
     ("cuda", "peak_reserved"): (
         "reserved, as published",
         "bytes that the caching allocator holds (torch.cuda.max_memory_reserved), the published kind",
@@ -25,10 +28,18 @@ KINDS = {  # device and name of the values -> title of the table, meaning of the
 
 def memory_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
     """Return the table of the published models, and one of measured peaks for each kind of bytes."""
-    counted = [result for result in results if result.device == "meta" and "parameters" in result.values]
+    counted = [
+        result for result in results if result.device == "meta" and "parameters" in result.values
+    ]
     # On meta, a measured row without a peak is a model that was only counted.
-    run = [x for x in results if x.device != "meta" or x.status != "measured" or "peak_allocated" in x.values]
-    known = {(result.device, name) for result in run for name, value in result.values.items() if value}
+    run = [
+        x
+        for x in results
+        if x.device != "meta" or x.status != "measured" or "peak_allocated" in x.values
+    ]
+    known = {
+        (result.device, name) for result in run for name, value in result.values.items() if value
+    }
     kinds = [(kind[1], *words) for kind, words in KINDS.items() if kind in known]
     if run and not kinds:
         kinds = [("peak_allocated", "nothing", "of no row, see above")]
@@ -49,12 +60,19 @@ def _published_models(rows: Rows) -> Table:
     ]
     per_parameter = [result.values["model_bytes"] // result.values["parameters"] for result in rows]
     stateless = max(per_parameter) == 2 * FLOAT_BYTES
-    state = "itself and its gradient" if stateless else "itself, its gradient and the optimizer's state"
-    peak, known = "in GiB: the devices' summed peak, as reserved by the allocator", rows.publication.columns
+    state = (
+        "itself and its gradient" if stateless else "itself, its gradient and the optimizer's state"
+    )
+    peak, known = (
+        "in GiB: the devices' summed peak, as reserved by the allocator",
+        rows.publication.columns,
+    )
     notes = [
         "counted on the models themselves, without memory for them (device meta); nothing is estimated",
         f"model: {span(per_parameter)} bytes per parameter: {state}",
-        f"published activations, {peak}, less the model" if "peak_activation_memory" in known else None,
+        f"published activations, {peak}, less the model"
+        if "peak_activation_memory" in known
+        else None,
         f"published in all, {peak}" if "memory" in known else None,
     ]
     return rows.table(": the published models", columns, notes)
@@ -66,12 +84,16 @@ def _peaks(rows: Rows, value: str, name: str, meaning: str) -> Table:
     unit, form, word = (MiB, "{:.0f}", "MiB") if most < 10 * GiB else large
 
     def each_device(result: Result) -> str:
-        return in_lines([peak / unit for peak in result.values.get(value) or []], form) or outcome(result)
+        return in_lines([peak / unit for peak in result.values.get(value) or []], form) or outcome(
+            result
+        )
 
     def sized(heading: str, peak: int, model: int) -> Column[Result]:
         def cell(result: Result) -> float | None:
             peaks = result.values.get(value)
-            return (peak * sum(peaks) + model * result.values["model_bytes"]) / unit if peaks else None
+            return (
+                (peak * sum(peaks) + model * result.values["model_bytes"]) / unit if peaks else None
+            )
 
         return Column(heading, cell, form)
 

@@ -20,9 +20,31 @@ if TYPE_CHECKING:
     from torchgpipe.plan import Plan
 
 SCHEMA = 1
-FIELDS = ("experiment", "row", "side", "name", "kind", "scale", "device", "engine", "metric", "unit", "relative",
-          "value", "lower", "upper", "samples", "disturbed", "reason", "ratio", "low", "high", "p", "verdict",
-          "needed")  # fmt: skip
+FIELDS = (
+    "experiment",
+    "row",
+    "side",
+    "name",
+    "kind",
+    "scale",
+    "device",
+    "engine",
+    "metric",
+    "unit",
+    "relative",
+    "value",
+    "lower",
+    "upper",
+    "samples",
+    "disturbed",
+    "reason",
+    "ratio",
+    "low",
+    "high",
+    "p",
+    "verdict",
+    "needed",
+)
 Number = dict[str, Json]  # by `FIELDS`
 
 
@@ -30,7 +52,10 @@ def written(style: str, numbers: Iterable[Number], text: str, markdown: str, **m
     """Return the numbers as 'csv' or 'json', `more` beside them in JSON; or one of the texts."""
     lines = [{name: each.get(name) for name in FIELDS} for each in numbers]
     if style == "json":
-        return json.dumps({"schema": SCHEMA, **more, "numbers": lines}, indent=1, allow_nan=False) + "\n"
+        return (
+            json.dumps({"schema": SCHEMA, **more, "numbers": lines}, indent=1, allow_nan=False)
+            + "\n"
+        )
     if style != "csv":
         return markdown if style == "markdown" else text
     writer = csv.DictWriter(file := io.StringIO(), fieldnames=FIELDS, lineterminator="\n")
@@ -57,7 +82,9 @@ def of_entry(entry: Entry) -> Iterator[Number]:
     """Yield a line for each number of a row, or one if it has none."""
     result, about = entry.result, {"experiment": entry.result.experiment, "row": entry.result.row}
     about |= {"name": entry.hardware} if entry.hardware else {}
-    bases = [x for x in entry.record.results if x.key == (*result.key[:3], result.over, *result.key[4:])]
+    bases = [
+        x for x in entry.record.results if x.key == (*result.key[:3], result.over, *result.key[4:])
+    ]
     found = {name: read(entry, name) for name in available([entry]) if name != "speedup"}
     found |= {"speedup": speed_up(result, bases[0])} if bases else {}
     for metric, reading in found.items():
@@ -71,7 +98,12 @@ def of_cells(table: Table, **about: Json) -> Iterator[Number]:
     for first, *cells in table.rows:
         for heading, cell in zip(table.headings[1:], cells, strict=True):
             value = int(cell) if cell.isdecimal() else " ".join(cell.split())
-            yield {**(about or {"experiment": first}), "row": first, "metric": heading, "value": value}
+            yield {
+                **(about or {"experiment": first}),
+                "row": first,
+                "metric": heading,
+                "value": value,
+            }
 
 
 def of_plan(plan: "Plan", title: str) -> Iterator[Number]:
@@ -83,12 +115,21 @@ def of_plan(plan: "Plan", title: str) -> Iterator[Number]:
             if each is None:
                 yield {**about, "reason": "no room"}
                 continue
-            values = {"s": ("time", each.seconds), "samples/s": ("throughput", batch_size / each.seconds)}
+            values = {
+                "s": ("time", each.seconds),
+                "samples/s": ("throughput", batch_size / each.seconds),
+            }
             for unit, (metric, value) in {**values, "bytes": ("memory", each.peak)}.items():
                 yield {**about, "metric": metric, "unit": unit, "value": value}
             if each is found.best:
                 setup = each.setup
-                chosen = {"balance": [*setup.balance], "chunks": len(setup.sizes), "checkpoint": setup.checkpoint}
+                chosen = {
+                    "balance": [*setup.balance],
+                    "chunks": len(setup.sizes),
+                    "checkpoint": setup.checkpoint,
+                }
                 chosen["schedule"] = setup.lists.name
-                yield from ({**about, "metric": metric, "value": value} for metric, value in chosen.items())
+                yield from (
+                    {**about, "metric": metric, "value": value} for metric, value in chosen.items()
+                )
                 yield {**about, "metric": "bubble", "unit": "share", "value": each.bubble}

@@ -37,7 +37,11 @@ def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
     found: Measured = {}
     for record in reversed(ranked(readable(folder), experiment)):
         for result in record.results:
-            if result.experiment == experiment and record.run and (row := _measured(result, record.run)) is not None:
+            if (
+                result.experiment == experiment
+                and record.run
+                and (row := _measured(result, record.run)) is not None
+            ):
                 found[(result.published or "").rpartition("/")[2]] = row
     return found
 
@@ -52,7 +56,9 @@ def _measured(result: Result, run: Run) -> MeasuredRow | None:
         return None
     names = dict.fromkeys(gpu.name for gpu in run.machine.gpus[: run.devices])
     machine = f"{run.devices} x {', '.join(names)}" if run.device == "cuda" else run.machine.cpu
-    return MeasuredRow(machine, speed.middle if speed else None, sum(peaks) if peaks else None, result.disturbed)
+    return MeasuredRow(
+        machine, speed.middle if speed else None, sum(peaks) if peaks else None, result.disturbed
+    )
 
 
 def predicted_tables(record: Record, measured: Measured) -> list[Table]:
@@ -71,10 +77,20 @@ def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
     timed = "from the layers' times on this machine"
     how = timed if name == HERE else f"nothing run, from the hardware description {name}"
     made = []
-    for experiment in dict.fromkeys(row.experiment for row in emulated.results if row.status == "emulated"):
-        rows = [row for row in emulated.results if row.status == "emulated" and row.experiment == experiment]
+    for experiment in dict.fromkeys(
+        row.experiment for row in emulated.results if row.status == "emulated"
+    ):
+        rows = [
+            row
+            for row in emulated.results
+            if row.status == "emulated" and row.experiment == experiment
+        ]
         speeds = _throughputs(rows)
-        foreseen = {each.row: each.values["throughput"] for each in predicted.results if each.experiment == experiment}
+        foreseen = {
+            each.row: each.values["throughput"]
+            for each in predicted.results
+            if each.experiment == experiment
+        }
         ratios = {row: foreseen[row] / speed for row, speed in speeds.items()}
         columns = [
             ROW,
@@ -107,17 +123,39 @@ def speed_up_errors(record: Record) -> dict[str, float]:
 
 def errors_table(records: Sequence[Record]) -> Table:
     """Return a table of the errors of speed predictions, for tables published for the same hardware."""
-    chosen = [each for each in records if each.results[0].experiment in SPEED_TABLES and _same_hardware(each)]
+    chosen = [
+        each
+        for each in records
+        if each.results[0].experiment in SPEED_TABLES and _same_hardware(each)
+    ]
     speeds = [abs(error) for record in chosen for error in throughput_errors(record).values()]
     ratios = [abs(error) for record in chosen for error in speed_up_errors(record).values()]
-    headings = ["rows of", "number", "samples/s:\nmedian error", "largest", "speed-ups:\nmedian error", "within 10%"]
-    percents = [f"{error:.1%}" for error in (median(speeds), max(speeds), median(ratios))] if chosen else []
-    rows = [["the papers' speed tables", str(len(speeds)), *percents, _within(ratios)]] if chosen else []
+    headings = [
+        "rows of",
+        "number",
+        "samples/s:\nmedian error",
+        "largest",
+        "speed-ups:\nmedian error",
+        "within 10%",
+    ]
+    percents = (
+        [f"{error:.1%}" for error in (median(speeds), max(speeds), median(ratios))]
+        if chosen
+        else []
+    )
+    rows = (
+        [["the papers' speed tables", str(len(speeds)), *percents, _within(ratios)]]
+        if chosen
+        else []
+    )
     return Table("How far predictions are from what was published", headings, rows)
 
 
 def _speed(record: Record, measured: Measured) -> Table:
-    papers, same = {paper.row: paper for paper in _published(record).results}, _same_hardware(record)
+    papers, same = (
+        {paper.row: paper for paper in _published(record).results},
+        _same_hardware(record),
+    )
     first, *_ = predicted = _predicted(record)
     theirs = _published_speed_ups(record, first.row)
     off, off_speed_up = throughput_errors(record), speed_up_errors(record)
@@ -125,13 +163,26 @@ def _speed(record: Record, measured: Measured) -> Table:
     machines = by_value({name: row.machine for name, row in run.items()})
     columns = [
         ROW,
-        Column("samples/s\npublished", lambda each: papers[each.row].values["throughput"], "{:.1f}"),
-        Column("predicted", lambda each: each.values["throughput"] if each.row in off else each.status, "{:.1f}"),
-        by_row("error", off if same else {}, "{:+.0%}"),  # on other hardware, a difference is no error
+        Column(
+            "samples/s\npublished", lambda each: papers[each.row].values["throughput"], "{:.1f}"
+        ),
+        Column(
+            "predicted",
+            lambda each: each.values["throughput"] if each.row in off else each.status,
+            "{:.1f}",
+        ),
+        by_row(
+            "error", off if same else {}, "{:+.0%}"
+        ),  # on other hardware, a difference is no error
         by_row("speed-up\npublished", {r.row: theirs[r.row] for r in predicted}, "{:.2f}"),
         by_row("predicted", speed_ups(predicted, first), "{:.2f}"),
         by_row("error", off_speed_up if same else {}, "{:+.1%}"),
-        by_row("measured", {x: f"{row.throughput:.1f}{MARK * row.disturbed}" for x, row in run.items()}, "", "not run"),
+        by_row(
+            "measured",
+            {x: f"{row.throughput:.1f}{MARK * row.disturbed}" for x, row in run.items()},
+            "",
+            "not run",
+        ),
     ]
     far, apart = ([abs(x) for x in each.values()] for each in (off, off_speed_up))
     epochs = any("last_batch_size" in result.config for result in record.results)
@@ -143,7 +194,10 @@ def _speed(record: Record, measured: Measured) -> Table:
         else f"speed-up over {first.row}; published on other hardware, so the two are not to be compared",
         *(f"{result.row}: {result.reason}" for result in record.results if result.reason),
         None if run else NOT_MEASURED,
-        *(f"measured: samples/s of a median step, on {machine}: {names}" for machine, names in machines.items()),
+        *(
+            f"measured: samples/s of a median step, on {machine}: {names}"
+            for machine, names in machines.items()
+        ),
         "measured is of a full mini-batch; published and predicted are of an epoch, which ends in a smaller one"
         if run and epochs
         else None,
@@ -153,14 +207,28 @@ def _speed(record: Record, measured: Measured) -> Table:
 
 def _memory(record: Record, measured: Measured) -> Table:
     publication = _published(record)
-    readings = {paper.row: read(Entry(publication, paper), "reserved") for paper in publication.results}
+    readings = {
+        paper.row: read(Entry(publication, paper), "reserved") for paper in publication.results
+    }
     reserved = {row: reading.middle for row, reading in readings.items() if reading is not None}
-    peaks = {result.row: result.values["allocated"] for result in record.results if "allocated" in result.values}
-    models = {result.row: result.values["model"] for result in record.results if result.row in peaks}
+    peaks = {
+        result.row: result.values["allocated"]
+        for result in record.results
+        if "allocated" in result.values
+    }
+    models = {
+        result.row: result.values["model"] for result in record.results if result.row in peaks
+    }
     both = {row: (sum(peaks[row]), reserved[row], models[row]) for row in peaks if row in reserved}
 
     def allocated(result: Result) -> object:
-        return sum(peaks[result.row]) if result.row in peaks else result.status if result.reason else "left out"
+        return (
+            sum(peaks[result.row])
+            if result.row in peaks
+            else result.status
+            if result.reason
+            else "left out"
+        )
 
     columns = [
         ROW,
@@ -168,8 +236,14 @@ def _memory(record: Record, measured: Measured) -> Table:
         Column("predicted\nallocated", allocated, _gib),
         by_row("share", {row: ours / theirs for row, (ours, theirs, _) in both.items()}, "{:.0%}"),
         by_row("of it\nmodel", models, _gib),
-        by_row("of the\nrest", {row: (x - model) / (y - model) for row, (x, y, model) in both.items()}, "{:.0%}"),
-        by_row("each device", peaks, lambda each: in_lines([peak / GiB for peak in each], "{:.1f}")),
+        by_row(
+            "of the\nrest",
+            {row: (x - model) / (y - model) for row, (x, y, model) in both.items()},
+            "{:.0%}",
+        ),
+        by_row(
+            "each device", peaks, lambda each: in_lines([peak / GiB for peak in each], "{:.1f}")
+        ),
     ]
     left_out = ", ".join(result.row for result in record.results if allocated(result) == "left out")
     run = [
@@ -194,7 +268,9 @@ def _memory(record: Record, measured: Measured) -> Table:
 
 
 def _throughputs(results: Sequence[Result]) -> dict[str, float]:
-    return {result.row: speed.middle for result in results if (speed := throughput(result)) is not None}
+    return {
+        result.row: speed.middle for result in results if (speed := throughput(result)) is not None
+    }
 
 
 def _gib(size: float) -> str:

@@ -6,11 +6,29 @@ from functools import partial
 from reproduce.experiments.row import AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE, Experiment
 from reproduce.machine.load import LIMITS
 from reproduce.models.built import MODELS
-from reproduce.numbers.metrics import Reading, outcome, over_measured, speed_up, throughput, utilization
+from reproduce.numbers.metrics import (
+    Reading,
+    outcome,
+    over_measured,
+    speed_up,
+    throughput,
+    utilization,
+)
 from reproduce.records.places import Json
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
-from reproduce.tables.layout import Column, Form, Table, by_value, many, number, ratio, span, table, with_quartiles
+from reproduce.tables.layout import (
+    Column,
+    Form,
+    Table,
+    by_value,
+    many,
+    number,
+    ratio,
+    span,
+    table,
+    with_quartiles,
+)
 
 WHAT_BUSY_IS = {
     "cpu": "busy: share of a step's time in which the device was in a task",
@@ -39,7 +57,9 @@ def config(heading: str, name: str) -> Column[Result]:
     return Column(heading, lambda result: result.config[name], nothing="-")
 
 
-def by_row(heading: str, values: Mapping[str, object], form: Form, nothing: str = "") -> Column[Result]:
+def by_row(
+    heading: str, values: Mapping[str, object], form: Form, nothing: str = ""
+) -> Column[Result]:
     """Return the column of values that are given by the row's name."""
     return Column(heading, lambda result: values.get(result.row), form, nothing)
 
@@ -65,7 +85,9 @@ class Rows:
     def __iter__(self) -> Iterator[Result]:
         return iter(self.results)
 
-    def table(self, subtitle: str, columns: Iterable[Column[Result]], notes: Iterable[str | None]) -> Table:
+    def table(
+        self, subtitle: str, columns: Iterable[Column[Result]], notes: Iterable[str | None]
+    ) -> Table:
         """Make the table. Its title is the experiment's title and `subtitle`."""
         return table(self.experiment.title + subtitle, columns, self, notes)
 
@@ -81,7 +103,9 @@ class Rows:
         """Return the published row that a row reproduces; None if there is none."""
         link = None if result is None else result.published
         papers = self.publication.results if link else ()
-        return next((paper for paper in papers if f"{self.experiment.table}/{paper.row}" == link), None)
+        return next(
+            (paper for paper in papers if f"{self.experiment.table}/{paper.row}" == link), None
+        )
 
     def speed_up(self, result: Result) -> Reading | str | None:
         """Return the speed-up over the row's baseline; None if one of the two was not timed."""
@@ -109,13 +133,17 @@ class Rows:
 
     def over(self, heading: str, quartiles: bool = False) -> Column[Result]:
         """Return the column of speed-ups."""
-        return Column(heading, self.speed_up, partial(with_quartiles, write=ratio) if quartiles else ratio)
+        return Column(
+            heading, self.speed_up, partial(with_quartiles, write=ratio) if quartiles else ratio
+        )
 
     def beside(self) -> list[Column[Result]]:
         """Return the columns of measured speed-ups, and of emulated divided by measured samples/s."""
         return [
             Column("measured", self.measured_speed_up, ratio),
-            Column("emul./\nmeas.", lambda each: over_measured(each, self.measured(each.row)), ratio),
+            Column(
+                "emul./\nmeas.", lambda each: over_measured(each, self.measured(each.row)), ratio
+            ),
         ]
 
     def published(self, heading: str, value: str, form: str, unit: float = 1) -> Column[Result]:
@@ -151,14 +179,19 @@ class Rows:
         if not self.emulated:
             return
         counts = [result.values["executed"] for result in self if "executed" in result.values]
-        most = f", at most {max(counts)} micro-batches of a step" if counts and max(counts) > 1 else ""
+        most = (
+            f", at most {max(counts)} micro-batches of a step" if counts and max(counts) > 1 else ""
+        )
         yield (
             f"emulated: every task run by itself on one device{most}, and the schedule of n devices replayed over "
             "their times"
         )
         both = any(over_measured(each, self.measured(each.row)) for each in self)
         if both:
-            yield "measured: the speed-up of n devices at once, by the clock" + "; emul./meas.: of samples/s" * ratio
+            yield (
+                "measured: the speed-up of n devices at once, by the clock"
+                + "; emul./meas.: of samples/s" * ratio
+            )
         links = dict.fromkeys(str(each.config["link"]) for each in self if each.config.get("link"))
         if links:
             here = "; emul./meas. is of devices like these" if both and ratio else ""
@@ -169,14 +202,18 @@ class Rows:
     def circumstances(self) -> str:
         """Say what the rows have in common: scale, model (if there is only one), batch sizes and steps."""
         first, configs = self.results[0], [result.config for result in self]
-        steps = [len(result.samples["step_time"]) for result in self if "step_time" in result.samples]
+        steps = [
+            len(result.samples["step_time"]) for result in self if "step_time" in result.samples
+        ]
         sizes = ", ".join(sorted({size(each) for each in configs}))
         several = len({each["model"] for each in configs}) > 1
         model = "" if several else f"{first.config['model']}{sizes and f' {sizes}'}, "
         parts = [
             f"scale {first.scale}: {model}input {' x '.join(map(str, first.config['input_shape']))}",
             f"batch size {span([each['batch_size'] for each in configs])}",
-            f"{span(steps)} step{'' if max(steps) == 1 else 's'} per row" if steps else "no step timed",
+            f"{span(steps)} step{'' if max(steps) == 1 else 's'} per row"
+            if steps
+            else "no step timed",
         ]
         if again := max((result.values.get("disturbed_rounds", 0) for result in self), default=0):
             parts.append(f"{many(again, 'disturbed round')} left out")
@@ -191,11 +228,11 @@ class Rows:
         batches = [each["batch_size"] for each in papers]
         about = f"published: {source.get('paper') or source.get('repo')}, on {self.published_on}"
         if len(set(batches)) > 1:
-            about += (
-                f"; its batch size differs from row to row ({span(batches)}), so its speed-ups mix in larger batches"
-            )
+            about += f"; its batch size differs from row to row ({span(batches)}), so its speed-ups mix in larger batches"
         if {each["checkpoint"] for each in papers if each["chunks"] == 1} == {"always"}:
-            about += "; its m=1 rows recompute everything (checkpoint=always), which naive here does not"
+            about += (
+                "; its m=1 rows recompute everything (checkpoint=always), which naive here does not"
+            )
         return about
 
     def what_busy_is(self) -> list[str]:
@@ -207,11 +244,17 @@ class Rows:
         """Say why rows have no numbers."""
         bad = ("failed", "out of memory") if self.emulated else ("failed",)
         failed = {each.row: str(each.reason) for each in self if each.status in bad}
-        left_out = {each.row: str(each.reason) for each in self.every if each.status == "not run" and each.reason}
+        left_out = {
+            each.row: str(each.reason)
+            for each in self.every
+            if each.status == "not run" and each.reason
+        }
         yield from (f"failed: {names}: {reason}" for reason, names in by_value(failed).items())
         yield from (f"{names}: {reason}" for reason, names in by_value(left_out).items())
         if lacking := sum(each.status == "needs devices" for each in self.every):
             yield f"{many(lacking, 'row')} not run for want of devices"
         for what in ("utilization", "memory"):
-            reasons = dict.fromkeys(str(problem) for each in self if (problem := each.values.get(f"{what}_problem")))
+            reasons = dict.fromkeys(
+                str(problem) for each in self if (problem := each.values.get(f"{what}_problem"))
+            )
             yield from (f"no {what}: {reason}" for reason in reasons)

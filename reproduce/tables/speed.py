@@ -4,7 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from reproduce.experiments.row import COMPONENTS, EQUAL_LAYERS, PLANNED, PUBLISHED_BALANCE, Experiment
+from reproduce.experiments.row import (
+    COMPONENTS,
+    EQUAL_LAYERS,
+    PLANNED,
+    PUBLISHED_BALANCE,
+    Experiment,
+)
 from reproduce.numbers.match import grouped
 from reproduce.numbers.metrics import outcome
 from reproduce.records.record import Result
@@ -31,7 +37,11 @@ def speed_tables(experiment: Experiment, results: Sequence[Result]) -> list[Tabl
             table = _as_published(rows) if is_published(chosen[0]) else _ours(group, rows)
         tables.append(replace(table, group=group))
     observed = [result for result in results if "bubble" in result.values]
-    return [*tables, replace(_utilization(Rows(experiment, observed)), group="utilization")] if observed else tables
+    return (
+        [*tables, replace(_utilization(Rows(experiment, observed)), group="utilization")]
+        if observed
+        else tables
+    )
 
 
 def ablation_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
@@ -40,11 +50,20 @@ def ablation_tables(experiment: Experiment, results: Sequence[Result]) -> list[T
     kind = "reserved" if any("peak_reserved" in result.values for result in rows) else "live"
 
     def peak(result: Result) -> float | None:
-        return sum(result.values.get("peak_reserved") or result.values.get("peak_allocated") or []) / GiB or None
+        return (
+            sum(result.values.get("peak_reserved") or result.values.get("peak_allocated") or [])
+            / GiB
+            or None
+        )
 
     columns = [
         ROW,
-        Column("dsp", lambda result: "".join("-x"[part in result.config["components"]] for part in COMPONENTS)),
+        Column(
+            "dsp",
+            lambda result: "".join(
+                "-x"[part in result.config["components"]] for part in COMPONENTS
+            ),
+        ),
         rows.throughput(),
         rows.over("speed-up"),
         Column("publ.", rows.published_speed_up, ratio),
@@ -56,7 +75,9 @@ def ablation_tables(experiment: Experiment, results: Sequence[Result]) -> list[T
     notes = [
         rows.circumstances(),
         "dsp: dependency, streams, portals; x where it is on. Speed-up: over the first row, taken round by round",
-        f"published on {rows.published_on}: U-Net (5, 64), reserved memory" if any(map(rows.paper, rows)) else None,
+        f"published on {rows.published_on}: U-Net (5, 64), reserved memory"
+        if any(map(rows.paper, rows))
+        else None,
         UNORDERED,
         *rows.about_emulation(),
         *rows.what_busy_is(),
@@ -67,11 +88,18 @@ def ablation_tables(experiment: Experiment, results: Sequence[Result]) -> list[T
 
 def _group(result: Result) -> str:
     """Return the row's group, as `Row.group` does. Rows of older runs may lack `equal`."""
-    return str(result.config["configuration"] if is_published(result) else result.config.get("equal") or "batch")
+    return str(
+        result.config["configuration"]
+        if is_published(result)
+        else result.config.get("equal") or "batch"
+    )
 
 
 def _ours(equal: str, rows: Rows) -> Table:
-    first = min((result.config["partitions"] for result in rows if result.config["partitions"] != 1), default=2)
+    first = min(
+        (result.config["partitions"] for result in rows if result.config["partitions"] != 1),
+        default=2,
+    )
     columns = [
         Column[Result]("configuration", lambda result: result.config["configuration"], left=True),
         config("n", "partitions"),
@@ -88,13 +116,21 @@ def _ours(equal: str, rows: Rows) -> Table:
     if equal == "micro-batch":
         size = span([result.config["micro_batch_size"] for result in rows])
         notes.append(f"micro-batch size {size}, so the batch size is {size} x m")
-    notes.append("small micro-batches may be faster or slower by themselves: checkpoint-only shows by how much")
-    return rows.table(f", ours at equal {equal} size", columns, [*notes, *rows.about_emulation(), *rows.problems()])
+    notes.append(
+        "small micro-batches may be faster or slower by themselves: checkpoint-only shows by how much"
+    )
+    return rows.table(
+        f", ours at equal {equal} size",
+        columns,
+        [*notes, *rows.about_emulation(), *rows.problems()],
+    )
 
 
 def _as_published(rows: Rows) -> Table:
     modes = {result.config["checkpoint"] for result in rows if result.config["chunks"] is not None}
-    quartiles = not (rows.emulated and any(map(rows.published_throughput, rows)))  # the published column needs the room
+    quartiles = not (
+        rows.emulated and any(map(rows.published_throughput, rows))
+    )  # the published column needs the room
     columns = [
         ROW,
         config("batch", "batch_size"),
@@ -145,7 +181,12 @@ def _balances(rows: Rows, profiled: Rows) -> Table:
 def _utilization(rows: Rows) -> Table:
     columns = [
         ROW,
-        Column("each device", lambda x: x.values.get("utilization") or None, partial(in_lines, form="{:.0%}"), "-"),
+        Column(
+            "each device",
+            lambda x: x.values.get("utilization") or None,
+            partial(in_lines, form="{:.0%}"),
+            "-",
+        ),
         replace(BUSY, heading="mean", nothing="-"),
         Column("bubble", lambda each: each.values["bubble"], "{:.0%}"),
     ]
@@ -154,7 +195,9 @@ def _utilization(rows: Rows) -> Table:
         "bubble: share of the devices' time, from a step's first task to its last, in which they waited",
         "of one step of each row",
     ]
-    return rows.table(f": how busy the {'emulated ' if rows.emulated else ''}devices were", columns, notes)
+    return rows.table(
+        f": how busy the {'emulated ' if rows.emulated else ''}devices were", columns, notes
+    )
 
 
 def zoo_table(experiment: Experiment, results: Sequence[Result]) -> Table:
@@ -172,7 +215,11 @@ def zoo_table(experiment: Experiment, results: Sequence[Result]) -> Table:
 
 
 def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
-    found = {(x.config["model"], x.config["configuration"]): x for x in rows if x.config["partitions"] == n}
+    found = {
+        (x.config["model"], x.config["configuration"]): x
+        for x in rows
+        if x.config["partitions"] == n
+    }
 
     def row(configuration: str) -> Callable[[Result], Result | None]:
         return lambda plain: found.get((plain.config["model"], configuration))
@@ -187,7 +234,11 @@ def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
 
 def _notes(rows: Rows) -> Iterator[str]:
     yield rows.circumstances()
-    how = {(each.config["chunks"], each.config["checkpoint"]) for each in rows if each.config["chunks"] is not None}
+    how = {
+        (each.config["chunks"], each.config["checkpoint"])
+        for each in rows
+        if each.config["chunks"] is not None
+    }
     yield from (
         f"n: speed-up of n devices over plain training on one, taken round by round; m={m}, checkpoint {mode}"
         for m, mode in sorted(how)

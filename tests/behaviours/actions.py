@@ -51,7 +51,11 @@ def as_with(**changes: Any) -> Callable[[Pipe], Found]:
 
     def action(pipe: Pipe) -> Found:
         a, b = dropout_step(pipe).found(), dropout_step(pipe.again(**changes)).found()
-        return {"both are equal": not differences({n: a[n] for n in a if n in b}, {n: b[n] for n in a if n in b}, 1e-4)}
+        return {
+            "both are equal": not differences(
+                {n: a[n] for n in a if n in b}, {n: b[n] for n in a if n in b}, 1e-4
+            )
+        }
 
     return action
 
@@ -92,7 +96,9 @@ def in_turn(pipe: Pipe) -> Found:
 
 
 def in_autocast(pipe: Pipe) -> Pipe:
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # the cache would add up gradients in bfloat16
+    with torch.autocast(
+        "cpu", torch.bfloat16, cache_enabled=False
+    ):  # the cache would add up gradients in bfloat16
         return pipe.step()
 
 

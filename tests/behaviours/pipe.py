@@ -24,7 +24,9 @@ class NotOffered(Exception):
     """Raised if a pipeline does not offer something."""
 
 
-def batch(size: int = 8, seed: int = 0, *, features: int = 4, targets: int = 3) -> tuple[Any, Tensor]:
+def batch(
+    size: int = 8, seed: int = 0, *, features: int = 4, targets: int = 3
+) -> tuple[Any, Tensor]:
     """Return a mini-batch, the same on all ranks."""
     draw = torch.Generator().manual_seed(100 + seed)
     return torch.randn(size, features, generator=draw), torch.randn(size, targets, generator=draw)
@@ -180,4 +182,8 @@ def rank() -> int:
 
 def micro_batches(x: Any, m: int) -> list[Any]:
     """Split a tensor, or each tensor of a nested tuple, into at most m micro-batches."""
-    return list(zip(*(micro_batches(part, m) for part in x), strict=True)) if isinstance(x, tuple) else [*x.chunk(m)]
+    return (
+        list(zip(*(micro_batches(part, m) for part in x), strict=True))
+        if isinstance(x, tuple)
+        else [*x.chunk(m)]
+    )

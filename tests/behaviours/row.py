@@ -105,12 +105,19 @@ class Row:
     def refusal(self, engine: str, checkpoint: str) -> str | None:
         """Return the pattern of the expected error, or `None` if none is expected."""
         return next(
-            (self.refused[k] for k in (f"{engine} {checkpoint}", engine, checkpoint, "") if k in self.refused), None
+            (
+                self.refused[k]
+                for k in (f"{engine} {checkpoint}", engine, checkpoint, "")
+                if k in self.refused
+            ),
+            None,
         )
 
     def left_out(self, variation: str, engine: str, checkpoint: str) -> bool:
         """Whether to skip this. Rows with refusals have no variations: a refusal may depend on boundaries."""
-        return bool({engine, checkpoint, variation} & {*self.without}) or bool(variation and self.refused)
+        return bool({engine, checkpoint, variation} & {*self.without}) or bool(
+            variation and self.refused
+        )
 
 
 class Case(NamedTuple):
@@ -127,7 +134,9 @@ def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
     found = []
     for r, row in enumerate(rows):
         ways = [way for way in product(VARIATIONS, ENGINES, MODES) if not row.left_out(*way)]
-        ways = [ways[(k + 7 * r) % len(ways)] for k in range(len(ways))]  # so that rows get different combinations
+        ways = [
+            ways[(k + 7 * r) % len(ways)] for k in range(len(ways))
+        ]  # so that rows get different combinations
         chosen = covering([dict(enumerate(way)) for way in ways], size=2 if pairs else 1)
         found += [Case(row, *ways[k]) for k in sorted(chosen)]
     return found
@@ -139,7 +148,9 @@ def made(row: Row) -> tuple[nn.Sequential, Any]:
     return row.layers(), row.given()
 
 
-def unlike(row: Row, variation: str, engine: str, checkpoint: str, devices: Sequence[str] = ("cpu",)) -> list[str]:
+def unlike(
+    row: Row, variation: str, engine: str, checkpoint: str, devices: Sequence[str] = ("cpu",)
+) -> list[str]:
     """Return the differences of a pipeline from plain layers; if it must refuse, the gradients that it left.
 
     Partitions are placed on the devices in turn, the plain layers on the first.
@@ -147,14 +158,25 @@ def unlike(row: Row, variation: str, engine: str, checkpoint: str, devices: Sequ
     with nullcontext() if devices[0] == "cpu" else torch.device(devices[0]):
         layers, value = made(row)
         again, twin = made(row)
-    options: dict[str, Any] = {"chunks": row.chunks, "engine": engine, "checkpoint": checkpoint, **row.options}
-    options |= {"devices": devices, "balance": row.balance or (len(layers) - 2, 1, 1)} | VARIATIONS[variation]
+    options: dict[str, Any] = {
+        "chunks": row.chunks,
+        "engine": engine,
+        "checkpoint": checkpoint,
+        **row.options,
+    }
+    options |= {"devices": devices, "balance": row.balance or (len(layers) - 2, 1, 1)} | VARIATIONS[
+        variation
+    ]
     observer, balance = options.pop("observer", None), options.pop("balance") or (len(layers),)
-    plain = Plain(again, chunks=options["chunks"], deferred_batch_norm="deferred_batch_norm" in options)
+    plain = Plain(
+        again, chunks=options["chunks"], deferred_batch_norm="deferred_batch_norm" in options
+    )
     if refusal := row.refusal(engine, checkpoint):
         with pytest.raises((RuntimeError, TypeError, ValueError), match=refusal):
             row.use(piped(layers, balance, **options), value)
-        return [f"a gradient of {name}" for name, p in layers.named_parameters() if p.grad is not None]
+        return [
+            f"a gradient of {name}" for name, p in layers.named_parameters() if p.grad is not None
+        ]
     model = piped(layers, balance, **options)
     model.observer = observer
     torch.manual_seed(1)

@@ -19,7 +19,10 @@ from .row import total
 def parts(value: Any, i: int, chunks: int) -> Any:
     """Return micro-batch `i` of a sample. Tensors without a batch dimension, and shared masks, stay whole."""
     if isinstance(value, dict):
-        return {key: x if key == "mask" and x.dim() < 2 else parts(x, i, chunks) for key, x in value.items()}
+        return {
+            key: x if key == "mask" and x.dim() < 2 else parts(x, i, chunks)
+            for key, x in value.items()
+        }
     if isinstance(value, tuple):
         first, *masks = value
         return (parts(first, i, chunks), *masks)
@@ -44,11 +47,15 @@ def test_any_model(case: Case, n: int, chunks: int, way: dict[str, Any]) -> None
     try:
         model = piped(layers, balance, chunks, **way)
     except ValueError as error:
-        assert way["engine"] == "ranks" and case.make is Unusual and "are one parameter" in str(error)
+        assert (
+            way["engine"] == "ranks" and case.make is Unusual and "are one parameter" in str(error)
+        )
         return
     outputs = called(model, sample)
     expected = [called(plain, parts(sample, i, chunks)) for i in range(chunks)]
-    joined = tuple(torch.cat(column) for column in zip(*map(tuple, map(tensors_in, expected)), strict=True))
+    joined = tuple(
+        torch.cat(column) for column in zip(*map(tuple, map(tensors_in, expected)), strict=True)
+    )
     found = tuple(tensors_in(outputs))
     assert type(outputs) is type(expected[0])
     for y in (found, joined):
@@ -69,7 +76,8 @@ def test_other_batch_sizes(name: str, way: dict[str, Any]) -> None:
         x = torch.randn(2 * size, WIDTH)
         if size in refused:
             with pytest.raises(
-                (TypeError, RuntimeError), match=rf"2, 3, 5, {size} .*samples it does not do the same|asks for"
+                (TypeError, RuntimeError),
+                match=rf"2, 3, 5, {size} .*samples it does not do the same|asks for",
             ):
                 model(x)
         else:

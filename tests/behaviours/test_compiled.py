@@ -76,7 +76,9 @@ def test_compiled_layers(
     layers = nn.Sequential(*[compiled(layer) for layer in own])
     schedule = "1F1B" if train is by_step else "GPipe"
     model = piped(layers, [2, 2], CHUNKS, engine=engine, checkpoint=checkpoint, schedule=schedule)
-    with torch._dynamo.config.patch(recompile_limit=64):  # workers compile a layer at once, each for itself
+    with torch._dynamo.config.patch(
+        recompile_limit=64
+    ):  # workers compile a layer at once, each for itself
         for _ in range(2):
             x, target = torch.randn(2, 8, 6)
             train(model, x, target)
@@ -104,7 +106,8 @@ def test_a_compiled_batch_norm_is_right_or_refused(
     else:
         plain(x).sum().backward()
         found, expected = (
-            {k.replace("_orig_mod.", ""): y for k, y in each.items()} for each in map(held, (model, plain))
+            {k.replace("_orig_mod.", ""): y for k, y in each.items()}
+            for each in map(held, (model, plain))
         )
         assert differences(found, expected, REORDERED) == []
 

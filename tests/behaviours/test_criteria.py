@@ -76,18 +76,30 @@ CRITERIA: dict[str, Callable[[Net], Criterion]] = {
     "a method of the module around": lambda net: net.loss,
     "a parameter of the module around": lambda net: lambda y, t: F.mse_loss(y * net.scale, t),
     "a module": lambda net: Head(net.head),
-    "a module that another module has, too": lambda net: Head(nn.Sequential(net.head, net.layers[-2])),
-    "a penalty over parameters": lambda net: lambda y, t: F.mse_loss(y, t) + penalty(net.layers.parameters()),
+    "a module that another module has, too": lambda net: Head(
+        nn.Sequential(net.head, net.layers[-2])
+    ),
+    "a penalty over parameters": lambda net: (
+        lambda y, t: F.mse_loss(y, t) + penalty(net.layers.parameters())
+    ),
     "a penalty over parameters that were listed before": lambda net: (
         lambda y, t: F.mse_loss(y, t) + penalty(net.listed)
     ),
-    "the weight of the first layer, in the end": lambda net: lambda y, t: F.mse_loss(F.linear(y, net.listed[0]), t),
+    "the weight of the first layer, in the end": lambda net: (
+        lambda y, t: F.mse_loss(F.linear(y, net.listed[0]), t)
+    ),
     "layers that it freezes when it has used them": lambda net: partial(as_in_a_gan, net),
-    "an embedding with sparse gradients": lambda net: lambda y, t: F.mse_loss(y + net.sparse(INDICES[: len(y)]), t),
+    "an embedding with sparse gradients": lambda net: (
+        lambda y, t: F.mse_loss(y + net.sparse(INDICES[: len(y)]), t)
+    ),
     "one that has sparse and dense gradients": lambda net: partial(sparse_and_dense, net),
-    "a reentrant checkpoint": lambda net: lambda y, t: F.mse_loss(checkpointed(F.tanh, y, use_reentrant=True), t),
+    "a reentrant checkpoint": lambda net: (
+        lambda y, t: F.mse_loss(checkpointed(F.tanh, y, use_reentrant=True), t)
+    ),
     "the model, without gradients": lambda net: partial(consistent, net),
-    "nothing, of some micro-batches": lambda net: lambda y, t: F.mse_loss(y, t) if t[0, 0] > 0 else torch.zeros(()),
+    "nothing, of some micro-batches": lambda net: (
+        lambda y, t: F.mse_loss(y, t) if t[0, 0] > 0 else torch.zeros(())
+    ),
 }
 
 
@@ -132,7 +144,9 @@ def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Tensor | None]]
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("schedule", NAMED)
 @pytest.mark.parametrize("engine", ["workers", "graph"])
-def test_a_criterion(case: tuple[str, dict[str, Tensor | None]], engine: Any, schedule: str, mode: Any) -> None:
+def test_a_criterion(
+    case: tuple[str, dict[str, Tensor | None]], engine: Any, schedule: str, mode: Any
+) -> None:
     name, expected = case
     twice = schedule in ("Interleaved1F1B", "ZBVZeroBubble")
     for _ in range(ROUNDS if engine == "workers" else 1):
@@ -140,16 +154,26 @@ def test_a_criterion(case: tuple[str, dict[str, Tensor | None]], engine: Any, sc
         before = {name: (p, p.detach().clone()) for name, p in net.named_parameters()}
         balance = [2] * 4 if twice else [4, 4]
         net.layers = GPipe(
-            net.layers, balance, devices=["cpu"] * 2, chunks=4, schedule=schedule, engine=engine, checkpoint=mode
+            net.layers,
+            balance,
+            devices=["cpu"] * 2,
+            chunks=4,
+            schedule=schedule,
+            engine=engine,
+            checkpoint=mode,
         )
         criterion = CRITERIA[name](net)
         for _ in range(2):
             net.layers.step(criterion, x, t)
         assert differences(gradients(net), expected, REORDERED) == []
-        assert {name: p for name, p in net.named_parameters()} == {name: p for name, (p, _) in before.items()}
+        assert {name: p for name, p in net.named_parameters()} == {
+            name: p for name, (p, _) in before.items()
+        }
         assert all(torch.equal(p, copy) for p, copy in before.values())
         # A hook of a parameter runs once a step.
-        assert sorted(net.hooked) == sorted(2 * [name for name, grad in expected.items() if grad is not None])
+        assert sorted(net.hooked) == sorted(
+            2 * [name for name, grad in expected.items() if grad is not None]
+        )
 
 
 @pytest.mark.parametrize("where", ["in the layers", "in the criterion"])
@@ -219,7 +243,12 @@ def test_a_weight_in_a_list_of_a_layer_of_another_stage_gets_both_gradients(
         for _ in range(2):
             train(model, loss, x)
         assert torch.equal(tied[0].weight, before)  # type: ignore[arg-type]
-        assert differences([p.grad for p in tied.parameters()], [p.grad for p in plain.parameters()], 1e-4) == []
+        assert (
+            differences(
+                [p.grad for p in tied.parameters()], [p.grad for p in plain.parameters()], 1e-4
+            )
+            == []
+        )
 
 
 @pytest.mark.parametrize("engine", ["workers", "graph"])
@@ -232,7 +261,12 @@ def test_a_criterion_may_call_another_pipeline_that_shares_layers(engine: Any, m
         return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4), nn.Linear(4, 4)]
 
     (encoder, decoder, head), (x, t) = parts(), torch.rand(2, 6, 4)
-    options: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 2, "checkpoint": mode, "engine": engine}
+    options: dict[str, Any] = {
+        "devices": ["cpu"] * 2,
+        "chunks": 2,
+        "checkpoint": mode,
+        "engine": engine,
+    }
     first = GPipe(nn.Sequential(encoder, decoder), [1, 1], schedule="1F1B", **options)
     second = GPipe(nn.Sequential(encoder, head), [1, 1], **options)
     hooked: list[str] = []

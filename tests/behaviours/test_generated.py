@@ -34,12 +34,22 @@ REORDERED = 1e-9
 # What a pipeline may refuse: pattern of the message, and the kinds of layers or steps that justify it.
 REFUSED: dict[str, tuple[str, ...]] = {
     "modified by an inplace operation|modified inplace|in an in-place operation|written-to": (
-        "in place", "changed between"),
+        "in place",
+        "changed between",
+    ),
     "changed an input in place that shares memory": ("in place",),
     "partition . changed its input in place": ("in place",),
-    "an input of partition . was changed in place after its forward": ("in place", "constant", "changed between"),
+    "an input of partition . was changed in place after its forward": (
+        "in place",
+        "constant",
+        "changed between",
+    ),
     "parameter .* was changed in place": (
-        "embedding, rescaled", "constant", "parameter in place", "changed between"),
+        "embedding, rescaled",
+        "constant",
+        "parameter in place",
+        "changed between",
+    ),
     "was changed in place before (the partition took it|it was sent)": ("in place",),
     "two partitions have layers that change the same buffer": ("shared norm",),
     "cannot defer .*, whose train": ("batch norm, frozen",),
@@ -47,7 +57,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "Inference tensor": ("inference",),
     "uses the gradient of its parameter": ("as weights",),
     "the default type was": ("a type",),
-}  # fmt: skip
+}
 
 
 class Refused(Exception):
@@ -84,11 +94,21 @@ class Unmodified(Plain):
 
 def leaves(model: nn.Module) -> dict[str, Tensor]:
     """Return all parameters, also those that layers use without registering them, and buffers that take gradients."""
-    borrowed = {f"{n} borrows": m.borrowed[0].weight for n, m in model.named_modules() if hasattr(m, "borrowed")}
-    return dict(model.named_parameters()) | borrowed | {n: x for n, x in model.named_buffers() if "taking" in n}
+    borrowed = {
+        f"{n} borrows": m.borrowed[0].weight
+        for n, m in model.named_modules()
+        if hasattr(m, "borrowed")
+    }
+    return (
+        dict(model.named_parameters())
+        | borrowed
+        | {n: x for n, x in model.named_buffers() if "taking" in n}
+    )
 
 
-def forward(model: nn.Module, case: Case, step: Step, seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def forward(
+    model: nn.Module, case: Case, step: Step, seed: int
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Run the forward of a step; return its inputs (given by the seed), copies of its outputs, and its outputs."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -110,7 +130,9 @@ def forward(model: nn.Module, case: Case, step: Step, seed: int) -> tuple[list[T
     return inputs, shown, outputs
 
 
-def backward(model: nn.Module, step: Step, inputs: list[Tensor], outputs: list[Tensor]) -> dict[str, Tensor | None]:
+def backward(
+    model: nn.Module, step: Step, inputs: list[Tensor], outputs: list[Tensor]
+) -> dict[str, Tensor | None]:
     """Run the backward of a step, and return all gradients."""
     for p in [*leaves(model).values()][:: step.every] if step.run == "frozen between" else ():
         p.requires_grad_(not p.requires_grad)
@@ -129,7 +151,9 @@ def backward(model: nn.Module, step: Step, inputs: list[Tensor], outputs: list[T
                     p.detach().mul_(0.9)
                 if step.run == "backward twice" and outputs[0].requires_grad:
                     total(outputs[0]).backward(retain_graph=True)
-                loss.backward(inputs=[*wanted.values()][::2] or None if step.run == "inputs" else None)
+                loss.backward(
+                    inputs=[*wanted.values()][::2] or None if step.run == "inputs" else None
+                )
     return found | {name: x.grad for name, x in everything.items()}
 
 
@@ -152,7 +176,9 @@ def finish(model: nn.Module, step: Step) -> None:
 def assert_equals_plain(case: Case) -> None:
     """Run a case as a pipeline and as plain layers, and compare all results. Raise `Refused` if the pipeline raises."""
     module = case.build()
-    plain = Unmodified(case.build(), chunks=case.chunks, deferred_batch_norm=case.deferred_batch_norm)
+    plain = Unmodified(
+        case.build(), chunks=case.chunks, deferred_batch_norm=case.deferred_batch_norm
+    )
     with refusing():
         model = piped(module, case.balance, **case.options())
     model.observer = (lambda _: nullcontext()) if case.observed else None
@@ -168,13 +194,18 @@ def assert_equals_plain(case: Case) -> None:
                 backward(model, step, inputs, outputs)
             # Or it works, because a partition has a copy of what plain layers change: a view of a parameter.
             pairs = zip(leaves(model).values(), leaves(plain).values(), strict=True)
-            if case.has("parameter in place", "embedding, rescaled") or all(p.equal(q) for p, q in pairs):
+            if case.has("parameter in place", "embedding, rescaled") or all(
+                p.equal(q) for p, q in pairs
+            ):
                 return
             raise
         with refusing():
             gradients = backward(model, step, inputs, outputs)
         plain_gradients = backward(plain, step, plain_inputs, plain_outputs)
-        all_of_it = (shown, gradients, model, leaves(model)), (plain_shown, plain_gradients, plain, leaves(plain))
+        all_of_it = (
+            (shown, gradients, model, leaves(model)),
+            (plain_shown, plain_gradients, plain, leaves(plain)),
+        )
         assert differences(*all_of_it, REORDERED if case.reorders else 0.0) == []
 
         check_redraws(model)
@@ -199,17 +230,25 @@ def verdict(case: Case) -> str:
     return "equal"
 
 
-@pytest.mark.parametrize("engine, n", [("one process", None), ("ranks", 2), ("ranks", 3), ("ranks", 4)])
+@pytest.mark.parametrize(
+    "engine, n", [("one process", None), ("ranks", 2), ("ranks", 3), ("ranks", 4)]
+)
 def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> None:
     """Check generated cases, and print how many ended in which way."""
-    one, check = n is None, verdict if n is None else lambda case: current().agreed(n, case, verdict)
+    one, check = (
+        n is None,
+        verdict if n is None else lambda case: current().agreed(n, case, verdict),
+    )
     models = int(os.environ.get("MODELS", 400 if pytestconfig.getoption("slow") else 150))
     # Do not shrink a failing case on ranks: each failure takes seconds.
     phases = [*hypothesis.Phase] if one else [hypothesis.Phase.generate]
     found: Counter[str] = Counter()
 
     @hypothesis.settings(
-        max_examples=models if one else models // 10, derandomize=SEED is None, database=None, phases=phases
+        max_examples=models if one else models // 10,
+        derandomize=SEED is None,
+        database=None,
+        phases=phases,
     )
     @hypothesis.given(cases(n))
     def holds(case: Case) -> None:
@@ -221,4 +260,6 @@ def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> N
     finally:
         print("", *(f"{count:6} {what}" for what, count in found.most_common()), sep="\n")
     # About a quarter is refused, most of it in place; among few models, by chance, more.
-    assert found["equal"] > (0.5 if one else 0.3) * found["models"], f"what is refused tests nothing: {found}"
+    assert found["equal"] > (0.5 if one else 0.3) * found["models"], (
+        f"what is refused tests nothing: {found}"
+    )

@@ -69,10 +69,14 @@ class Witness(nn.Module):
         self.log.seen.add((self.k, self.log.running.task, *flags))
 
 
-def observed(balance: list[int], chunks: int, way: dict[str, Any]) -> tuple[Any, Log, Sequence[int]]:
+def observed(
+    balance: list[int], chunks: int, way: dict[str, Any]
+) -> tuple[Any, Log, Sequence[int]]:
     """Return a pipeline, the log of its observer, and the partitions whose tasks it sees: on ranks, its own."""
     log = Log()
-    layers = nn.Sequential(*(Witness(log, k) for k in range(6))) if sum(balance) == 6 else only_a_skip()
+    layers = (
+        nn.Sequential(*(Witness(log, k) for k in range(6))) if sum(balance) == 6 else only_a_skip()
+    )
     model = piped(layers, balance, chunks, **way)
     model.observer = log
     return model, log, [model.rank] if way.get("engine") == "ranks" else range(len(balance))
@@ -89,7 +93,9 @@ def expected_tasks(m: int, partitions: Sequence[int], checkpoint: Any) -> set[Ta
 
 @pytest.mark.parametrize("batch, chunks, m", [(8, 1, 1), (8, 4, 4), (13, 8, 7)])
 @pytest.mark.parametrize("balance", [[6], [2, 4], [1, 2, 3], [2, 1, 1, 2], [2, 1]], ids=str)
-def test_every_task_once_and_in_order(balance: list[int], batch: int, chunks: int, m: int, way: dict[str, Any]) -> None:
+def test_every_task_once_and_in_order(
+    balance: list[int], batch: int, chunks: int, m: int, way: dict[str, Any]
+) -> None:
     model, log, partitions = observed(balance, chunks, way)
     expected = expected_tasks(m, partitions, way["checkpoint"])
     for _ in range(2):
@@ -107,11 +113,15 @@ def test_every_task_once_and_in_order(balance: list[int], batch: int, chunks: in
         assert all(at["backward", i, j] < at[Task("backward", *task)] for task in before)
         assert at.get(("recompute", i, j), -1) < at["backward", i, j]
     if sum(balance) == 6:
-        count, owner = checkpointed(way["checkpoint"], m), [j for j, n in enumerate(balance) for _ in range(n)]
+        count, owner = (
+            checkpointed(way["checkpoint"], m),
+            [j for j, n in enumerate(balance) for _ in range(n)],
+        )
         assert log.seen == {
             (k, task, task.kind == "forward" and task.micro_batch < count, task.kind == "recompute")
-            for task, k in product(expected, range(6)) if owner[k] == task.partition
-        }  # fmt: skip
+            for task, k in product(expected, range(6))
+            if owner[k] == task.partition
+        }
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "frozen"])
@@ -127,7 +137,9 @@ def test_only_forwards_without_gradients(mode: str, way: dict[str, Any]) -> None
 def test_a_step_does_what_its_schedule_says(name: str, way: dict[str, Any]) -> None:
     """On each device, or this rank; in one thread, in the order of the replay. `model(x)` does forwards alone."""
     v, log, engine = len(make(name, 1, 1).placement), Log(), way["engine"]
-    model = piped(nn.Sequential(*(linear() for _ in range(2 * v))), [1] * 2 * v, 3, v=v, schedule=name, **way)
+    model = piped(
+        nn.Sequential(*(linear() for _ in range(2 * v))), [1] * 2 * v, 3, v=v, schedule=name, **way
+    )
     model.observer = log
     made = schedule = make(name, 2, 3, v)
     if engine == "graph":
@@ -136,23 +148,32 @@ def test_a_step_does_what_its_schedule_says(name: str, way: dict[str, Any]) -> N
 
     def seen() -> list[list[Action]]:
         found, log.started = [Action(*task) for task in log.started], []
-        return [[action for action in found if schedule.placement[action.stage] == d] for d in devices]
+        return [
+            [action for action in found if schedule.placement[action.stage] == d] for d in devices
+        ]
 
     model.step(lambda y, t: y.square().sum(), torch.rand(3, 4), None, reduction="sum")
     whole = make(schedule, len(schedule.lists), 3, checkpoint=way["checkpoint"])
     assert seen() == [[*whole.lists[d]] for d in devices]
     y = model(torch.rand(3, 4))
     first, then = (
-        [[x for x in whole.lists[d] if (x.kind == "forward") == is_first] for d in devices] for is_first in (1, 0)
+        [[x for x in whole.lists[d] if (x.kind == "forward") == is_first] for d in devices]
+        for is_first in (1, 0)
     )
-    assert seen() == ([*orders(arranged(name, 2 * v, 2), 3, "never", False).forwards] if engine == "graph" else first)
+    assert seen() == (
+        [*orders(arranged(name, 2 * v, 2), 3, "never", False).forwards]
+        if engine == "graph"
+        else first
+    )
     y.square().sum().backward()
     assert engine == "graph" or seen() == then
 
     how = "weights of 1 products later" if name.startswith("ZB") else f"whole: {name} splits none"
     places = [(s, d) for s, d in enumerate(made.placement) if engine != "ranks" or d in devices]
     where = "rank" if engine == "ranks" else "device"
-    assert model.schedule.report().split("\n") == [f"stage {s} on {where} {d}: {how}" for s, d in places]
+    assert model.schedule.report().split("\n") == [
+        f"stage {s} on {where} {d}: {how}" for s, d in places
+    ]
 
 
 def test_copies_between_devices_belong_to_the_sender() -> None:
@@ -160,7 +181,9 @@ def test_copies_between_devices_belong_to_the_sender() -> None:
     log = model.observer = Log()
     with torch.no_grad():
         model(torch.randn(4, 4))
-    assert [task for task in log.ended if task.kind == "copy"] == [Task("copy", i, 0) for i in range(2)]
+    assert [task for task in log.ended if task.kind == "copy"] == [
+        Task("copy", i, 0) for i in range(2)
+    ]
 
 
 CHUNKS, X = 3, torch.ones(6, 4)
@@ -168,13 +191,17 @@ CHUNKS, X = 3, torch.ones(6, 4)
 
 def recording_of(n: int, **way: Any) -> tuple[Any, Any]:
     """Return the model to call, and the pipeline to record."""
-    model = piped(nn.Sequential(*(nn.Sequential(linear(), Fails()) for _ in range(n))), [1] * n, CHUNKS, **way)
+    model = piped(
+        nn.Sequential(*(nn.Sequential(linear(), Fails()) for _ in range(n))), [1] * n, CHUNKS, **way
+    )
     return model, model._pipeline if way["engine"] == "ranks" else model
 
 
 @pytest.mark.parametrize("ahead", [0, 1000])
 @pytest.mark.parametrize("n", [2, 3])
-def test_all_partitions_on_one_clock(n: int, ahead: int, way: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+def test_all_partitions_on_one_clock(
+    n: int, ahead: int, way: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
     model, recorded = recording_of(n, **way)
     first, clock = getattr(model, "rank", 0), time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead * first)
@@ -187,7 +214,9 @@ def test_all_partitions_on_one_clock(n: int, ahead: int, way: dict[str, Any], tm
     slack = 2 * recording.clock_error
     for timeline in recording.steps:
         found = {event[:3]: event for event in timeline.events}
-        assert set(found) == expected_tasks(CHUNKS, range(n), way["checkpoint"]) and len(timeline.events) == len(found)
+        assert set(found) == expected_tasks(CHUNKS, range(n), way["checkpoint"]) and len(
+            timeline.events
+        ) == len(found)
         for i, j in product(range(CHUNKS), range(n - 1)):
             assert found["forward", i, j].end <= found["forward", i, j + 1].start + slack
             assert found["backward", i, j + 1].end <= found["backward", i, j].start + slack
@@ -199,8 +228,12 @@ def test_all_partitions_on_one_clock(n: int, ahead: int, way: dict[str, Any], tm
     assert [path.name for path in tmp_path.iterdir()] == ([] if first else ["t.json"])
     if not first:
         events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-        kinds = Counter(event["cat"] for event in events if event["ph"] == "X" and event["cat"] != "bubble")
-        assert kinds == Counter(event.kind for timeline in recording.steps for event in timeline.events)
+        kinds = Counter(
+            event["cat"] for event in events if event["ph"] == "X" and event["cat"] != "bubble"
+        )
+        assert kinds == Counter(
+            event.kind for timeline in recording.steps for event in timeline.events
+        )
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])

@@ -20,7 +20,9 @@ from .rows import at_once, between, buffers, gradients, passed, random, tools, u
 from .rows.training import ROWS
 
 GROUPS = (passed, gradients, between, buffers, random, unusual, at_once, tools)
-NAMES = {row: f"{group.__name__.split('.')[-1]}: {row.name}" for group in GROUPS for row in group.ROWS}
+NAMES = {
+    row: f"{group.__name__.split('.')[-1]}: {row.name}" for group in GROUPS for row in group.ROWS
+}
 # The others differ from plain layers; benchmarks/conformance.py lists them with the reason, `unlike`.
 TOGETHER = [row for row in ROWS if not row.unlike]
 TWICE = [name for name in NAMED if len(make(name, 1, 1).placement) > 1]
@@ -30,13 +32,17 @@ TWICE = [name for name in NAMED if len(make(name, 1, 1).placement) > 1]
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         chosen = cases([*NAMES], pairs=metafunc.config.getoption("slow"))
-        metafunc.parametrize("case", chosen, ids=lambda case: "-".join((NAMES[case.row], *filter(None, case[1:]))))
+        metafunc.parametrize(
+            "case", chosen, ids=lambda case: "-".join((NAMES[case.row], *filter(None, case[1:])))
+        )
 
 
 # From a reentrant checkpoint in the first pass, which runs without a graph.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 # Before torch 2.13, if a layer raises, the generator in `checkpoint` is closed only when the error is freed.
-@pytest.mark.filterwarnings("ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 # From torch.compile, also with plain layers; from torch.distributed.checkpoint; from a forked process.
@@ -82,7 +88,9 @@ def test_training(row: Training, engine: str, checkpoint: str, tmp_path: Path) -
     assert_as_plain(row, engine, Piped, Layers, tmp_path)
 
 
-def assert_as_plain(row: Training, engine: str, pipe: type[Pipe], layers: type[Pipe], folder: Path) -> None:
+def assert_as_plain(
+    row: Training, engine: str, pipe: type[Pipe], layers: type[Pipe], folder: Path
+) -> None:
     if refusal := row.refused.get(engine):
         with pytest.raises((RuntimeError, ValueError), match=refusal):
             left(row, pipe, folder / "ours")
@@ -103,7 +111,9 @@ class Stepping(Threads):
     def piped(self, layers: nn.Sequential, balance: list[int], **options: Any) -> nn.Module:
         v = 1 + (self.schedule in TWICE)
         balance = balance if v == 1 else evenly(layers, 4 if len(layers) > 3 else 2)
-        model: nn.Module = piped(layers, balance, v=v, engine=self.engine, schedule=self.schedule, **options)
+        model: nn.Module = piped(
+            layers, balance, v=v, engine=self.engine, schedule=self.schedule, **options
+        )
         return model
 
     def step(self, *given: Any) -> Pipe:
@@ -127,7 +137,9 @@ class InOrder(Layers):
             self.plain(x)
         sizes = [len(tensors(part)[0]) for part in self.plain.split(x)]
         shares = [size / sum(sizes) if self.row.mean else 1 for size in sizes]
-        losses = [self.row.criterion(*each) for each in zip(outputs, target.split(sizes), strict=True)]
+        losses = [
+            self.row.criterion(*each) for each in zip(outputs, target.split(sizes), strict=True)
+        ]
         losses = [loss * share for loss, share in zip(losses, shares, strict=True)]
         for action in make(self.schedule, 1, len(sizes)).lists[0]:
             if action.kind in ("backward", "backward_weights") and action.stage == 0:
@@ -144,4 +156,6 @@ def test_steps(row: Training, schedule: str, engine: str, checkpoint: str, tmp_p
     given = {"schedule": schedule, "engine": engine}
     mode: Any = {"always": "always"}.get(row.checkpoint, checkpoint)
     row = replace(row, checkpoint=mode)
-    assert_as_plain(row, engine, type("Piped", (Stepping,), given), type("Plain", (InOrder,), given), tmp_path)
+    assert_as_plain(
+        row, engine, type("Piped", (Stepping,), given), type("Plain", (InOrder,), given), tmp_path
+    )

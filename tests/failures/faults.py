@@ -118,8 +118,13 @@ def computes() -> None:
 
 
 SAY_NOTHING = (
-    dies, dies_before_its_child, dies_and_its_ports_are_used, is_told_to_end, hangs, hangs_while_the_clock_is_set_back
-)  # fmt: skip
+    dies,
+    dies_before_its_child,
+    dies_and_its_ports_are_used,
+    is_told_to_end,
+    hangs,
+    hangs_while_the_clock_is_set_back,
+)
 
 
 def all_stop() -> None:
@@ -134,7 +139,9 @@ def fills_the_disk() -> None:
 def fills_memory() -> None:
     """Allocate until memory runs out; the limit is 64 MB above what is in use now."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**26, resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**26, resource.RLIM_INFINITY)
+    )
     filled = []
     while True:
         filled.append(torch.zeros(2**20))
@@ -169,7 +176,9 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def _listening() -> list[socket.socket]:
-    found = [each for each in _sockets() if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+    found = [
+        each for each in _sockets() if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    ]
     assert found
     return found
 
@@ -178,7 +187,9 @@ def _cut(link: socket.socket) -> None:
     """Make a socket receive nothing, not even that its peer has closed: a filter drops every byte."""
     nothing = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
     so_attach_filter = 26
-    link.setsockopt(socket.SOL_SOCKET, so_attach_filter, struct.pack("HL", 1, ctypes.addressof(nothing)))
+    link.setsockopt(
+        socket.SOL_SOCKET, so_attach_filter, struct.pack("HL", 1, ctypes.addressof(nothing))
+    )
 
 
 class Keyboard:
@@ -207,6 +218,8 @@ class Keyboard:
 
     def _hear(self, *_: object) -> None:
         now = time.monotonic()
-        if self.times and now - self._latest > 0.2:  # the second time when the first one has had its effect
+        if (
+            self.times and now - self._latest > 0.2
+        ):  # the second time when the first one has had its effect
             self.times, self._latest = self.times - 1, now
             raise KeyboardInterrupt

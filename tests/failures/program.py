@@ -40,7 +40,9 @@ def train(rank: int, said: Any, row: Row, folder: Path) -> None:
     os.dup2(os.open(folder / f"{rank}.errors", os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
     if row.engine == "ranks":
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
+        )
     try:
         _steps(row, rank, folder, said)
     except BaseException as error:

@@ -50,7 +50,10 @@ def main() -> None:
         if what == "dies while it saves":
             os.fsync = at(when, faults.dies, os.fsync)
         else:
-            act, pipeline = {"raises": faults.raises, "node": node_dies}[what], cast(Any, Partitioned)
+            act, pipeline = (
+                {"raises": faults.raises, "node": node_dies}[what],
+                cast(Any, Partitioned),
+            )
             pipeline.clip_grad_norm_ = at(when, act, pipeline.clip_grad_norm_)
     made: Any = nn.TransformerEncoderLayer
     made.__init__ = partialmethod(made.__init__, dropout=0.0)  # whose masks depend on the balance

@@ -36,7 +36,9 @@ PATIENCE = 300  # seconds; only a hang takes as long
 
 
 ERRORS: dict[str, Callable[[], BaseException]] = {
-    "an error that its message alone does not make": lambda: UnicodeDecodeError("utf-8", b"luck", 0, 1, "out of it"),
+    "an error that its message alone does not make": lambda: UnicodeDecodeError(
+        "utf-8", b"luck", 0, 1, "out of it"
+    ),
     "an error of PyTorch": lambda: torch.OutOfMemoryError("tried to allocate too much"),
     "Ctrl-C": KeyboardInterrupt,
     "exit": lambda: SystemExit(3),
@@ -114,7 +116,12 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("moment", ["first", "middle", "last"])
 @pytest.mark.parametrize("kind", ["forward", "recompute", "backward"])
 def test_an_error_in_any_task(
-    kind: Kind, moment: str, j: int, make: Callable[[], BaseException], way: dict[str, Any], journal: Journal
+    kind: Kind,
+    moment: str,
+    j: int,
+    make: Callable[[], BaseException],
+    way: dict[str, Any],
+    journal: Journal,
 ) -> None:
     count = checkpointed(way["checkpoint"], M) if kind == "recompute" else M
     place = Task(kind, {"first": 0, "middle": count // 2, "last": max(0, count - 1)}[moment], j)
@@ -141,7 +148,11 @@ def test_an_error_in_any_task(
     assert set(journal.started) <= every_task
     assert len(journal.started) == len(set(journal.started))
     late = [task.partition for task in journal.late]
-    assert late == [] if way["engine"] == "graph" else place.partition not in late and len(late) == len({*late})
+    assert (
+        late == []
+        if way["engine"] == "graph"
+        else place.partition not in late and len(late) == len({*late})
+    )
 
     # As good as new.
     journal.begin()
@@ -151,7 +162,9 @@ def test_an_error_in_any_task(
 
     # And gone with all that it has, but for what the error has come through.
     error.__traceback__ = None
-    refs = [weakref.ref(each) for each in (model, *model.modules(), *model.parameters(), model._engine)]
+    refs = [
+        weakref.ref(each) for each in (model, *model.modules(), *model.parameters(), model._engine)
+    ]
     del model, caught
     assert_gone(refs)
     ledger.assert_comes_to(0)
@@ -175,12 +188,17 @@ def stepped(model: Any, x: Tensor) -> list[Tensor]:
         (stepped, "workers", "never", False),
     ],
 )
-def test_ctrl_c_at_any_line(way: dict[str, Any], run: Callable[[Any, Any], Any], kept: bool) -> None:
+def test_ctrl_c_at_any_line(
+    way: dict[str, Any], run: Callable[[Any, Any], Any], kept: bool
+) -> None:
     """As if it came right before a line of this library, in the thread that called; of all lines, some.
 
     An error that is kept, as by an interactive Python, keeps all objects of the run.
     """
-    model, x = piped(nn.Sequential(*(nn.Linear(3, 3) for _ in range(N))), [1] * N, 2, **way), torch.rand(2, 3)
+    model, x = (
+        piped(nn.Sequential(*(nn.Linear(3, 3) for _ in range(N))), [1] * N, 2, **way),
+        torch.rand(2, 3),
+    )
     expected, parameters = run(model, x), [*model.parameters()]
     lines, errors = 0, list[BaseException]()
 
@@ -190,7 +208,11 @@ def test_ctrl_c_at_any_line(way: dict[str, Any], run: Callable[[Any, Any], Any],
             lines += event == "line"
             # No signal strikes between the end of a block and the exit of its `with`, but a tracer is called there.
             exits = getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
-            if lines >= at and not exits and all(each.f_code.co_name != "__del__" for each, _ in walk_stack(frame)):
+            if (
+                lines >= at
+                and not exits
+                and all(each.f_code.co_name != "__del__" for each, _ in walk_stack(frame))
+            ):
                 raise KeyboardInterrupt
             return trace if frame.f_globals["__name__"].startswith("torchgpipe.") else None
 

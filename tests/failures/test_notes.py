@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, RankFailed
 
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="before Python 3.11 errors have no notes")
+pytestmark = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="before Python 3.11 errors have no notes"
+)
 
 X = torch.rand(8, 2)
 
@@ -69,7 +71,12 @@ CASES: dict[str, tuple[Inner, str, Callable[[Any], None], str]] = {
     "a backward": (Inner(0, True), "except_last", call, LAYER + "backward of micro-batch 3"),
     "a step": (Inner(2), "never", step, LAYER + "forward of micro-batch 1"),
     "without gradients": (Inner(4), "never", without_gradients, LAYER + "forward of micro-batch 3"),
-    "the criterion": (Inner(0), "never", in_the_criterion, "torchgpipe: in the criterion, micro-batch 0"),
+    "the criterion": (
+        Inner(0),
+        "never",
+        in_the_criterion,
+        "torchgpipe: in the criterion, micro-batch 0",
+    ),
 }
 
 

@@ -36,14 +36,17 @@ def started(k: int, link: Any, method: str, row: Row, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, method", [*product(ROWS, ["forkserver"]), ("raises outside", "fork"), ("raises outside", "spawn")]
+    "name, method",
+    [*product(ROWS, ["forkserver"]), ("raises outside", "fork"), ("raises outside", "spawn")],
 )
 def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
     """Processes of `multiprocessing` say why they end, however they were started."""
     row = ROWS[name]
     count, own = (program.WORLD, row.rank) if row.engine == "ranks" else (1, 0)
     get_context("forkserver").set_forkserver_preload([program.__name__])
-    launched = Launched("forkserver", count, started, method, row, tmp_path, daemon=method == "forkserver")
+    launched = Launched(
+        "forkserver", count, started, method, row, tmp_path, daemon=method == "forkserver"
+    )
     links = launched.links
 
     def ended(k: int, expected: str) -> float:
@@ -53,7 +56,9 @@ def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
         launched.processes[k].join(PATIENCE)
         printed = (tmp_path / f"{k}.errors").read_text()
         causes = printed.count("The above exception was the direct cause")
-        assert printed.count("Traceback") - causes == bool(error) - error.startswith("SystemExit"), printed
+        assert printed.count("Traceback") - causes == bool(error) - error.startswith(
+            "SystemExit"
+        ), printed
         return float(at)
 
     def send(number: int) -> None:

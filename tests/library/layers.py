@@ -27,7 +27,9 @@ def Lambda(function: Callable[[Any], Any]) -> nn.Module:
 class Stash(nn.Module):
     """Stash `skip(input)` and return `output(input)`."""
 
-    def __init__(self, skip: Callable[[Any], Any] = same, output: Callable[[Any], Any] = same) -> None:
+    def __init__(
+        self, skip: Callable[[Any], Any] = same, output: Callable[[Any], Any] = same
+    ) -> None:
         super().__init__()
         self.skip, self.output = skip, output
 
@@ -50,7 +52,9 @@ class Pop(nn.Module):
 
 
 def partitions(
-    layers: Sequence[nn.Module], skips: Iterable[tuple[int, int]], stashed: Callable[[Any], Any] = same
+    layers: Sequence[nn.Module],
+    skips: Iterable[tuple[int, int]],
+    stashed: Callable[[Any], Any] = same,
 ) -> tuple[nn.Sequential, list[int]]:
     """Return layers with skips between them, of `stashed(input)`, and the balance that makes each a partition."""
     found = [[layer] for layer in layers]

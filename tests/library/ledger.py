@@ -28,7 +28,9 @@ class Ledger(LiveBytes):
         return self.live[0]
 
     def assert_comes_to(self, expected: int) -> None:
-        assert_eventually(lambda: self.alive == expected, lambda: f"{self.alive} bytes are alive, not {expected}")
+        assert_eventually(
+            lambda: self.alive == expected, lambda: f"{self.alive} bytes are alive, not {expected}"
+        )
 
 
 class _Made(LiveBytesMode):
@@ -37,7 +39,9 @@ class _Made(LiveBytesMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def assert_eventually(condition: Callable[[], bool], message: Callable[[], object], seconds: float = 120) -> None:
+def assert_eventually(
+    condition: Callable[[], bool], message: Callable[[], object], seconds: float = 120
+) -> None:
     """Wait for what a worker does shortly after it has reported its end. Only a failure takes `seconds`."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -46,7 +50,9 @@ def assert_eventually(condition: Callable[[], bool], message: Callable[[], objec
 
 
 def assert_no_thread_more(threads: set[threading.Thread]) -> None:
-    assert_eventually(lambda: {*threading.enumerate()} <= threads, lambda: {*threading.enumerate()} - threads)
+    assert_eventually(
+        lambda: {*threading.enumerate()} <= threads, lambda: {*threading.enumerate()} - threads
+    )
 
 
 def assert_gone(refs: Sequence[ref[Any]]) -> None:

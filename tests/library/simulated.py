@@ -55,7 +55,13 @@ class Spend(nn.Module):
     """Spend seconds in forward and in backward. `before` and `after` are applied to input and output."""
 
     def __init__(
-        self, forward: float, backward: float = 0.0, name: str = "", *, before: Any = same, after: Any = same
+        self,
+        forward: float,
+        backward: float = 0.0,
+        name: str = "",
+        *,
+        before: Any = same,
+        after: Any = same,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
@@ -65,7 +71,9 @@ class Spend(nn.Module):
         return self.after(spend(self.before(x) * self.weight, *self.seconds, self.name))
 
 
-def backward_by_threads(streams: Streams, n: int, turns: Callable[[list[int]], int]) -> Callable[[Tensor], None]:
+def backward_by_threads(
+    streams: Streams, n: int, turns: Callable[[list[int]], int]
+) -> Callable[[Tensor], None]:
     """Return a backward function for `n` partitions that works as PyTorch documents it for CUDA.
 
     On CUDA autograd has a thread per device, on the CPU only one. A thread may submit work ahead of another: `turns`
@@ -74,7 +82,9 @@ def backward_by_threads(streams: Streams, n: int, turns: Callable[[list[int]], i
     node runs on the stream that was current in its forward. That stream first waits for the streams of the nodes that
     its gradients come from, for all work that they had when these nodes had run.
     """
-    made: dict[Any, tuple[Any, list[int]]] = {}  # node -> its stream, positions of its tensor arguments
+    made: dict[
+        Any, tuple[Any, list[int]]
+    ] = {}  # node -> its stream, positions of its tensor arguments
     at = [0]
     task = torchgpipe.engine.graph._MiniBatch.task
 

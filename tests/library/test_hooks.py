@@ -33,7 +33,9 @@ def test_hooks_change_inputs_and_outputs(engine: Any) -> None:
         return 2 * output
 
     model.register_forward_pre_hook(lambda module, args: args[0] + 1)
-    model.register_forward_pre_hook(lambda module, args, kwargs: ((3 * args[0],), kwargs), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: ((3 * args[0],), kwargs), with_kwargs=True
+    )
     model.register_forward_hook(doubled)
     model.register_forward_hook(lambda module, args, kwargs, output: output - 1, with_kwargs=True)
     plain = nn.Sequential(*model)

@@ -79,7 +79,9 @@ def count_tensors() -> int:
 
 
 def test_steps_leave_nothing_not_even_to_the_garbage_collector(way: dict[str, Any]) -> None:
-    module = nn.Sequential(linear(), Stash(torch.sin), nn.BatchNorm1d(WIDTH), nn.Dropout(), Pop(), linear())
+    module = nn.Sequential(
+        linear(), Stash(torch.sin), nn.BatchNorm1d(WIDTH), nn.Dropout(), Pop(), linear()
+    )
     model = piped(module, [2, 2, 2], CHUNKS, deferred_batch_norm=True, **way)
     ledger = watched(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -98,7 +100,9 @@ def test_steps_leave_nothing_not_even_to_the_garbage_collector(way: dict[str, An
         for _ in range(10):
             step()
         assert gc.collect() == 0
-        assert_eventually(lambda: count_tensors() <= tensors, lambda: f"{count_tensors() - tensors} tensors more")
+        assert_eventually(
+            lambda: count_tensors() <= tensors, lambda: f"{count_tensors() - tensors} tensors more"
+        )
         assert_no_thread_more(threads)
     finally:
         gc.enable()
@@ -115,14 +119,18 @@ USES: dict[str, Callable[[GPipe], object]] = {
     "without gradients": torch.no_grad()(lambda model: model(batch())),
     "backward too": lambda model: [model(batch()).sum().backward() for _ in range(2)],
     "backward retained": lambda model: model(batch()).sum().backward(retain_graph=True),
-    "backward of the input": lambda model: torch.autograd.grad(model(x := batch().requires_grad_()).sum(), x),
+    "backward of the input": lambda model: torch.autograd.grad(
+        model(x := batch().requires_grad_()).sum(), x
+    ),
     "backward refused": backward_refused,
 }
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")  # PyTorch's own, on create_graph
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_dropping_a_pipeline_frees_all_of_it(use: Callable[[GPipe], object], way: dict[str, Any]) -> None:
+def test_dropping_a_pipeline_frees_all_of_it(
+    use: Callable[[GPipe], object], way: dict[str, Any]
+) -> None:
     threads = {*threading.enumerate()}
     model = pipeline(**way)
     ledger = model.observer = Ledger()
@@ -134,7 +142,9 @@ def test_dropping_a_pipeline_frees_all_of_it(use: Callable[[GPipe], object], way
 
     assert_gone(refs)
     ledger.assert_comes_to(0)
-    assert_eventually(lambda: all(s.expired() for s in storages), lambda: "memory of parameters is kept")
+    assert_eventually(
+        lambda: all(s.expired() for s in storages), lambda: "memory of parameters is kept"
+    )
     assert_no_thread_more(threads)
 
 

@@ -60,9 +60,14 @@ def test_is_called_as_in_0_0_7(name: str, text: str) -> None:
     assert [(p.name, p.kind) for p in new[: len(old)]] == [(p.name, p.kind) for p in old]
     for ours, theirs in zip(new, old, strict=False):
         free = f"{ours.name}=…" in text
-        assert ours.default is not Parameter.empty if free else ours.default == theirs.default, ours.name
+        assert ours.default is not Parameter.empty if free else ours.default == theirs.default, (
+            ours.name
+        )
     # New parameters must be keyword-only and have defaults.
-    assert all(p.kind is Parameter.KEYWORD_ONLY and p.default is not Parameter.empty for p in new[len(old) :])
+    assert all(
+        p.kind is Parameter.KEYWORD_ONLY and p.default is not Parameter.empty
+        for p in new[len(old) :]
+    )
 
 
 def test_isolate_is_called_as_in_0_0_7() -> None:

@@ -66,16 +66,25 @@ def is_case(engine: str, n: int, m: int, mode: Mode, times: str, copies: str) ->
     skips = bool(COPIES[copies][1])
     if ENGINES[engine] is not None:
         return n == 4 and m == 5
-    if engine == "ranks" and m == 1:  # a single micro-batch also carries the RNG state, here as if from a GPU
+    if (
+        engine == "ranks" and m == 1
+    ):  # a single micro-batch also carries the RNG state, here as if from a GPU
         return False
     if engine == "ranks" and skips:
         # With recomputation, p - s - 1 tasks take longer than the path of the gradient.
-        return n == 4 and mode == "never" and times == "equal" and copies in ("a skip, no time", "skips in time")
+        return (
+            n == 4
+            and mode == "never"
+            and times == "equal"
+            and copies in ("a skip, no time", "skips in time")
+        )
     return n == 4 or not skips if n > 1 else engine == "graph" and copies == "no time"
 
 
 CASES = [
-    pytest.param(engine, n, m, times, copies, mode, id=f"{engine}, n{n}m{m}, {times}, {copies}, {mode}")
+    pytest.param(
+        engine, n, m, times, copies, mode, id=f"{engine}, n{n}m{m}, {times}, {copies}, {mode}"
+    )
     for engine in ENGINES
     for n in (1, 2, 4)
     for m in (1, 2, 5)
@@ -122,7 +131,9 @@ def test_without_dependency_threads_may_go_backward_in_another_order(streams: An
 
 @pytest.mark.parametrize("m", [1, 2, 8])
 @pytest.mark.parametrize("seconds", [1.0, 3.0])
-def test_copies_that_take_longer_than_tasks_go_one_after_another(seconds: float, m: int, streams: Any) -> None:
+def test_copies_that_take_longer_than_tasks_go_one_after_another(
+    seconds: float, m: int, streams: Any
+) -> None:
     """Copies queue on the streams, in both directions, because two devices have one link. In the replay they do not."""
     once = [[1.0, 1.0]] * m
     costs = Costs(forward=once, backward=once, recompute=[[0.0, 0.0]] * m, copy=[seconds])
@@ -131,7 +142,9 @@ def test_copies_that_take_longer_than_tasks_go_one_after_another(seconds: float,
     assert replay(costs).seconds == 2 * (m + seconds + 1)
 
 
-@pytest.mark.parametrize("skips", [[(0, 2)], [(0, 3), (1, 2)], [(0, 3), (1, 3), (0, 3), (0, 3)]], ids=str)
+@pytest.mark.parametrize(
+    "skips", [[(0, 2)], [(0, 3), (1, 2)], [(0, 3), (1, 3), (0, 3), (0, 3)]], ids=str
+)
 @pytest.mark.parametrize("m", [2, 3, 6])
 def test_a_skip_leaves_a_rank_late_and_with_all_others_for_its_target(
     m: int, skips: list[tuple[int, int]], checkpoint: Any, streams: Any
@@ -144,7 +157,9 @@ def test_a_skip_leaves_a_rank_late_and_with_all_others_for_its_target(
     for issued in world.issued:
         for at, (what, *wire) in enumerate(issued):
             if what == "send":
-                found[tuple(wire)].append(sum(wire[0].startswith(str(task)) for task, *_ in issued[:at]))
+                found[tuple(wire)].append(
+                    sum(wire[0].startswith(str(task)) for task, *_ in issued[:at])
+                )
 
     expected: dict[Any, list[int]] = {}
     for j in range(3):
@@ -185,16 +200,24 @@ def step(
         return NOTHING
 
     def layers() -> tuple[nn.Sequential, list[int]]:
-        made = [Do(lambda layer, x: x * layer.scale, scale=nn.Parameter(torch.ones(1))) for _ in range(n)]
+        made = [
+            Do(lambda layer, x: x * layer.scale, scale=nn.Parameter(torch.ones(1)))
+            for _ in range(n)
+        ]
         return partitions(made, costs.skips if skips is None else skips, lambda x: x * 0)
 
     assert not isinstance(costs.copy, float)
-    streams.seconds = {**{(j, j + 1): seconds for j, seconds in enumerate(costs.copy)}, **costs.skips}
+    streams.seconds = {
+        **{(j, j + 1): seconds for j, seconds in enumerate(costs.copy)},
+        **costs.skips,
+    }
     x = torch.arange(m).float()
     # Synchronize before backward, as printing the loss would. In the replay, recomputation starts only after the loss;
     # a fast host would submit it earlier.
     if over is None:
-        model = GPipe(*layers(), devices=devices, chunks=m, checkpoint=mode, engine="graph", **options)
+        model = GPipe(
+            *layers(), devices=devices, chunks=m, checkpoint=mode, engine="graph", **options
+        )
         model.observer = observer
         y = model(x)
         streams.synchronize()

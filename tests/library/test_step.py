@@ -19,12 +19,17 @@ from torchgpipe.step import Shares, parted
 from ..parts import Fails
 from .layers import linears
 
-X, T = torch.rand(7, 2), torch.tensor([0, -100, 1, -100, 1, 0, -100])  # in the last micro-batch, nothing counts
+X, T = (
+    torch.rand(7, 2),
+    torch.tensor([0, -100, 1, -100, 1, 0, -100]),
+)  # in the last micro-batch, nothing counts
 SCHEDULES: list[Any] = ["GPipe", "1F1B", make("1F1B", 2, 9), "ZBH1"]
 NAMES = ["GPipe", "1F1B", "a longer one", "ZBH1"]
 
 
-def pipeline(*between: nn.Module, engine: Any = "workers", devices: int = 2, **options: Any) -> GPipe:
+def pipeline(
+    *between: nn.Module, engine: Any = "workers", devices: int = 2, **options: Any
+) -> GPipe:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(2, 2), *between, nn.Linear(2, 2))
     options = {"chunks": 3, "engine": engine, **options}
@@ -49,18 +54,24 @@ class Learning(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=NAMES)
-def test_a_weight_makes_a_mean_and_a_criterion_that_learns_gets_its_gradients_once(schedule: Any) -> None:
+def test_a_weight_makes_a_mean_and_a_criterion_that_learns_gets_its_gradients_once(
+    schedule: Any,
+) -> None:
     model, criterion, times = pipeline(schedule=schedule), Learning(nn.Identity()), list[Tensor]()
     loss = model.step(crossed, X, T, weight=lambda t: (t != -100).sum())
     found = [*map(torch.clone, grads(model))]  # type: ignore[arg-type]
-    torch.testing.assert_close(model.evaluate(crossed, X, T, weight=lambda t: int((t != -100).sum())), loss)
+    torch.testing.assert_close(
+        model.evaluate(crossed, X, T, weight=lambda t: int((t != -100).sum())), loss
+    )
     model.zero_grad()
     expected = crossed(nn.Sequential(*model)(X), T)
     expected.backward()
     torch.testing.assert_close([loss, *found], [expected.detach(), *grads(model)])
     criterion.scale.register_hook(times.append)
     model.step(criterion, X, X, reduction="sum")
-    torch.testing.assert_close(criterion.scale.grad, 2 * nn.Sequential(*model)(X).square().sum().detach())
+    torch.testing.assert_close(
+        criterion.scale.grad, 2 * nn.Sequential(*model)(X).square().sum().detach()
+    )
     assert len(times) == 1
 
 
@@ -69,9 +80,13 @@ def masked(y: Tensor, mask: Tensor) -> Tensor:
     return (y.square().mean(1) * mask).sum() / mask.sum()
 
 
-@pytest.mark.parametrize("count", [Tensor.sum, lambda mask: int(mask.sum())], ids=["tensors", "numbers"])
+@pytest.mark.parametrize(
+    "count", [Tensor.sum, lambda mask: int(mask.sum())], ids=["tensors", "numbers"]
+)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=NAMES)
-def test_a_micro_batch_that_counts_nothing_adds_nothing(schedule: Any, count: Callable[[Tensor], Any]) -> None:
+def test_a_micro_batch_that_counts_nothing_adds_nothing(
+    schedule: Any, count: Callable[[Tensor], Any]
+) -> None:
     model, scale = pipeline(schedule=schedule), nn.Parameter(torch.ones(()))
     mask = torch.tensor([0.0, 0, 0, 1, 1, 0, 1])
     loss = model.step(lambda y, m: masked(y * scale, m), X, mask, weight=count)
@@ -83,7 +98,9 @@ def test_a_micro_batch_that_counts_nothing_adds_nothing(schedule: Any, count: Ca
     torch.testing.assert_close(found, [expected.detach(), *grads(model), scale.grad])
 
 
-@pytest.mark.parametrize("count", [Tensor.sum, lambda mask: int(mask.sum())], ids=["tensors", "numbers"])
+@pytest.mark.parametrize(
+    "count", [Tensor.sum, lambda mask: int(mask.sum())], ids=["tensors", "numbers"]
+)
 def test_a_mean_over_nothing_is_nan(count: Callable[[Tensor], Any]) -> None:
     for criterion in (masked, lambda y, mask: (y.square().mean(1) * mask).sum()):
         assert pipeline().step(criterion, X, torch.zeros(7), weight=count).isnan()
@@ -193,20 +210,30 @@ def test_a_step_that_fails_changes_no_gradient(schedule: Any, phase: str) -> Non
 
 def test_stages_of_one_device_may_take_micro_batches_in_another_order() -> None:
     model = pipeline(
-        devices=1, schedule=Schedule("mine", [0, 0], [[*CROSSED.lists[0][:2], *CROSSED.lists[1], *ACTIONS[2:]]])
+        devices=1,
+        schedule=Schedule(
+            "mine", [0, 0], [[*CROSSED.lists[0][:2], *CROSSED.lists[1], *ACTIONS[2:]]]
+        ),
     )
     loss = model.step(nn.functional.mse_loss, X[:2], X[1:3])
-    torch.testing.assert_close(loss, nn.functional.mse_loss(nn.Sequential(*model)(X[:2]), X[1:3]).detach())
+    torch.testing.assert_close(
+        loss, nn.functional.mse_loss(nn.Sequential(*model)(X[:2]), X[1:3]).detach()
+    )
 
 
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("first, second", ["BB", "WB", "BW", "WW"])
 def test_backwards_may_be_in_halves_on_some_stages(first: str, second: str, retain: bool) -> None:
     kinds: dict[str, list[Kind]] = {"B": ["backward"], "W": ["backward_inputs", "backward_weights"]}
-    lists = [[Action(kind, 0, s) for kind in ("forward", *kinds[each])] for s, each in enumerate([first, second])]
+    lists = [
+        [Action(kind, 0, s) for kind in ("forward", *kinds[each])]
+        for s, each in enumerate([first, second])
+    ]
     model = pipeline(schedule=Schedule("mine", [0, 1], lists))
     loss = model(X[:1]).square().sum()
-    expected = torch.autograd.grad(nn.Sequential(*model)(X[:1]).square().sum(), [*model.parameters()])
+    expected = torch.autograd.grad(
+        nn.Sequential(*model)(X[:1]).square().sum(), [*model.parameters()]
+    )
     for times in range(1, 2 + retain):
         loss.backward(retain_graph=retain)
         assert all(map(torch.equal, [g * times for g in expected], grads(model)))  # type: ignore[arg-type]
@@ -219,9 +246,13 @@ class Draws(nn.Module):
         return x + torch.rand(()) if (x == 9).any() else x
 
 
-def test_a_draw_that_the_first_micro_batch_does_not_make_is_refused_before_forwards_have_ended() -> None:
+def test_a_draw_that_the_first_micro_batch_does_not_make_is_refused_before_forwards_have_ended() -> (
+    None
+):
     layers, x = nn.Sequential(Draws(), *linears(2)), torch.arange(2.0, 16.0).view(7, 2)
-    model = GPipe(layers, [2, 1], devices=["cpu"] * 2, chunks=3, schedule="1F1B", checkpoint="always")
+    model = GPipe(
+        layers, [2, 1], devices=["cpu"] * 2, chunks=3, schedule="1F1B", checkpoint="always"
+    )
     with pytest.raises(RuntimeError, match="draw in every micro-batch"):
         model.step(crossed, x, T.abs() % 2)
 
@@ -236,41 +267,94 @@ class Pair(NamedTuple):
 def test_targets_are_parted_as_deep_as_they_go() -> None:
     x, y = torch.arange(3), torch.arange(3) * 2
     first, last = parted({"a": [x, "all"], "b": Pair(y, ()), "c": None}, [2, 1])
-    assert first["a"][0].tolist() == [0, 1] and last["a"][0].tolist() == [2] and first["a"][1] == last["a"][1] == "all"
-    assert type(last["b"]) is Pair and last["b"].one.tolist() == [4] and last["b"].other == () and last["c"] is None
+    assert (
+        first["a"][0].tolist() == [0, 1]
+        and last["a"][0].tolist() == [2]
+        and first["a"][1] == last["a"][1] == "all"
+    )
+    assert (
+        type(last["b"]) is Pair
+        and last["b"].one.tolist() == [4]
+        and last["b"].other == ()
+        and last["c"] is None
+    )
 
 
-ACTIONS = [Action("forward", 0, 0), Action("forward", 1, 0), Action("backward", 1, 0), Action("backward", 0, 0)]
+ACTIONS = [
+    Action("forward", 0, 0),
+    Action("forward", 1, 0),
+    Action("backward", 1, 0),
+    Action("backward", 0, 0),
+]
 CROSSED = Schedule("mine", [0, 1], [ACTIONS, [ACTIONS[k]._replace(stage=1) for k in (1, 0, 3, 2)]])
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "a reduction": (lambda: Shares("max", None, [1], [X]), ValueError, "'mean', or 'sum' or 'none' .* but got 'max'"),
-    "a weight of a sum": (lambda: Shares("sum", len, [1], [X]), ValueError, "but got 'sum' with a weight"),
-    "a target of another size": (lambda: pipeline().step(crossed, X, T[1:]), ValueError, r"size, 7, .* shape \(6,\)"),
-    "no scalar": (lambda: pipeline().step(lambda y, t: y, X, T), TypeError, r"scalar tensor, .* shape \(3, 2\)"),
-    "no layers": (lambda: GPipe(nn.Sequential(), []).step(crossed, X, T), ValueError, "no layers to train"),
-    "no gradients": (lambda: torch.no_grad()(pipeline().step)(crossed, X, T), RuntimeError, "gradients are off"),
-    "no such schedule": (lambda: pipeline(schedule="DualPipeV"), ValueError, "no schedule is called 'DualPipeV'"),
-    "items that wait for each other": (
-        lambda: pipeline(schedule=CROSSED).step(crossed, X[:2], T[:2]), ValueError, "device 0 waits for ever"
+    "a reduction": (
+        lambda: Shares("max", None, [1], [X]),
+        ValueError,
+        "'mean', or 'sum' or 'none' .* but got 'max'",
     ),
-    "other stages": (lambda: pipeline(schedule=make("1F1B", 3, 3)), ValueError, "1F1B has 3 stages, but .* 2 part"),
+    "a weight of a sum": (
+        lambda: Shares("sum", len, [1], [X]),
+        ValueError,
+        "but got 'sum' with a weight",
+    ),
+    "a target of another size": (
+        lambda: pipeline().step(crossed, X, T[1:]),
+        ValueError,
+        r"size, 7, .* shape \(6,\)",
+    ),
+    "no scalar": (
+        lambda: pipeline().step(lambda y, t: y, X, T),
+        TypeError,
+        r"scalar tensor, .* shape \(3, 2\)",
+    ),
+    "no layers": (
+        lambda: GPipe(nn.Sequential(), []).step(crossed, X, T),
+        ValueError,
+        "no layers to train",
+    ),
+    "no gradients": (
+        lambda: torch.no_grad()(pipeline().step)(crossed, X, T),
+        RuntimeError,
+        "gradients are off",
+    ),
+    "no such schedule": (
+        lambda: pipeline(schedule="DualPipeV"),
+        ValueError,
+        "no schedule is called 'DualPipeV'",
+    ),
+    "items that wait for each other": (
+        lambda: pipeline(schedule=CROSSED).step(crossed, X[:2], T[:2]),
+        ValueError,
+        "device 0 waits for ever",
+    ),
+    "other stages": (
+        lambda: pipeline(schedule=make("1F1B", 3, 3)),
+        ValueError,
+        "1F1B has 3 stages, but .* 2 part",
+    ),
     "too few micro-batches": (
-        lambda: pipeline(schedule=make("1F1B", 2, 2)).step(crossed, X, T), ValueError, "for 1 to 2 micro-batches, not 3"
+        lambda: pipeline(schedule=make("1F1B", 2, 2)).step(crossed, X, T),
+        ValueError,
+        "for 1 to 2 micro-batches, not 3",
     ),
     "stages not shared alike": (
         lambda: GPipe(linears(3), [1] * 3, devices=["cpu"] * 2, schedule="Interleaved1F1B"),
-        ValueError, "there are 3 partitions for 2 devices; give a balance of 4 partitions",
+        ValueError,
+        "there are 3 partitions for 2 devices; give a balance of 4 partitions",
     ),
     "one stage a device": (
         lambda: pipeline(schedule="Interleaved1F1B"),
-        ValueError, "needs .* at least 2, .* 2 partitions for 2 devices; give a balance of 4",
+        ValueError,
+        "needs .* at least 2, .* 2 partitions for 2 devices; give a balance of 4",
     ),
     "one stage": (
         lambda: GPipe(linears(1), [1], devices=["cpu"], schedule="ZBVZeroBubble"),
-        ValueError, "ZBVZeroBubble needs .* 2, .* 1 partitions for 1 devices; give a balance of 2",
+        ValueError,
+        "ZBVZeroBubble needs .* 2, .* 1 partitions for 1 devices; give a balance of 2",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

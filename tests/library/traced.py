@@ -68,7 +68,10 @@ class Tokens(Net):
     def forward(self, x: Tensor) -> Tensor:
         n = x.shape[0]
         x = torch.cat([self.token.expand(n, -1, -1), x], dim=1) + self.positions
-        q, k, v = (f(x).view(n, 4, 2, -1).transpose(1, 2).reshape(n * 2, 4, -1) for f in (self.a, self.b, self.c))
+        q, k, v = (
+            f(x).view(n, 4, 2, -1).transpose(1, 2).reshape(n * 2, 4, -1)
+            for f in (self.a, self.b, self.c)
+        )
         y = torch.bmm(torch.softmax(q @ k.transpose(1, 2) / math.sqrt(3), -1), v)
         return (y.view(n, 2, 4, -1).transpose(1, 2).flatten(2) * self.inner.scale)[:, 0]
 
@@ -125,7 +128,9 @@ class Squared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 3 * grad * ctx.saved_tensors[0]  # a wrong gradient on purpose: it shows that this backward ran
+        return (
+            3 * grad * ctx.saved_tensors[0]
+        )  # a wrong gradient on purpose: it shows that this backward ran
 
 
 class Unusual(Net):
@@ -160,7 +165,9 @@ class Counting(Net):
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("seen", torch.zeros(()))
-        self.noise = Do(lambda noise, x: x + torch.rand(x.shape, generator=noise.draws), draws=torch.Generator())
+        self.noise = Do(
+            lambda noise, x: x + torch.rand(x.shape, generator=noise.draws), draws=torch.Generator()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
@@ -172,7 +179,10 @@ class Dropping(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drop = Do(lambda self, x: F.dropout(self.linear(x), 0.5, self.training), linear=nn.Linear(WIDTH, WIDTH))
+        self.drop = Do(
+            lambda self, x: F.dropout(self.linear(x), 0.5, self.training),
+            linear=nn.Linear(WIDTH, WIDTH),
+        )
         self.plain = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -207,9 +217,22 @@ def rows(*shape: int) -> Tensor:
 def does(function: Callable[[Any, Tensor], Any], **more: Any) -> nn.Module:
     """Return a module with this forward, which may use what it holds."""
     a, b, c, hidden = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-    holds: dict[str, Any] = {"count": torch.zeros(()), "scales": [torch.ones(()), 2 * torch.ones(())]}
+    holds: dict[str, Any] = {
+        "count": torch.zeros(()),
+        "scales": [torch.ones(()), 2 * torch.ones(())],
+    }
     call = Do(lambda _, given: given[0](given[1]))
-    return Do(function, a=a, b=b, c=c, call=call, hidden=[hidden], draws=torch.Generator(), **holds, **more)
+    return Do(
+        function,
+        a=a,
+        b=b,
+        c=c,
+        call=call,
+        hidden=[hidden],
+        draws=torch.Generator(),
+        **holds,
+        **more,
+    )
 
 
 def compiled_forward(module: Any) -> nn.Module:
@@ -219,7 +242,11 @@ def compiled_forward(module: Any) -> nn.Module:
 
 # A module, batch sizes for which it does what it did when it was recorded, and others.
 BATCHES: dict[str, tuple[Callable[[], nn.Module], list[int], list[int]]] = {
-    "one sample": (lambda: does(lambda net, x: net.b(net.a(x)) if len(x) > 1 else net.b(x)), [2, 9], [1]),
+    "one sample": (
+        lambda: does(lambda net, x: net.b(net.a(x)) if len(x) > 1 else net.b(x)),
+        [2, 9],
+        [1],
+    ),
     "blocks": (lambda: does(in_blocks), [1, 8], [9]),
     "a constant": (lambda: does(lambda net, x: net.a(x) * net.scales[len(x) > 8]), [1, 8], [9]),
     "a part that needs contents": (lambda: nn.Sequential(does(in_blocks), Choosing()), [1, 8], [9]),
@@ -228,33 +255,59 @@ BATCHES: dict[str, tuple[Callable[[], nn.Module], list[int], list[int]]] = {
         [1, 8],
         [9],
     ),
-    "another mode": (lambda: does(lambda net, x: net.a(x) if net.training else net.b(x)), [], [1, 5]),
-    "what asks for the device": (lambda: does(lambda net, x: net.a(x) + torch.arange(6, device=x.device)), [1, 9], []),
-    "a norm, in training for two or more": (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), [1, 9], []),
+    "another mode": (
+        lambda: does(lambda net, x: net.a(x) if net.training else net.b(x)),
+        [],
+        [1, 5],
+    ),
+    "what asks for the device": (
+        lambda: does(lambda net, x: net.a(x) + torch.arange(6, device=x.device)),
+        [1, 9],
+        [],
+    ),
+    "a norm, in training for two or more": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)),
+        [1, 9],
+        [],
+    ),
 }
 
 CASES: dict[str, Case] = {
     "residual": Case(Residual, rows),
-    "branches from one input": Case(lambda: does(lambda net, x: torch.cat([net.a(x), net.b(x), net.c(x)], 1)), rows),
+    "branches from one input": Case(
+        lambda: does(lambda net, x: torch.cat([net.a(x), net.b(x), net.c(x)], 1)), rows
+    ),
     "in place, with views": Case(InPlace, lambda: rows(3, 4, 4)),
     "a tensor that is filled": Case(lambda: does(filling), rows),
-    "a layout": Case(lambda: does(lambda net, x: net.b(net.a(x) + torch.zeros(6, layout=x.layout))), rows),
+    "a layout": Case(
+        lambda: does(lambda net, x: net.b(net.a(x) + torch.zeros(6, layout=x.layout))), rows
+    ),
     "attention by hand": Case(Tokens, lambda: rows(3, WIDTH)),
     "no mask": Case(Masked, rows),
-    "by keyword, a mask of one sample": Case(Masked, lambda: {"x": rows(), "mask": torch.arange(WIDTH) % 2 == 0}),
+    "by keyword, a mask of one sample": Case(
+        Masked, lambda: {"x": rows(), "mask": torch.arange(WIDTH) % 2 == 0}
+    ),
     "an object, a mask for each sample": Case(
         Masked, lambda: {"x": rows(), "mask": rows() > 0, "double": partial(bool, 1)}
     ),
     "a mask of tokens": Case(Square, lambda: (rows(4, WIDTH), torch.randn(4, 4))),
-    "a mask as long as the batch": Case(Square, lambda: (rows(BATCH, WIDTH), torch.randn(BATCH, BATCH))),
-    "a mask, said to be shared": Case(Square, lambda: (rows(4, WIDTH), torch.randn(4, 4)), {"shared": ["mask"]}),
+    "a mask as long as the batch": Case(
+        Square, lambda: (rows(BATCH, WIDTH), torch.randn(BATCH, BATCH))
+    ),
+    "a mask, said to be shared": Case(
+        Square, lambda: (rows(4, WIDTH), torch.randn(4, 4)), {"shared": ["mask"]}
+    ),
     "dictionaries": Case(Structured, lambda: ({"x": rows(), "y": rows()},)),
-    "a dataclass": Case(Structured, lambda: {"inputs": {"x": rows(), "y": rows()}, "kind": "dataclass"}),
+    "a dataclass": Case(
+        Structured, lambda: {"inputs": {"x": rows(), "y": rows()}, "kind": "dataclass"}
+    ),
     "used twice, without gradients, and a custom function": Case(Unusual, rows),
     "constants, and what is not used": Case(Constant, rows),
     "buffers that change": Case(Counting, rows),
     "a set": Case(lambda: does(lambda net, x: {net.b(net.a(x))}), rows),
     "a part that looks at its input": Case(
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Choosing(), nn.Linear(WIDTH, WIDTH)), rows, {"whole": [Choosing]}
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Choosing(), nn.Linear(WIDTH, WIDTH)),
+        rows,
+        {"whole": [Choosing]},
     ),
 }

@@ -31,7 +31,9 @@ class Pop(nn.Module):
 
 
 def piped() -> GPipe:
-    layers = nn.Sequential(nn.Linear(4, 4), Stash(), nn.BatchNorm1d(4), nn.Dropout(0.5), Pop(), nn.Linear(4, 2))
+    layers = nn.Sequential(
+        nn.Linear(4, 4), Stash(), nn.BatchNorm1d(4), nn.Dropout(0.5), Pop(), nn.Linear(4, 2)
+    )
     return GPipe(layers, [2, 4], devices=["cpu", "cpu"], chunks=2, deferred_batch_norm=True)
 
 

@@ -42,11 +42,17 @@ def test_a_save(tmp_path: Path) -> None:
     found = saves.load(model, optimizer := adam(model))
     assert found is not None and found["step"] == 3 and found["data"].tolist() == [0, 1, 2]
     assert_close(model.eval()(X), RETURNED["pipeline"])
-    assert_close(optimizer.state_dict()["state"], torch.load(DATA / "state.pt")["optimizer"]["state"])
+    assert_close(
+        optimizer.state_dict()["state"], torch.load(DATA / "state.pt")["optimizer"]["state"]
+    )
     for step in (4, 5):
         assert (folder / "000001-step-3").exists()  # one of the newest two
         saves.save(step, model, optimizer)
-    assert sorted(path.name for path in folder.iterdir()) == ["000002-step-4", "000003-step-5", "lock"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "000002-step-4",
+        "000003-step-5",
+        "lock",
+    ]
 
 
 @pytest.mark.parametrize("engine", ["graph", "workers"])

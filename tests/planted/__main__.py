@@ -54,9 +54,15 @@ def copied(source: Path = ROOT) -> Iterator[Path]:
     """Copy the working tree, without what git ignores, into a temporary clone: some tests ask git."""
     with TemporaryDirectory(prefix="planted-") as folder:
         tree = Path(folder, "tree")
-        subprocess.run(["git", "clone", "--quiet", "--shared", "--no-checkout", ".", str(tree)], cwd=source, check=True)
+        subprocess.run(
+            ["git", "clone", "--quiet", "--shared", "--no-checkout", ".", str(tree)],
+            cwd=source,
+            check=True,
+        )
         subprocess.run(["git", "reset", "--quiet"], cwd=tree, check=True)
-        listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=source, text=True)
+        listed = subprocess.check_output(
+            ["git", "ls-files", "-zco", "--exclude-standard"], cwd=source, text=True
+        )
         for name in filter(None, listed.split("\0")):
             if (source / name).is_file():
                 (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -66,10 +72,25 @@ def copied(source: Path = ROOT) -> Iterator[Path]:
 
 def passes(tree: Path, test: str, limit: float, stop: threading.Event) -> bool:
     """Run a test; return whether it passes within so many seconds."""
-    command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-p", "no:xdist", test]
-    env, end = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}, time.monotonic() + limit
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-xq",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        test,
+    ]
+    env, end = (
+        os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+        time.monotonic() + limit,
+    )
     nothing = subprocess.DEVNULL
-    process = subprocess.Popen(command, cwd=tree, env=env, stdout=nothing, stderr=nothing, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=tree, env=env, stdout=nothing, stderr=nothing, start_new_session=True
+    )
     try:
         while process.poll() is None and time.monotonic() < end and not stop.wait(0.2):
             pass
@@ -93,11 +114,18 @@ def try_fault(row: Row, plain: Path, limit: float, stop: threading.Event) -> str
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__)
-    parser.add_argument("--jobs", type=int, choices=[1, 2], default=1, help="how many faults to try at once")
-    parser.add_argument("--limit", type=int, default=120, help="seconds for a test; more where the machine is busy")
+    parser.add_argument(
+        "--jobs", type=int, choices=[1, 2], default=1, help="how many faults to try at once"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=120, help="seconds for a test; more where the machine is busy"
+    )
     parser.add_argument("files", nargs="*", help="try the faults of these files only")
     arguments = parser.parse_args()
-    for each in (signal.SIGINT, signal.SIGTERM):  # a shell may start background jobs with the signal ignored
+    for each in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a shell may start background jobs with the signal ignored
         signal.signal(each, signal.default_int_handler)
     rows, stop, found = read(), threading.Event(), list[str]()
     rows = [row for row in rows if not arguments.files or row.file in arguments.files]
@@ -106,7 +134,10 @@ def main() -> int:
             tries = [pool.submit(try_fault, row, plain, arguments.limit, stop) for row in rows]
             for row, tried in zip(rows, tries, strict=True):
                 found.append(tried.result())
-                print(f"{found[-1]:5}  {row.kind:17}  {row.file:40}  {row.by or 'no test finds it'}", flush=True)
+                print(
+                    f"{found[-1]:5}  {row.kind:17}  {row.file:40}  {row.by or 'no test finds it'}",
+                    flush=True,
+                )
         except KeyboardInterrupt:
             return 130
         finally:

@@ -32,7 +32,10 @@ def test_a_fault_is_found(tmp_path: Path) -> None:
     (tmp_path / "tests/test_code.py").write_text(tests)
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     named = [("<", "less"), ("<", "no"), (">", "less")]
-    rows = [Row("code_.py", "", f"a {old} b", f"a {old}= b", f"tests/test_code.py::test_{by}") for old, by in named]
+    rows = [
+        Row("code_.py", "", f"a {old} b", f"a {old}= b", f"tests/test_code.py::test_{by}")
+        for old, by in named
+    ]
     with copied(tmp_path) as plain:
         found = [try_fault(row, plain, 600, threading.Event()) for row in rows]
     assert found == ["found", "FAILS", "LOST"]
@@ -44,11 +47,21 @@ CASES: list[tuple[Any, Any, float, list[str]]] = [
     ([ONE, None, 1, "a"], [ONE, None, 1, "a"], 0, []),
     ({"x": OTHER}, {"x": ONE}, 0, ["x differs by 0.1, where the largest value is 1"]),
     ({"x": ONE * (1 + 1e-6)}, {"x": ONE}, 1e-5, []),
-    ({"x": ONE * (1 + 1e-6)}, {"x": ONE}, 0, ["x differs by 9.5e-07, where the largest value is 1"]),
+    (
+        {"x": ONE * (1 + 1e-6)},
+        {"x": ONE},
+        0,
+        ["x differs by 9.5e-07, where the largest value is 1"],
+    ),
     ({"x": None}, {"x": ONE}, 0, ["x missing"]),
     ({"x": ONE}, {}, 0, ["x there, but not in the model"]),
     ({"x": ONE[:1]}, {"x": ONE}, 1, ["x shape (1,) of torch.float32 for (2,) of torch.float32"]),
-    ({"x": ONE.double()}, {"x": ONE}, 1, ["x shape (2,) of torch.float64 for (2,) of torch.float32"]),
+    (
+        {"x": ONE.double()},
+        {"x": ONE},
+        1,
+        ["x shape (2,) of torch.float64 for (2,) of torch.float32"],
+    ),
     ({"x": ONE}, {"x": ONE.clone().requires_grad_() * 1}, 0, ["x takes no gradient"]),
     ({"x": 1}, {"x": True}, 0, ["x is 1 for True"]),
     ([1.0], [1.0, 2.0], 0, ["1 missing", "length is 1 for 2"]),

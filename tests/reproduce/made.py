@@ -13,18 +13,31 @@ from reproduce.machine.description import Machine
 from reproduce.records.record import Record, Result, Run
 
 RUN = Run(
-    "finished", ["python", "-m", "reproduce"], seed=0, started="2020-04-21T10:02:05Z", ended=None, device="cpu",
-    devices=2, threads_per_device=1, machine=Machine("Linux", "a CPU", 2, 2, 8 << 30), versions={"torch": "2.11.0"},
-    git=None, load=None,
-)  # fmt: skip
+    "finished",
+    ["python", "-m", "reproduce"],
+    seed=0,
+    started="2020-04-21T10:02:05Z",
+    ended=None,
+    device="cpu",
+    devices=2,
+    threads_per_device=1,
+    machine=Machine("Linux", "a CPU", 2, 2, 8 << 30),
+    versions={"torch": "2.11.0"},
+    git=None,
+    load=None,
+)
 STEADY = (0.999, 1.001, 0.99, 1.01, 0.995, 1.005, 0.998, 1.002)
-Speeds = Callable[[Row], Sequence[float] | str | None]  # samples/s of each step, or the status of a row without numbers
+Speeds = Callable[
+    [Row], Sequence[float] | str | None
+]  # samples/s of each step, or the status of a row without numbers
 
 
 def row(name: str, seconds: float | Sequence[float] | None = None, **changes: Any) -> Result:
     """Make a measured row of eight steady steps of so many seconds, or of the steps given; `others` are of the load."""
     config = {"model": "AmoebaNet-D", "batch_size": 8, **changes.pop("config", {"row": name})}
-    steps = [seconds * step for step in STEADY] if isinstance(seconds, float) else list(seconds or [])
+    steps = (
+        [seconds * step for step in STEADY] if isinstance(seconds, float) else list(seconds or [])
+    )
     samples = {"step_time": steps, "round": [float(i) for i in range(len(steps))]} if steps else {}
     samples |= {"others": changes.pop("others")} if "others" in changes else {}
     base = Result("e", name, "measured", "small", "cpu", config, samples=samples)
@@ -32,7 +45,12 @@ def row(name: str, seconds: float | Sequence[float] | None = None, **changes: An
 
 
 def ran(
-    name: str, scale: str, speeds: Speeds, device: str = "cpu", emulated: bool = False, **values: Any
+    name: str,
+    scale: str,
+    speeds: Speeds,
+    device: str = "cpu",
+    emulated: bool = False,
+    **values: Any,
 ) -> list[Result]:
     """Make a result for each row of an experiment whose `speeds` is not None. Values may be functions of the row."""
     made = []
@@ -41,16 +59,33 @@ def ran(
         assert isinstance(row, Row)
         if (given := speeds(row)) is None:
             continue
-        status, steps = (given, []) if isinstance(given, str) else (good, [row.batch_size / each for each in given])
+        status, steps = (
+            (given, [])
+            if isinstance(given, str)
+            else (good, [row.batch_size / each for each in given])
+        )
         own = {k: v(row) if callable(v) else v for k, v in values.items()} if status == good else {}
-        samples = {"step_time": steps, "round": [float(i) for i in range(len(steps))]} if steps else {}
+        samples = (
+            {"step_time": steps, "round": [float(i) for i in range(len(steps))]} if steps else {}
+        )
         if emulated and steps:
             samples |= dict.fromkeys(("here_time", "work_time"), steps)
-        made.append(Result(
-            name, row.name, status, scale, device, row.config(), row.over,  # type: ignore[arg-type]
-            f"{EXPERIMENTS[name].table}/{row.published}" if row.published else None, f"needs {row.devices} devices",
-            emulated=emulated, values=own, samples=samples,
-        ))  # fmt: skip
+        made.append(
+            Result(
+                name,
+                row.name,
+                status,
+                scale,
+                device,
+                row.config(),
+                row.over,  # type: ignore[arg-type]
+                f"{EXPERIMENTS[name].table}/{row.published}" if row.published else None,
+                f"needs {row.devices} devices",
+                emulated=emulated,
+                values=own,
+                samples=samples,
+            )
+        )
     return made
 
 
@@ -62,7 +97,9 @@ def emulated(row: Result, **changes: Any) -> Result:
 def record(*rows: Result, cpu: str = "a CPU", torch: str = "2.11.0", **changes: Any) -> Record:
     """Make a record of rows that were measured on a machine with that CPU."""
     run = replace(RUN, machine=replace(RUN.machine, cpu=cpu), versions={"torch": torch})
-    return Record("name", "Title", "measured", {"loss": "1"}, list(rows), run=replace(run, **changes))
+    return Record(
+        "name", "Title", "measured", {"loss": "1"}, list(rows), run=replace(run, **changes)
+    )
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -25,7 +25,17 @@ SIZES: dict[str, dict[str, Any]] = {
     "U-Net": {"size": (1, 2), "batch_size": 8, "input_shape": (3, 64, 64)},
 }
 BALANCE = (1, 1, 1, 1, 1, 1, 1, 2)  # of a small AmoebaNet-D over eight partitions
-KEPT = ("n2m1", "n2m4", "n8m4", "n8m4/pb", "naive n2", "naive n8", "checkpoint-only m4", "GPipe n2m4", "GPipe n8m4")
+KEPT = (
+    "n2m1",
+    "n2m4",
+    "n8m4",
+    "n8m4/pb",
+    "naive n2",
+    "naive n8",
+    "checkpoint-only m4",
+    "GPipe n2m4",
+    "GPipe n8m4",
+)
 
 
 def tiny(experiment: Experiment, name: str) -> Experiment:
@@ -38,7 +48,11 @@ def tiny(experiment: Experiment, name: str) -> Experiment:
 
     paper = experiment.scale("paper")
     small = replace(smaller(experiment.scale("small")), memory=0, warmup=0, steps=2)
-    return replace(experiment, name=name, scales=(paper if experiment.measures == "memory" else smaller(paper), small))
+    return replace(
+        experiment,
+        name=name,
+        scales=(paper if experiment.measures == "memory" else smaller(paper), small),
+    )
 
 
 def tiny_accuracy(experiment: Experiment, name: str) -> Experiment:
@@ -63,7 +77,9 @@ class Words(nn.Module):
         return {"scores": self.head(self.block(self.words(words) * weights))}
 
 
-def sentence(shape: tuple[int, ...], classes: int, generator: Generator) -> tuple[dict[str, Tensor], Tensor]:
+def sentence(
+    shape: tuple[int, ...], classes: int, generator: Generator
+) -> tuple[dict[str, Tensor], Tensor]:
     words = torch.randint(classes, (shape[0] + 1,), generator=generator)
     return {"words": words[:-1], "weights": torch.rand(*shape, 1, generator=generator)}, words[1:]
 

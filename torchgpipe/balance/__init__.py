@@ -51,7 +51,9 @@ def balance_by_time(
     if not timeout >= 0:
         raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")
     if place.type == "meta":
-        raise ValueError("nothing takes time on device 'meta': name one that computes, or use balance_by_size")
+        raise ValueError(
+            "nothing takes time on device 'meta': name one that computes, or use balance_by_size"
+        )
     return minimise_heaviest(profile_times(module, sample, timeout, place), partitions)
 
 

@@ -53,7 +53,9 @@ def _integers(costs: Sequence[float | Fraction]) -> list[int]:
     for layer, cost in enumerate(costs):
         # `not (0 <= cost < inf)` is also true of NaN.
         if not (0 <= cost < float("inf")):
-            raise ValueError(f"costs must be finite and not negative, got {cost!r} for layer {layer}")
+            raise ValueError(
+                f"costs must be finite and not negative, got {cost!r} for layer {layer}"
+            )
         ratios.append(cost.as_integer_ratio())
     scale = 2 * lcm(*{denominator for _, denominator in ratios})
     return [numerator * (scale // denominator) for numerator, denominator in ratios]
@@ -104,7 +106,10 @@ def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
 def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -> int:
     """Return the cut, from first to last, that is nearest to the share; of equal ones, the nearest to the count."""
     # Layers without cost make several cuts of one cost.
-    return min(range(first, last + 1), key=lambda cut: (abs(prefix[cut] - share), prefix[cut], abs(cut - count)))
+    return min(
+        range(first, last + 1),
+        key=lambda cut: (abs(prefix[cut] - share), prefix[cut], abs(cut - count)),
+    )
 
 
 def _earliest_starts(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:

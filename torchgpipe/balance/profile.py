@@ -29,7 +29,9 @@ RUNS_PER_COPY = 3
 """Timed runs of a copy, so that copying does not take most of the timeout; fewer once that has passed."""
 
 
-def profile_times(module: nn.Sequential, sample: TensorOrTensors, timeout: float, device: torch.device) -> list[float]:
+def profile_times(
+    module: nn.Sequential, sample: TensorOrTensors, timeout: float, device: torch.device
+) -> list[float]:
     """Return the median seconds of every layer's forward plus backward, from rounds over all layers."""
     seconds: list[list[float]] = [[] for _ in module]
     deadline = perf_counter() + timeout
@@ -43,19 +45,27 @@ def profile_times(module: nn.Sequential, sample: TensorOrTensors, timeout: float
 
     with undisturbed(device):
         while True:
-            for measured, runs in zip(seconds, rehearse(module, sample, device, measure), strict=True):
+            for measured, runs in zip(
+                seconds, rehearse(module, sample, device, measure), strict=True
+            ):
                 measured += runs
                 if perf_counter() >= deadline and all(seconds):
                     return [median(measured) for measured in seconds]
 
 
 def profile_sizes(
-    module: nn.Sequential, input: TensorOrTensors, chunks: int, param_scale: float, device: torch.device
+    module: nn.Sequential,
+    input: TensorOrTensors,
+    chunks: int,
+    param_scale: float,
+    device: torch.device,
 ) -> list[float]:
     """Return every layer's bytes for one micro-batch plus `param_scale` times the bytes of its parameters."""
 
     def measure(rehearsal: Rehearsal) -> float:
-        return _kept_bytes(rehearsal) + param_scale * sum(x.nbytes for x in rehearsal.layer.parameters())
+        return _kept_bytes(rehearsal) + param_scale * sum(
+            x.nbytes for x in rehearsal.layer.parameters()
+        )
 
     with undisturbed(device):
         return list(rehearse(module, scatter(input, chunks, batched(module))[0], device, measure))
@@ -127,7 +137,10 @@ def checked_sample(module: nn.Sequential, sample: TensorOrTensors, done: str) ->
 
 
 def rehearse(
-    module: nn.Sequential, sample: TensorOrTensors, device: torch.device, measure: Callable[[Rehearsal], T]
+    module: nn.Sequential,
+    sample: TensorOrTensors,
+    device: torch.device,
+    measure: Callable[[Rehearsal], T],
 ) -> Iterator[T]:
     """Measure the layers in turn; `measure` runs a layer once or more, and its last run feeds the next."""
 
@@ -138,11 +151,15 @@ def rehearse(
     waiting: Scope = {}
     for index, layer in enumerate(module):
         skips = {key: waiting.pop(key) for key in skips_of(layer)[1] if key in waiting}
-        rehearsal = Rehearsal(layer, value, skips, functools.partial(placed_copy, module, index, device), index)
+        rehearsal = Rehearsal(
+            layer, value, skips, functools.partial(placed_copy, module, index, device), index
+        )
         measurement = measure(rehearsal)
         check(rehearsal.output, f"the output of layer {index}")
         value = mapped(cut_off, rehearsal.output)
-        waiting.update({key: None if x is None else cut_off(x) for key, x in rehearsal.scope.items()})
+        waiting.update(
+            {key: None if x is None else cut_off(x) for key, x in rehearsal.scope.items()}
+        )
         # The device may have room for only one layer.
         del rehearsal, skips
         yield measurement
@@ -152,7 +169,12 @@ def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.M
     """Copy a layer to the device, for training; nothing that the copy does reaches the original."""
     original = module[index]
     # deepcopy refuses tensors that have a graph, which torch.nn.utils.weight_norm keeps as attributes.
-    held = [x for each in original.modules() for x in vars(each).values() if isinstance(x, Tensor) and not x.is_leaf]
+    held = [
+        x
+        for each in original.modules()
+        for x in vars(each).values()
+        if isinstance(x, Tensor) and not x.is_leaf
+    ]
     try:
         layer = copy.deepcopy(original, {id(x): x.detach().clone() for x in held})
     except torch.OutOfMemoryError:

@@ -45,7 +45,16 @@ from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.where import note_rank
 from torchgpipe.tensors.microbatch import Flat
 
-KINDS = ("control", "forward", "backward", "forward skips", "backward skips", "liveness", "nothing", "loss")
+KINDS = (
+    "control",
+    "forward",
+    "backward",
+    "forward skips",
+    "backward skips",
+    "liveness",
+    "nothing",
+    "loss",
+)
 """What goes from rank to rank. Their numbers, and those of the two stages between which it goes, make gloo's tags."""
 
 Stages = tuple[int, int]
@@ -55,7 +64,9 @@ E = TypeVar("E", Sender, Receiver)
 _made: Counter[tuple[int, ...]] = Counter()
 """How often this process has met other ranks; they count alike, since each time all of them have to come."""
 
-_beside = defaultdict[tuple[int, tuple[int, ...]], list[Activity]](list)  # of open ones, by own rank and all ranks
+_beside = defaultdict[tuple[int, tuple[int, ...]], list[Activity]](
+    list
+)  # of open ones, by own rank and all ranks
 
 
 class Connections:
@@ -77,11 +88,15 @@ class Connections:
         try:
             self._gather()
             _made[which] += 1  # now, as all others do, also if a connection fails
-            self._group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(self._store, own, self.n, NEVER))
+            self._group = cast(
+                dist.ProcessGroup, dist.ProcessGroupGloo(self._store, own, self.n, NEVER)
+            )
         except RankFailed:
             raise
         except RuntimeError as error:
-            raise RankFailed(f"an unknown rank ended while rank {own} connected to others ({gist(error)})") from None
+            raise RankFailed(
+                f"an unknown rank ended while rank {own} connected to others ({gist(error)})"
+            ) from None
         self.sockets = sockets() - before
         for number, _ in self.sockets:
             with suppress(OSError):  # another thread's, and closed by now
@@ -93,9 +108,14 @@ class Connections:
         self._limit = NEVER if timeout is None else timedelta(seconds=timeout + 1)
         end_with_process(self)
         self.liveness = Liveness(
-            own, self._others, partial(self._address, "liveness"), timeout, self._disconnect, _beside[own, which],
+            own,
+            self._others,
+            partial(self._address, "liveness"),
+            timeout,
+            self._disconnect,
+            _beside[own, which],
             pending=lambda to: any(sender.pending > 0 for sender in self._senders(to)),
-        )  # fmt: skip
+        )
 
     @contextmanager
     def call(self, serial: int, name: str, program: Program | None = None) -> Iterator[None]:
@@ -111,7 +131,9 @@ class Connections:
                     raise Stopped
                 yield
             except Stopped as stopped:
-                stopped.__traceback__ = None  # as by `caught`, and all of it: nobody sees where this rank waited
+                stopped.__traceback__ = (
+                    None  # as by `caught`, and all of it: nobody sees where this rank waited
+                )
                 try:
                     raise self.liveness.failure() from None
                 finally:
@@ -125,14 +147,24 @@ class Connections:
         """Wait until all ranks are about to connect, for as long as `init_process_group(timeout=...)` says."""
         timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]
         here = f"process {os.getpid()} on {platform.node()}"
-        if (first := self._store.compare_set(f"rank {self.own} is here", "", here).decode()) != here:
-            raise RankFailed(f"rank {self.own} is {first}, and {here} says the same: start each rank only once")
+        if (
+            first := self._store.compare_set(f"rank {self.own} is here", "", here).decode()
+        ) != here:
+            raise RankFailed(
+                f"rank {self.own} is {first}, and {here} says the same: start each rank only once"
+            )
         waited = timedelta()
         for until in sorted({min(timedelta(seconds=NOTICE), timeout), timeout}):
             try:
-                return self._store.wait([f"rank {peer} is here" for peer in self._others], until - waited)
+                return self._store.wait(
+                    [f"rank {peer} is here" for peer in self._others], until - waited
+                )
             except RuntimeError:
-                missing = [str(peer) for peer in self._others if not self._store.check([f"rank {peer} is here"])]
+                missing = [
+                    str(peer)
+                    for peer in self._others
+                    if not self._store.check([f"rank {peer} is here"])
+                ]
             waited = until
             line = (
                 f"rank {self.own} has waited for {waited.total_seconds():g} s for others to make their pipeline, or "
@@ -145,28 +177,50 @@ class Connections:
         )
 
     def meet(
-        self, device: torch.device, placement: Sequence[int], crossings: Sequence[Crossing], *, late: bool
+        self,
+        device: torch.device,
+        placement: Sequence[int],
+        crossings: Sequence[Crossing],
+        *,
+        late: bool,
     ) -> None:
         """Let ranks agree, in their first mini-batch, how tensors travel."""
         if not self._met:
             self._met = True
             first = partial(self.exchange, "first call")
-            connect(self._transfers, device, self.own, placement, crossings, self._store, first, late=late)
+            connect(
+                self._transfers,
+                device,
+                self.own,
+                placement,
+                crossings,
+                self._store,
+                first,
+                late=late,
+            )
 
     def wire(self, end: type[E], kind: str, peer: int, stages: Stages = (0, 0)) -> E:
         """Return this rank's end of a wire to or from another one, made when first asked for."""
         key = end, kind, peer, stages
         if key not in self._ends:
-            self._ends[key] = end(self._address(kind, peer, partial(self.liveness.broken, peer), stages))
+            self._ends[key] = end(
+                self._address(kind, peer, partial(self.liveness.broken, peer), stages)
+            )
         return cast(E, self._ends[key])
 
     def _senders(self, to: int | None = None) -> list[Sender]:
         ends = [*self._ends.items()]
-        return [end for (_, _, peer, _), end in ends if isinstance(end, Sender) and to in (None, peer)]
+        return [
+            end for (_, _, peer, _), end in ends if isinstance(end, Sender) and to in (None, peer)
+        ]
 
-    def _address(self, kind: str, peer: int, broken: Broken, stages: Stages = (0, 0)) -> WireAddress:
+    def _address(
+        self, kind: str, peer: int, broken: Broken, stages: Stages = (0, 0)
+    ) -> WireAddress:
         tag = KINDS.index(kind) + len(KINDS) * (stages[0] << 12 | stages[1])
-        return WireAddress(self._group, peer, tag, broken, self._transfers.get((kind, peer, stages)), self._limit)
+        return WireAddress(
+            self._group, peer, tag, broken, self._transfers.get((kind, peer, stages)), self._limit
+        )
 
     def take(self, receiver: Receiver) -> tuple[Any, Flat]:
         """Wait for the next message of a wire; return what is said of its tensors, and these."""
@@ -194,10 +248,14 @@ class Connections:
         (told, about), tensors = self.take(receiver)
         self.liveness.activity.hears = False
         if told != what:
-            raise RuntimeError(f"every rank has to call the same, but rank {peer} is at its {told}, not its {what}")
+            raise RuntimeError(
+                f"every rank has to call the same, but rank {peer} is at its {told}, not its {what}"
+            )
         return tensors, about
 
-    def exchange(self, what: str, own: Tensor, alike: Mapping[str, Any] | None = None) -> list[Tensor]:
+    def exchange(
+        self, what: str, own: Tensor, alike: Mapping[str, Any] | None = None
+    ) -> list[Tensor]:
         """Return what every rank gives, in their order; all do so for the same purpose, and with what is `alike`."""
         self.tell(what, (own.cpu(), packed(alike or {})))
         heard = {peer: self.hear(what, peer)[0] for peer in self._others}
@@ -205,7 +263,9 @@ class Connections:
             self.check_alike(what, alike or {}, unpacked(theirs), peer)
         return [own if rank == self.own else heard[rank][0] for rank in range(self.n)]
 
-    def check_alike(self, what: str, own: Mapping[str, Any], theirs: Mapping[str, Any], peer: int) -> None:
+    def check_alike(
+        self, what: str, own: Mapping[str, Any], theirs: Mapping[str, Any], peer: int
+    ) -> None:
         """Raise `ValueError` if this rank and another one call the same with other settings."""
         for name, value in own.items():
             if repr(value) != repr(other := theirs.get(name)):  # NaN is not equal to itself
@@ -241,7 +301,9 @@ class Connections:
         """End them where an error was raised on this rank."""
         line, *_ = str(error).splitlines() or [""]
         doing = self.liveness.activity.doing
-        self.liveness.fail(f"rank {self.own} failed {doing}: {type(error).__name__}{line and ': '}{line}")
+        self.liveness.fail(
+            f"rank {self.own} failed {doing}: {type(error).__name__}{line and ': '}{line}"
+        )
         self.abort()
 
     def abort(self) -> None:
@@ -264,7 +326,9 @@ class Connections:
         # after `destroy_process_group()`, too.
         for peer in self._others:
             with suppress(RuntimeError):
-                never = self._group.recv([torch.empty(0, device="cpu")], peer, KINDS.index("nothing"))
+                never = self._group.recv(
+                    [torch.empty(0, device="cpu")], peer, KINDS.index("nothing")
+                )
                 never.wait(timedelta(milliseconds=1))
         for sender in self._senders():
             sender.stop()

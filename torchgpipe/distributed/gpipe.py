@@ -69,7 +69,9 @@ class DistributedGPipe(Partitioned):
             not v partitions for each rank; a layer is on `meta`, and there is no `init`.
     """
 
-    _traced_instead = "load the states of all ranks into the layers without a pipeline, and trace or export those"
+    _traced_instead = (
+        "load the states of all ranks into the layers without a pipeline, and trace or export those"
+    )
 
     def __init__(
         self,
@@ -103,11 +105,15 @@ class DistributedGPipe(Partitioned):
                 "ranks have not met: call torch.distributed.init_process_group(), in a program that torchrun started"
             )
         if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim != 1):
-            raise TypeError(f"mesh must be one dimension of a DeviceMesh, such as mesh['pp'], but got {mesh!r}")
+            raise TypeError(
+                f"mesh must be one dimension of a DeviceMesh, such as mesh['pp'], but got {mesh!r}"
+            )
         if not isinstance(device, int | str | torch.device):
             raise TypeError(f"device must be this rank's device, but got {device!r}")
         (device,) = choose_devices([device], 1)
-        self._ranks = dist.get_process_group_ranks(dist.group.WORLD if mesh is None else mesh.get_group())
+        self._ranks = dist.get_process_group_ranks(
+            dist.group.WORLD if mesh is None else mesh.get_group()
+        )
         self.rank = self._ranks.index(dist.get_rank())
         n, stages = len(self._ranks), len(self.balance)
         _, devices, _, placement = arranged(schedule, stages, n)
@@ -118,7 +124,9 @@ class DistributedGPipe(Partitioned):
             )
         check_apart([own_generators(modules_of(partition)) for partition in self._partitions])
         self._crossings = skip_layout(self._partitions)
-        named = [(name, None if is_lazy(p) else (*p.shape,)) for name, p in module.named_parameters()]
+        named = [
+            (name, None if is_lazy(p) else (*p.shape,)) for name, p in module.named_parameters()
+        ]
         self._alike = crc32(repr(named).encode())
         here = [device if rank == self.rank else None for rank in placement]
         self._hold(here, [f"rank {rank}" for rank in placement], init)
@@ -126,9 +134,16 @@ class DistributedGPipe(Partitioned):
 
     def _build(self) -> None:
         super()._build()
-        arrangement, made = arranged(self._schedule, len(self.balance), len(self._ranks)), self._schedule
+        arrangement, made = (
+            arranged(self._schedule, len(self.balance), len(self._ranks)),
+            self._schedule,
+        )
         self._steps = WorkersEngine(self._stages, arrangement)
-        self._order = made.lower() if isinstance(made, str) else f"{made.name}, {crc32(repr(made).encode()):x}"
+        self._order = (
+            made.lower()
+            if isinstance(made, str)
+            else f"{made.name}, {crc32(repr(made).encode()):x}"
+        )
         self._connections: Connections | None = None
         self._serial = 0
         self._warned = False  # of samples that differ
@@ -154,7 +169,9 @@ class DistributedGPipe(Partitioned):
     def partition(self) -> nn.Sequential:
         """This rank's layers."""
         if len(self._partitions) > 1:
-            raise ValueError(f"rank {self.rank} holds {len(self._partitions)} partitions: see model.partitions")
+            raise ValueError(
+                f"rank {self.rank} holds {len(self._partitions)} partitions: see model.partitions"
+            )
         return cast(nn.Sequential, self._partitions[0])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +226,9 @@ class DistributedGPipe(Partitioned):
         if self._connections is None or self._connections.closed:
             s = self.timeout
             if s is not None and (not isinstance(s, int | float) or s is True or not 0 < s < inf):
-                raise ValueError(f"timeout must be a positive number of seconds, or None, but got {s!r}")
+                raise ValueError(
+                    f"timeout must be a positive number of seconds, or None, but got {s!r}"
+                )
             if not dist.is_initialized() or dist.get_rank() != self._ranks[self.rank]:
                 raise RuntimeError(
                     f"this is the part of rank {self._ranks[self.rank]}, and runs on that rank only; to begin with "
@@ -241,12 +260,20 @@ class DistributedGPipe(Partitioned):
                 "checkpoint": self.checkpoint,
                 "training": self.training,
                 "deferred_batch_norm": bool(self._deferred),
-                "autocast": kind != "meta" and torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind)),
-                "the call": "step()" if isinstance(request, StepRequest) else "loss()" if request else "forward",
+                "autocast": kind != "meta"
+                and torch.is_autocast_enabled(kind)
+                and str(torch.get_autocast_dtype(kind)),
+                "the call": "step()"
+                if isinstance(request, StepRequest)
+                else "loss()"
+                if request
+                else "forward",
                 "the kind of device": kind,
                 "timeout": self.timeout and float(self.timeout),
                 # Or two pipelines that ranks have made in different orders could train as one.
-                "the checksum of its parameters' names and shapes": getattr(self, "_alike", 0),  # of an older pickle
+                "the checksum of its parameters' names and shapes": getattr(
+                    self, "_alike", 0
+                ),  # of an older pickle
             }
             given = checksums(self._serial, (args, kwargs), getattr(request, "target", None))
             batch = RankBatch(connections, settings, micro_batches, given, owner=self)
@@ -269,7 +296,11 @@ class DistributedGPipe(Partitioned):
                 )
             self._check()
             result = self._mini_batch(run)
-        wanted = request is not None or self.rank == self._steps.arrangement.placement[-1] or result.requires_grad
+        wanted = (
+            request is not None
+            or self.rank == self._steps.arrangement.placement[-1]
+            or result.requires_grad
+        )
         return result if wanted else None
 
     def _scattered(self, args: Any, kwargs: Any) -> list[TensorOrTensors]:
@@ -277,7 +308,9 @@ class DistributedGPipe(Partitioned):
             args, kwargs = (self._signature.flat(args, kwargs),), {}
         if len(args) != 1 or kwargs:
             given = ", ".join([f"{len(args)} by place", *kwargs])
-            raise TypeError(f"the pipeline takes one input, a tensor or a tuple of tensors, but got {given}")
+            raise TypeError(
+                f"the pipeline takes one input, a tensor or a tuple of tensors, but got {given}"
+            )
         check(args[0])
         return self._micro_batches(args[0])
 

@@ -52,7 +52,9 @@ class Messages(Links):
         self._between: dict[Stages, list[Crossing]] = defaultdict(list)
         for crossing in crossings:
             self._between[crossing[1:]].append(crossing)
-        self._order: dict[tuple[bool, Stages], deque[int]] = {}  # of the micro-batches whose skips are still to be sent
+        self._order: dict[
+            tuple[bool, Stages], deque[int]
+        ] = {}  # of the micro-batches whose skips are still to be sent
         for forward in {action.kind == "forward" for action in lists[own]}:
             for what, pairs in (("", pairwise(range(len(placement)))), (" skips", self._between)):
                 for pair in pairs:
@@ -61,7 +63,11 @@ class Messages(Links):
                         end: Any = Sender if (own == ranks[0]) == forward else Receiver
                         self._wire(end, forward, what, pair).begin()
                         kinds, s = _KINDS[forward], pair[not forward]
-                        done = [i for kind, i, stage in lists[placement[s]] if kind in kinds and stage == s]
+                        done = [
+                            i
+                            for kind, i, stage in lists[placement[s]]
+                            if kind in kinds and stage == s
+                        ]
                         self._order[forward, pair] = deque(done)
         self._kept: dict[tuple[bool, int, Crossing], Any] = {}  # not yet fetched
         self._left: dict[Crossing, tuple[Hashable, Flat]] = {}
@@ -101,7 +107,9 @@ class Messages(Links):
         if self._stays(pair):
             self._kept[forward, action.micro_batch, crossing] = skip
             return
-        self._left[crossing] = self._packed(skip, action.stage) if forward else ("gradient", (skip,))
+        self._left[crossing] = (
+            self._packed(skip, action.stage) if forward else ("gradient", (skip,))
+        )
         between, order = self._between[pair], self._order[forward, pair]
         if self._left.keys() >= {*between}:
             abouts, skips = zip(*(self._left.pop(each) for each in between), strict=True)
@@ -127,7 +135,9 @@ class Messages(Links):
 
     def _wire(self, end: type[E], forward: bool, what: str, pair: Stages) -> E:
         peer = self._placement[pair[(end is Sender) == forward]]
-        return self._connections.wire(end, f"{'forward' if forward else 'backward'}{what}", peer, pair)
+        return self._connections.wire(
+            end, f"{'forward' if forward else 'backward'}{what}", peer, pair
+        )
 
     def _packed(self, item: Item, s: int) -> tuple[tuple[Hashable, ...], Flat]:
         """Return what is said of an item, and its tensors with their attributes, if there are any."""
@@ -157,7 +167,11 @@ def _item(about: Sequence[Any], tensors: Flat) -> Item:
 def _form_of(name: str) -> Form:
     """Return the class of this name, `Tensor` or one of tuples, that a module which is imported here has."""
     module, _, path = name.partition(":")
-    found = reduce(lambda owner, part: getattr(owner, part, None), path.split("."), sys.modules.get(module))
+    found = reduce(
+        lambda owner, part: getattr(owner, part, None), path.split("."), sys.modules.get(module)
+    )
     if not (isinstance(found, type) and issubclass(found, Tensor | tuple)):
-        raise TypeError(f"a layer returned a {name}, which ranks do not find; define the class at the top of a module")
+        raise TypeError(
+            f"a layer returned a {name}, which ranks do not find; define the class at the top of a module"
+        )
     return found

@@ -97,27 +97,40 @@ class RankBatch(Batch):
                 self._connections.tell("head", (head,), tuple(self._settings.items()))
             yield
             if not self.last:
-                (loss, *state), about = self._connections.hear("loss", self.orders.placement[-1], "loss")
+                (loss, *state), about = self._connections.hear(
+                    "loss", self.orders.placement[-1], "loss"
+                )
                 *self._takes, self._seeds.drew = about
                 if state:
                     torch.set_rng_state(state[0].cpu())
                 self.loss = loss.to(self.devices[0])
 
-    def tell(self, loss: Tensor, needs: bool = False, ours: bool = False, before: Tensor | None = None) -> None:
+    def tell(
+        self, loss: Tensor, needs: bool = False, ours: bool = False, before: Tensor | None = None
+    ) -> None:
         """Tell all others the loss, whether it takes a gradient, and whether by this pipeline.
 
         And the state of the default generator, if that is handed on, or was not so `before`: others go on there.
         """
         super().tell(loss.detach())
         after = torch.get_rng_state()
-        state = [after] * (not self._overlaps or (before is not None and not torch.equal(before, after)))
+        state = [after] * (
+            not self._overlaps or (before is not None and not torch.equal(before, after))
+        )
         drew = self._seeds.drew and not state
         self._connections.tell("loss", (self.loss, *state), (needs, ours, drew), "loss")
 
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
         """Let the program do its list, in such modes."""
         connections, placement = self._connections, self.orders.placement
-        links = Messages(connections, self._owner._layout(), placement, lists, self._seeds, in_order=not self._overlaps)
+        links = Messages(
+            connections,
+            self._owner._layout(),
+            placement,
+            lists,
+            self._seeds,
+            in_order=not self._overlaps,
+        )
         with self._in_place, modes():
             self.program.run(lists[connections.own], links, io, keep=keep)
         connections.deliver()  # what was not sent would be lost if the process ended now

@@ -35,7 +35,9 @@ def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) 
     """Arrange so many stages, on as many devices if that is given; raise `ValueError` if the schedule has no such."""
     if isinstance(schedule, Schedule):
         if (given := len(schedule.placement)) != stages:
-            raise ValueError(f"{schedule.name} has {given} stages, but there are {stages} partitions")
+            raise ValueError(
+                f"{schedule.name} has {given} stages, but there are {stages} partitions"
+            )
         return Arrangement(schedule, len(schedule.lists), None, schedule.placement)
     known = make(schedule, 1, 1)
     usual = len(known.placement)  # stages on a device
@@ -58,7 +60,10 @@ def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
     """
     schedule, n, v, _ = arrangement
     made = make(schedule, n, m, v)
-    cycles = sorted(made.replay(lambda action: action.kind == "forward").tasks, key=lambda task: (task.start, task[2]))
+    cycles = sorted(
+        made.replay(lambda action: action.kind == "forward").tasks,
+        key=lambda task: (task.start, task[2]),
+    )
     if not apart:
         made = Schedule(made.name, [0] * len(made.placement), [made.replay().order])
     made = make(made, len(made.lists), m, checkpoint=mode)

@@ -41,7 +41,9 @@ Enter = Callable[[], AbstractContextManager[object]]
 class WorkersEngine:
     """Run mini-batches through `stages` with a worker for each device, or without `threads` in the calling one."""
 
-    def __init__(self, stages: Sequence[Stage], arrangement: Arrangement, *, threads: bool = True) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], arrangement: Arrangement, *, threads: bool = True
+    ) -> None:
         self.stages, self.arrangement, self.threads = stages, arrangement, threads
         self.workers = Workers(max(0, arrangement.n - 1))
         self.in_place: InPlaceForRun | None = None  # what the present run has put into the layers
@@ -79,7 +81,13 @@ class Batch:
     loss: Tensor  # the mini-batch's, without its graph, once it is known
 
     def __init__(
-        self, engine: WorkersEngine, m: int, mode: Mode, observer: Observer | None, *, base: int | None = None
+        self,
+        engine: WorkersEngine,
+        m: int,
+        mode: Mode,
+        observer: Observer | None,
+        *,
+        base: int | None = None,
     ) -> None:
         self._engine, stages, arrangement = engine, engine.stages, engine.arrangement
         n = len(arrangement.placement)
@@ -91,17 +99,26 @@ class Batch:
         self._ambient = ambient = Ambient(self.devices, threads=self._threads)
         refuse_transforms(forward_mode=ambient.grad)
         recomputed = checkpointed(mode, m) if ambient.grad else 0
-        self._seeds = Seeds(n, recomputed=recomputed > 0, grad=ambient.grad, distributed=distributed, base=base)
+        self._seeds = Seeds(
+            n, recomputed=recomputed > 0, grad=ambient.grad, distributed=distributed, base=base
+        )
         # Not on a GPU: it has a generator for this rank alone. Not if tasks run one after another, as plain layers do.
         seeded = self._overlaps and all(stage.device.type != "cuda" for stage in stages)
         self._seeded: AbstractContextManager[object] = self._seeds if seeded else NOTHING
         self.draws = draws = self._seeds.of if seeded else in_turn
-        self.orders = orders(arrangement, m, mode if recomputed else "never", self._overlaps or distributed)
+        self.orders = orders(
+            arrangement, m, mode if recomputed else "never", self._overlaps or distributed
+        )
         held: dict[int, list[Stage]] = {}
         for stage in stages:
             held.setdefault(self.orders.placement[stage.index], []).append(stage)
-        self.programs = {d: Program(own, n, recomputed, ambient, draws, observer) for d, own in sorted(held.items())}
-        self.guards = [each for program in self.programs.values() for each in program.guards.values()]
+        self.programs = {
+            d: Program(own, n, recomputed, ambient, draws, observer)
+            for d, own in sorted(held.items())
+        }
+        self.guards = [
+            each for program in self.programs.values() for each in program.guards.values()
+        ]
         self._in_place = stand_ins_for_run(self.guards)
         self._outer = outer_turns()
         for guards in self.guards:
@@ -167,7 +184,9 @@ class Batch:
                 "mini-batch; call backward() between mini-batches"
             )
         ambient, io = Ambient(self.devices), BatchIO(output_grads=output_grads)
-        self._engine.cleared(partial(self._run_noted, self.orders.rest, io, ambient.again, keep=keep))
+        self._engine.cleared(
+            partial(self._run_noted, self.orders.rest, io, ambient.again, keep=keep)
+        )
         ambient.ended(refuse=self._threads)
         return [grads for _, grads in sorted(io.input_grads.items())]
 
@@ -182,9 +201,13 @@ def run_forward(batch: Batch, inputs: Sequence[TensorOrTensors]) -> list[TensorO
     outputs = [output for _, output in sorted(io.outputs.items())]
     flat: Any = [y for item in outputs for y in item.flat]
     if batch.guards and any(y.requires_grad for y in flat):
-        flat = one_node(batch.guards, batch.backward, [len(item.flat) for item in outputs], flat, inputs)
+        flat = one_node(
+            batch.guards, batch.backward, [len(item.flat) for item in outputs], flat, inputs
+        )
         if len(outputs) == 1:
-            flat = unshared(flat, outputs[0].shared, [x for each in inputs for x in tensors_of(each)])
+            flat = unshared(
+                flat, outputs[0].shared, [x for each in inputs for x in tensors_of(each)]
+            )
     remaining = iter(flat)
     return [together(item.form, tuple([next(remaining) for _ in item.flat])) for item in outputs]
 
@@ -207,7 +230,9 @@ def one_node(
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stages: Any, backward: Any, widths: list[int], outputs: Flat, *inputs: Tensor) -> Flat:
+    def forward(
+        ctx: Any, stages: Any, backward: Any, widths: list[int], outputs: Flat, *inputs: Tensor
+    ) -> Flat:
         ctx.set_materialize_grads(False)
         ctx.stages, ctx.run, ctx.widths = stages, backward, widths
         mark(ctx, outputs)

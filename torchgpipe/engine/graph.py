@@ -33,7 +33,12 @@ from torchgpipe.task.guards.modes import Ambient, Modes
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task import TaskGraph
 from torchgpipe.task.where import note_task
-from torchgpipe.tensors._autograd import backward_id, keeps_graph, let_gradients_go_forward, refuse_transforms
+from torchgpipe.tensors._autograd import (
+    backward_id,
+    keeps_graph,
+    let_gradients_go_forward,
+    refuse_transforms,
+)
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.copy import NO_FENCE, CopyPath, StreamFence, current_stream, using
 from torchgpipe.tensors.item import Item, shared_by, unshared, versions
@@ -45,7 +50,12 @@ class GraphEngine:
     """Run mini-batches through arranged `stages` from the calling thread."""
 
     def __init__(
-        self, stages: Sequence[Stage], arrangement: Arrangement, *, dependency: bool = True, copy_streams: bool = True
+        self,
+        stages: Sequence[Stage],
+        arrangement: Arrangement,
+        *,
+        dependency: bool = True,
+        copy_streams: bool = True,
     ) -> None:
         self.devices = devices = [stage.device for stage in stages]
         self.stages, self.arrangement = stages, arrangement
@@ -56,7 +66,9 @@ class GraphEngine:
         self.tied = any(self.fenced)
         self.dependency = dependency
 
-    def run(self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None) -> list[TensorOrTensors]:
+    def run(
+        self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
+    ) -> list[TensorOrTensors]:
         """Return the last partition's output for each micro-batch."""
         batch = _MiniBatch(self, micro_batches, mode, observer)
         for _, i, j in orders(self.arrangement, len(micro_batches), "never", False).forwards[0]:
@@ -70,16 +82,24 @@ class GraphEngine:
 
 class _MiniBatch:
     def __init__(
-        self, engine: GraphEngine, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
+        self,
+        engine: GraphEngine,
+        micro_batches: list[TensorOrTensors],
+        mode: Mode,
+        observer: Observer | None,
     ) -> None:
         self._stages = engine.stages
         self._engine = engine
         self._observer = observer
-        self._ambient = Ambient(engine.devices, threads=engine.tied)  # autograd has one for each GPU
+        self._ambient = Ambient(
+            engine.devices, threads=engine.tied
+        )  # autograd has one for each GPU
         self._checkpointed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
         # Under autocast, tasks have graphs of their own. In one graph all micro-batches would share autocast's copy of
         # a weight, and their gradients would be added up in its low precision.
-        self._one_graph = not (self._checkpointed or engine.copies or observer or self._ambient.casts)
+        self._one_graph = not (
+            self._checkpointed or engine.copies or observer or self._ambient.casts
+        )
         self._apart = self._ambient.grad and not self._one_graph
         if self._apart:
             refuse_transforms()
@@ -111,24 +131,42 @@ class _MiniBatch:
             guards, recomputed = self.guards[j], i < self._checkpointed
             randomness = in_turn(i, stage, recomputed)
             task = _Task(
-                stage, guards, self._ambient, randomness, i, self._observer, recomputed,
-                stream=self._streams[j], arrival=item.fence, departure=fence,
-            )  # fmt: skip
+                stage,
+                guards,
+                self._ambient,
+                randomness,
+                i,
+                self._observer,
+                recomputed,
+                stream=self._streams[j],
+                arrival=item.fence,
+                departure=fence,
+            )
             # Both ties are inputs of its node, so the partition's task before it and the one that its inputs come from
             # go backward after it.
             ties = self._latest[j], item.tie
-            outputs = _TaskNode.apply(task, item, self._engine.tied, self._gates[j], *ties, *item.flat)
+            outputs = _TaskNode.apply(
+                task, item, self._engine.tied, self._gates[j], *ties, *item.flat
+            )
             if self._engine.tied:
                 *outputs, tie = outputs
                 tie = _Recomputation.apply(task, tie) if task.checkpoint else tie
             form, held = task.form, guards.held
         else:
             item.fence.arrive(item.flat)
-            with observed(self._observer, "forward", i, j), in_turn(i, stage, False).first(), stage.lock:
+            with (
+                observed(self._observer, "forward", i, j),
+                in_turn(i, stage, False).first(),
+                stage.lock,
+            ):
                 outputs, form = stage.run(item.flat, item.form, item.shared)
             fence.leave()
         # In one graph autograd sees every alias, so a task may change a skip of its own micro-batch: note the versions.
-        shared = (False,) * len(outputs) if self._one_graph else shared_by(outputs, item.flat, item.shared, held)
+        shared = (
+            (False,) * len(outputs)
+            if self._one_graph
+            else shared_by(outputs, item.flat, item.shared, held)
+        )
         for skip in self._waiting(i) if self._one_graph else ():
             skip.versions = versions(skip.flat)
         self._hand_over(i, j, Item(tuple(outputs), form, shared, fence, tie))
@@ -211,9 +249,15 @@ class _Task(TaskGraph):
 class _TaskNode(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, task: _Task, item: Item, tied: bool, gate: Tensor, before: Tensor | None, source: Tensor | None,
+        ctx: Any,
+        task: _Task,
+        item: Item,
+        tied: bool,
+        gate: Tensor,
+        before: Tensor | None,
+        source: Tensor | None,
         *inputs: Tensor | None,
-    ) -> Flat:  # fmt: skip
+    ) -> Flat:
         ctx.task, ctx.tied = task, tied
         ctx.set_materialize_grads(False)
         task.arrival.arrive(inputs)

@@ -12,7 +12,9 @@ from queue import SimpleQueue
 
 from torchgpipe.engine.relay import Relay
 
-_running: contextvars.ContextVar[tuple[Workers, ...]] = contextvars.ContextVar("running", default=())
+_running: contextvars.ContextVar[tuple[Workers, ...]] = contextvars.ContextVar(
+    "running", default=()
+)
 """The workers that run the present code; several where a pipeline is among the layers of another."""
 
 
@@ -35,7 +37,9 @@ class Workers:
         self._threads: list[threading.Thread | None] = [None] * count
         self._lock = threading.Lock()
         self._closed = False
-        self._relay: Relay | None = None  # of the present run, or of one that an interrupt has ended
+        self._relay: Relay | None = (
+            None  # of the present run, or of one that an interrupt has ended
+        )
 
     def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
         """Run one program in each thread and the last one in the caller's; return when all have ended.
@@ -44,7 +48,9 @@ class Workers:
         present tasks are over; a second interrupt does not wait for that.
         """
         if os.getpid() != self._process:
-            Workers.__init__(self, self._count)  # the lock, too: another thread may have held it at the fork
+            Workers.__init__(
+                self, self._count
+            )  # the lock, too: another thread may have held it at the fork
         if self in _running.get():
             with closing(Workers(self._count)) as others:
                 return others.run(relay, programs)
@@ -58,7 +64,9 @@ class Workers:
             if relay.error is not None:
                 raise relay.error
         finally:
-            relay.error = None  # its traceback refers to this frame, which refers to the relay: a cycle
+            relay.error = (
+                None  # its traceback refers to this frame, which refers to the relay: a cycle
+            )
             if self._closed:
                 with self._lock:
                     self._end()
@@ -108,9 +116,14 @@ class Workers:
 
     def _start(self) -> None:
         for j, thread in enumerate(self._threads):
-            if thread is None or not thread.is_alive():  # one that failed to start is not alive either
+            if (
+                thread is None or not thread.is_alive()
+            ):  # one that failed to start is not alive either
                 self._threads[j] = new = threading.Thread(
-                    target=_serve, args=(self._inboxes[j],), name=f"gpipe-partition-{j}", daemon=True
+                    target=_serve,
+                    args=(self._inboxes[j],),
+                    name=f"gpipe-partition-{j}",
+                    daemon=True,
                 )
                 new.start()
 

@@ -56,7 +56,9 @@ class Links(Protocol):
 class BatchIO:
     """What enters a pipeline in one run of its programs, and what has left it, by micro-batch."""
 
-    def __init__(self, inputs: Sequence[TensorOrTensors] = (), output_grads: Sequence[Flat] = ()) -> None:
+    def __init__(
+        self, inputs: Sequence[TensorOrTensors] = (), output_grads: Sequence[Flat] = ()
+    ) -> None:
         self.inputs, self._output_grads = inputs, output_grads
         self.outputs: dict[int, Item] = {}
         self.input_grads: dict[int, Flat] = {}
@@ -101,18 +103,24 @@ class Program:
         self._draws = draws
         self._observer = observer
         self._graphs: dict[tuple[int, int], TaskGraph] = {}
-        self._kept: dict[tuple[int, int], Any] = {}  # what is handed from stage to stage within this program
+        self._kept: dict[
+            tuple[int, int], Any
+        ] = {}  # what is handed from stage to stage within this program
         self.doing = "forward"
         self.computing: str | None = None
 
-    def run(self, actions: Sequence[Action], links: Links, io: BatchIO, *, keep: bool = False) -> None:
+    def run(
+        self, actions: Sequence[Action], links: Links, io: BatchIO, *, keep: bool = False
+    ) -> None:
         """Do the actions, in this order, in this thread's modes. With `keep`, they can go backward again."""
         for graph in self._graphs.values():
             graph.check_unspent()  # before anything waits for another program
         try:
             for action in actions:
                 kind, i, s = action
-                self.doing = f"{'recomputation' if kind == 'recompute' else kind} of micro-batch {i}"
+                self.doing = (
+                    f"{'recomputation' if kind == 'recompute' else kind} of micro-batch {i}"
+                )
                 if kind == "forward":
                     self._forward(action, links, io)
                 elif kind in ("backward", "backward_inputs"):
@@ -196,7 +204,11 @@ class Program:
     def _task(self, i: int, stage: Stage, item: Item) -> Item:
         flat, s = item.flat, stage.index
         if not self.guards:
-            with observed(self._observer, "forward", i, s), self._draws(i, stage, False).first(), stage.lock:
+            with (
+                observed(self._observer, "forward", i, s),
+                self._draws(i, stage, False).first(),
+                stage.lock,
+            ):
                 outputs, form = stage.run(flat, item.form, item.shared)
             return Item(outputs, form, shared_by(outputs, flat, item.shared))
         recomputed, guards = i < self._recomputed, self.guards[s]

@@ -69,7 +69,13 @@ class Seeds:
     """
 
     def __init__(
-        self, n: int, *, recomputed: bool, grad: bool, distributed: bool = False, base: int | None = None
+        self,
+        n: int,
+        *,
+        recomputed: bool,
+        grad: bool,
+        distributed: bool = False,
+        base: int | None = None,
     ) -> None:
         self._n, self._distributed = n, distributed
         self.base = base
@@ -77,7 +83,9 @@ class Seeds:
         self._recomputed = recomputed
         self._grad = grad
         self._drew = [False] * (n + 1)  # whether a task of each partition has, and a criterion
-        self._unseen: bool | None = None  # whether somebody has drawn from the default generator, until this was left
+        self._unseen: bool | None = (
+            None  # whether somebody has drawn from the default generator, until this was left
+        )
         self._first: dict[int, int] = {}  # which micro-batch came first to each partition
 
     def of(self, i: int, stage: Stage, recomputed: bool) -> Randomness:
@@ -86,8 +94,12 @@ class Seeds:
         first = self._first.setdefault(j, i) == i
         if not first and not self._drew[j]:
             passes = count()
-            return Randomness(own, (lambda: self._watch(next(passes))) if self._recomputed else None)
-        seed = (self.base or 0) + (i * self._n + j if j < self._n else -1 - i)  # what older versions drew stays
+            return Randomness(
+                own, (lambda: self._watch(next(passes))) if self._recomputed else None
+            )
+        seed = (self.base or 0) + (
+            i * self._n + j if j < self._n else -1 - i
+        )  # what older versions drew stays
         drew = partial(self._note, j)
         if self._distributed:
             seeded = SeededDefault(seed, drew)

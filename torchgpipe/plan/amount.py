@@ -2,8 +2,17 @@
 
 import re
 
-UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9,
-         "TB": 10**12}  # fmt: skip
+UNITS = {
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
 
 
 def parse_amount(text: str | float) -> float:
@@ -19,7 +28,9 @@ def parse_amount(text: str | float) -> float:
     elif match is not None and match[2].lower() in units:
         nbytes = float(match[1]) * units[match[2].lower()]
     else:
-        raise ValueError(f"memory must be bytes, or text with a unit such as '24GiB' or '80GB', got {text!r}")
+        raise ValueError(
+            f"memory must be bytes, or text with a unit such as '24GiB' or '80GB', got {text!r}"
+        )
     if not 0 < nbytes < float("inf"):
         raise ValueError(f"memory must be more than nothing, got {text!r}")
     return nbytes

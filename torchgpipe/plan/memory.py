@@ -85,7 +85,11 @@ class Moment(NamedTuple):
 @lru_cache(maxsize=64)
 def _moments(lists: Schedule, recomputed: int, skips: bool) -> list[list[Moment]]:
     """Return the moments of each device that may be its fullest: those alike do not hold as much of everything."""
-    events = lists.replay(lambda x: units(x) * (x.kind != "recompute"), ahead=False).events if skips else []
+    events = (
+        lists.replay(lambda x: units(x) * (x.kind != "recompute"), ahead=False).events
+        if skips
+        else []
+    )
     times = {event[:3]: event[3:] for event in events}
     ends: dict[tuple[bool, int], list[float]] = defaultdict(list)
     for kind, _, s, _, end in events:
@@ -97,13 +101,23 @@ def _moments(lists: Schedule, recomputed: int, skips: bool) -> list[list[Moment]
 
     def between(s: int, t: int, now: float, end: float) -> tuple[int, int, int, int, int]:
         away, waiting = (done(way, s, now) - done(way, t, now) for way in (True, False))
-        return s, t, max(0, away), max(0, done(False, t, end) - done(False, s, now)), max(0, waiting)
+        return (
+            s,
+            t,
+            max(0, away),
+            max(0, done(False, t, end) - done(False, s, now)),
+            max(0, waiting),
+        )
 
     found = []
     for actions in lists.lists:
         own = tuple(sorted({action.stage for action in actions}))
         ways = [(s, t) for s in own for t in range(len(lists.placement))] if skips else []
-        held, left, begun = {s: [0, 0, 0] for s in own}, dict.fromkeys(own, lists.micro_batches), set[int]()
+        held, left, begun = (
+            {s: [0, 0, 0] for s in own},
+            dict.fromkeys(own, lists.micro_batches),
+            set[int](),
+        )
         alike: dict[object, list[tuple[list[int], Moment]]] = defaultdict(list)
         for k, (kind, i, s) in enumerate(actions):
             plain, back = i >= recomputed, kind in ("backward", "backward_inputs")
@@ -115,11 +129,17 @@ def _moments(lists: Schedule, recomputed: int, skips: bool) -> list[list[Moment]
             start, end = times[actions[k + (kind == "recompute")]] if skips else (0.0, 0.0)
             coming, started = tuple([left[j] > 0 for j in own]), tuple([j in begun for j in own])
             pairs = tuple([between(*way, start, end) for way in ways])
-            now = Moment(kind, s, not plain, own, coming, started, tuple(map(tuple, held.values())), pairs)
+            now = Moment(
+                kind, s, not plain, own, coming, started, tuple(map(tuple, held.values())), pairs
+            )
             much = [x for each in (*now.held, *(pair[2:] for pair in pairs)) for x in each]
             others = alike[now[:6]]
-            if not any(all(a >= b for a, b in zip(other, much, strict=True)) for other, _ in others):
-                others[:] = [x for x in others if any(a > b for a, b in zip(x[0], much, strict=True))] + [(much, now)]
+            if not any(
+                all(a >= b for a, b in zip(other, much, strict=True)) for other, _ in others
+            ):
+                others[:] = [
+                    x for x in others if any(a > b for a, b in zip(x[0], much, strict=True))
+                ] + [(much, now)]
             held[s][plain] += kind == "forward"
             held[s][2] += kind == "backward_inputs"
             begun |= {s} if back else set()
@@ -141,11 +161,18 @@ class _Stage:
         self.layers = counts.low[start:stop]
         self.parameters = [float(x) for layer in self.layers for x in layer.parameter_sizes]
         # Backwards of weights need what layers with products have saved, and their outputs' gradients.
-        pairs = zip(counts.footprints(size)[start:stop], self.layers, strict=True) if setup.halves else ()
+        pairs = (
+            zip(counts.footprints(size)[start:stop], self.layers, strict=True)
+            if setup.halves
+            else ()
+        )
         late = [footprint for footprint, layer in pairs if layer.products]
         self.grads = sum(footprint.output_grad for footprint in late)
         sizes = {
-            number: nbytes for footprint in late for number, nbytes in footprint.sizes if number in footprint.saves
+            number: nbytes
+            for footprint in late
+            for number, nbytes in footprint.sizes
+            if number in footprint.saves
         }
         self.half = sum(sizes.values()) + self.grads
 
@@ -161,15 +188,25 @@ class _Device:
     throughout backward. While outputs are gathered, the micro-batches' outputs and the whole are there at once.
     """
 
-    def __init__(self, counts: Counts, setup: Setup, own: Sequence[int], crossings: Sequence[tuple[int, int, Stashed]]):
+    def __init__(
+        self,
+        counts: Counts,
+        setup: Setup,
+        own: Sequence[int],
+        crossings: Sequence[tuple[int, int, Stashed]],
+    ):
         self._counts, self._setup, self._crossings = counts, setup, crossings
         self._m, self._n, self._gathered = len(setup.sizes), len(setup.cuts), setup.gathered
         self._recomputed = checkpointed(setup.checkpoint, self._m)
         self._stages = {s: _Stage(counts, setup, s) for s in own}
         layers = [layer for stage in self._stages.values() for layer in stage.layers]
         self._parameters = float(sum(layer.parameters for layer in layers))
-        self._kept_grads = self._parameters if setup.zeroed else 0.0  # gradients that stay between steps
-        frozen = sum(layer.frozen for layer in layers) + (counts.input * setup.batch_size if 0 in own else 0.0)
+        self._kept_grads = (
+            self._parameters if setup.zeroed else 0.0
+        )  # gradients that stay between steps
+        frozen = sum(layer.frozen for layer in layers) + (
+            counts.input * setup.batch_size if 0 in own else 0.0
+        )
         state = setup.optimizer.state * self._parameters
         self._always = DeviceBytes(self._parameters + frozen, self._kept_grads, state)
 
@@ -178,11 +215,16 @@ class _Device:
         found, last = [*map(self._at, moments)], self._stages.get(self._n - 1)
         gathered = self._m * last.plain.output if last and self._gathered else 0.0
         if gathered:
-            stashed = sum(x.stashed(self._recomputed, self._m - self._recomputed) for x in self._stages.values())
+            stashed = sum(
+                x.stashed(self._recomputed, self._m - self._recomputed)
+                for x in self._stages.values()
+            )
             working = gathered if self._m > 1 else 0.0
             found.append(self._always._replace(stashed=stashed + gathered, working=working))
         summed = self._parameters + (0.0 if self._gathered else self._kept_grads)
-        update = self._setup.optimizer.temporaries([x for stage in self._stages.values() for x in stage.parameters])
+        update = self._setup.optimizer.temporaries(
+            [x for stage in self._stages.values() for x in stage.parameters]
+        )
         found.append(self._always._replace(gradients=summed, stashed=gathered, update=update))
         return max(found, key=lambda x: x.peak)
 
@@ -215,7 +257,8 @@ class _Device:
                 later = task.later if self._setup.zeroed and self._m == 1 else task.first
                 working = task.kept + (later if first else task.summed)
         return self._always._replace(
-            gradients=self._kept_grads + sum(sum(self._stages[s].parameters) for s in now.stages if begun[s]),
+            gradients=self._kept_grads
+            + sum(sum(self._stages[s].parameters) for s in now.stages if begun[s]),
             stashed=stashed,
             working=working,
             skips=sum(self._skips(*pair) for pair in now.skips),
@@ -225,5 +268,11 @@ class _Device:
     def _skips(self, s: int, t: int, away: int, early: int, waiting: int) -> float:
         """Return the bytes of skips on their way from s to t, and of gradients; not copied, these are where made."""
         copied = self._counts.copied
-        leaving = sum(away * x.bytes + early * copied * x.grad for a, b, x in self._crossings if (a, b) == (s, t))
-        return leaving + sum(waiting * (not copied) * x.grad for a, b, x in self._crossings if (a, b) == (t, s))
+        leaving = sum(
+            away * x.bytes + early * copied * x.grad
+            for a, b, x in self._crossings
+            if (a, b) == (s, t)
+        )
+        return leaving + sum(
+            waiting * (not copied) * x.grad for a, b, x in self._crossings if (a, b) == (t, s)
+        )

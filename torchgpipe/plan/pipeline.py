@@ -43,6 +43,15 @@ def pipeline(
     """
     given = [*devices]
     layers = sequential(module, sample, whole=whole, shared=shared)
-    found = plan(layers, sample, batch_size=batch_size, devices=len(given), memory=memory, hardware=hardware,
-                 optimizer=optimizer, chunks=chunks, checkpoint=checkpoint)  # fmt: skip
+    found = plan(
+        layers,
+        sample,
+        batch_size=batch_size,
+        devices=len(given),
+        memory=memory,
+        hardware=hardware,
+        optimizer=optimizer,
+        chunks=chunks,
+        checkpoint=checkpoint,
+    )
     return found.gpipe(devices=given)

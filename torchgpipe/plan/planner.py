@@ -77,7 +77,13 @@ def plan(
         ValueError: a value out of range, or no setup fits (`Impossible`); the message says why.
     """
     sample = checked_sample(module, sample, "planned")
-    node = None if hardware == HERE else hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    node = (
+        None
+        if hardware == HERE
+        else hardware
+        if isinstance(hardware, Hardware)
+        else load_hardware(hardware)
+    )
     _check_number("batch_size", batch_size)
     if devices is not None:
         _check_number("devices", devices)
@@ -86,7 +92,9 @@ def plan(
     modes = _several("checkpoint", checkpoint, "mode")
     for mode in modes:
         if mode not in MODES:
-            raise ValueError(f"checkpoint must be among {', '.join(map(repr, MODES))}, got {mode!r}")
+            raise ValueError(
+                f"checkpoint must be among {', '.join(map(repr, MODES))}, got {mode!r}"
+            )
     orders = _several("schedules", schedules, "schedule")
     for schedule in orders:
         # Both refuse what no pipeline can do.
@@ -96,8 +104,12 @@ def plan(
         _check_number("chunks", m, batch_size)
     if autocast not in (None, torch.float16, torch.bfloat16):
         raise ValueError(f"autocast must be torch.float16 or torch.bfloat16, got {autocast!r}")
-    if master_weights and any(p.element_size() != 2 for p in module.parameters() if p.requires_grad):
-        raise ValueError("master_weights is for parameters in 16 bits: others are updated as they are, so leave it out")
+    if master_weights and any(
+        p.element_size() != 2 for p in module.parameters() if p.requires_grad
+    ):
+        raise ValueError(
+            "master_weights is for parameters in 16 bits: others are updated as they are, so leave it out"
+        )
     given = None if memory is None else parse_amount(memory)
     number = isinstance(headroom, (int, float)) and not isinstance(headroom, bool)
     if headroom is not None and not (number and 0 <= headroom < inf):
@@ -131,7 +143,9 @@ def plan(
         checkpoint=modes,
         schedules=orders,
     )
-    candidates = sorted((each.best for each in found.values() if each.best is not None), key=lambda c: c.seconds)
+    candidates = sorted(
+        (each.best for each in found.values() if each.best is not None), key=lambda c: c.seconds
+    )
     bound = min(each.bound for each in found.values())
     beside = [data_parallel(predictor, batch_size, n, state) for n in found]
     return Plan(candidates, bound, each, tensors, node, source, found, beside, predictor, module)
@@ -139,11 +153,18 @@ def plan(
 
 def _numbers(most: int) -> list[int]:
     """Return the numbers of partitions to choose from: every one to 16, then fewer, and the most."""
-    return sorted({n for n in (*range(1, 17), *(k << i for i in range(3, 12) for k in (2, 3))) if n <= most} | {most})
+    return sorted(
+        {n for n in (*range(1, 17), *(k << i for i in range(3, 12) for k in (2, 3))) if n <= most}
+        | {most}
+    )
 
 
 def _check_number(name: str, given: object, batch_size: int | None = None) -> None:
-    if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= (batch_size or given):
+    if (
+        not isinstance(given, int)
+        or isinstance(given, bool)
+        or not 1 <= given <= (batch_size or given)
+    ):
         allowed = f"from 1 to the batch size {batch_size}" if batch_size else "of at least 1"
         raise ValueError(f"{name} must be a whole number {allowed}, got {given!r}")
 

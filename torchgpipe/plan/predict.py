@@ -62,7 +62,11 @@ class Setup:
     @property
     def halves(self) -> bool:
         """Whether some backwards are in halves."""
-        return (self.schedule if isinstance(self.schedule, Schedule) else recomputing(self.schedule, 1, 1)).halves
+        return (
+            self.schedule
+            if isinstance(self.schedule, Schedule)
+            else recomputing(self.schedule, 1, 1)
+        ).halves
 
     @property
     def sizes(self) -> list[int]:
@@ -97,9 +101,13 @@ def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
     return [size] * whole + [rest] * (rest > 0)
 
 
-def apart(seconds: Sequence[float], products: Sequence[float], backward: Sequence[float]) -> list[float]:
+def apart(
+    seconds: Sequence[float], products: Sequence[float], backward: Sequence[float]
+) -> list[float]:
     """Return what of each layer's `seconds` of backward is for its weights: the share of its products with them."""
-    return [x * min(1.0, a / (b or 1.0)) for x, a, b in zip(seconds, products, backward, strict=True)]
+    return [
+        x * min(1.0, a / (b or 1.0)) for x, a, b in zip(seconds, products, backward, strict=True)
+    ]
 
 
 class Predictor:
@@ -117,36 +125,55 @@ class Predictor:
         return self._known[size]
 
     def _timed(self, size: int, layers: Sequence[LayerCount]) -> LayerSeconds:
-        forward, backward = self._totals([x.forward for x in layers]), self._totals([x.backward for x in layers])
+        forward, backward = (
+            self._totals([x.forward for x in layers]),
+            self._totals([x.backward for x in layers]),
+        )
         weights = apart(backward, self._totals([x.products for x in layers]), backward)
         accumulate = self._totals([x.accumulate for x in layers])
         return LayerSeconds(forward, forward, backward, weights, accumulate, layers)
 
     def _totals(self, operators: Sequence[tuple[Operator, ...]]) -> list[float]:
         """Return the seconds of each layer's operators. Layers that behave alike share theirs."""
-        seconds = {key: sum(map(self.hardware.seconds, x)) for key, x in {id(x): x for x in operators}.items()}
+        seconds = {
+            key: sum(map(self.hardware.seconds, x))
+            for key, x in {id(x): x for x in operators}.items()
+        }
         return [seconds[id(x)] for x in operators]
 
     def costs(self, setup: Setup) -> Costs:
         """Return the seconds of every task and copy."""
         sizes, cuts = setup.sizes, setup.cuts
         if len(self.counts) != sum(setup.balance):
-            raise ValueError(f"the balance has {sum(setup.balance)} layers, and the model {len(self.counts)}")
+            raise ValueError(
+                f"the balance has {sum(setup.balance)} layers, and the model {len(self.counts)}"
+            )
         recomputed, lists = checkpointed(setup.checkpoint, len(sizes)), setup.lists
         # The one that goes backward first finds no gradients yet to which its own are added.
-        order = [action.micro_batch for action in lists.lists[-1] if action.kind.startswith("backward")]
+        order = [
+            action.micro_batch for action in lists.lists[-1] if action.kind.startswith("backward")
+        ]
         first = None if setup.zeroed else order[0]
         kinds = [(size, i < recomputed, i == first) for i, size in enumerate(sizes)]
         rows = {kind: self._row(cuts, *kind, setup.halves) for kind in dict.fromkeys(kinds)}
-        forward, backward, recompute, weights = map(list, zip(*(rows[kind] for kind in kinds), strict=True))
+        forward, backward, recompute, weights = map(
+            list, zip(*(rows[kind] for kind in kinds), strict=True)
+        )
         copies, skips = self.copies(setup)
         # On a CPU, partitions that cannot overlap run one after another, each recomputation right before its backward.
         ahead = not self.hardware.cpu or overlaps(len(sizes), len(lists.lists))
         loss = 0.0 if setup.gathered else None
-        return Costs(forward, backward, recompute, copies, loss, skips, not setup.streams, ahead, weights)
+        return Costs(
+            forward, backward, recompute, copies, loss, skips, not setup.streams, ahead, weights
+        )
 
     def _row(
-        self, cuts: Sequence[tuple[int, int]], size: int, recomputed: bool, first: bool, halves: bool
+        self,
+        cuts: Sequence[tuple[int, int]],
+        size: int,
+        recomputed: bool,
+        first: bool,
+        halves: bool,
     ) -> tuple[list[float], ...]:
         """Return a micro-batch's forward, backward, recomputation and backward of weights on each stage.
 
@@ -156,13 +183,23 @@ class Predictor:
         graph = [sum(layers.graph[a:b]) for a, b in cuts]
         forward = [sum(layers.forward[a:b]) for a, b in cuts] if recomputed else graph
         added = [0.0 if first else sum(layers.accumulate[a:b]) for a, b in cuts]
-        backward = [dearer * sum(layers.backward[a:b]) + more for (a, b), more in zip(cuts, added, strict=True)]
-        weights = [sum(layers.weights[a:b]) + more for (a, b), more in zip(cuts, added, strict=True)] if halves else []
+        backward = [
+            dearer * sum(layers.backward[a:b]) + more
+            for (a, b), more in zip(cuts, added, strict=True)
+        ]
+        weights = (
+            [sum(layers.weights[a:b]) + more for (a, b), more in zip(cuts, added, strict=True)]
+            if halves
+            else []
+        )
         return forward, backward, graph if recomputed else [0.0] * len(cuts), weights
 
     def copies(self, setup: Setup) -> tuple[list[float], dict[tuple[int, int], float]]:
         """Return the seconds of each boundary's copy, and of the skips that go from one partition to another."""
-        layers, footprints = self.layers(setup.sizes[0]).layers, self.counts.footprints(setup.sizes[0])
+        layers, footprints = (
+            self.layers(setup.sizes[0]).layers,
+            self.counts.footprints(setup.sizes[0]),
+        )
         cuts = setup.cuts
         through = [layers[b - 1].output for _, b in cuts[:-1]]
         beside: dict[tuple[int, int], float] = {}
@@ -172,9 +209,14 @@ class Predictor:
             else:
                 for j in range(source, target):
                     through[j] += stashed.copied
-        transfer, at = self.hardware.transfer, setup.lists.placement  # on one device, nothing is copied
+        transfer, at = (
+            self.hardware.transfer,
+            setup.lists.placement,
+        )  # on one device, nothing is copied
         through = [x * (at[j] != at[j + 1]) for j, x in enumerate(through)]
-        return [transfer(x) for x in through], {(a, b): transfer(x) for (a, b), x in beside.items() if at[a] != at[b]}
+        return [transfer(x) for x in through], {
+            (a, b): transfer(x) for (a, b), x in beside.items() if at[a] != at[b]
+        }
 
     def step(self, setup: Setup) -> Timeline:
         """Predict one step: after its tasks its seconds go on for the optimizer, with setting to zero."""
@@ -199,8 +241,14 @@ class Predictor:
         return self.hardware.seconds(Operator("elementwise", "float32", 0.0, moved * updated))
 
 
-def crossing(layers: Sequence[Footprint], cuts: Sequence[tuple[int, int]]) -> list[tuple[int, int, Stashed]]:
+def crossing(
+    layers: Sequence[Footprint], cuts: Sequence[tuple[int, int]]
+) -> list[tuple[int, int, Stashed]]:
     """List the skips that cross partitions: where they are stashed, where they are popped, and what they are."""
-    popped = {skip: j for j, (a, b) in enumerate(cuts) for layer in layers[a:b] for skip in layer.pops}
-    stashed = [(j, x) for j, (a, b) in enumerate(cuts) for layer in layers[a:b] for x in layer.stashes]
+    popped = {
+        skip: j for j, (a, b) in enumerate(cuts) for layer in layers[a:b] for skip in layer.pops
+    }
+    stashed = [
+        (j, x) for j, (a, b) in enumerate(cuts) for layer in layers[a:b] for x in layer.stashes
+    ]
     return [(j, popped[x.skip], x) for j, x in stashed if popped[x.skip] != j]

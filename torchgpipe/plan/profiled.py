@@ -78,9 +78,7 @@ class Profile:
     def __str__(self) -> str:
         *sizes, last = map(str, self.sizes)
         how = "in whole steps" if self.whole else "each alone"
-        return (
-            f"layers profiled on {device_name(self.device)}, {how}, in micro-batches of {', '.join(sizes)} and {last}"
-        )
+        return f"layers profiled on {device_name(self.device)}, {how}, in micro-batches of {', '.join(sizes)} and {last}"
 
 
 class ProfiledPredictor(Predictor):
@@ -91,10 +89,17 @@ class ProfiledPredictor(Predictor):
         self.profile = profile
 
     def _timed(self, size: int, layers: Sequence[LayerCount]) -> LayerSeconds:
-        forward, graph, backward = ([curve.at(size) for curve in each] for each in self.profile.curves)
-        flops = [[sum(x.flops for x in each) for each in (layer.products, layer.backward)] for layer in layers]
+        forward, graph, backward = (
+            [curve.at(size) for curve in each] for each in self.profile.curves
+        )
+        flops = [
+            [sum(x.flops for x in each) for each in (layer.products, layer.backward)]
+            for layer in layers
+        ]
         weights = apart(backward, *zip(*flops, strict=True))
-        return LayerSeconds(forward, graph, backward, weights, self._totals([x.accumulate for x in layers]), layers)
+        return LayerSeconds(
+            forward, graph, backward, weights, self._totals([x.accumulate for x in layers]), layers
+        )
 
 
 def predictor_here(
@@ -120,9 +125,14 @@ def predictor_here(
     copies = sum(layer.parameters + layer.frozen for layer in counts.low)
     profile = profile_layers(module, sample, whole=step.peak + copies <= node.memory)
     if node.cpu and node.devices > 1 and profile.whole:
-        given, at_work = _rows(module, sample, profile.sizes[len(profile.sizes) // 2]), min(node.devices, MOST_AT_WORK)
+        given, at_work = (
+            _rows(module, sample, profile.sizes[len(profile.sizes) // 2]),
+            min(node.devices, MOST_AT_WORK),
+        )
         with undisturbed(device):
-            works = [partial(time_step, _copy(module, device), given, device) for _ in range(at_work)]
+            works = [
+                partial(time_step, _copy(module, device), given, device) for _ in range(at_work)
+            ]
             node = replace(node, sharing=sharing(works))
     return ProfiledPredictor(counts, replace(node, workspace=profile.workspace), profile)
 
@@ -131,7 +141,9 @@ def _copy(module: nn.Sequential, device: torch.device) -> nn.Sequential:
     return nn.Sequential(*(placed_copy(module, index, device) for index in range(len(module))))
 
 
-def profile_layers(module: nn.Sequential, sample: TensorOrTensors, *, whole: bool = True) -> Profile:
+def profile_layers(
+    module: nn.Sequential, sample: TensorOrTensors, *, whole: bool = True
+) -> Profile:
     """Time the layers on the sample's device, in micro-batches as large as the sample, half as large, and so on.
 
     They are timed as parts of `whole` steps, on a copy of the model. Without `whole`, or without memory for that, each
@@ -146,9 +158,15 @@ def profile_layers(module: nn.Sequential, sample: TensorOrTensors, *, whole: boo
         found = _in_steps(module, sample, sizes, device) if whole else []
         whole = bool(found)
         if not found:
-            found = [time_alone(module, _rows(module, sample, size), device, RUNS) for size in sizes]
-    medians = torch.tensor(found, dtype=torch.float64, device="cpu").median(dim=1).values.unbind(dim=1)
-    forward, graph, backward = ([Curve.through(sizes, times) for times in kind.T.tolist()] for kind in medians)
+            found = [
+                time_alone(module, _rows(module, sample, size), device, RUNS) for size in sizes
+            ]
+    medians = (
+        torch.tensor(found, dtype=torch.float64, device="cpu").median(dim=1).values.unbind(dim=1)
+    )
+    forward, graph, backward = (
+        [Curve.through(sizes, times) for times in kind.T.tolist()] for kind in medians
+    )
     workspace = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
     return Profile((forward, graph, backward), device, sizes, whole, max(0.0, workspace))
 
@@ -179,7 +197,9 @@ def _device(sample: TensorOrTensors) -> torch.device:
 def _sizes(module: nn.Module, sample: TensorOrTensors) -> tuple[int, ...]:
     """Return the sizes of micro-batches that are timed, the smallest first: at least two."""
     split = batched(module) or [True]
-    sizes = [max(2 * LEAST, next(len(x) for x, b in zip(tensors_of(sample), split, strict=False) if b))]
+    sizes = [
+        max(2 * LEAST, next(len(x) for x, b in zip(tensors_of(sample), split, strict=False) if b))
+    ]
     while sizes[0] >= 2 * LEAST:
         sizes.insert(0, sizes[0] // 2)
     return tuple(sizes)

@@ -46,7 +46,10 @@ def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
     n = len(costs.forward[0])
     schedule = schedule or recomputing("GPipe", n, len(costs.forward))
     copies = [costs.copy] * (n - 1) if isinstance(costs.copy, (int, float)) else costs.copy
-    inputs = [[a - b for a, b in zip(*rows, strict=False)] for rows in zip(costs.backward, costs.weights, strict=False)]
+    inputs = [
+        [a - b for a, b in zip(*rows, strict=False)]
+        for rows in zip(costs.backward, costs.weights, strict=False)
+    ]
     tables: dict[Kind, Table] = {
         "forward": costs.forward,
         "recompute": costs.recompute,
@@ -56,7 +59,10 @@ def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
     }
     return schedule.replay(
         lambda action: tables[action[0]][action[1]][action[2]],
-        [*((j, j + 1, x) for j, x in enumerate(copies)), *((*route, x) for route, x in costs.skips.items())],
+        [
+            *((j, j + 1, x) for j, x in enumerate(copies)),
+            *((*route, x) for route, x in costs.skips.items()),
+        ],
         blocking=costs.blocking,
         ahead=costs.ahead,
         loss=costs.loss,
@@ -79,5 +85,8 @@ def shared(timeline: Timeline, sharing: float) -> Timeline:
         now += (time - before) * (1 + sharing * max(0, busy - 1))
         stretched[time], before = now, time
         busy += changes[time]
-    events = [event._replace(start=stretched[event.start], end=stretched[event.end]) for event in timeline.tasks]
+    events = [
+        event._replace(start=stretched[event.start], end=stretched[event.end])
+        for event in timeline.tasks
+    ]
     return replace(timeline, events=events, seconds=now + timeline.seconds - before)

@@ -112,7 +112,9 @@ class Plan:
         """
         given = None if devices is None else list(devices)[: len(self.best.devices)]
         elsewhere = given is None or any(torch.device(device).type != "meta" for device in given)
-        if elsewhere and any(x.is_meta for x in (*self.module.parameters(), *self.module.buffers())):
+        if elsewhere and any(
+            x.is_meta for x in (*self.module.parameters(), *self.module.buffers())
+        ):
             raise ValueError(
                 "the model is on device 'meta' and has no values to move: build it on a real device, and give that "
                 f"GPipe(model, {self.balance}, chunks={self.chunks}, checkpoint={self.checkpoint!r}, "
@@ -129,14 +131,20 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        return "\n\n".join(filter(None, (self._setup(), self._devices(), self._numbers(), fill(self.reason, WIDTH))))
+        return "\n\n".join(
+            filter(
+                None, (self._setup(), self._devices(), self._numbers(), fill(self.reason, WIDTH))
+            )
+        )
 
     def _setup(self) -> str:
         """Return the setup, its time and how far that is from the bound, and its memory."""
         best, setup, balance = self.best, self.best.setup, str(self.balance)
         if len(balance) > WIDTH - len(INDENT):  # is cut in the middle
             balance = f"{balance[: WIDTH // 2 - 8]} … {balance[8 - WIDTH // 2 :]}"
-        left = f"{INDENT}{amount(self.memory - self.room)} are left to the allocator and to libraries"
+        left = (
+            f"{INDENT}{amount(self.memory - self.room)} are left to the allocator and to libraries"
+        )
         lines = [
             f"balance     {balance}",
             f"chunks      {self.chunks}, each a micro-batch of {setup.sizes[0]}",
@@ -148,7 +156,12 @@ class Plan:
             f"bubble      {best.bubble:.1%} of the devices' time",
             f"memory      at most {amount(best.peak)} of {amount(self.memory)} on a device, allocated to tensors",
             *([left] if self.room < self.memory else []),
-            fill(f"predicted, not measured: {self.source}", WIDTH, initial_indent=INDENT, subsequent_indent=INDENT),
+            fill(
+                f"predicted, not measured: {self.source}",
+                WIDTH,
+                initial_indent=INDENT,
+                subsequent_indent=INDENT,
+            ),
         ]
         return "\n".join(lines)
 
@@ -157,11 +170,30 @@ class Plan:
         setup = self.best.setup
         lines = ["device  layers  model+grads  optimizer  stashed  working  copies    total"]
         for j, device in enumerate(self.best.devices):
-            layers = "+".join([str(k) for k, d in zip(setup.balance, setup.lists.placement, strict=True) if d == j])
-            model, optimizer = device.parameters + device.gradients, device.optimizer + device.update
-            cells = (model, optimizer, device.stashed, device.working, device.copies + device.skips, device.peak)
+            layers = "+".join(
+                [
+                    str(k)
+                    for k, d in zip(setup.balance, setup.lists.placement, strict=True)
+                    if d == j
+                ]
+            )
+            model, optimizer = (
+                device.parameters + device.gradients,
+                device.optimizer + device.update,
+            )
+            cells = (
+                model,
+                optimizer,
+                device.stashed,
+                device.working,
+                device.copies + device.skips,
+                device.peak,
+            )
             widths = zip(cells, (13, 11, 9, 9, 8, 9), strict=True)
-            lines.append(f"{j:>6}  {layers:>6}" + "".join(f"{cell / GiB:>{width}.2f}" for cell, width in widths))
+            lines.append(
+                f"{j:>6}  {layers:>6}"
+                + "".join(f"{cell / GiB:>{width}.2f}" for cell, width in widths)
+            )
         return "\n".join([*lines, "(GiB, at each device's fullest moment)"])
 
     def _numbers(self) -> str:
@@ -193,8 +225,14 @@ class Plan:
         sentences = [self._bubble()]
         if best.seconds > self.by_devices[n].unlimited * (1 + MUCH):
             faster = best.seconds / self.by_devices[n].unlimited - 1
-            sentences.append(f"Memory is in the way: with enough of it, n = {n} would be {faster:.0%} faster.")
-        faster_ways = [each for each in self.beside if each.peak <= self.room and each.seconds * 1.005 < best.seconds]
+            sentences.append(
+                f"Memory is in the way: with enough of it, n = {n} would be {faster:.0%} faster."
+            )
+        faster_ways = [
+            each
+            for each in self.beside
+            if each.peak <= self.room and each.seconds * 1.005 < best.seconds
+        ]
         if faster_ways:
             other = min(faster_ways, key=lambda each: each.seconds)
             gain = best.seconds / other.seconds - 1
@@ -206,7 +244,9 @@ class Plan:
 
     def _bubble(self) -> str:
         best, n, setup = self.best, len(self.best.devices), self.best.setup
-        fewer = max((len(each.devices) for each in self.candidates if len(each.devices) < n), default=None)
+        fewer = max(
+            (len(each.devices) for each in self.candidates if len(each.devices) < n), default=None
+        )
         if len(self.by_devices) == 1:
             return f"The bubble takes {best.bubble:.0%}." if n > 1 else ""
         if n == 1:
@@ -228,4 +268,6 @@ class Plan:
             if larger > device
             else "the last device helps more than twice the batch would"
         )
-        return f"{text}: {helps} (samples/s: {larger:+.0%} by the batch, {device:+.0%} by the device)."
+        return (
+            f"{text}: {helps} (samples/s: {larger:+.0%} by the batch, {device:+.0%} by the device)."
+        )

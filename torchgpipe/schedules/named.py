@@ -13,7 +13,9 @@ from torchgpipe.schedules.check import Lists
 from torchgpipe.schedules.schedule import Schedule, recomputing
 
 
-def looped(n: int, m: int, v: int, ahead: Callable[[int], int], backward: Kind = "backward") -> list[list[Action]]:
+def looped(
+    n: int, m: int, v: int, ahead: Callable[[int], int], backward: Kind = "backward"
+) -> list[list[Action]]:
     """Return lists of v stages on each device, of which each in turn is for n micro-batches.
 
     Device d begins with `ahead(d)` forwards; then they alternate with backwards, as far as there are both. Where n does
@@ -23,8 +25,15 @@ def looped(n: int, m: int, v: int, ahead: Callable[[int], int], backward: Kind =
     lists = []
     for d in range(n):
         stages = range(d, n * v, n)
-        forwards = [Action("forward", g + i, s) for g in range(0, m, n) for s in stages for i in range(n)]
-        backwards = [Action(backward, g + i, s) for g in range(0, m, n) for s in stages[::-1] for i in range(n)]
+        forwards = [
+            Action("forward", g + i, s) for g in range(0, m, n) for s in stages for i in range(n)
+        ]
+        backwards = [
+            Action(backward, g + i, s)
+            for g in range(0, m, n)
+            for s in stages[::-1]
+            for i in range(n)
+        ]
         turns = zip_longest(forwards[ahead(d) :], backwards)
         actions = [*forwards[: ahead(d)], *(action for turn in turns for action in turn if action)]
         lists.append([action for action in actions if action.micro_batch < m])
@@ -94,7 +103,9 @@ def zb_v(n: int, m: int, v: int) -> Lists:
     """
     lists: list[list[Action]] = []
     for d in range(n):
-        letters = "F" * (2 * (n - d) - 1) + "fF" * d + "fiw" * (n - d) + "FIWfiw" * max(m - n, n - 1)
+        letters = (
+            "F" * (2 * (n - d) - 1) + "fF" * d + "fiw" * (n - d) + "FIWfiw" * max(m - n, n - 1)
+        )
         letters += "Ii" * d + "IW" * (n - d) + "w" * d + "W" * d
         counts: Counter[str] = Counter()
         lists.append([])
@@ -117,7 +128,9 @@ NAMED: dict[str, tuple[Callable[[int, int, int], Lists], int | None]] = {
 }
 
 
-def make(schedule: str | Schedule, n: int, m: int, v: int | None = None, checkpoint: str = "never") -> Schedule:
+def make(
+    schedule: str | Schedule, n: int, m: int, v: int | None = None, checkpoint: str = "never"
+) -> Schedule:
     """Return the schedule for n devices and m micro-batches: one that has a name, or what is given, cut to fit.
 
     A name may be in small letters or large; a schedule has at least m micro-batches. Each device has v stages, by
@@ -130,22 +143,34 @@ def make(schedule: str | Schedule, n: int, m: int, v: int | None = None, checkpo
         devices, stages = len(schedule.lists), len(schedule.placement)
         if devices != n or v not in (None, stages / n):
             asked = f"{n} devices" if v is None else f"{n} devices with {v} on each"
-            raise ValueError(f"{schedule.name} has {stages} stages on {devices} devices, which does not fit {asked}")
+            raise ValueError(
+                f"{schedule.name} has {stages} stages on {devices} devices, which does not fit {asked}"
+            )
         if not 1 <= m <= schedule.micro_batches:
-            raise ValueError(f"{schedule.name} is for 1 to {schedule.micro_batches} micro-batches, not {m}")
-        return Schedule(schedule.name, schedule.placement, recomputing(schedule.lists, m, checkpoint))
+            raise ValueError(
+                f"{schedule.name} is for 1 to {schedule.micro_batches} micro-batches, not {m}"
+            )
+        return Schedule(
+            schedule.name, schedule.placement, recomputing(schedule.lists, m, checkpoint)
+        )
     name = {name.lower(): name for name in NAMED}.get(str(schedule).lower(), "")
     if not name:
-        raise ValueError(f"no schedule is called {schedule!r}; there are {', '.join(NAMED)}, or a Schedule of your own")
+        raise ValueError(
+            f"no schedule is called {schedule!r}; there are {', '.join(NAMED)}, or a Schedule of your own"
+        )
     lists, only = NAMED[name]
     v = only or 2 if v is None else v
     if only not in (None, v) or min(n, m, v) < 1:
         some = ">= 1" if only is None else f"= {only}"
-        raise ValueError(f"{name} is for n >= 1 devices, m >= 1 and v {some} stages on each, not {n}, {m} and {v}")
+        raise ValueError(
+            f"{name} is for n >= 1 devices, m >= 1 and v {some} stages on each, not {n}, {m} and {v}"
+        )
     placement = [*range(n), *reversed(range(n))] if name == "ZBVZeroBubble" else [*range(n)] * v
     return Schedule(name, placement, recomputing(lists(n, m, v), m, checkpoint))
 
 
-def draw(schedule: str | Schedule, n: int, m: int, v: int | None = None, checkpoint: str = "never") -> str:
+def draw(
+    schedule: str | Schedule, n: int, m: int, v: int | None = None, checkpoint: str = "never"
+) -> str:
     """Return the picture of a schedule as text; `texts` says how to read it, and `make` what to give."""
     return str(make(schedule, n, m, v, checkpoint))

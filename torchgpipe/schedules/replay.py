@@ -66,7 +66,11 @@ class Timeline:
     def window(self) -> tuple[float, float]:
         """The time from the first task's start to the last one's end: a measured step goes on for its optimizer."""
         tasks = self.tasks
-        return (min(task.start for task in tasks), max(task.end for task in tasks)) if tasks else (0.0, 0.0)
+        return (
+            (min(task.start for task in tasks), max(task.end for task in tasks))
+            if tasks
+            else (0.0, 0.0)
+        )
 
     def busy(self, partition: int) -> float:
         """Return the seconds during which a partition works."""
@@ -78,7 +82,11 @@ class Timeline:
         start, end = self.window
         if end <= start:
             return 0.0
-        return max(0.0, 1 - sum(task.end - task.start for task in self.tasks) / (self.partitions * (end - start)))
+        return max(
+            0.0,
+            1
+            - sum(task.end - task.start for task in self.tasks) / (self.partitions * (end - start)),
+        )
 
     @property
     def bubble_of_longest(self) -> float:

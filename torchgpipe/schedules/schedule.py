@@ -36,7 +36,11 @@ class Schedule:
     def __post_init__(self) -> None:
         """Make tuples of what is given, and check it."""
         object.__setattr__(self, "placement", tuple(self.placement))
-        object.__setattr__(self, "lists", tuple(tuple(Action(*action) for action in actions) for actions in self.lists))
+        object.__setattr__(
+            self,
+            "lists",
+            tuple(tuple(Action(*action) for action in actions) for actions in self.lists),
+        )
         object.__setattr__(self, "_turns", self._numbered(check(self.placement, self.lists)))
 
     def __str__(self) -> str:
@@ -71,12 +75,21 @@ class Schedule:
     def in_flight(self) -> list[int]:
         """How many tasks each device keeps at most: their forward is done, and their last backward is not."""
         change = {"forward": 1, "backward": -1, "backward_weights": -1}
-        return [max(accumulate(change.get(action.kind, 0) for action in actions)) for actions in self.lists]
+        return [
+            max(accumulate(change.get(action.kind, 0) for action in actions))
+            for actions in self.lists
+        ]
 
     def replay(
-        self, seconds: Seconds = units, copies: Copies = (), buffered: int | None = None, *, blocking: bool = False,
-        ahead: bool = True, loss: float | None = None,
-    ) -> Timeline:  # fmt: skip
+        self,
+        seconds: Seconds = units,
+        copies: Copies = (),
+        buffered: int | None = None,
+        *,
+        blocking: bool = False,
+        ahead: bool = True,
+        loss: float | None = None,
+    ) -> Timeline:
         """Return when each action runs if every device does its own in order, as soon as it can.
 
         Recomputations that take no time are left out. `seconds` says how long an action takes; `copies` those that take
@@ -92,7 +105,11 @@ class Schedule:
         room = {} if buffered is None else self._room(buffered)
         turns = self._turns if buffered is None else self._numbered(in_turn(self.lists, room))
         at, copies = self.placement, [*copies]
-        at_once = {(s, s + 1, 0.0) for s in range(len(at) - 1) if all(copy[:2] != (s, s + 1) for copy in copies)}
+        at_once = {
+            (s, s + 1, 0.0)
+            for s in range(len(at) - 1)
+            if all(copy[:2] != (s, s + 1) for copy in copies)
+        }
         # To which stages each stage sends: how far on they are, their devices, and the seconds that a copy takes.
         down, up, alone = ([list[tuple[int, int, float]]() for _ in at] for _ in range(3))
         for source, target, delay in [*copies, *at_once]:
@@ -143,7 +160,9 @@ class Schedule:
         sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
         for action in (action for actions in self.lists for action in actions if action in takers):
             sent[action.stage, takers[action].stage].append(action)
-        both = [pair for items in sent.values() for pair in zip(items, items[buffered:], strict=False)]
+        both = [
+            pair for items in sent.values() for pair in zip(items, items[buffered:], strict=False)
+        ]
         return {later: takers[item] for item, later in both}
 
 
@@ -151,10 +170,14 @@ def recomputing(lists: Lists, m: int, checkpoint: str) -> Lists:
     """Return lists for the first m micro-batches, with recomputations directly before the backwards they are for."""
     checkpointed = {"always": m, "except_last": m - 1, "never": 0}
     if checkpoint not in checkpointed:
-        raise ValueError(f"checkpoint is one of {', '.join(map(repr, checkpointed))}, not {checkpoint!r}")
+        raise ValueError(
+            f"checkpoint is one of {', '.join(map(repr, checkpointed))}, not {checkpoint!r}"
+        )
     found: list[list[Action]] = [[] for _ in lists]
     for own, actions in zip(found, lists, strict=True):
-        for kind, i, s in (action for action in actions if action.kind != "recompute" and action.micro_batch < m):
+        for kind, i, s in (
+            action for action in actions if action.kind != "recompute" and action.micro_batch < m
+        ):
             if kind in ("backward", "backward_inputs") and i < checkpointed[checkpoint]:
                 own.append(Action("recompute", i, s))
             own.append(Action(kind, i, s))

@@ -19,7 +19,9 @@ from torchgpipe.schedules.action import LETTERS, Action
 from torchgpipe.schedules.replay import Timeline
 
 _ENTRY = re.compile(r"(\d+)([FIWB])(\d+)")
-_DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")  # PyTorch writes them, too
+_DERIVED = re.compile(
+    r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*"
+)  # PyTorch writes them, too
 _LETTER = {kind: letter for letter, kind in LETTERS.items()}
 
 
@@ -30,7 +32,12 @@ def drawn(units: Timeline) -> str:
         own = sorted({event.partition for event in events})
         which = {s: chr(ord("a") + k) * (len(own) > 1) for k, s in enumerate(own)}
         names = [f"{_LETTER[kind]}{i}{which[s]} ".removeprefix("F") for kind, i, s, *_ in events]
-        rows.append([(name, int(event.start), int(event.end)) for name, event in zip(names, events, strict=True)])
+        rows.append(
+            [
+                (name, int(event.start), int(event.end))
+                for name, event in zip(names, events, strict=True)
+            ]
+        )
     width = max(-(-len(entry) // (end - start)) for row in rows for entry, start, end in row)
     lines = []
     for d, row in enumerate(rows):
@@ -61,5 +68,7 @@ def read(file: str | PathLike[str]) -> tuple[list[int], list[list[Action]]]:
                     lists[d].append(Action(LETTERS[found[2]], int(found[3]), int(found[1])))
                     placement.setdefault(int(found[1]), d)
                 elif entry and not _DERIVED.fullmatch(entry):
-                    raise ValueError(f"{file}, device {d}: {entry!r} is not stage, F, I, W or B, and micro-batch: 0F1")
+                    raise ValueError(
+                        f"{file}, device {d}: {entry!r} is not stage, F, I, W or B, and micro-batch: 0F1"
+                    )
     return [placement.get(s, 0) for s in range(1 + max(placement, default=0))], lists

@@ -49,16 +49,22 @@ def verify_skippables(module: nn.Sequential) -> None:
         stashes, pops = skips_of(layer)
         for key in stashes:
             if key in stashed:
-                faults.append(f"layer {name!r} stashes {key}, which layer {stashed[key]!r} stashed already")
+                faults.append(
+                    f"layer {name!r} stashes {key}, which layer {stashed[key]!r} stashed already"
+                )
             stashed.setdefault(key, name)
         for key in pops:
             if key in popped:
-                faults.append(f"layer {name!r} pops {key}, which layer {popped[key]!r} popped already")
+                faults.append(
+                    f"layer {name!r} pops {key}, which layer {popped[key]!r} popped already"
+                )
             elif key not in stashed:
                 faults.append(f"layer {name!r} pops {key}, which no earlier layer stashes")
             popped.setdefault(key, name)
     faults += [
-        f"layer {name!r} stashes {key}, which no later layer pops" for key, name in stashed.items() if key not in popped
+        f"layer {name!r} stashes {key}, which no later layer pops"
+        for key, name in stashed.items()
+        if key not in popped
     ]
     if faults:
         raise TypeError(

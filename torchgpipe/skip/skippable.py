@@ -25,7 +25,9 @@ class stash:
 
     def __post_init__(self) -> None:
         if not (self.tensor is None or isinstance(self.tensor, Tensor)):
-            raise TypeError(f"stash({self.name!r}, …) takes a tensor or None, but got {type(self.tensor).__name__}")
+            raise TypeError(
+                f"stash({self.name!r}, …) takes a tensor or None, but got {type(self.tensor).__name__}"
+            )
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +50,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
     """
     stashes, pops = _names("stash", stash), _names("pop", pop)
     if not stashes and not pops:
-        raise TypeError("skippable needs at least one name to stash or pop: @skippable(stash=['name'])")
+        raise TypeError(
+            "skippable needs at least one name to stash or pop: @skippable(stash=['name'])"
+        )
     if both := stashes & pops:
         raise TypeError(f"a layer cannot stash and pop one name; got {sorted(both)} in both")
 
@@ -77,13 +81,18 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
 def skips_of(module: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
     """Return the skips that `module` and its submodules stash, and those that they pop, in module order."""
     layers = [m for m in module.modules() if hasattr(m, "_skips")]
-    stashes, pops = ([_key(m, n) for m in layers for n in sorted(_declared(m)[verb])] for verb in ("stash", "pop"))
+    stashes, pops = (
+        [_key(m, n) for m in layers for n in sorted(_declared(m)[verb])]
+        for verb in ("stash", "pop")
+    )
     return stashes, pops
 
 
 def _names(what: str, names: Iterable[str]) -> frozenset[str]:
     if isinstance(names, str):
-        raise TypeError(f"skippable takes lists of names; write {what}=[{names!r}] instead of {what}={names!r}")
+        raise TypeError(
+            f"skippable takes lists of names; write {what}=[{names!r}] instead of {what}={names!r}"
+        )
     return frozenset(names)
 
 
@@ -102,8 +111,13 @@ def _isolate(self: nn.Module, ns: Namespace, *, only: Iterable[str] | None = Non
     declared = _declared(self)["stash"] | _declared(self)["pop"]
     names = declared if only is None else _names("only", only)
     if unknown := names - declared:
-        raise ValueError(f"{type(self).__name__} has skips {sorted(declared)}, but isolate got {sorted(unknown)}")
-    self.__dict__["_namespaces"] = {**self.__dict__.get("_namespaces", {}), **dict.fromkeys(names, ns)}
+        raise ValueError(
+            f"{type(self).__name__} has skips {sorted(declared)}, but isolate got {sorted(unknown)}"
+        )
+    self.__dict__["_namespaces"] = {
+        **self.__dict__.get("_namespaces", {}),
+        **dict.fromkeys(names, ns),
+    }
     return self
 
 
@@ -118,8 +132,14 @@ def _drive(layer: nn.Module, steps: Generator[object, Tensor | None, Any], used:
         except StopIteration as end:
             return end.value
         if not isinstance(step, stash | pop):
-            raise TypeError(f"{kind}.forward may yield stash(…) or pop(…), but it yielded {type(step).__name__}")
-        verb, name, key = "stash" if isinstance(step, stash) else "pop", step.name, _key(layer, step.name)
+            raise TypeError(
+                f"{kind}.forward may yield stash(…) or pop(…), but it yielded {type(step).__name__}"
+            )
+        verb, name, key = (
+            "stash" if isinstance(step, stash) else "pop",
+            step.name,
+            _key(layer, step.name),
+        )
         if name not in _declared(layer)[verb]:
             raise RuntimeError(
                 f"{kind} tried to {verb} {name!r}, but is declared to {verb} {sorted(_declared(layer)[verb])}; "

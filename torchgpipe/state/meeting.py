@@ -39,8 +39,12 @@ class Meeting:
         """Return what rank 0 names in a folder; raise `RuntimeError` if this rank does not see that."""
         named = self.all(name() if self.own == 0 else None)[0]
         path = None if named is None else folder / named
-        if path is not None and not (re.fullmatch(r"[\w-]+", named) and path.is_dir()):  # and not somewhere else
+        if path is not None and not (
+            re.fullmatch(r"[\w-]+", named) and path.is_dir()
+        ):  # and not somewhere else
             gone = "which was there just now: has another program removed it?"
             other = f"but rank 0 does: {ONE_FOLDER}"
-            raise RuntimeError(f"rank {self.own} does not see {path}, {other if self.own else gone}")
+            raise RuntimeError(
+                f"rank {self.own} does not see {path}, {other if self.own else gone}"
+            )
         return path

@@ -54,7 +54,11 @@ def check(path: Path, ranks: Meeting) -> dict[str, int]:
     sums: dict[str, int] = json.loads((path / MARK).read_text()) if (path / MARK).exists() else {}
     for name in sorted(sums)[ranks.own :: ranks.n]:
         with open(path / name, "rb") as file:
-            found = reduce(lambda found, content: zlib.crc32(content, found), iter(partial(file.read, 2**20), b""), 0)
+            found = reduce(
+                lambda found, content: zlib.crc32(content, found),
+                iter(partial(file.read, 2**20), b""),
+                0,
+            )
         if found != sums[name]:
             raise ValueError(f"{name} is not as it was written, by its checksum")
     return sums
@@ -62,7 +66,10 @@ def check(path: Path, ranks: Meeting) -> dict[str, int]:
 
 def write(content: dict[str, Any], path: Path, ranks: Meeting) -> None:
     """Write a checkpoint, each rank its part, and flush it."""
-    writer, planner = FileSystemWriter(path), DefaultSavePlanner(False, False)  # dictionaries and lists stay as given
+    writer, planner = (
+        FileSystemWriter(path),
+        DefaultSavePlanner(False, False),
+    )  # dictionaries and lists stay as given
     writer.fs = files = _Files()
     planner.set_up_planner(content, writer.storage_meta(), ranks.own == 0)
     writer.set_up_storage_writer(ranks.own == 0)
@@ -92,7 +99,9 @@ class _Files(FileSystem):
 
     def sums(self) -> dict[str, int]:
         """Return the checksums of what was written."""
-        return {name.removesuffix(".tmp"): file.sum for name, file in self._made.items()}  # they are renamed
+        return {
+            name.removesuffix(".tmp"): file.sum for name, file in self._made.items()
+        }  # they are renamed
 
 
 class _File(io.BufferedWriter):
@@ -111,9 +120,20 @@ class _File(io.BufferedWriter):
 
 def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
     """Return the parts of a checkpoint with these keys."""
-    tensors = {key: meta for key in keys if isinstance(meta := saved.state_dict_metadata[key], TensorStorageMetadata)}
-    blank = {key: torch.empty(x.size, dtype=x.properties.dtype, device="cpu") for key, x in tensors.items()}
-    content, reader, planner = dict.fromkeys(keys) | blank, FileSystemReader(path), DefaultLoadPlanner(False, False)
+    tensors = {
+        key: meta
+        for key in keys
+        if isinstance(meta := saved.state_dict_metadata[key], TensorStorageMetadata)
+    }
+    blank = {
+        key: torch.empty(x.size, dtype=x.properties.dtype, device="cpu")
+        for key, x in tensors.items()
+    }
+    content, reader, planner = (
+        dict.fromkeys(keys) | blank,
+        FileSystemReader(path),
+        DefaultLoadPlanner(False, False),
+    )
     planner.set_up_planner(content, saved, True)
     reader.set_up_storage_reader(saved, True)
     reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()

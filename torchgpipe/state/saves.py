@@ -26,7 +26,16 @@ from torch.optim import Optimizer
 from torchgpipe.caught import caught
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.state.meeting import ONE_FOLDER, Meeting
-from torchgpipe.state.saved_files import FileLock, check, flush, marked, read, readable, remove, write
+from torchgpipe.state.saved_files import (
+    FileLock,
+    check,
+    flush,
+    marked,
+    read,
+    readable,
+    remove,
+    write,
+)
 from torchgpipe.state.state import State, same
 
 _WHOLE = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})-step-(0|-?[1-9][0-9]*)")
@@ -59,7 +68,9 @@ class Saves:
         self.folder, self.keep = Path(folder), keep
         self._locked: FileLock | None = None
 
-    def save(self, step: int, model: Partitioned, optimizer: Optimizer | None, **others: Any) -> None:
+    def save(
+        self, step: int, model: Partitioned, optimizer: Optimizer | None, **others: Any
+    ) -> None:
         """Save the state after a step. When this returns, it is whole and on the disk. Gradients are not saved.
 
         Args:
@@ -90,7 +101,11 @@ class Saves:
             try:
                 told = ranks.through(part, (given, state.kind, state.options()))
                 for rank, (theirs, *_) in enumerate(told):
-                    if unlike := [n for n in {**given, **theirs} if not same(given.get(n, ...), theirs.get(n, ...))]:
+                    if unlike := [
+                        n
+                        for n in {**given, **theirs}
+                        if not same(given.get(n, ...), theirs.get(n, ...))
+                    ]:
                         raise ValueError(
                             f"ranks {ranks.own} and {rank} give different values of {', '.join(unlike)} to save; all "
                             "ranks have to give the same, since all get back that of rank 0"
@@ -102,7 +117,9 @@ class Saves:
                         "others": others,
                         "ranks": ranks.n,
                         "optimizer": sorted({kind for _, kind, _ in told if kind}),
-                        "options": {name: each for *_, options in told for name, each in options.items()},
+                        "options": {
+                            name: each for *_, options in told for name, each in options.items()
+                        },
                     }
                 write(content, part, ranks)
                 if ranks.own == 0:
@@ -113,11 +130,15 @@ class Saves:
                     flush(self.folder)
                     for _, name in sorted(self._whole().items())[: -self.keep]:
                         old = self.folder / f"part-{uuid.uuid4().hex}"
-                        os.rename(self.folder / name, old)  # first: what is removed in part must not look whole
+                        os.rename(
+                            self.folder / name, old
+                        )  # first: what is removed in part must not look whole
                         remove(old)
                 ranks.all(None)  # the others return when it is whole, too
             except BaseException:
-                if ranks.n == 1:  # else other ranks may still write into it, and the next save removes it
+                if (
+                    ranks.n == 1
+                ):  # else other ranks may still write into it, and the next save removes it
                     remove(part)
                 raise
 
@@ -140,16 +161,26 @@ class Saves:
             with readable(path):
                 sums = check(path, ranks)
             if ranks.all(sums)[0] != sums:
-                raise RuntimeError(f"rank {ranks.own} sees another state in {path} than rank 0: {ONE_FOLDER}")
+                raise RuntimeError(
+                    f"rank {ranks.own} sees another state in {path} than rank 0: {ONE_FOLDER}"
+                )
             state = State(model, optimizer, ranks.own)
-            here = ranks.all(({key: _form(x) for key, x in state.fixed().items()}, state.kind, [*state.options()]))
+            here = ranks.all(
+                (
+                    {key: _form(x) for key, x in state.fixed().items()},
+                    state.kind,
+                    [*state.options()],
+                )
+            )
             with readable(path):
                 saved = FileSystemReader(path).read_metadata()
                 training = read(path, saved, ["training"])["training"]
             same_ranks = training["ranks"] == ranks.n
             _check_alike(path, saved, training, here)
             with readable(path):
-                content = read(path, saved, state.wanted(saved.state_dict_metadata, same_ranks=same_ranks))
+                content = read(
+                    path, saved, state.wanted(saved.state_dict_metadata, same_ranks=same_ranks)
+                )
             packed = state.packed(content, training["options"])
             ranks.all(None)  # all have read
             state.put(content, packed, same_ranks=same_ranks)
@@ -158,7 +189,11 @@ class Saves:
     def _whole(self) -> dict[int, str]:
         """Return the names of whole states by their numbers."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
-        found = [match for match in map(_WHOLE.fullmatch, names) if match and marked(self.folder / match[0])]
+        found = [
+            match
+            for match in map(_WHOLE.fullmatch, names)
+            if match and marked(self.folder / match[0])
+        ]
         return {int(match[1]): match[0] for match in found}
 
     def _newest(self) -> str | None:
@@ -169,7 +204,9 @@ class Saves:
             self.folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.folder).close()
         except OSError as error:
-            raise OSError(error.errno, f"states cannot be saved in {self.folder}: {error.strerror}") from None
+            raise OSError(
+                error.errno, f"states cannot be saved in {self.folder}: {error.strerror}"
+            ) from None
         return None
 
     def _begin(self) -> str:
@@ -191,7 +228,9 @@ class Saves:
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+                cause = cause.__cause__ or (
+                    None if cause.__suppress_context__ else cause.__context__
+                )
             if cause is None:
                 raise
             stays = "what was saved before stays" if self._whole() else "nothing was saved before"
@@ -209,11 +248,16 @@ def _form(x: Any) -> str:
 
 
 def _check_alike(
-    path: Path, saved: Metadata, training: dict[str, Any], here: list[tuple[dict[str, str], str | None, list[str]]]
+    path: Path,
+    saved: Metadata,
+    training: dict[str, Any],
+    here: list[tuple[dict[str, str], str | None, list[str]]],
 ) -> None:
     """Raise `ValueError` if a saved state is not of the model and optimizer that ranks have."""
     decided = ("model.", "generator.")
-    there = {key: _form(x) for key, x in saved.state_dict_metadata.items() if key.startswith(decided)}
+    there = {
+        key: _form(x) for key, x in saved.state_dict_metadata.items() if key.startswith(decided)
+    }
     now = {key: each for forms, _, _ in here for key, each in forms.items()}
     optimizers = sorted({kind for _, kind, _ in here if kind})
     if optimizers:
@@ -232,4 +276,6 @@ def _check_alike(
     if wrong:
         raise ValueError(f"the state in {path} is of another model: {'; '.join(wrong)}")
     if optimizers and optimizers != (kinds := training["optimizer"]):
-        raise ValueError(f"the state in {path} is of the optimizer {', '.join(kinds)}, not of {', '.join(optimizers)}")
+        raise ValueError(
+            f"the state in {path} is of the optimizer {', '.join(kinds)}, not of {', '.join(optimizers)}"
+        )

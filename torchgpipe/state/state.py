@@ -32,13 +32,19 @@ class State:
     def __init__(self, model: Partitioned, optimizer: Optimizer | None, rank: int) -> None:
         self._model = model
         self.kind = None if optimizer is None else type(optimizer).__name__
-        self._optimizer = optimizer = optimizer or torch.optim.SGD([{"params": []}])  # one of no parameter
+        self._optimizer = optimizer = optimizer or torch.optim.SGD(
+            [{"params": []}]
+        )  # one of no parameter
         self._parameters = dict(model.named_parameters())
         names = {p: name for name, p in self._parameters.items()}
         state = optimizer.state_dict()
         self._states, self._group_states = state.pop("state"), state.pop("param_groups")
         if held := [*state, *(optimizer.state.keys() - names.keys())]:
-            what = f"a tensor of shape {[*held[0].shape]}" if isinstance(held[0], Tensor) else repr(held[0])
+            what = (
+                f"a tensor of shape {[*held[0].shape]}"
+                if isinstance(held[0], Tensor)
+                else repr(held[0])
+            )
             raise ValueError(
                 f"the optimizer holds {what} beside the states of parameters, which would be lost; save the layers "
                 "without the optimizer, and its state by a name of its own"
@@ -51,7 +57,9 @@ class State:
                     "optimizer of its own, and save the states of both under names of their own"
                 )
             self._groups.append([names[p] for p in group["params"]])
-        self._names = [name for group in self._groups for name in group]  # the optimizer numbers them like this
+        self._names = [
+            name for group in self._groups for name in group
+        ]  # the optimizer numbers them like this
         self._generators = {
             f"generator.{name}.{attribute}": value
             for name, module in model.named_modules()
@@ -59,12 +67,16 @@ class State:
             if type(value) is torch.Generator
         }
         self._defaults = {f"random.{rank}": torch.default_generator} | {
-            f"random.device.{j}": g for j, device in model._held for g in default_generators(device)[1:]
+            f"random.device.{j}": g
+            for j, device in model._held
+            for g in default_generators(device)[1:]
         }
 
     def content(self) -> dict[str, Any]:
         """Return all that there is to save."""
-        content = self.fixed() | {key: generator.get_state() for key, generator in self._defaults.items()}
+        content = self.fixed() | {
+            key: generator.get_state() for key, generator in self._defaults.items()
+        }
         for k, values in self._states.items():
             content |= {f"{_STATE}{self._names[k]}.{key}": x for key, x in values.items()}
         return content
@@ -78,7 +90,11 @@ class State:
         """Return the optimizer's options. Parameters of one group have them in common: pickled, they are there once."""
         options: Options = {}
         for names, group in zip(self._groups, self._group_states, strict=True):
-            given = {key: x.cpu() if isinstance(x, Tensor) else x for key, x in group.items() if key not in _PARAMETERS}
+            given = {
+                key: x.cpu() if isinstance(x, Tensor) else x
+                for key, x in group.items()
+                if key not in _PARAMETERS
+            }
             options |= dict.fromkeys(names, given)
         return options
 
@@ -95,7 +111,9 @@ class State:
             if (name := parameter(key)) is not None:
                 p = self._parameters[name]
                 if isinstance(x, Tensor) and x.shape == p.shape and x.stride() != p.stride():
-                    x = torch.empty_like(p, dtype=x.dtype, device="cpu").copy_(x)  # placed in memory as it was
+                    x = torch.empty_like(p, dtype=x.dtype, device="cpu").copy_(
+                        x
+                    )  # placed in memory as it was
                 states[name][key.rpartition(".")[2]] = x
         groups = []
         for names, group in zip(self._groups, self._group_states, strict=True):
@@ -107,7 +125,9 @@ class State:
                             f"the optimizer has {names[0]!r} and {name!r} in one group, but in the saved state their "
                             f"options differ: {option} is {x} and {other}"
                         )
-            groups.append(group | {option: _placed(x, group.get(option)) for option, x in saved.items()})
+            groups.append(
+                group | {option: _placed(x, group.get(option)) for option, x in saved.items()}
+            )
         numbered = {k: states[name] for k, name in enumerate(self._names) if name in states}
         return {"state": numbered, "param_groups": groups}
 
@@ -115,7 +135,9 @@ class State:
         """Change layers, optimizer and generators to what was read; let go of gradients, which are of another state."""
         for p in self._parameters.values():
             p.grad = None
-        layers = {key.removeprefix("model."): x for key, x in content.items() if key.startswith("model.")}
+        layers = {
+            key.removeprefix("model."): x for key, x in content.items() if key.startswith("model.")
+        }
         self._model.load_state_dict(layers)
         for key, generator in self._generators.items():
             generator.set_state(content[key])
@@ -123,15 +145,21 @@ class State:
         for k, values in packed["state"].items():
             state = self._optimizer.state[self._parameters[self._names[k]]]
             for key, x in values.items():
-                if isinstance(x, Tensor) and state[key].dtype != x.dtype:  # cast to the type of the parameter
+                if (
+                    isinstance(x, Tensor) and state[key].dtype != x.dtype
+                ):  # cast to the type of the parameter
                     state[key] = x.to(state[key].device)
         for key, generator in self._drawing(content, same_ranks):
             generator.set_state(content[key])
 
-    def _drawing(self, keys: Collection[str], same_ranks: bool) -> list[tuple[str, torch.Generator]]:
+    def _drawing(
+        self, keys: Collection[str], same_ranks: bool
+    ) -> list[tuple[str, torch.Generator]]:
         """Return the default generators, and the key of the state that each gets: its own, or that of the first."""
         first = {key: f"{key.rpartition('.')[0]}.0" for key in self._defaults}
-        found = [(k if same_ranks and k in keys else first[k], g) for k, g in self._defaults.items()]
+        found = [
+            (k if same_ranks and k in keys else first[k], g) for k, g in self._defaults.items()
+        ]
         return [(key, generator) for key, generator in found if key in keys]
 
 

@@ -54,7 +54,9 @@ class DeferredBatchNorm(_BatchNorm):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
         self._defer(chunks, None)
 
     def _defer(self, chunks: int | None, dimensions: type[_BatchNorm] | None) -> None:
@@ -78,7 +80,12 @@ class DeferredBatchNorm(_BatchNorm):
         """
         chunks = _checked(chunks)
         # A pipeline among the layers goes by its own `deferred_batch_norm`.
-        inner = {layer for each in module.modules() if "_stages" in vars(each) for layer in each.modules()}
+        inner = {
+            layer
+            for each in module.modules()
+            if "_stages" in vars(each)
+            for layer in each.modules()
+        }
         # All replacements come first, so that a layer which cannot be converted leaves the module as it was.
         replacements: dict[nn.Module, nn.Module] = {
             layer: cls._replacement(layer, chunks)
@@ -106,7 +113,11 @@ class DeferredBatchNorm(_BatchNorm):
             raise ValueError(
                 f"cannot defer {kind.__name__} before its first input: run the module once, then convert it"
             )
-        elif own := [n for n in ("forward", "train", "eval") if getattr(kind, n) is not getattr(_BatchNorm, n)]:
+        elif own := [
+            n
+            for n in ("forward", "train", "eval")
+            if getattr(kind, n) is not getattr(_BatchNorm, n)
+        ]:
             raise TypeError(
                 f"cannot defer {kind.__name__}, whose {own[0]}() is its own and would be lost: "
                 "use nn.BatchNorm1d, 2d or 3d in its place, or do without deferred batch normalization"
@@ -158,7 +169,9 @@ class DeferredBatchNorm(_BatchNorm):
         if self._dimensions is not None:
             self._dimensions._check_input_dim(self, input)
         elif input.dim() < 2:
-            raise ValueError(f"expected an input of shape (N, C) or (N, C, ...), got {tuple(input.shape)}")
+            raise ValueError(
+                f"expected an input of shape (N, C) or (N, C, ...), got {tuple(input.shape)}"
+            )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # torchgpipe 0.0.7 saved the sums of an unfinished mini-batch.
@@ -168,7 +181,11 @@ class DeferredBatchNorm(_BatchNorm):
 
 
 def _tracks(layer: _BatchNorm) -> bool:
-    return layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None
+    return (
+        layer.track_running_stats
+        and layer.running_mean is not None
+        and layer.running_var is not None
+    )
 
 
 @torch.no_grad()
@@ -177,13 +194,21 @@ def commit(layers: Iterable[DeferredBatchNorm]) -> None:
 
     The host never waits for the device.
     """
-    groups: dict[tuple[object, ...], list[tuple[DeferredBatchNorm, list[Statistics]]]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[tuple[DeferredBatchNorm, list[Statistics]]]] = (
+        defaultdict(list)
+    )
     sharing: Counter[Tensor] = Counter()
     for layer in layers:
         tracked, layer._tracked = layer._tracked, []
-        mean, cumulative, uncounted = layer.running_mean, layer.momentum is None, layer.num_batches_tracked is None
+        mean, cumulative, uncounted = (
+            layer.running_mean,
+            layer.momentum is None,
+            layer.num_batches_tracked is None,
+        )
         if tracked and mean is not None and layer.running_var is not None:
-            sharing[mean] += 1  # Layers that share running statistics update them one after the other.
+            sharing[mean] += (
+                1  # Layers that share running statistics update them one after the other.
+            )
             key = (mean.device, mean.dtype, len(tracked), cumulative, uncounted, sharing[mean])
             groups[key].append((layer, tracked))
     for group in groups.values():
@@ -192,7 +217,9 @@ def commit(layers: Iterable[DeferredBatchNorm]) -> None:
 
 def _update(layers: tuple[DeferredBatchNorm, ...], tracked: tuple[list[Statistics], ...]) -> None:
     """Update layers of one group, in float32 or better. The channels of all layers stand in one row."""
-    running = cast(list[Tensor], [*(x.running_mean for x in layers), *(x.running_var for x in layers)])
+    running = cast(
+        list[Tensor], [*(x.running_mean for x in layers), *(x.running_var for x in layers)]
+    )
     device, dtype = running[0].device, torch.promote_types(running[0].dtype, torch.float32)
     channels = [mean.numel() for mean in running[: len(layers)]]
     batches = [x.num_batches_tracked for x in layers if x.num_batches_tracked is not None]
@@ -212,7 +239,9 @@ def _update(layers: tuple[DeferredBatchNorm, ...], tracked: tuple[list[Statistic
     table = table.repeat_interleave(table[0].long(), dim=1, output_size=sum(channels))
     momenta, counts = table[1], table[2:]
 
-    statistics = [x.to(device) for micro_batch in zip(*tracked, strict=True) for _, x in micro_batch]
+    statistics = [
+        x.to(device) for micro_batch in zip(*tracked, strict=True) for _, x in micro_batch
+    ]
     means, variances = torch.cat(statistics, 1).to(dtype).unflatten(1, counts.shape)
     total = counts.sum(0)
     mean = (counts * means).sum(0) / total
@@ -223,6 +252,10 @@ def _update(layers: tuple[DeferredBatchNorm, ...], tracked: tuple[list[Statistic
 
 
 def _checked(chunks: int | None) -> int | None:
-    if chunks is not None and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1):
-        raise ValueError(f"chunks must be a positive int, or None to commit by commit() only, got {chunks!r}")
+    if chunks is not None and (
+        not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1
+    ):
+        raise ValueError(
+            f"chunks must be a positive int, or None to commit by commit() only, got {chunks!r}"
+        )
     return chunks

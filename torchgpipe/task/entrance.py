@@ -21,7 +21,11 @@ def entered(inputs: Flat, needs: tuple[bool, ...], input_grads: list[Tensor | No
 class _Entrance(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input_grads: list[Tensor | None], needs: tuple[bool, ...], inputs: Flat, token: Tensor
+        ctx: Any,
+        input_grads: list[Tensor | None],
+        needs: tuple[bool, ...],
+        inputs: Flat,
+        token: Tensor,
     ) -> Flat:
         ctx.input_grads = input_grads
         ctx.set_materialize_grads(False)

@@ -44,7 +44,15 @@ _PRODUCTS = {
     "BaddbmmBackward0": (1, "batch1", "batch2"),
     "ConvolutionBackward0": (0, "input", "weight"),
 }
-_SETTINGS = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
+_SETTINGS = (
+    "bias_sym_sizes_opt",
+    "stride",
+    "padding",
+    "dilation",
+    "transposed",
+    "output_padding",
+    "groups",
+)
 
 _Row = tuple[type, bool | None, tuple[int, ...]]
 """A node's class, whether what it saved can be read (None: it is no product), and its next nodes, -1 where none is."""
@@ -52,7 +60,9 @@ _Row = tuple[type, bool | None, tuple[int, ...]]
 EXCHANGES = "FSDP2, DDP or replicate exchanges the gradients of its layers by itself"
 NOTHING_LATER = "no linear layer or convolution has a weight that takes a gradient"
 OLD_HOOK = "a hook by register_backward_hook sees all gradients of its layer; use register_full_backward_hook"
-PACKED = "what a layer saves is packed (torch.utils.checkpoint, saved_tensors_hooks), or no plain tensor"
+PACKED = (
+    "what a layer saves is packed (torch.utils.checkpoint, saved_tensors_hooks), or no plain tensor"
+)
 PLANS = 64  # of a stage, at most: layers may do something else each time
 
 
@@ -108,10 +118,18 @@ class Halves:
 
     def __str__(self) -> str:
         plans = [*self._plans.values()]
-        reasons = [self._whole] if self._whole else [*dict.fromkeys([why for *_, whys in plans for why in whys])]
+        reasons = (
+            [self._whole]
+            if self._whole
+            else [*dict.fromkeys([why for *_, whys in plans for why in whys])]
+        )
         count = max([len(later) for later, *_ in plans if not self._whole], default=0)
         if not count:
-            return f"whole: {'; '.join(reasons) or NOTHING_LATER}" if reasons or plans else "no backward yet"
+            return (
+                f"whole: {'; '.join(reasons) or NOTHING_LATER}"
+                if reasons or plans
+                else "no backward yet"
+            )
         return "; ".join([f"weights of {count} products later", *reasons])
 
     def run_inputs(
@@ -124,12 +142,17 @@ class Halves:
             if len(self._plans) == PLANS:
                 self._plans.clear()
             root = self._modules[0]
-            names: dict[Any, str] = {x: k for k, x in (*root.named_parameters(), *root.named_buffers())}
+            names: dict[Any, str] = {
+                x: k for k, x in (*root.named_parameters(), *root.named_buffers())
+            }
             named = [names.get(getattr(node, "variable", None), "") for node in nodes]
             self._plans[rows] = _plan(rows, {nodes.index(edge.node) for edge in roots}, named)
         places, now, _ = self._plans[rows] if rows else ([], [], [])
         later = [_taken_from(nodes[k], each) for k, each in places]
-        hooks = [nodes[k].register_prehook(late.catch) for (k, _), late in zip(places, later, strict=True)]
+        hooks = [
+            nodes[k].register_prehook(late.catch)
+            for (k, _), late in zip(places, later, strict=True)
+        ]
         ends = [GradientEdge(nodes[k], 0) for k in (*now, *(k for k, _ in places))] if later else []
         try:
             run_backward(roots, grads, keep_graph=keep_graph, ends=ends)
@@ -151,7 +174,9 @@ def _numbered(roots: Iterable[GradientEdge]) -> tuple[list[Any], tuple[_Row, ...
                 nodes.append(child)
             below.append(k)
         product = _PRODUCTS.get(type(node).__name__)
-        rows.append((type(node), None if product is None else reads_saved(node, product[1:]), tuple(below)))
+        rows.append(
+            (type(node), None if product is None else reads_saved(node, product[1:]), tuple(below))
+        )
     return nodes, tuple(rows)
 
 
@@ -165,7 +190,9 @@ def _plan(rows: Sequence[_Row], roots: Iterable[int], named: Sequence[str]) -> _
         """Return the nodes of a side that begins at a node, none if it is no side."""
         found = [begin] if begin >= 0 else []
         for k in found:  # which grows meanwhile
-            if rows[k][1] is not None or custom[k]:  # a custom Function may do anything, and the entrance is one
+            if (
+                rows[k][1] is not None or custom[k]
+            ):  # a custom Function may do anything, and the entrance is one
                 return set()
             found += [x for x in dict.fromkeys(next_nodes[k]) if x not in found]
         within = sum([len(next_nodes[k]) for k in found])
@@ -181,11 +208,15 @@ def _plan(rows: Sequence[_Row], roots: Iterable[int], named: Sequence[str]) -> _
             reasons[PACKED] = None
         for x in next_nodes[k] if custom[k] else ():
             if named[x]:
-                reasons[f"{named[x]!r} has its gradient from a custom Function ({kind.__name__})"] = None
+                reasons[
+                    f"{named[x]!r} has its gradient from a custom Function ({kind.__name__})"
+                ] = None
         sides = {place: found for place, x in enumerate(below) if readable and (found := side(x))}
         first = _PRODUCTS[kind.__name__][0] if readable else 0
         # To add up a bias's gradient takes less than to keep it. One kernel gives those of a filter and its bias.
-        apart = kind.__name__ == "ConvolutionBackward0" and [p for p in (1, 2) if below[p] >= 0 and p not in sides]
+        apart = kind.__name__ == "ConvolutionBackward0" and [
+            p for p in (1, 2) if below[p] >= 0 and p not in sides
+        ]
         if sides.keys() & {first, first + 1} and not apart:
             later.append((k, [*sides]))
             aside.update(*sides.values())
@@ -199,18 +230,32 @@ def _taken_from(node: Any, places: list[int]) -> _Later:
     sides = [GradientEdge(*node.next_functions[place]) for place in places]
     if name == "ConvolutionBackward0":
         settings = [saved_by(node, setting) for setting in _SETTINGS]
-        return _Later(partial(_of_convolution, settings, places), tuple([saved_by(node, x) for x in names]), sides)
+        return _Later(
+            partial(_of_convolution, settings, places),
+            tuple([saved_by(node, x) for x in names]),
+            sides,
+        )
     factors = [place - first for place in places if place >= first]
     beta, alpha = [saved_by(node, scale) if first else 1 for scale in ("beta", "alpha")]
     # Where a factor lies by columns, autograd lets its gradient do so, too.
     lies = [(f"{names[k]}_sym_sizes", f"{names[k]}_sym_strides") for k in factors if name[0] != "B"]
-    columns = [tuple(saved_by(node, y)) == (1, saved_by(node, x)[0]) for x, y in lies] or [False, False]
-    formula = partial(_of_matrices, places[0] < first, [*zip(factors, columns, strict=False)], beta, alpha)
+    columns = [tuple(saved_by(node, y)) == (1, saved_by(node, x)[0]) for x, y in lies] or [
+        False,
+        False,
+    ]
+    formula = partial(
+        _of_matrices, places[0] < first, [*zip(factors, columns, strict=False)], beta, alpha
+    )
     return _Later(formula, tuple([saved_by(node, names[1 - k]) for k in factors]), sides)
 
 
 def _of_matrices(
-    summand: bool, factors: list[tuple[int, bool]], beta: Any, alpha: Any, grad: Tensor, *others: Tensor
+    summand: bool,
+    factors: list[tuple[int, bool]],
+    beta: Any,
+    alpha: Any,
+    grad: Tensor,
+    *others: Tensor,
 ) -> list[Tensor]:
     found = [grad if beta == 1 else grad * beta] if summand else []
     times = torch.bmm if grad.dim() == 3 else torch.mm
@@ -222,6 +267,10 @@ def _of_matrices(
     return found
 
 
-def _of_convolution(settings: list[Any], places: list[int], grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
-    found = torch.ops.aten.convolution_backward(grad, x, weight, *settings, [k in places for k in range(3)])
+def _of_convolution(
+    settings: list[Any], places: list[int], grad: Tensor, x: Tensor, weight: Tensor
+) -> list[Tensor]:
+    found = torch.ops.aten.convolution_backward(
+        grad, x, weight, *settings, [k in places for k in range(3)]
+    )
     return [found[place] for place in places]

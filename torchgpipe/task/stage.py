@@ -52,7 +52,9 @@ class Stage:
         """Find the modules and buffers of the partition now; return whether they have changed since the last time."""
         modules = modules_of(self.partition)
         self.generators = own_generators(modules)
-        seen: list[tuple[object, ...]] = [(m, type(m), *map(id, m._buffers.values())) for m in modules]
+        seen: list[tuple[object, ...]] = [
+            (m, type(m), *map(id, m._buffers.values())) for m in modules
+        ]
         if seen == self._seen:
             return False
         if modules != self.modules:
@@ -70,7 +72,9 @@ class Stage:
         self.departures = [crossing for crossing in crossings if crossing.source == self.index]
         self._keys = tuple(arrival.key for arrival in self.arrivals)
         # Most partitions need neither a device to be current, nor a scope for skips.
-        self._special = self.device.type == "cuda" or bool(self._keys) or any(skips_of(self.partition))
+        self._special = (
+            self.device.type == "cuda" or bool(self._keys) or any(skips_of(self.partition))
+        )
 
     def guarded(self, *, recomputed: bool, outer: Set[int] = frozenset()) -> StageGuards:
         """Return the guards of a mini-batch that begins; `recomputed` says whether some task will run the layers twice.
@@ -78,7 +82,9 @@ class Stage:
         `outer` are the stand-ins of a run that this one is within, by their ids.
         """
         with self.lock:
-            guards = StageGuards(self.index, self.modules, self.lock, recomputed=recomputed, outer=outer)
+            guards = StageGuards(
+                self.index, self.modules, self.lock, recomputed=recomputed, outer=outer
+            )
         if recomputed:
             guards.gradients = self._gradients.setdefault(guards.kind, guards.gradients)
         return guards
@@ -102,7 +108,9 @@ class Stage:
             with on_device, skip_scope(arrived) as scope:
                 y = self.partition(together(form, inputs[:count]))
                 skips = tuple(scope[departure.key] for departure in self.departures)
-        if before and any([s and a != b for s, a, b in zip(shared, before, versions(inputs), strict=True)]):
+        if before and any(
+            [s and a != b for s, a, b in zip(shared, before, versions(inputs), strict=True)]
+        ):
             raise RuntimeError(
                 f"partition {self.index} changed an input in place that shares memory with another tensor under way: a "
                 "skip, or another input; the two would get different values or gradients on two partitions, so make "
@@ -119,7 +127,9 @@ def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
 
     A pipeline among the layers has locks of its own. Its workers take them while the outer task waits for them.
     """
-    inner = {m for pipeline in modules if "_stages" in pipeline.__dict__ for m in modules_of(pipeline)}
+    inner = {
+        m for pipeline in modules if "_stages" in pipeline.__dict__ for m in modules_of(pipeline)
+    }
     # A module without parameters and buffers needs no lock, so partitions may share one activation layer.
     own = [m for m in modules if (m._parameters or m._buffers) and m not in inner]
     with _making:

@@ -71,12 +71,16 @@ class TaskGraph:
     def forward(self, inputs: Flat, form: Form, shared: Shared) -> tuple[Flat, Form]:
         """Run the layers; return outputs that have no graph. By `requires_grad` they say which take a gradient."""
         self._needs = tuple([x is not None and x.requires_grad for x in inputs])
-        self.checkpoint = self.checkpoint and (True in self._needs or bool(self.guards.parameters.by_parameter))
+        self.checkpoint = self.checkpoint and (
+            True in self._needs or bool(self.guards.parameters.by_parameter)
+        )
         with observed(self.observer, "forward", self.i, self.stage.index):
             if self.checkpoint:
                 return self._first_pass(inputs, form, shared)
             with torch.enable_grad(), self.randomness.first(), self.guards.lock:
-                outputs, form = self._build(entered(inputs, self._needs, self._input_grads), form, shared)
+                outputs, form = self._build(
+                    entered(inputs, self._needs, self._input_grads), form, shared
+                )
         return leaves(outputs, self._taken()), form
 
     def _first_pass(self, inputs: Flat, form: Form, shared: Shared) -> tuple[Flat, Form]:
@@ -94,7 +98,9 @@ class TaskGraph:
                 torch.set_grad_enabled(not known) if torch.is_grad_enabled() == known else NOTHING,
                 self.ambient.for_first_pass(),
                 # Or what is around the pipeline, such as torch.utils.checkpoint, would count what this graph saves.
-                saved_tensors_hooks(Tensor.detach, lambda x: x) if not known and packs_saved_tensors(True) else NOTHING,
+                saved_tensors_hooks(Tensor.detach, lambda x: x)
+                if not known and packs_saved_tensors(True)
+                else NOTHING,
                 WITHOUT_FAST_ATTENTION if self.stage.attends else NOTHING,
                 CheckpointPhase(checkpointing=True),
                 self.randomness.first(),
@@ -186,11 +192,17 @@ class TaskGraph:
             self.recompute(keep=keep)
         with observed(self.observer, kind, self.i, self.stage.index):
             # Without gradients, a checkpointed task may have no edges.
-            pairs = [(e, g) for e, g in zip(self._edges or (), grads, strict=False) if e is not None and g is not None]
+            pairs = [
+                (e, g)
+                for e, g in zip(self._edges or (), grads, strict=False)
+                if e is not None and g is not None
+            ]
             if pairs:
                 run = self.stage.halves.run_inputs if kind == "backward_inputs" else run_backward
                 keep_graph = keep and not self.checkpoint
-                self._later = self._go_backward(partial(run, *zip(*pairs, strict=True), keep_graph=keep_graph))
+                self._later = self._go_backward(
+                    partial(run, *zip(*pairs, strict=True), keep_graph=keep_graph)
+                )
             input_grads = tuple(self._input_grads) or (None,) * len(self._needs)
             self._input_grads.clear()
             if self.checkpoint or not keep:

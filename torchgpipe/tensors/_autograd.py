@@ -58,7 +58,9 @@ def edge_of(y: Tensor) -> GradientEdge:
     The same as `get_gradient_edge`, which takes longer, and needs a view of `y` that sparse tensors do not have.
     """
     node = y.grad_fn
-    if node is None or (not _NODES_KEEP_GRAPHS and isinstance(node, torch.autograd.function.BackwardCFunction)):
+    if node is None or (
+        not _NODES_KEEP_GRAPHS and isinstance(node, torch.autograd.function.BackwardCFunction)
+    ):
         return get_gradient_edge(y)
     return GradientEdge(node, y.output_nr)
 
@@ -105,14 +107,20 @@ def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 
 def run_backward(
-    roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool, ends: Sequence[GradientEdge] = ()
+    roots: Sequence[GradientEdge],
+    grads: Sequence[Tensor],
+    *,
+    keep_graph: bool,
+    ends: Sequence[GradientEdge] = (),
 ) -> None:
     """Accumulate gradients into the leaves behind `roots`; if there are `ends`, run what leads to these, and no more.
 
     The same as `torch.autograd.backward` without its checks, which cost more than the backward of a small layer.
     """
     edges, given, inputs = tuple(roots), tuple(grads), tuple(ends)
-    _engine.run_backward(edges, given, keep_graph, False, inputs, allow_unreachable=True, accumulate_grad=True)
+    _engine.run_backward(
+        edges, given, keep_graph, False, inputs, allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def saved_by(node: Any, name: str) -> Any:
@@ -125,14 +133,19 @@ def reads_saved(node: Any, names: Iterable[str]) -> bool:
     """Return whether the tensors that a node has saved are plain ones, and `saved_tensors_hooks` packed none."""
     saved = [getattr(node, f"_raw_saved_{name}") for name in names]
     data = [x.data for x in saved if x.unpack_hook is None]
-    plain = [x is None or (type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided) for x in data]
+    plain = [
+        x is None or (type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided) for x in data
+    ]
     return len(data) == len(saved) and all(plain)
 
 
 def hooked_in_the_old_way(modules: Iterable[nn.Module]) -> bool:
     """Return whether some of `modules` have hooks of the deprecated `register_backward_hook`."""
     everywhere = vars(nn.modules.module)
-    if everywhere["_global_is_full_backward_hook"] is False and everywhere["_global_backward_hooks"]:
+    if (
+        everywhere["_global_is_full_backward_hook"] is False
+        and everywhere["_global_backward_hooks"]
+    ):
         return True
     return any([m._is_full_backward_hook is False and len(m._backward_hooks) for m in modules])
 
@@ -171,7 +184,9 @@ def averages_gradients(modules: Iterable[nn.Module]) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `torch.compile` has made this module, or has compiled its call or its forward."""
-    return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+    return module._compiled_call_impl is not None or hasattr(
+        module.forward, "_torchdynamo_orig_callable"
+    )
 
 
 # Each `DistributedDataParallel` that there is, also those that `replicate` makes.
@@ -197,7 +212,10 @@ def misses_steps(model: nn.Module) -> bool:
     if not _averaging or averages_gradients([model]):
         return False
     own = {*model.parameters()}
-    return any(ddp.require_backward_grad_sync and not own.isdisjoint(ddp.parameters()) for ddp in _averaging)
+    return any(
+        ddp.require_backward_grad_sync and not own.isdisjoint(ddp.parameters())
+        for ddp in _averaging
+    )
 
 
 def refuse_cached_parametrizations() -> None:
@@ -213,7 +231,9 @@ def within_plain_checkpoint(function: str = "") -> bool:
     """Return whether the caller is a layer within `torch.utils.checkpoint`, or within a function there of that name."""
     file = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)
     frame = sys._getframe() if file is not None else None
-    while frame is not None and not (frame.f_code.co_filename == file and function in ("", frame.f_code.co_name)):
+    while frame is not None and not (
+        frame.f_code.co_filename == file and function in ("", frame.f_code.co_name)
+    ):
         frame = frame.f_back
     return frame is not None
 
@@ -229,7 +249,9 @@ def mode_stacks() -> Stacks:
     n, m = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
     if not n + m:
         return NO_MODES
-    return [*map(torch._C._get_function_stack_at, range(n))], [*map(torch._C._get_dispatch_stack_at, range(m))]
+    return [*map(torch._C._get_function_stack_at, range(n))], [
+        *map(torch._C._get_dispatch_stack_at, range(m))
+    ]
 
 
 def set_mode_stacks(stacks: Stacks) -> None:
@@ -238,7 +260,9 @@ def set_mode_stacks(stacks: Stacks) -> None:
         torch._C._pop_torch_function_stack()
     for _ in range(torch._C._len_torch_dispatch_stack()):
         pop_mode()
-    for push, modes in zip((torch._C._push_on_torch_function_stack, push_mode), stacks, strict=True):
+    for push, modes in zip(
+        (torch._C._push_on_torch_function_stack, push_mode), stacks, strict=True
+    ):
         for mode in modes:
             push(mode)
 

@@ -47,7 +47,9 @@ def has_asked() -> bool:
 class CheckpointPhase:
     """Mark what this thread runs: a first pass of a checkpointed task, a recomputation; what is not given stays."""
 
-    def __init__(self, *, checkpointing: bool | None = None, recomputing: bool | None = None) -> None:
+    def __init__(
+        self, *, checkpointing: bool | None = None, recomputing: bool | None = None
+    ) -> None:
         self._inner = (
             _thread.checkpointing if checkpointing is None else checkpointing,
             _thread.recomputing if recomputing is None else recomputing,

@@ -69,26 +69,44 @@ class CopyPath:
     On CUDA it has copy streams of its `own`. Without them it uses the streams that are current when it copies.
     """
 
-    def __init__(self, devices: Sequence[torch.device], source: int, target: int, *, own: bool = True) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device], source: int, target: int, *, own: bool = True
+    ) -> None:
         self._ends, self._devices = (source, target), (devices[source], devices[target])
         self.elsewhere = devices[source] != devices[target]
-        self._own = [new_stream(device) if own and self.elsewhere else None for device in self._devices]
+        self._own = [
+            new_stream(device) if own and self.elsewhere else None for device in self._devices
+        ]
 
     def copy(
-        self, tensors: Flat, i: int, departure: StreamFence, arrival: StreamFence, tie: Tensor | None = None,
+        self,
+        tensors: Flat,
+        i: int,
+        departure: StreamFence,
+        arrival: StreamFence,
+        tie: Tensor | None = None,
         observer: Observer | None = None,
-    ) -> Flat:  # fmt: skip
+    ) -> Flat:
         """Copy `tensors`, of micro-batch `i`, to the target. In backward, the task that made `tie` comes after it."""
         if not self.elsewhere:
             return tensors
-        streams = [own or current_stream(device) for own, device in zip(self._own, self._devices, strict=True)]
+        streams = [
+            own or current_stream(device)
+            for own, device in zip(self._own, self._devices, strict=True)
+        ]
         with using(*streams):
             forth = partial(self.move, i, departure, arrival, False, observer)
             back = partial(self.move, i, arrival, departure, True, observer)
             return cast(Flat, _Copy.apply(forth, back, streams, tie, *tensors))
 
     def move(
-        self, i: int, departure: StreamFence, arrival: StreamFence, back: bool, observer: Observer | None, tensors: Flat
+        self,
+        i: int,
+        departure: StreamFence,
+        arrival: StreamFence,
+        back: bool,
+        observer: Observer | None,
+        tensors: Flat,
     ) -> Flat:
         """Copy to the target, or `back`, on the streams that are current; a copy to the host is complete at return."""
         here, there = (1, 0) if back else (0, 1)
@@ -102,12 +120,16 @@ class CopyPath:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forth: Any, back: Any, streams: Any, tie: Tensor | None, *tensors: Tensor | None) -> Flat:
+    def forward(
+        ctx: Any, forth: Any, back: Any, streams: Any, tie: Tensor | None, *tensors: Tensor | None
+    ) -> Flat:
         ctx.set_materialize_grads(False)
         ctx.back, ctx.streams = back, streams
         copies: Flat = forth(tensors)
         needs = ctx.needs_input_grad[4:]
-        ctx.mark_non_differentiable(*(y for y, n in zip(copies, needs, strict=True) if y is not None and not n))
+        ctx.mark_non_differentiable(
+            *(y for y, n in zip(copies, needs, strict=True) if y is not None and not n)
+        )
         return copies
 
     @staticmethod

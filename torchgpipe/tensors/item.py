@@ -42,7 +42,9 @@ class Item:
     def with_skip(self, skip: Item, partition: int) -> Item:
         """Return the micro-batch with one more skip, which `partition` takes."""
         skip.check_handed_on(partition)
-        return Item(self.flat + skip.flat, self.form, self.shared + skip.shared, self.fence, self.tie)
+        return Item(
+            self.flat + skip.flat, self.form, self.shared + skip.shared, self.fence, self.tie
+        )
 
     def parted(self) -> tuple[Item, Item]:
         """Return the micro-batch without its last skip, and that skip."""
@@ -58,7 +60,9 @@ class Item:
             )
 
 
-def shared_by(outputs: Flat, inputs: Flat = (), shared: Shared = (), held: frozenset[int] = frozenset()) -> Shared:
+def shared_by(
+    outputs: Flat, inputs: Flat = (), shared: Shared = (), held: frozenset[int] = frozenset()
+) -> Shared:
     """Return which outputs of a task share memory: with each other, or with what its layers hold.
 
     `held` are the storages of its layers' parameters and buffers. An input that is `shared` stays so as an output.
@@ -67,7 +71,9 @@ def shared_by(outputs: Flat, inputs: Flat = (), shared: Shared = (), held: froze
         return (bool(held) and outputs[0] is not None and storage_of(outputs[0]) in held,)
     storages = [None if y is None else storage_of(y) for y in outputs]
     times = Counter(storages)
-    before = held | {storage_of(x) for x, s in zip(inputs, shared, strict=False) if s and x is not None}
+    before = held | {
+        storage_of(x) for x, s in zip(inputs, shared, strict=False) if s and x is not None
+    }
     return tuple([s is not None and (times[s] > 1 or s in before) for s in storages])
 
 
@@ -85,5 +91,13 @@ def unshared(outputs: Flat, shared: Shared, inputs: Sequence[Tensor | None]) -> 
     Where there are several micro-batches, concatenation makes copies anyway.
     """
     given = {storage_of(x) for x in inputs if x is not None}
-    copied = (y is not None and (s or storage_of(y) in given) for y, s in zip(outputs, shared, strict=True))
-    return tuple([carrying(y.clone(), y) if y is not None and c else y for y, c in zip(outputs, copied, strict=True)])
+    copied = (
+        y is not None and (s or storage_of(y) in given)
+        for y, s in zip(outputs, shared, strict=True)
+    )
+    return tuple(
+        [
+            carrying(y.clone(), y) if y is not None and c else y
+            for y, c in zip(outputs, copied, strict=True)
+        ]
+    )

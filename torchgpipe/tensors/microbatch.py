@@ -32,7 +32,13 @@ def together(form: Form, tensors: Flat) -> Any:
     if form is Tensor:
         return tensors[0]
     # As namedtuples do, in whatever way the class makes its own; PyTorch's (torch.return_types) allow no other way.
-    return tensors if form is tuple else form(tensors) if hasattr(form, "n_fields") else tuple.__new__(form, tensors)
+    return (
+        tensors
+        if form is tuple
+        else form(tensors)
+        if hasattr(form, "n_fields")
+        else tuple.__new__(form, tensors)
+    )
 
 
 def carrying(y: Tensor, x: Tensor) -> Tensor:
@@ -44,7 +50,12 @@ def carrying(y: Tensor, x: Tensor) -> Tensor:
 
 def moved(tensors: Flat, device: torch.device, *, non_blocking: bool = False) -> Flat:
     """Return the tensors on a device, with their attributes."""
-    return tuple([None if x is None else carrying(x.to(device, non_blocking=non_blocking), x) for x in tensors])
+    return tuple(
+        [
+            None if x is None else carrying(x.to(device, non_blocking=non_blocking), x)
+            for x in tensors
+        ]
+    )
 
 
 def mapped(function: Callable[[Tensor], Tensor], value: TensorOrTensors) -> TensorOrTensors:
@@ -61,10 +72,14 @@ def check(value: object, what: str = "input") -> None:
         raise TypeError(f"{what} must be a tensor or a tuple of tensors, but got {got}")
     for k, item in enumerate(value):
         if not isinstance(item, Tensor):
-            raise TypeError(f"{what} must be a tuple of tensors, but element {k} is {type(item).__name__}")
+            raise TypeError(
+                f"{what} must be a tuple of tensors, but element {k} is {type(item).__name__}"
+            )
 
 
-def scatter(value: TensorOrTensors, chunks: int, batched: Sequence[bool] | None = None) -> list[TensorOrTensors]:
+def scatter(
+    value: TensorOrTensors, chunks: int, batched: Sequence[bool] | None = None
+) -> list[TensorOrTensors]:
     """Split a mini-batch along dimension 0 into at most `chunks` micro-batches.
 
     Every tensor is split alike, into parts of ⌈batch / chunks⌉ samples; the last one may be smaller, and where
@@ -75,14 +90,20 @@ def scatter(value: TensorOrTensors, chunks: int, batched: Sequence[bool] | None 
     split = [True] * len(tensors) if batched is None else batched
     for k, x in enumerate(tensors):
         if split[k] and x.dim() == 0:
-            raise ValueError(f"every input tensor needs a batch dimension, but tensor {k} is a scalar")
+            raise ValueError(
+                f"every input tensor needs a batch dimension, but tensor {k} is a scalar"
+            )
     sizes = [x.size(0) for x, each in zip(tensors, split, strict=True) if each]
     if len(set(sizes)) > 1:
-        raise ValueError(f"all input tensors must have one batch size (dimension 0), but they have {sizes}")
+        raise ValueError(
+            f"all input tensors must have one batch size (dimension 0), but they have {sizes}"
+        )
 
     if chunks == 1 or not sizes:
         return [value]
-    columns = [x.chunk(chunks) if each else repeat(x) for x, each in zip(tensors, split, strict=True)]
+    columns = [
+        x.chunk(chunks) if each else repeat(x) for x, each in zip(tensors, split, strict=True)
+    ]
     return [*map(partial(together, form_of(value)), zip(*columns, strict=False))]
 
 

@@ -26,6 +26,8 @@ NOTHING = nullcontext()
 """A context that does nothing, made once: it is entered for every task."""
 
 
-def observed(observer: Observer | None, kind: Kind, i: int, j: int) -> AbstractContextManager[object]:
+def observed(
+    observer: Observer | None, kind: Kind, i: int, j: int
+) -> AbstractContextManager[object]:
     """Return what to enter around a task: the observer's context, or nothing at next to no cost."""
     return NOTHING if observer is None else observer(Task(kind, i, j))

@@ -33,10 +33,16 @@ def perfetto(steps: Sequence[Timeline], title: str, row: str, **more: float) -> 
     copying = {step.row(event) for step in steps for event in step.events if event.kind == "copy"}
     names = {_thread(j): f"{row} {j}" for j in range(len(shares))}
     names |= {_thread(j, copies=True): f"{row} {j}, copies" for j in sorted(copying)}
-    events = [_name("process_name", 0, title), *(_name("thread_name", *name) for name in names.items())]
+    events = [
+        _name("process_name", 0, title),
+        *(_name("thread_name", *name) for name in names.items()),
+    ]
     arrows = count()
     for number, step in enumerate(steps):
-        found = sorted([*_tasks(number, step, arrows), *_waits(number, step)], key=lambda events: events[0]["ts"])
+        found = sorted(
+            [*_tasks(number, step, arrows), *_waits(number, step)],
+            key=lambda events: events[0]["ts"],
+        )
         events += chain.from_iterable(found)
     other = {
         "step_seconds": [step.seconds for step in steps],
@@ -64,7 +70,12 @@ def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[
     """Yield the events of each task: itself, then the ends of arrows at it."""
     # In their order, which a set would not have: it decides the numbers of arrows.
     tasks = dict.fromkeys(Action(*event[:3]) for event in step.tasks)
-    pairs = [(source, task) for task in tasks for source in needs(task, tasks) if source.stage != task.stage]
+    pairs = [
+        (source, task)
+        for task in tasks
+        for source in needs(task, tasks)
+        if source.stage != task.stage
+    ]
     arriving = {target: next(arrows) for source, target in pairs if source in tasks}
     leaving = {source: arriving[target] for source, target in pairs if target in arriving}
     for event in step.events:
@@ -90,7 +101,9 @@ def _waits(number: int, step: Timeline) -> Iterator[list[dict[str, Any]]]:
                 yield [_span("bubble", "bubble", _thread(j), before, after, about)]
 
 
-def _span(name: str, kind: str, thread: int, start: float, end: float, about: dict[str, int]) -> dict[str, Any]:
+def _span(
+    name: str, kind: str, thread: int, start: float, end: float, about: dict[str, int]
+) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": name,

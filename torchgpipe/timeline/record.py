@@ -68,7 +68,9 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
         OSError: the file cannot be written.
     """
     if model.observer is not None:
-        raise ValueError("a timeline is recorded by the model's observer, but it has one already: set it to None")
+        raise ValueError(
+            "a timeline is recorded by the model's observer, but it has one already: set it to None"
+        )
     devices = {stage.index: stage.device for stage in model._stages}
     path = Path(file) if file is not None and 0 in devices else None
     part = None if path is None else path.with_name(f"{path.name}.part")
@@ -86,10 +88,18 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
             gathered = exchange(packed([tuple(event) for event in stopwatch.events()]))
         recording.over_ranks = len(gathered) > 1
         of_ranks = zip(map(unpacked, gathered), ahead, strict=True)
-        events = [Event(kind, i, j, start - s, end - s) for own, s in of_ranks for kind, i, j, start, end in own]
+        events = [
+            Event(kind, i, j, start - s, end - s)
+            for own, s in of_ranks
+            for kind, i, j, start, end in own
+        ]
         recording.steps += mini_batches(events, model.schedule.placement)
         if part is not None and path is not None:
-            part.write_bytes(perfetto(recording.steps, path.stem, recording.row, clock_error=recording.clock_error))
+            part.write_bytes(
+                perfetto(
+                    recording.steps, path.stem, recording.row, clock_error=recording.clock_error
+                )
+            )
             part.replace(path)
     finally:
         if part is not None:
@@ -110,7 +120,9 @@ def mini_batches(events: Iterable[Event], placement: Sequence[int]) -> list[Time
     origin = min((event.start for step in found.values() for event in step), default=0.0)
     steps = []
     for _, step in sorted(found.items()):
-        moved = [event._replace(start=event.start - origin, end=event.end - origin) for event in step]
+        moved = [
+            event._replace(start=event.start - origin, end=event.end - origin) for event in step
+        ]
         timeline = Timeline(moved, 0.0, len({*placement}), placement)
         begin, end = timeline.window
         steps.append(replace(timeline, seconds=end - begin))

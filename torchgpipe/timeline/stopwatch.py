@@ -79,7 +79,9 @@ class Stopwatch:
         events = []
         for task, start, end in self.tasks:
             origin = self._origins[self._devices[task.partition]]
-            events.append(Event(*task, origin.time + start.since(origin), origin.time + end.since(origin)))
+            events.append(
+                Event(*task, origin.time + start.since(origin), origin.time + end.since(origin))
+            )
         return events
 
     def _synchronize(self) -> None:

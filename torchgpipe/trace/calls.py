@@ -90,7 +90,9 @@ class LayerPlan:
     batch: BatchSize | None = None
 
 
-def cut(calls: Sequence[Call], names: Sequence[str], inputs: int, outputs: Sequence[int]) -> list[LayerPlan]:
+def cut(
+    calls: Sequence[Call], names: Sequence[str], inputs: int, outputs: Sequence[int]
+) -> list[LayerPlan]:
     """Return the layers for calls, of which those that have `names` begin one, with the ways of all values.
 
     What has no name joins the layer before. What is changed in place stays in one layer, from the call that makes it to
@@ -113,13 +115,18 @@ def cut(calls: Sequence[Call], names: Sequence[str], inputs: int, outputs: Seque
     stops: dict[int, dict[int, None]] = {number: {0: None} for number in range(inputs)}
     for k, layer in enumerate(layers):
         for call in layer.calls:
-            for number in (*[x.number for x in within((call.args, call.kwargs), Value)], *call.outputs):
+            for number in (
+                *[x.number for x in within((call.args, call.kwargs), Value)],
+                *call.outputs,
+            ):
                 stops.setdefault(number, {})[k] = None
     last = len(layers) - 1
     for number in outputs:
         stops[number][last] = None
     for k in range(last):
-        passing = [(b - a, number) for number, at in stops.items() for a, b in pairwise(at) if a <= k < b]
+        passing = [
+            (b - a, number) for number, at in stops.items() for a, b in pairwise(at) if a <= k < b
+        ]
         distance, number = min(passing, default=(len(layers), 0))
         if distance > 1:  # nothing goes from this layer to the following one
             stops[number] = dict.fromkeys(sorted({*stops[number], k, k + 1}))

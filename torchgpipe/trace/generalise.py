@@ -71,7 +71,9 @@ def check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
         for first, number in zip(recordings[0].outputs, recording.outputs, strict=False):
             shape = recording.shapes[number]
             if shape != (recording.size, *recordings[0].shapes[first][1:]):
-                at = next((call.where for call in recording.calls if number in call.outputs), where())
+                at = next(
+                    (call.where for call in recording.calls if number in call.outputs), where()
+                )
                 raise refused(
                     module,
                     at,
@@ -112,7 +114,20 @@ def same(x: Any, y: Any) -> bool:
 
 
 # What is equal or not by itself.
-_COMPARED = (Value, Held, Device, Slot, int, float, str, bytes, complex, torch.dtype, torch.layout, CodeType)
+_COMPARED = (
+    Value,
+    Held,
+    Device,
+    Slot,
+    int,
+    float,
+    str,
+    bytes,
+    complex,
+    torch.dtype,
+    torch.layout,
+    CodeType,
+)
 
 
 def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
@@ -125,11 +140,20 @@ def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
         return id(x)
     parts = [*x, *x.values()] if isinstance(x, dict) else x
     if isinstance(x, FunctionType):
-        parts = [x.__code__, x.__defaults__, x.__kwdefaults__, [cell.cell_contents for cell in x.__closure__ or ()]]
+        parts = [
+            x.__code__,
+            x.__defaults__,
+            x.__kwdefaults__,
+            [cell.cell_contents for cell in x.__closure__ or ()],
+        ]
     elif not isinstance(x, dict | tuple | list):
         try:
             found = x.__reduce_ex__(4)
         except Exception:  # whatever says that it cannot be copied
             return object()
-        parts = [id(x)] if isinstance(found, str) else [[*y] if isinstance(y, Iterator) else y for y in found]
+        parts = (
+            [id(x)]
+            if isinstance(found, str)
+            else [[*y] if isinstance(y, Iterator) else y for y in found]
+        )
     return type(x), [_form(y, (*within, id(x))) for y in parts]

@@ -26,7 +26,9 @@ Step, Batch = Call, BatchSize  # their names in pickles of older versions
 class Layer(nn.Module):
     """Make some of the calls of a traced module, `root`; `extra` are its tensors that it has not registered."""
 
-    def __init__(self, root: nn.Module, plan: LayerPlan, namespace: Namespace, extra: dict[str, Tensor]) -> None:
+    def __init__(
+        self, root: nn.Module, plan: LayerPlan, namespace: Namespace, extra: dict[str, Tensor]
+    ) -> None:
         super().__init__()
         self.training = root.training
         self.name = plan.name
@@ -40,15 +42,21 @@ class Layer(nn.Module):
             self._steps.insert(0, call._replace(spent=tuple(sorted(used - needed))))
             needed |= used
         self._inputs, self._outputs = tuple(plan.inputs), tuple(plan.outputs)
-        self._skips = {"stash": frozenset(n for n, _ in plan.stashes), "pop": frozenset(n for n, _ in plan.pops)}
+        self._skips = {
+            "stash": frozenset(n for n, _ in plan.stashes),
+            "pop": frozenset(n for n, _ in plan.pops),
+        }
         self._namespaces = {name: namespace for name, _ in (*plan.stashes, *plan.pops)}
         self._stashed, self._popped = (
-            [(SkipKey(namespace, name), value) for name, value in skips] for skips in (plan.stashes, plan.pops)
+            [(SkipKey(namespace, name), value) for name, value in skips]
+            for skips in (plan.stashes, plan.pops)
         )
         self._batch = plan.batch
         # Not sets, whose order differs from process to process: it becomes that of the parameters.
         modules = dict.fromkeys(step.target for step in self._steps if isinstance(step.target, str))
-        names = dict.fromkeys(x.name for x in within([(step.args, step.kwargs) for step in self._steps], Held))
+        names = dict.fromkeys(
+            x.name for x in within([(step.args, step.kwargs) for step in self._steps], Held)
+        )
         for held in (*sorted(modules, key=len), *sorted(names, key=len)):
             self.hold(root, held, extra.get(held))
 
@@ -63,11 +71,17 @@ class Layer(nn.Module):
         device = tensors_of(input)[0].device
         for key, number in self._popped:
             values[number] = scope.pop(key)  # type: ignore[assignment]
-        size = 0 if self._batch is None else values[self._batch.value].shape[self._batch.dimension] // self._batch.each
+        size = (
+            0
+            if self._batch is None
+            else values[self._batch.value].shape[self._batch.dimension] // self._batch.each
+        )
         del input
 
         for step in self._steps:
-            target: Any = _submodule(self, step.target) if isinstance(step.target, str) else step.target
+            target: Any = (
+                _submodule(self, step.target) if isinstance(step.target, str) else step.target
+            )
             with NOTHING if step.grad else torch.no_grad():
                 args, kwargs = self._filled((step.args, step.kwargs), values, size, device)
                 result = target(*args, **kwargs)
@@ -80,16 +94,22 @@ class Layer(nn.Module):
         outputs = tuple(values[number] for number in self._outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
         """Return the state with the names that it has in the traced module."""
-        return super().state_dict(*args, destination=destination, prefix=self._outer(prefix), keep_vars=keep_vars)
+        return super().state_dict(
+            *args, destination=destination, prefix=self._outer(prefix), keep_vars=keep_vars
+        )
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules with the names that they have in the traced module, this layer with its own."""
         own = self._parameters or self._buffers  # whose names PyTorch derives from the layer's
-        for name, module in super().named_modules(memo, self._outer(f"{prefix}.")[:-1], remove_duplicate):
+        for name, module in super().named_modules(
+            memo, self._outer(f"{prefix}.")[:-1], remove_duplicate
+        ):
             yield prefix if module is self and not own else name, module
 
     def hold(self, root: nn.Module, name: str, extra: Tensor | None = None) -> None:
@@ -145,7 +165,9 @@ class Layers(nn.Sequential):
     `GPipe` takes it as any `nn.Sequential`. A slice of it takes and returns what its layers do.
     """
 
-    def __init__(self, layers: OrderedDict[str, nn.Module], signature: Signature | None = None) -> None:
+    def __init__(
+        self, layers: OrderedDict[str, nn.Module], signature: Signature | None = None
+    ) -> None:
         super().__init__(layers)
         self.signature = signature
         keep_names(self)
@@ -187,7 +209,11 @@ def _into_layers(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 
 def _out_of_layers(module: nn.Module, incompatible: Any) -> None:
-    keys = [f"{key}." for key, layer in module._modules.items() if isinstance(layer, Layer) and layer.name == key]
+    keys = [
+        f"{key}."
+        for key, layer in module._modules.items()
+        if isinstance(layer, Layer) and layer.name == key
+    ]
     for names in incompatible:
         for i, name in enumerate(names):
             for key in keys:

@@ -69,7 +69,9 @@ class Slots(TorchFunctionMode):
 
     def put_back(self, value: Any, tensors: Sequence[Tensor]) -> Any:
         """Return a copy of `value` with tensors in place of the slots."""
-        return copy.deepcopy(value, {id(slot): x for slot, x in zip(self._slots, tensors, strict=True)})
+        return copy.deepcopy(
+            value, {id(slot): x for slot, x in zip(self._slots, tensors, strict=True)}
+        )
 
     def again(self) -> Slots:
         """Return a copy without tensors, which leaves the same slots."""

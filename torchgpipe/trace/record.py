@@ -19,7 +19,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from torchgpipe.trace.calls import Recording
 from torchgpipe.trace.generalise import generalise
@@ -32,9 +36,14 @@ _one_at_a_time = threading.RLock()
 
 
 def record(
-    module: nn.Module, whole: Iterable[nn.Module], inputs: Sequence[Tensor], signature: Signature, size: int,
-    notes: Notes, device: torch.device | None = None,
-) -> Recording:  # fmt: skip
+    module: nn.Module,
+    whole: Iterable[nn.Module],
+    inputs: Sequence[Tensor],
+    signature: Signature,
+    size: int,
+    notes: Notes,
+    device: torch.device | None = None,
+) -> Recording:
     """Record what a module does with fake tensors like `inputs`; those with a batch dimension get `size` samples.
 
     The module is left as it was. To `notes` those modules are added whose forward uses what a recording cannot repeat.
@@ -42,12 +51,22 @@ def record(
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(module, set(whole), fake, notes)
-    with as_it_was(module), torch.inference_mode(False), torch.enable_grad(), fake, watched(recorder):
+    with (
+        as_it_was(module),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        fake,
+        watched(recorder),
+    ):
         recorder.put_fakes(device)
         given, slots = [], Slots()
         for x, batched in zip(inputs, signature.batched, strict=True):
             shape = (size, *x.shape[1:]) if batched else x.shape
-            given.append(torch.empty(shape, dtype=x.dtype, device=device or x.device, requires_grad=x.requires_grad))
+            given.append(
+                torch.empty(
+                    shape, dtype=x.dtype, device=device or x.device, requires_grad=x.requires_grad
+                )
+            )
             recorder.add(given[-1], -1)
         try:
             with recorder:
@@ -62,7 +81,9 @@ def record(
                 why = "it depends on what is in a tensor, not only on its shape"
             raise recorder.refusal(where(error), why) from error
         outputs = tuple(recorder.number(x) for x in slots.tensors)
-    return Recording(size, recorder.calls, recorder.shapes, (structure, slots.again()), outputs, recorder.extra)
+    return Recording(
+        size, recorder.calls, recorder.shapes, (structure, slots.again()), outputs, recorder.extra
+    )
 
 
 class Sizes:
@@ -73,22 +94,35 @@ class Sizes:
     """
 
     def __init__(
-        self, module: nn.Module, signature: Signature, inputs: Sequence[Tensor], whole: Container[nn.Module],
+        self,
+        module: nn.Module,
+        signature: Signature,
+        inputs: Sequence[Tensor],
+        whole: Container[nn.Module],
         recordings: Sequence[Recording],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._signature, self._recordings = signature, recordings
-        self._whole = [name for name, m in module.named_modules() if m is not module and stays_whole(m, whole)]
+        self._whole = [
+            name for name, m in module.named_modules() if m is not module and stays_whole(m, whole)
+        ]
         self._state = module.training, _autocast(inputs[0])
         self._known = {(recording.size, *self._state) for recording in recordings}
         # Recording changes tensors that submodules hold beside parameters and buffers, if the forward does.
         own = {id(x): x for x in (*module.parameters(), *module.buffers())}
-        held = [x for m in module.modules() for x in tensors_in([*vars(m).values()]) if id(x) not in own]
+        held = [
+            x for m in module.modules() for x in tensors_in([*vars(m).values()]) if id(x) not in own
+        ]
         self._plain = [(x, x.detach().clone()) for x in held]
         memo: dict[int, Any] = {id(x): copied for x, copied in self._plain}
         for key, x in own.items():
             y = torch.empty_like(x, device="meta")
             memo[key] = nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
-        memo |= {id(x): type(x)() for m in module.modules() for name, x in vars(m).items() if name in HOOKS}
+        memo |= {
+            id(x): type(x)()
+            for m in module.modules()
+            for name, x in vars(m).items()
+            if name in HOOKS
+        }
         try:
             self._module = copy.deepcopy(module, memo)
         except Exception as error:
@@ -99,7 +133,9 @@ class Sizes:
 
     def __call__(self, tensors: Sequence[Tensor], training: bool) -> None:
         """Raise `Untraceable` if the layers are not right for the batch size of these inputs, in this mode."""
-        size = next(len(x) for x, batched in zip(tensors, self._signature.batched, strict=True) if batched)
+        size = next(
+            len(x) for x, batched in zip(tensors, self._signature.batched, strict=True) if batched
+        )
         state = training, _autocast(tensors[0])
         if (size, *state) not in self._known and not tensors[0].is_meta:
             with ThreadPoolExecutor(1) as thread:  # which modes of the present thread do not reach
@@ -109,21 +145,31 @@ class Sizes:
     def __deepcopy__(self, memo: object) -> "Sizes":
         return self
 
-    def _check(self, tensors: Sequence[Tensor], size: int, state: tuple[bool, torch.dtype | None]) -> None:
+    def _check(
+        self, tensors: Sequence[Tensor], size: int, state: tuple[bool, torch.dtype | None]
+    ) -> None:
         training, cast = state
         notes: Notes = {}
         device = tensors[0].device
         if self._module.training != training:
             self._module.train(training)
-        for norm in (m for m in self._module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)):
-            norm.training = False  # as the module's may be by then; in training it would refuse a single sample
+        for norm in (
+            m for m in self._module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)
+        ):
+            norm.training = (
+                False  # as the module's may be by then; in training it would refuse a single sample
+            )
         whole = map(self._module.get_submodule, self._whole)
         with torch.autocast(device.type, cast, enabled=cast is not None):
             found = record(self._module, whole, tensors, self._signature, size, notes, device)
         check_notes(self._module, notes)
-        found.extra.update({name: y for name, x in found.extra.items() for y, copied in self._plain if x is copied})
+        found.extra.update(
+            {name: y for name, x in found.extra.items() for y, copied in self._plain if x is copied}
+        )
         if state != self._state:
-            found.state = f" ({'training' if training else 'evaluation'} mode, {cast or 'no'} autocast)"
+            found.state = (
+                f" ({'training' if training else 'evaluation'} mode, {cast or 'no'} autocast)"
+            )
         generalise(self._module, [*self._recordings, found])
 
 
@@ -166,7 +212,9 @@ def watched(recorder: Recorder) -> Iterator[None]:
 
         def run_noted(*args: Any, **kwargs: Any) -> Any:
             # Not where `torch.no_grad`, fake tensors and the recorder ask.
-            if not sys._getframe(1).f_code.co_filename.endswith(("grad_mode.py", "fake_tensor.py", "recorder.py")):
+            if not sys._getframe(1).f_code.co_filename.endswith(
+                ("grad_mode.py", "fake_tensor.py", "recorder.py")
+            ):
                 recorder.note(what)
             return run(*args, **kwargs)
 
@@ -175,17 +223,32 @@ def watched(recorder: Recorder) -> Iterator[None]:
     replacements = [
         (nn.Module, "__call__", call_noted),
         (nn.Module, "__setattr__", assign_noted),
-        (nn.Module, "training", property(read_training, lambda module, value: vars(module).update(training=value))),
+        (
+            nn.Module,
+            "training",
+            property(read_training, lambda module, value: vars(module).update(training=value)),
+        ),
         (torch.autograd.Function, "apply", classmethod(apply_noted)),
-        *(noted(owner, name, "a random state") for owner in (torch, torch.random, torch.cuda)
-          for name in dir(owner) if name[0] != "_" and ("seed" in name or "rng_state" in name)),
-        *(noted(owner, name, "random numbers beside PyTorch's") for owner in (random, sys.modules.get("numpy.random"))
-          for name in dir(owner) if name[0].islower() and callable(getattr(owner, name))),
+        *(
+            noted(owner, name, "a random state")
+            for owner in (torch, torch.random, torch.cuda)
+            for name in dir(owner)
+            if name[0] != "_" and ("seed" in name or "rng_state" in name)
+        ),
+        *(
+            noted(owner, name, "random numbers beside PyTorch's")
+            for owner in (random, sys.modules.get("numpy.random"))
+            for name in dir(owner)
+            if name[0].islower() and callable(getattr(owner, name))
+        ),
         noted(torch.autocast, "__enter__", "autocast"),
         noted(torch, "is_autocast_enabled", "autocast"),
-        *(noted(torch, name, "the mode of gradients") for name in ("is_grad_enabled", "is_inference_mode_enabled")),
+        *(
+            noted(torch, name, "the mode of gradients")
+            for name in ("is_grad_enabled", "is_inference_mode_enabled")
+        ),
         noted(torch, "from_numpy", "an array of NumPy"),
-    ]  # fmt: skip
+    ]
     # What was compiled runs as it was written: a compiler does not expect the recorder, and the process would end.
     with _one_at_a_time, torch.compiler.set_stance("force_eager"), ExitStack() as stack:
         for replacement in replacements:
@@ -196,17 +259,28 @@ def watched(recorder: Recorder) -> Iterator[None]:
 @contextmanager
 def as_it_was(root: nn.Module) -> Iterator[None]:
     """At the end, put back attributes of the modules, what was in them, but not in parameters, and random states."""
-    kept = [(m, dict(vars(m)), [(x, copy.copy(x)) for x in vars(m).values() if type(x) in (dict, OrderedDict, list)])
-            for m in root.modules()]  # fmt: skip
+    kept = [
+        (
+            m,
+            dict(vars(m)),
+            [(x, copy.copy(x)) for x in vars(m).values() if type(x) in (dict, OrderedDict, list)],
+        )
+        for m in root.modules()
+    ]
     held = [x for _, attributes, _ in kept for x in attributes.values()]
     buffers = {*map(id, root.buffers())}  # which kernels may change without a new version
-    tensors = [(x, None if id(x) in buffers else x._version, x.detach().clone())
-               for x in tensors_in(held) if not isinstance(x, nn.Parameter) and x.is_leaf]  # fmt: skip
+    tensors = [
+        (x, None if id(x) in buffers else x._version, x.detach().clone())
+        for x in tensors_in(held)
+        if not isinstance(x, nn.Parameter) and x.is_leaf
+    ]
     states = [(x, x.get_state()) for x in held if isinstance(x, torch.Generator)]
     python, numpy = random.getstate(), sys.modules.get("numpy")
     array = numpy and numpy.random.get_state()
     try:
-        with torch.random.fork_rng({x.device for x in (*root.parameters(), *root.buffers()) if x.is_cuda}):
+        with torch.random.fork_rng(
+            {x.device for x in (*root.parameters(), *root.buffers()) if x.is_cuda}
+        ):
             yield
     finally:
         random.setstate(python)
@@ -217,7 +291,9 @@ def as_it_was(root: nn.Module) -> Iterator[None]:
             module.__dict__.update(attributes)
             for container, before in containers:
                 container.clear()
-                container.update(before) if isinstance(container, dict) else container.extend(before)
+                container.update(before) if isinstance(container, dict) else container.extend(
+                    before
+                )
         with torch.no_grad():
             for x, version, y in tensors:
                 if x._version != version:

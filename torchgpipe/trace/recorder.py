@@ -29,19 +29,32 @@ class Recorder(TorchFunctionMode):
     As a mode it sees the functions; `watched` tells it of modules. What a recorded call does inside is not recorded.
     """
 
-    def __init__(self, root: nn.Module, whole: set[nn.Module], fake: FakeTensorMode, notes: Notes) -> None:
+    def __init__(
+        self, root: nn.Module, whole: set[nn.Module], fake: FakeTensorMode, notes: Notes
+    ) -> None:
         super().__init__()
         self._root = root
         self._whole = whole
         self._fake = fake
         self._paths = {m: path for path, m in root.named_modules()}
-        held = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
-        self._names = {id(x): name for name, x in reversed(held)}  # id of a tensor that the module holds -> its name
+        held = [
+            *root.named_parameters(remove_duplicate=False),
+            *root.named_buffers(remove_duplicate=False),
+        ]
+        self._names = {
+            id(x): name for name, x in reversed(held)
+        }  # id of a tensor that the module holds -> its name
         self._device_type = next((x.device.type for _, x in held), "cpu")
         self._thread = threading.get_ident()
-        self._real: dict[int, Tensor] = {}  # id of a fake tensor that stands for one of the module's -> that one
-        self._numbers: dict[int, int] = {}  # id of a tensor that is an input, or made by a call -> its number
-        self._alive: list[object] = []  # what has such an id, which is its own only for as long as it lives
+        self._real: dict[
+            int, Tensor
+        ] = {}  # id of a fake tensor that stands for one of the module's -> that one
+        self._numbers: dict[
+            int, int
+        ] = {}  # id of a tensor that is an input, or made by a call -> its number
+        self._alive: list[
+            object
+        ] = []  # what has such an id, which is its own only for as long as it lives
         self._made: dict[int, int] = {}  # storage -> the call that made it
         self._calls_under_way = 0
         # Modules whose forward is in progress and recorded, the innermost last; after an error still those.
@@ -61,7 +74,9 @@ class Recorder(TorchFunctionMode):
             self.note(_NOTED[func])
         return self.call(func, func, args, kwargs)
 
-    def call_module(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_module(
+        self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """Call a module: record the call if the module stays whole, or else what its forward calls."""
         if self.passes():
             return run(module, *args, **kwargs)
@@ -70,7 +85,9 @@ class Recorder(TorchFunctionMode):
             if any(id(x) not in self._names for x in module.parameters()):
                 self.note("tensors in the place of parameters, by functional_call")
             self.note_draws()
-            result = self.call(partial(self._run_whole, module, partial(run, module)), path, args, kwargs)
+            result = self.call(
+                partial(self._run_whole, module, partial(run, module)), path, args, kwargs
+            )
             self._random = self._random and random_states()
             return result
         depth = len(self._opened)
@@ -95,7 +112,9 @@ class Recorder(TorchFunctionMode):
             for holder in holders:
                 for name, x in holder.items():
                     if x is not None:
-                        holder[name] = y = fakes[id(x)] = fakes.get(id(x), fake(x))  # it may have two places
+                        holder[name] = y = fakes[id(x)] = fakes.get(
+                            id(x), fake(x)
+                        )  # it may have two places
                         self._names[id(y)] = self._names[id(x)]
                         self._real[id(y)] = x
 
@@ -138,7 +157,9 @@ class Recorder(TorchFunctionMode):
             versions = [x._version for x in given]
             result = run(*args, **kwargs)
             made = [*tensors_in(result)]
-            changed = [x for x, version in zip(given, versions, strict=True) if x._version != version]
+            changed = [
+                x for x, version in zip(given, versions, strict=True) if x._version != version
+            ]
             if not made and not changed:
                 return result
             kept = self._template(args), self._template(kwargs)
@@ -152,12 +173,21 @@ class Recorder(TorchFunctionMode):
                 result = copy.deepcopy(result, {**{id(x): x for x in made}, **views})
                 self._alive.append(result)
             outputs = tuple(
-                self._numbers[id(x)] if id(x) in self._numbers and id(x) not in views
+                self._numbers[id(x)]
+                if id(x) in self._numbers and id(x) not in views
                 else self.add(views.get(id(x), x), index)
                 for x in made
-            )  # fmt: skip
+            )
             caller = self._paths.get(self._opened[-1], "")
-            call = Call(target, *kept, outputs, torch.is_grad_enabled(), caller=caller, since=since, where=where())
+            call = Call(
+                target,
+                *kept,
+                outputs,
+                torch.is_grad_enabled(),
+                caller=caller,
+                since=since,
+                where=where(),
+            )
             self.calls.append(call)
             return result
         finally:
@@ -167,10 +197,16 @@ class Recorder(TorchFunctionMode):
         """Return the error that says at which line, and what to do."""
         modules = [m for m in self._opened if m is not self._root]
         kind = type(modules[-1]).__name__ if modules else "ThatClass"
-        what = f"keep its {kind} as one layer: " if modules else "put that part into a submodule, and keep it whole: "
+        what = (
+            f"keep its {kind} as one layer: "
+            if modules
+            else "put that part into a submodule, and keep it whole: "
+        )
         return refused(self._root, at, why, f"{what}whole=[{kind}]")
 
-    def _run_whole(self, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_whole(
+        self, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a module on fake tensors; where it needs their contents, run a copy of it on real ones."""
         try:
             return run(*args, **kwargs)
@@ -182,7 +218,9 @@ class Recorder(TorchFunctionMode):
         with unset_fake_temporarily(), torch.random.fork_rng(), torch.no_grad():
             real = [_filled(x) for x in slots.tensors]
             args, kwargs = slots.put_back(template, real)
-            held = [(y, self._real[id(y)].detach()) for y in (*module.parameters(), *module.buffers())]
+            held = [
+                (y, self._real[id(y)].detach()) for y in (*module.parameters(), *module.buffers())
+            ]
             memo = {id(y): _filled(y) if x.is_meta else x.clone() for y, x in held}
             result = copy.deepcopy(module, memo)(*args, **kwargs)
         slots = Slots()
@@ -196,7 +234,9 @@ class Recorder(TorchFunctionMode):
                 return Value(self._numbers[id(value)])
             if id(value) not in self._names:
                 if isinstance(value, FakeTensor):
-                    raise self.refusal(where(), "it uses a tensor that was made in a way that is not recorded")
+                    raise self.refusal(
+                        where(), "it uses a tensor that was made in a way that is not recorded"
+                    )
                 if value.requires_grad:
                     raise self.refusal(where(), "it uses a parameter that is not registered")
                 self._alive.append(value)
@@ -229,19 +269,54 @@ class Recorder(TorchFunctionMode):
         return value
 
 
-_PLAIN = (int, float, bool, complex, str, bytes, type(None), type(...), torch.dtype, torch.layout, torch.memory_format,
-          BuiltinFunctionType, type)  # fmt: skip
-_OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+_PLAIN = (
+    int,
+    float,
+    bool,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(...),
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+    BuiltinFunctionType,
+    type,
+)
+_OPENED = (
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+)
 # What a tensor is asked for that may be otherwise when the layers run, and what has effects beside its result.
 _NOTED: dict[Any, str] = {
-    **{getattr(Tensor, name).__get__: name for name in ("requires_grad", "is_leaf", "grad_fn", "grad", "_base")},
+    **{
+        getattr(Tensor, name).__get__: name
+        for name in ("requires_grad", "is_leaf", "grad_fn", "grad", "_base")
+    },
     **{getattr(Tensor, name).__set__: name for name in ("requires_grad", "grad", "data")},
-    **{f: f.__name__ for f in (Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset, Tensor.dim_order,
-                               Tensor._is_view, Tensor.is_inference, Tensor.requires_grad_,
-                               Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.backward)},
+    **{
+        f: f.__name__
+        for f in (
+            Tensor.is_contiguous,
+            Tensor.stride,
+            Tensor.storage_offset,
+            Tensor.dim_order,
+            Tensor._is_view,
+            Tensor.is_inference,
+            Tensor.requires_grad_,
+            Tensor.register_hook,
+            Tensor.register_post_accumulate_grad_hook,
+            Tensor.backward,
+        )
+    },
     torch.autograd.grad: "torch.autograd.grad",
     torch.autograd.backward: "torch.autograd.backward",
-}  # fmt: skip
+}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -262,7 +337,12 @@ def random_states() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     _, keys, *others = numpy.random.get_state() if numpy else ("", b"")
     with unset_fake_temporarily():
-        return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), bytes(keys), others
+        return (
+            torch.default_generator.get_state().numpy().tobytes(),
+            random.getstate(),
+            bytes(keys),
+            others,
+        )
 
 
 def check_notes(root: nn.Module, notes: Notes) -> None:

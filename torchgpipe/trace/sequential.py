@@ -66,12 +66,18 @@ def sequential(
     signature = Signature(module, sample)
     inputs = tensors_of(signature.flat(*arguments(sample)))
     if not inputs:
-        raise Untraceable(f"{type(module).__name__} is given no tensor, so there is nothing to split")
+        raise Untraceable(
+            f"{type(module).__name__} is given no tensor, so there is nothing to split"
+        )
     kept: set[nn.Module] = set()
     for x in whole:
-        alike = {m for m in module.modules() if m is x or (isinstance(x, type) and isinstance(m, x))}
+        alike = {
+            m for m in module.modules() if m is x or (isinstance(x, type) and isinstance(m, x))
+        }
         if not alike:
-            raise ValueError(f"{type(module).__name__} has no submodule {x if isinstance(x, type) else type(x)}")
+            raise ValueError(
+                f"{type(module).__name__} has no submodule {x if isinstance(x, type) else type(x)}"
+            )
         kept |= alike
     expected = _ran(module, module, signature, inputs)
     first: Untraceable | None = None
@@ -107,7 +113,9 @@ def _choices(
     if shared is not None:
         names = set(shared)
         if unknown := names - set(signature.names):
-            raise ValueError(f"shared names {sorted(unknown)}, but the tensors are in {sorted(set(signature.names))}")
+            raise ValueError(
+                f"shared names {sorted(unknown)}, but the tensors are in {sorted(set(signature.names))}"
+            )
         yield [tuple(name not in names for name in signature.names)]
         return
     for size in dict.fromkeys(len(x) for x in inputs if x.dim()):
@@ -122,7 +130,9 @@ def _subsets(members: Sequence[int], n: int) -> Iterator[tuple[bool, ...]]:
             yield tuple(k in chosen for k in range(n))
 
 
-def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], whole: set[nn.Module]) -> Layers:
+def _layers(
+    module: nn.Module, signature: Signature, inputs: Sequence[Tensor], whole: set[nn.Module]
+) -> Layers:
     """Record a module and cut it. Small modules that read the mode, or the like, are added to `whole`."""
     while True:
         notes: Notes = {}
@@ -141,15 +151,23 @@ def _layers(module: nn.Module, signature: Signature, inputs: Sequence[Tensor], w
     namespace = Namespace()
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for k, plan in enumerate(plans):
-        plan.name, plan.batch = f"{k}:{plan.name or type(module).__name__}", _batch(module, plan, recordings)
+        plan.name, plan.batch = (
+            f"{k}:{plan.name or type(module).__name__}",
+            _batch(module, plan, recordings),
+        )
         layers[plan.name] = made = Layer(module, plan, namespace, recordings[0].extra)
     sequence = Layers(layers, signature)
     next(iter(layers.values())).sizes = Sizes(module, signature, inputs, whole, recordings)  # type: ignore[assignment]
     sequence.training = module.training
     # What no call uses belongs to the state, too; a second name of a parameter stays with the first.
-    holds: dict[Tensor, Any] = {x: layer for layer in layers.values() for x in (*layer.parameters(), *layer.buffers())}
+    holds: dict[Tensor, Any] = {
+        x: layer for layer in layers.values() for x in (*layer.parameters(), *layer.buffers())
+    }
     state, present = module.state_dict(), sequence.state_dict().keys()
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    named = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
     for name, x in named:
         if name not in present and name in state:
             holds.get(x, made).hold(module, name)
@@ -171,7 +189,10 @@ def _name(root: nn.Module, call: Call) -> str:
     if isinstance(call.target, str):
         name, has = call.target, any(each.startswith(f"{call.target}.") for each in names)
     else:
-        name, has = call.caller, any(x.name in names for x in within((call.args, call.kwargs), Held))
+        name, has = (
+            call.caller,
+            any(x.name in names for x in within((call.args, call.kwargs), Held)),
+        )
     return has * (name.replace(".", "/") or type(root).__name__)
 
 
@@ -180,12 +201,16 @@ def _batch(root: nn.Module, plan: LayerPlan, recordings: Sequence[Recording]) ->
     if not any(within([(call.args, call.kwargs) for call in plan.calls], Grows)):
         return None
     for number in (*plan.inputs, *(value for _, value in plan.pops)):
-        for dimension, lengths in enumerate(zip(*(recording.shapes[number] for recording in recordings), strict=False)):
+        for dimension, lengths in enumerate(
+            zip(*(recording.shapes[number] for recording in recordings), strict=False)
+        ):
             each = lengths[0] // SIZES[0]
             if each > 0 and all(n == each * size for n, size in zip(lengths, SIZES, strict=True)):
                 return BatchSize(number, dimension, each)
     at = plan.calls[0].where
-    raise refused(root, at, "from here on no tensor has a batch dimension", "keep more as one layer")
+    raise refused(
+        root, at, "from here on no tensor has a batch dimension", "keep more as one layer"
+    )
 
 
 def _check_root(module: nn.Module) -> None:
@@ -196,7 +221,9 @@ def _check_root(module: nn.Module) -> None:
             "it the only child of a module, where it stays whole"
         )
     if is_compiled(module):
-        raise Untraceable(f"{type(module).__name__} is compiled; give the module itself, and compile submodules of it")
+        raise Untraceable(
+            f"{type(module).__name__} is compiled; give the module itself, and compile submodules of it"
+        )
     for name, part in module.named_modules():
         if any(map(nn.parameter.is_lazy, (*part.parameters(), *part.buffers()))):
             raise Untraceable(
@@ -212,7 +239,9 @@ def _check_state(module: nn.Module, layers: Layers) -> None:
     """Refuse layers whose state is not the module's own, by the same names."""
     ours, plain = (m.state_dict(keep_vars=True) for m in (layers, module))
     if ours.keys() != plain.keys() or any(ours[name] is not x for name, x in plain.items()):
-        names = sorted(ours.keys() ^ plain.keys()) or sorted(n for n, x in plain.items() if ours[n] is not x)
+        names = sorted(ours.keys() ^ plain.keys()) or sorted(
+            n for n, x in plain.items() if ours[n] is not x
+        )
         raise Untraceable(
             f"{type(module).__name__} keeps state in a way of its own ({', '.join(names[:3])}): modules around others "
             "can have no state_dict hooks and no extra state; keep them as one layer, whole=[…]"
@@ -246,11 +275,15 @@ def _ran(module: nn.Module, run: nn.Module, signature: Signature, inputs: Sequen
         outputs = _outputs(run, signature, given)
         values = [x.detach().clone() for x in (*outputs, *module.buffers())]
         ends = [y for y in outputs if y.requires_grad]
-        weights = [torch.linspace(1, 2, y.numel(), device=y.device).to(y.dtype).view(y.shape) for y in ends]
+        weights = [
+            torch.linspace(1, 2, y.numel(), device=y.device).to(y.dtype).view(y.shape) for y in ends
+        ]
         named = [*zip(signature.names, given, strict=True), *module.named_parameters()]
         wanted = {name: x for name, x in named if x.requires_grad}
         grads: Sequence[Tensor | None] = [None] * len(wanted)
-        with suppress(RuntimeError):  # such as of a function without a derivative, which can be evaluated all the same
+        with suppress(
+            RuntimeError
+        ):  # such as of a function without a derivative, which can be evaluated all the same
             if ends and wanted:
                 grads = torch.autograd.grad(ends, [*wanted.values()], weights, allow_unused=True)
         dense = [torch.empty(0) if x is None else x.to_dense() if x.is_sparse else x for x in grads]
@@ -271,7 +304,10 @@ def _check_halves(module: nn.Module, signature: Signature, inputs: Sequence[Tens
     everything = [*module.modules()]
     if any(isinstance(m, _BatchNorm) and m.running_mean is None for m in everything):
         return
-    of_halves = [x.chunk(2) if batched else (x, x) for x, batched in zip(inputs, signature.batched, strict=True)]
+    of_halves = [
+        x.chunk(2) if batched else (x, x)
+        for x, batched in zip(inputs, signature.batched, strict=True)
+    ]
     with as_it_was(module), torch.inference_mode(False), torch.enable_grad():
         for part in everything:
             part.training = False

@@ -44,7 +44,9 @@ class Signature:
         if not self._by_name:
             return module(*bound.args, **bound.kwargs)
         more = {} if self._rest is None else found[self._rest]
-        return module(**{name: x for name, x in bound.arguments.items() if name != self._rest}, **more)
+        return module(
+            **{name: x for name, x in bound.arguments.items() if name != self._rest}, **more
+        )
 
     def arguments(self, input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that an input stands for, as a sample does; a tuple may be one argument, too."""
@@ -65,7 +67,9 @@ class Signature:
                     f"{name} is {taken!r}, but was {self._given[name]!r} in the sample that the module was traced "
                     "with; call sequential again with a sample like this"
                 )
-        for name, x, batched, (shape, dtype) in zip(self.names, slots.tensors, self.batched, self._like, strict=True):
+        for name, x, batched, (shape, dtype) in zip(
+            self.names, slots.tensors, self.batched, self._like, strict=True
+        ):
             if tuple(x.shape)[batched:] != shape[batched:] or x.dtype != dtype:
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)} and type {x.dtype}, but {shape} and {dtype} in the sample "

@@ -22,7 +22,10 @@ from reproduce.models.resnet import import_torchvision
 Batch = tuple[Tensor, Tensor]  # images (N, 3, H, W) and classes (N,), on the CPU
 
 LAYOUT = "train/<class>/*.JPEG and val/<class>/*.JPEG"
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's channels; not stated in the publication
+MEAN, DEVIATION = (
+    (0.485, 0.456, 0.406),
+    (0.229, 0.224, 0.225),
+)  # of ImageNet's channels; not stated in the publication
 MOST_EPOCHS = 100_003  # with fewer epochs, no two trainings use the same seed for an epoch
 
 
@@ -33,7 +36,9 @@ class AccuracyNeeds(NamedTuple):
     seeds: range
 
 
-def prepare(name: str, scale: AccuracyScale, folder: Path | None, seed: int, seeds: int | None) -> AccuracyNeeds:
+def prepare(
+    name: str, scale: AccuracyScale, folder: Path | None, seed: int, seeds: int | None
+) -> AccuracyNeeds:
     """Find the experiment's data in `folder`, or generate them if the scale says how; raise `Error` if they are bad."""
     trained = range(seed, seed + (seeds or scale.seeds))
     if scale.made is not None:
@@ -46,7 +51,9 @@ def prepare(name: str, scale: AccuracyScale, folder: Path | None, seed: int, see
             f"which must have {LAYOUT}; or use --scale small"
         )
     row = scale.rows[0]
-    return AccuracyNeeds(ImageNet(folder, row.num_classes, dict(row.data)["dataloader_workers"]), trained)
+    return AccuracyNeeds(
+        ImageNet(folder, row.num_classes, dict(row.data)["dataloader_workers"]), trained
+    )
 
 
 class Gratings:
@@ -57,9 +64,16 @@ class Gratings:
     validation images in the middle.
     """
 
-    def __init__(self, train_size: int, val_size: int, classes: int, image_size: int, noise: float, seed: int) -> None:
+    def __init__(
+        self, train_size: int, val_size: int, classes: int, image_size: int, noise: float, seed: int
+    ) -> None:
         """Generate all images. `noise` is the standard deviation of the noise; the largest amplitude of a wave is 1."""
-        self.train_size, self.val_size, self.image_size, self.margin = train_size, val_size, image_size, image_size // 8
+        self.train_size, self.val_size, self.image_size, self.margin = (
+            train_size,
+            val_size,
+            image_size,
+            image_size // 8,
+        )
         generator = torch.Generator().manual_seed(seed)
         self.train = self._draw(train_size, classes, noise, generator)
         self.val = self._draw(val_size, classes, noise, generator)
@@ -85,14 +99,21 @@ class Gratings:
         order = torch.randperm(self.train_size, generator=generator)
         for chosen in order[: self.train_size // batch_size * batch_size].split(batch_size):
             corners = torch.randint(self.margin + 1, (batch_size, 2), generator=generator).tolist()
-            crops = [self._crop(images[i], *corner) for i, corner in zip(chosen.tolist(), corners, strict=True)]
+            crops = [
+                self._crop(images[i], *corner)
+                for i, corner in zip(chosen.tolist(), corners, strict=True)
+            ]
             yield torch.stack(crops), labels[chosen]
 
     def val_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield all validation images, cropped in the middle. The last mini-batch may be smaller."""
         images, labels = self.val
         middle = self.margin // 2
-        yield from zip(self._crop(images, middle, middle).split(batch_size), labels.split(batch_size), strict=True)
+        yield from zip(
+            self._crop(images, middle, middle).split(batch_size),
+            labels.split(batch_size),
+            strict=True,
+        )
 
     def _crop(self, image: Tensor, top: int, left: int) -> Tensor:
         return image[..., top : top + self.image_size, left : left + self.image_size]
@@ -108,7 +129,10 @@ class ImageNet:
 
     def __init__(self, folder: Path, classes: int, workers: int) -> None:
         transforms = import_torchvision("transforms", "ImageNet")
-        train = [transforms.RandomResizedCrop(224, scale=(0.08, 1.0)), transforms.RandomHorizontalFlip()]
+        train = [
+            transforms.RandomResizedCrop(224, scale=(0.08, 1.0)),
+            transforms.RandomHorizontalFlip(),
+        ]
         val = [transforms.Resize(256), transforms.CenterCrop(224)]
         normalize = [transforms.ToTensor(), transforms.Normalize(MEAN, DEVIATION)]
         self.workers = workers
@@ -116,7 +140,9 @@ class ImageNet:
         self.val = find_images(folder, "val", classes, transforms.Compose([*val, *normalize]))
         self.train_size, self.val_size = len(self.train), len(self.val)
         if missing := sorted({*self.train.classes} - {*self.val.classes}):
-            raise Error(f"--data {folder}: val/ has no folder {missing[0]}, and train/ has; put it there")
+            raise Error(
+                f"--data {folder}: val/ has no folder {missing[0]}, and train/ has; put it there"
+            )
 
     def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
         """Yield one epoch's mini-batches, as `Gratings` does."""
@@ -133,14 +159,18 @@ class ImageNet:
             num_workers=self.workers,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=ignore_interrupts,
-            generator=torch.Generator().manual_seed(seed),  # else it would draw from the default generator
+            generator=torch.Generator().manual_seed(
+                seed
+            ),  # else it would draw from the default generator
             shuffle=train,
             drop_last=train,
         )
         try:
             yield from loader
         except Error as error:  # from a worker: the message is the last line of a traceback
-            raise Error(str(error).splitlines()[-1].removeprefix("reproduce.error.Error: ")) from None
+            raise Error(
+                str(error).splitlines()[-1].removeprefix("reproduce.error.Error: ")
+            ) from None
 
 
 def ignore_interrupts(worker: int) -> None:
@@ -151,7 +181,9 @@ def ignore_interrupts(worker: int) -> None:
 def find_images(folder: Path, part: str, classes: int, transform: Any) -> Any:
     """Return the images below `folder/part` as a torchvision `ImageFolder`, or raise `Error`."""
     try:
-        found = import_torchvision("datasets", "ImageNet").ImageFolder(str(folder / part), transform, loader=load_image)
+        found = import_torchvision("datasets", "ImageNet").ImageFolder(
+            str(folder / part), transform, loader=load_image
+        )
         if len(found.classes) == classes:
             return found
         problem = f"has {len(found.classes)} folders of classes, not {classes}"

@@ -35,7 +35,9 @@ def plan_accuracy(session: Session) -> None:
     seeds = len(_needs(session).seeds)
     for row in cast("list[AccuracyRow]", session.scale.rows):
         session.recorder.put(session.result(row, status="interrupted"))
-        session.progress.plan(session.job(row.name), seeds * row.recipe.epochs * _steps(session, row), row.work())
+        session.progress.plan(
+            session.job(row.name), seeds * row.recipe.epochs * _steps(session, row), row.work()
+        )
 
 
 def run_accuracy(session: Session) -> Iterator[tuple[str, bool]]:
@@ -70,7 +72,9 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
     saved = load_checkpoint(path)
     done: list[Epoch] = saved["epochs"] if saved else []
     if saved:
-        session.progress.say(f"{row.name}, seed {seed}: goes on after epoch {len(done)} of {epochs}, in\n{path}")
+        session.progress.say(
+            f"{row.name}, seed {seed}: goes on after epoch {len(done)} of {epochs}, in\n{path}"
+        )
         session.progress.finish(session.job(row.name), len(done) * steps)
         _put(session, row, done)
     session.start(f"{row.name}, building")
@@ -79,11 +83,15 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
         training.load(saved["training"])
     while len(done) < epochs:
         done.append(_train_epoch(session, row, seed, training, len(done) + 1))
-        _put(session, row, done[-1:])  # before saving, so that an interrupt meanwhile does not lose the epoch
+        _put(
+            session, row, done[-1:]
+        )  # before saving, so that an interrupt meanwhile does not lose the epoch
         save_checkpoint(path, {"epochs": done, "training": training.state()})
 
 
-def _train_epoch(session: Session, row: AccuracyRow, seed: int, training: "AccuracyTraining", epoch: int) -> Epoch:
+def _train_epoch(
+    session: Session, row: AccuracyRow, seed: int, training: "AccuracyTraining", epoch: int
+) -> Epoch:
     """Train on all mini-batches, then evaluate."""
     data = _needs(session).data
     what = f"{row.name}, seed {seed}, epoch {epoch} of {row.recipe.epochs}"
@@ -96,7 +104,9 @@ def _train_epoch(session: Session, row: AccuracyRow, seed: int, training: "Accur
     losses, learning_rate = [], 0.0
     session.devices.synchronize()
     started = time.perf_counter()
-    for batch in shown(data.train_batches(row.batch_size, seed, epoch - 1), what, session.job(row.name)):
+    for batch in shown(
+        data.train_batches(row.batch_size, seed, epoch - 1), what, session.job(row.name)
+    ):
         learning_rate = training.learning_rate
         losses.append(training.step(*batch))
     session.devices.synchronize()
@@ -112,15 +122,28 @@ def _train_epoch(session: Session, row: AccuracyRow, seed: int, training: "Accur
 def _put(session: Session, row: AccuracyRow, epochs: Sequence[Epoch], **ended: Any) -> None:
     """Add epochs to the row's recorded samples."""
     before = session.recorded(row).samples
-    samples = {name: before.get(name, []) + [epoch[i] for epoch in epochs] for i, name in enumerate(SERIES)}
-    session.put(row, samples=samples, values={"samples_per_epoch": _steps(session, row) * row.batch_size}, **ended)
+    samples = {
+        name: before.get(name, []) + [epoch[i] for epoch in epochs] for i, name in enumerate(SERIES)
+    }
+    session.put(
+        row,
+        samples=samples,
+        values={"samples_per_epoch": _steps(session, row) * row.batch_size},
+        **ended,
+    )
 
 
 def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
     """Return the path of a training's checkpoint. Its name has row, seed and a digest of all other settings."""
     data, made = _needs(session).data, session.scale.settings()["made"]
-    depends_on = [row.config(), made and [made, session.seed], data.train_size, data.val_size,
-                  session.devices.kind, session.devices.threads]  # fmt: skip
+    depends_on = [
+        row.config(),
+        made and [made, session.seed],
+        data.train_size,
+        data.val_size,
+        session.devices.kind,
+        session.devices.threads,
+    ]
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:10]
     name = f"{session.experiment.name}-{session.scale.name}-{row.name}-seed{seed}-{digest}.pt"
     return session.recorder.path.parent / "checkpoints" / name.replace(" ", "-")
@@ -140,7 +163,9 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except Exception as error:
-        raise Error(f"{path} cannot be read as a checkpoint ({type(error).__name__}); delete it") from error
+        raise Error(
+            f"{path} cannot be read as a checkpoint ({type(error).__name__}); delete it"
+        ) from error
 
 
 def _put_away(session: Session, paths: Sequence[Path]) -> None:
@@ -169,7 +194,9 @@ class AccuracyTraining:
         torch.manual_seed(seed)
         self.row, self.steps_per_epoch, self.steps = row, steps_per_epoch, 0
         self.devices = devices.first(row.devices)
-        self.layers = on_devices(row, row.sized.layers(), self.devices)  # its state dict has no prefix of DataParallel
+        self.layers = on_devices(
+            row, row.sized.layers(), self.devices
+        )  # its state dict has no prefix of DataParallel
         shared = row.partitions is None and row.gpus > 1
         self.model = nn.DataParallel(self.layers, self.devices) if shared else self.layers
         self.optimizer = make_optimizer(row, self.model, lr=self.learning_rate)
@@ -212,7 +239,9 @@ class AccuracyTraining:
             "model": self.layers.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
-            "cuda": [torch.cuda.get_rng_state(device) for device in self.devices if device.type == "cuda"],
+            "cuda": [
+                torch.cuda.get_rng_state(device) for device in self.devices if device.type == "cuda"
+            ],
         }
 
     def load(self, state: dict[str, Any]) -> None:

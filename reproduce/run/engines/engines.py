@@ -65,7 +65,9 @@ class Trainer:
         self.pipeline = module if isinstance(module, GPipe | DistributedGPipe) else None
         self.steps = 0
         # Optimizers raise if there are no parameters.
-        self._optimizers = [work.optimizer(module)] if any(True for _ in module.parameters()) else []
+        self._optimizers = (
+            [work.optimizer(module)] if any(True for _ in module.parameters()) else []
+        )
 
     def step(self) -> float | None:
         """Do one training step; return its loss, or `None` if this process does not have it."""
@@ -78,13 +80,21 @@ class Trainer:
 
 
 def _pipeline(engine: Engine, work: Work) -> Made:
-    settings: dict[str, Any] = {name: getattr(work, name) for name in ("chunks", "checkpoint", "deferred_batch_norm")}
-    loss, x, target = work.loss, work.input, work.target  # `run` must not keep `work`: it has all ranks' layers
+    settings: dict[str, Any] = {
+        name: getattr(work, name) for name in ("chunks", "checkpoint", "deferred_batch_norm")
+    }
+    loss, x, target = (
+        work.loss,
+        work.input,
+        work.target,
+    )  # `run` must not keep `work`: it has all ranks' layers
     model: GPipe | DistributedGPipe
     if engine == "threads":
         model = GPipe(work.layers, work.balance, devices=["cpu"] * len(work.balance), **settings)
     else:
-        model = DistributedGPipe(work.layers, work.balance, schedule=work.schedule or "GPipe", **settings)
+        model = DistributedGPipe(
+            work.layers, work.balance, schedule=work.schedule or "GPipe", **settings
+        )
         x = x if model.rank == 0 else None
     by_steps = bool(work.schedule)
 
@@ -127,7 +137,9 @@ def check_same(losses: Sequence[float | None], others: Sequence[float | None], w
     count = min(len(losses), len(others), FIRST)
     ours, theirs = (torch.tensor(each[:count], dtype=torch.float64) for each in (losses, others))
     if not torch.allclose(ours, theirs, rtol=ROUNDING, atol=0, equal_nan=True):
-        raise Error(f"{what}: the losses are {losses[:count]}, but {others[:count]} on another engine")
+        raise Error(
+            f"{what}: the losses are {losses[:count]}, but {others[:count]} on another engine"
+        )
 
 
 def why_not(engine: Engine, row: Row, devices: Devices) -> str | None:
@@ -143,7 +155,11 @@ def why_not(engine: Engine, row: Row, devices: Devices) -> str | None:
         FEW: engine == "Schedule1F1B" and chunks < partitions,
         "PyTorch's schedules know no skips": theirs and partitions > 1 and _has_skips(row.sized),
     }
-    return None if engine == "threads" else next((reason for reason, holds in against.items() if holds), None)
+    return (
+        None
+        if engine == "threads"
+        else next((reason for reason, holds in against.items() if holds), None)
+    )
 
 
 @functools.cache

@@ -21,14 +21,23 @@ class Launched:
     has imported some modules, and `fork` forks this process. `links` are the connections. `close()` ends all of them.
     """
 
-    def __init__(self, method: str, count: int, run: Callable[..., None], *arguments: Any, daemon: bool = True) -> None:
+    def __init__(
+        self,
+        method: str,
+        count: int,
+        run: Callable[..., None],
+        *arguments: Any,
+        daemon: bool = True,
+    ) -> None:
         context: Any = get_context(method)
         self.links: list[Connection] = []
         self.processes: list[Any] = []
         for k in range(count):
             ours, theirs = context.Pipe()
             inherited = [*self.links, ours] if method == "fork" else []
-            process = context.Process(target=_run, args=(inherited, run, k, theirs, *arguments), daemon=daemon)
+            process = context.Process(
+                target=_run, args=(inherited, run, k, theirs, *arguments), daemon=daemon
+            )
             process.start()
             theirs.close()
             self.links.append(ours)

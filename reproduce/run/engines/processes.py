@@ -32,7 +32,9 @@ from torchgpipe.patience import waiting_for
 from torchgpipe.plan.replay import Event, Timeline
 from torchgpipe.timeline import record
 
-AHEAD = 0.01  # seconds from sending a request to its step, so that every rank has received it by then
+AHEAD = (
+    0.01  # seconds from sending a request to its step, so that every rank has received it by then
+)
 GRACE = 2.0  # seconds to wait for other ranks' errors after one has failed
 PATIENCE = timedelta(days=365)  # no timeout: while other rows take their turns, ranks are idle
 
@@ -98,7 +100,11 @@ class Processes:
         self.close()
         # The failed rank gives the reason. The others only report that a rank failed.
         first = min(failures, key=lambda each: each.reason.startswith("RankFailed"))
-        raise torch.OutOfMemoryError(first.reason) if first.status == "out of memory" else Error(first.reason)
+        raise (
+            torch.OutOfMemoryError(first.reason)
+            if first.status == "out of memory"
+            else Error(first.reason)
+        )
 
 
 def _serve(rank: int, link: Connection, count: int, threads: int, store: str) -> None:
@@ -111,7 +117,9 @@ def _serve(rank: int, link: Connection, count: int, threads: int, store: str) ->
     trainer: Trainer | None = None
     try:
         with waiting_for("other ranks", lambda line: link.send(("waits", line))):
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=PATIENCE)
+            dist.init_process_group(
+                "gloo", init_method=store, rank=rank, world_size=count, timeout=PATIENCE
+            )
         while True:
             what, given = pickle.loads(requests.get())
             if what in ("step", "record"):
@@ -133,7 +141,9 @@ def _step(trainer: Trainer, start: float, *, recorded: bool) -> tuple[float, flo
     Return the time of its end, its loss, and the events of its timeline if `recorded`.
     """
     torch.manual_seed(trainer.steps)  # as `MeasuredSteps` does, so that dropout draws the same
-    recording: Any = record(trainer.pipeline) if recorded and trainer.pipeline else contextlib.nullcontext()
+    recording: Any = (
+        record(trainer.pipeline) if recorded and trainer.pipeline else contextlib.nullcontext()
+    )
     with recording as found:
         while time.perf_counter() < start:
             pass  # busy waiting: a sleeping rank would start late

@@ -9,7 +9,9 @@ from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
 
 
-def schedule(name: str, part: nn.Module, *, chunks: int, checkpointed: int = 0, **options: Any) -> Any:
+def schedule(
+    name: str, part: nn.Module, *, chunks: int, checkpointed: int = 0, **options: Any
+) -> Any:
     """Return the schedule of that name for this rank's part of a model. `options` are the schedule's own.
 
     The first `checkpointed` micro-batches use `torch.utils.checkpoint`. PyTorch's schedules have no checkpointing.

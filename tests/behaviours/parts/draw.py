@@ -21,7 +21,11 @@ class Draw(nn.Module):
     """
 
     def __init__(
-        self, draw: Callable[[Tensor], Tensor] = dropout, *, inplace: bool = False, use_reentrant: bool | None = None
+        self,
+        draw: Callable[[Tensor], Tensor] = dropout,
+        *,
+        inplace: bool = False,
+        use_reentrant: bool | None = None,
     ) -> None:
         super().__init__()
         self.draw, self.inplace, self.use_reentrant = draw, inplace, use_reentrant
@@ -37,10 +41,16 @@ class Draw(nn.Module):
         def run(x: Tensor) -> Tensor:
             if self.recorded is None:
                 drawn.append(self.draw(x))
-                assert torch.equal(drawn[0], drawn[-1]), "PyTorch's checkpointing drew something else"
+                assert torch.equal(drawn[0], drawn[-1]), (
+                    "PyTorch's checkpointing drew something else"
+                )
             return x.mul_(drawn[0]) if self.inplace else x * drawn[0]
 
-        y = run(x) if self.use_reentrant is None else checkpoint(run, x, use_reentrant=self.use_reentrant)
+        y = (
+            run(x)
+            if self.use_reentrant is None
+            else checkpoint(run, x, use_reentrant=self.use_reentrant)
+        )
         (self.second if is_recomputing() else self.first).append(drawn[0].detach())
         return y
 
@@ -58,5 +68,7 @@ def reuse_draws(model: nn.Module, plain: nn.Module) -> None:
 def check_redraws(model: nn.Module) -> None:
     """Assert that recomputations drew the same numbers as first passes, and clear both lists."""
     for layer in drawing(model):
-        assert all(any(map(mask.equal, layer.first)) for mask in layer.second), "a recomputation drew anew"
+        assert all(any(map(mask.equal, layer.first)) for mask in layer.second), (
+            "a recomputation drew anew"
+        )
         layer.first, layer.second = [], []

@@ -60,7 +60,9 @@ def linear() -> nn.Linear:
 
 def five(last: Callable[[], nn.Module] | None = None) -> nn.Sequential:
     """Return the default model of rows: five layers."""
-    return nn.Sequential(linear(), nn.Tanh(), linear(), nn.Sigmoid(), linear() if last is None else last())
+    return nn.Sequential(
+        linear(), nn.Tanh(), linear(), nn.Sigmoid(), linear() if last is None else last()
+    )
 
 
 def real(*, grad: bool = True) -> Tensor:
@@ -172,7 +174,10 @@ def doubled(self: Any, x: Tensor) -> Tensor:
 
 
 def swap(_: Any, value: Any) -> Any:
-    alike = isinstance(value, tuple) and (value[0].shape, value[0].dtype) == (value[-1].shape, value[-1].dtype)
+    alike = isinstance(value, tuple) and (value[0].shape, value[0].dtype) == (
+        value[-1].shape,
+        value[-1].dtype,
+    )
     return (value[-1], *value[1:-1], value[0]) if alike else value
 
 
@@ -193,7 +198,9 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "a new leaf": lambda _: Do(lambda _, x: x.detach().requires_grad_(torch.is_grad_enabled())),
     "hooked": lambda _: Do(hooked),
     "differentiated": lambda _: Do(differentiated, weight=weight()),
-    "vmap": lambda _: Do(lambda self, x: torch.vmap(lambda row: row.sin() * self.weight)(x), weight=weight()),
+    "vmap": lambda _: Do(
+        lambda self, x: torch.vmap(lambda row: row.sin() * self.weight)(x), weight=weight()
+    ),
     "functional_call": lambda _: Do(doubled, inner=linear()),
     "batch norm": lambda _: norm(nn.BatchNorm1d(2)),
     "batch norm, momentum none": lambda _: norm(nn.BatchNorm1d(2, momentum=None)),
@@ -208,8 +215,12 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "shared": lambda parts: nn.Sequential(parts[0]),
     "shared norm": lambda parts: nn.Sequential(parts[1]),
     "borrowed": lambda parts: Do(lambda self, x: x @ self.borrowed[0].weight, borrowed=[parts[0]]),
-    "lstm": lambda _: Do(lambda self, x: self.lstm(x.unsqueeze(1))[0].squeeze(1), lstm=nn.LSTM(WIDTH, WIDTH)),
-    "transformer": lambda _: nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0, batch_first=True),
+    "lstm": lambda _: Do(
+        lambda self, x: self.lstm(x.unsqueeze(1))[0].squeeze(1), lstm=nn.LSTM(WIDTH, WIDTH)
+    ),
+    "transformer": lambda _: nn.TransformerEncoderLayer(
+        WIDTH, 2, WIDTH, dropout=0, batch_first=True
+    ),
     "embedding": lambda _: table(sparse=True),
     "embedding, rescaled": lambda _: table(max_norm=0.5),
     "as weights": lambda _: Do(
@@ -232,7 +243,9 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "lstm cell": lambda _: nn.LSTMCell(WIDTH, WIDTH),
     "sum": lambda _: Do(lambda _, value: merge(value, Tensor.add)),
     "swap": lambda _: Do(swap),
-    "by name": lambda _: Do(lambda _, value: (value.other, value.one) if isinstance(value, Pair) else value),
+    "by name": lambda _: Do(
+        lambda _, value: (value.other, value.one) if isinstance(value, Pair) else value
+    ),
     "relu in place": lambda _: nn.ReLU(True),
     "nested relu in place": lambda _: nn.Sequential(nn.ReLU(True)),
     "add in place": lambda _: Do(lambda _, x: x.add_(1)),
@@ -241,9 +254,10 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "buffer in place": lambda _: Do(decay, scale=torch.ones(WIDTH)),
     "parameter in place": lambda _: Do(decay, scale=Parameter(torch.ones(WIDTH))),
     "and its buffer in place": lambda _: Do(
-        lambda self, x: (decay(self, x), self.scale.expand(len(x), -1)), scale=torch.ones(WIDTH)),
+        lambda self, x: (decay(self, x), self.scale.expand(len(x), -1)), scale=torch.ones(WIDTH)
+    ),
     "sum in place": lambda _: Do(lambda _, value: merge(value, Tensor.add_)),
-}  # fmt: skip
+}
 TO_SEVERAL = {kind for kind in KINDS if kind.startswith("and ")} | {"twice", "lstm cell"}
 OF_SEVERAL = {"sum", "sum in place", "swap", "by name"}
 

@@ -41,7 +41,14 @@ RUNS: dict[str, set[str]] = {
     "two forwards": set(),
     "autograd.grad": {"checkpointed, reentrant", "borrowed"},
     "inputs": {"checkpointed, reentrant", "borrowed"},
-    "functional_call": {"checkpointed, reentrant", "checkpointed", "shared", "shared norm", "borrowed", "as weights"},
+    "functional_call": {
+        "checkpointed, reentrant",
+        "checkpointed",
+        "shared",
+        "shared norm",
+        "borrowed",
+        "as weights",
+    },
 }
 AFTER = ["update", "update, zero", "accumulate", "freeze", "reload"]
 
@@ -53,10 +60,15 @@ def by_numpy(layer: Any) -> None:
 
 # Layers of rows, for numbers of 64 bits, and for a single sample.
 KINDS["dropout, set back"] = lambda _: Draw(lambda x: set_back(x.detach().float()).double())
-KINDS["own norm"] = lambda _: Do(lambda self, x: self.norm(torch.cat([x, 2 * x]))[: len(x)], norm=own_norm())
+KINDS["own norm"] = lambda _: Do(
+    lambda self, x: self.norm(torch.cat([x, 2 * x]))[: len(x)], norm=own_norm()
+)
 for size in (2, LARGE):
-    KINDS[f"gradient of {size} elements"] = lambda _, size=size: Do(  # type: ignore[misc]
-        lambda self, x: x * self.taking[:1], taking=torch.ones(size).double().requires_grad_())  # fmt: skip
+    KINDS[f"gradient of {size} elements"] = (
+        lambda _, size=size: Do(  # type: ignore[misc]
+            lambda self, x: x * self.taking[:1], taking=torch.ones(size).double().requires_grad_()
+        )
+    )
     for change in (in_place, by_data, by_numpy, another):
         KINDS[f"{change.__name__}, {size} elements"] = partial(
             lambda change, size, _: Holds(change, size), change, size
@@ -64,33 +76,72 @@ for size in (2, LARGE):
 
 # Modes around a forward or a backward, not drawn with layers that PyTorch itself recomputes without them.
 AROUND: dict[str, Callable[[], Any]] = {
-    "": nullcontext, "functions": Functions, "operators": Operators, "a type": in_float64,
+    "": nullcontext,
+    "functions": Functions,
+    "operators": Operators,
+    "a type": in_float64,
     "a count": lambda: type("Counts", (Functions,), {"only_watches": True})(once),
     "a device": partial(torch.device, "meta"),
-}  # fmt: skip
-WITHOUT_MODES = {"checkpointed, reentrant", "checkpointed", "dropout, checkpointed", "dropout, set back"}
+}
+WITHOUT_MODES = {
+    "checkpointed, reentrant",
+    "checkpointed",
+    "dropout, checkpointed",
+    "dropout, set back",
+}
 CHECKPOINT = ["never", "except_last", "always"]
 
 # Layers that return their input or aliases of it, and layers that then change both in place.
 ALIASES = [
-    "identity", "linear", "tied", "shared", "twice", "and a view", "and its input", "swap", "relu in place",
+    "identity",
+    "linear",
+    "tied",
+    "shared",
+    "twice",
+    "and a view",
+    "and its input",
+    "swap",
+    "relu in place",
     "add in place",
-]  # fmt: skip
+]
 # What asks how things are, and what it may find.
-ASK = ["as things are", "as weights", "as things are", "and a name", "by name", "and detached", "detached"]
+ASK = [
+    "as things are",
+    "as weights",
+    "as things are",
+    "and a name",
+    "by name",
+    "and detached",
+    "detached",
+]
 
 # Not drawn for ranks: modules shared by two partitions (refused); unregistered parameters (unknown to other ranks);
 # parameters that a forward changes (not sent to other ranks); and what works with backward() only, because `Everywhere`
 # runs each rank's part by autograd.grad.
 NOT_FOR_RANKS = {
-    "tied", "shared", "shared norm", "borrowed", "embedding, rescaled", "parameter in place", "checkpointed, reentrant",
-}  # fmt: skip
+    "tied",
+    "shared",
+    "shared norm",
+    "borrowed",
+    "embedding, rescaled",
+    "parameter in place",
+    "checkpointed, reentrant",
+}
 
 FORKS = TO_SEVERAL | {"squares", "half detached", "transformer", "swap", "own norm"}
 USE_TWICE = {
-    "tied", "shared", "shared norm", "borrowed", "lstm", "embedding", "pruned", "spectral norm",
-    "spectral norm, by a hook", "checkpointed, reentrant", "two forwards",
-}  # fmt: skip
+    "tied",
+    "shared",
+    "shared norm",
+    "borrowed",
+    "lstm",
+    "embedding",
+    "pruned",
+    "spectral norm",
+    "spectral norm, by a hook",
+    "checkpointed, reentrant",
+    "two forwards",
+}
 
 
 @dataclass(frozen=True)
@@ -143,15 +194,26 @@ class Case:
             layer = KINDS[kind](parts)
             if several and kind not in OF_SEVERAL:
                 layer = OnFirst(layer)
-            stashes = {f"skip {s}": STASHES[skip.stash] for s, skip in enumerate(self.skips) if skip.source == k}
-            pops = {f"skip {s}": POPS[skip.pop] for s, skip in enumerate(self.skips) if skip.target == k}
+            stashes = {
+                f"skip {s}": STASHES[skip.stash]
+                for s, skip in enumerate(self.skips)
+                if skip.source == k
+            }
+            pops = {
+                f"skip {s}": POPS[skip.pop] for s, skip in enumerate(self.skips) if skip.target == k
+            }
             layers.append(with_skips(layer, stashes, pops) if stashes or pops else layer)
-            both = any(s.target == k and s.pop == "return both" and s.stash != "nothing" for s in self.skips)
+            both = any(
+                s.target == k and s.pop == "return both" and s.stash != "nothing"
+                for s in self.skips
+            )
             several = both or kind in TO_SEVERAL or (several and not kind.startswith("sum"))
         return nn.Sequential(*layers).double()
 
     def leaf(self) -> Tensor:
-        return torch.randn(self.batch, WIDTH, dtype=torch.float64).requires_grad_(self.input != "no gradient")
+        return torch.randn(self.batch, WIDTH, dtype=torch.float64).requires_grad_(
+            self.input != "no gradient"
+        )
 
     def options(self) -> dict[str, Any]:
         names = ["chunks", "engine", "checkpoint", "deferred_batch_norm"]
@@ -168,7 +230,9 @@ class Case:
     @property
     def reorders(self) -> bool:
         """Whether sums of more than two terms may have another order: gradients of one tensor, or batch statistics."""
-        forks = sum(kind in FORKS for kind in self.kinds) + len(self.skips) + (self.input == "twice")
+        forks = (
+            sum(kind in FORKS for kind in self.kinds) + len(self.skips) + (self.input == "twice")
+        )
         return forks > 1 or self.has(*USE_TWICE) or self.deferred_batch_norm
 
 
@@ -185,10 +249,22 @@ def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
     count = {"max_size": 3} if ranks is None else {"min_size": ranks - 1, "max_size": ranks - 1}
     cuts = draw(st.sets(st.integers(1, n - 1), **count)) if n > 1 else set()
     pair = st.sampled_from([(a, b) for b in range(n) for a in range(b)] or [(0, 0)])
-    skip = st.builds(lambda pair, *how: Skip(*pair, *how), pair, st.sampled_from([*STASHES]), st.sampled_from([*POPS]))
-    run = st.sampled_from(["backward"] * 2 + [run for run, unfit in RUNS.items() if unfit.isdisjoint(kinds)])
+    skip = st.builds(
+        lambda pair, *how: Skip(*pair, *how),
+        pair,
+        st.sampled_from([*STASHES]),
+        st.sampled_from([*POPS]),
+    )
+    run = st.sampled_from(
+        ["backward"] * 2 + [run for run, unfit in RUNS.items() if unfit.isdisjoint(kinds)]
+    )
     mode = st.sampled_from([""] * 6 + [*AROUND] * WITHOUT_MODES.isdisjoint(kinds))
-    how = st.sampled_from(AFTER), st.sampled_from([True, True, False]), st.integers(1, 3), st.tuples(mode, mode)
+    how = (
+        st.sampled_from(AFTER),
+        st.sampled_from([True, True, False]),
+        st.integers(1, 3),
+        st.tuples(mode, mode),
+    )
     step = st.builds(Step, run, *how)
     return Case(
         kinds=tuple(kinds),
@@ -200,7 +276,8 @@ def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
         engine=draw(st.sampled_from(["graph", "workers"])) if ranks is None else "ranks",
         checkpoint=draw(st.sampled_from(CHECKPOINT)),
         # A bias before a norm by its input has no gradient but rounding, and deferred statistics are rounded otherwise.
-        deferred_batch_norm=draw(st.booleans()) and {"batch norm, no statistics", "own norm"}.isdisjoint(kinds),
+        deferred_batch_norm=draw(st.booleans())
+        and {"batch norm, no statistics", "own norm"}.isdisjoint(kinds),
         portals=not draw(st.booleans()),
         dependency=not draw(st.booleans()),
         observed=draw(st.booleans()),

@@ -39,7 +39,9 @@ def normed(*last: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
 
 
 def inner(engine: Any, checkpoint: Any) -> nn.Module:
-    return GPipe(normed()(), [3, 2], devices=["cpu"] * 2, chunks=2, engine=engine, checkpoint=checkpoint)
+    return GPipe(
+        normed()(), [3, 2], devices=["cpu"] * 2, chunks=2, engine=engine, checkpoint=checkpoint
+    )
 
 
 def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
@@ -52,7 +54,11 @@ def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
 
 def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> Any:
     """Train a model and another one, or itself, each in a thread; plain layers in turn."""
-    runs, xs, outputs = [run, also(run)], torch.randn(2, TURNS, 9, 4), [list[Tensor](), list[Tensor]()]
+    runs, xs, outputs = (
+        [run, also(run)],
+        torch.randn(2, TURNS, 9, 4),
+        [list[Tensor](), list[Tensor]()],
+    )
 
     def train(k: int) -> None:
         for x in xs[k]:
@@ -70,7 +76,14 @@ def sharing_layers(run: Any) -> Any:
     """Return a pipeline of the same layers on another engine."""
     if isinstance(run, Plain):
         return run
-    return GPipe(run[:], [2, 2, 2], devices=["cpu"] * 3, chunks=run.chunks, checkpoint="always", engine="graph")
+    return GPipe(
+        run[:],
+        [2, 2, 2],
+        devices=["cpu"] * 3,
+        chunks=run.chunks,
+        checkpoint="always",
+        engine="graph",
+    )
 
 
 def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
@@ -78,7 +91,11 @@ def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
     try:
         in_threads(run, x, lambda run: copy.deepcopy(run).eval())
     except RuntimeError as error:
-        assert one_generator and run.checkpoint != "never" and "more or fewer random numbers" in str(error)
+        assert (
+            one_generator
+            and run.checkpoint != "never"
+            and "more or fewer random numbers" in str(error)
+        )
     run.zero_grad()
 
 
@@ -132,7 +149,9 @@ def two_backwards(run: Any, x: Tensor) -> None:
 
 def tied_over() -> nn.Sequential:
     first = linear()
-    return made(lambda: first, lambda: torch.sin, lambda: pause, lambda: tied(first), lambda: pause)()
+    return made(
+        lambda: first, lambda: torch.sin, lambda: pause, lambda: tied(first), lambda: pause
+    )()
 
 
 APART = {"ranks": "they have to run mini-batches in one order"}
@@ -142,27 +161,84 @@ ROWS = [
     # The second is used twice: plain parameters add both uses up before .grad, piped ones each.
     Row("two pipelines in one loss", normed(linear), use=in_one_loss, tolerance=REORDERED),
     # Both engines go backward for each inner micro-batch, so gradients are added up in another order.
-    *(Row(f"a pipeline in a pipeline, {engine} {mode}", made(linear, partial(inner, engine, mode), nn.Tanh),
-          partial(torch.randn, 12, 4), without={"ranks": "only one rank would run the inner one"}, tolerance=REORDERED)
-      for engine in ("graph", "workers") for mode in MODES),
-    *(Row(f"two threads, {what}, m={m}", normed(linear), use=partial(in_threads, also=also), chunks=m, without=APART,
-          tolerance=REORDERED)
-      for what, also in (("one pipeline", lambda run: run), ("two pipelines", copy.deepcopy),
-                         ("two pipelines of the same layers", sharing_layers)) for m in (1, 3)),
-    *(Row(f"threads that draw, {what}", made(linear, nn.Tanh, linear, nn.Dropout),
-          use=partial(drawing_in_threads, one_generator=one), without=APART | dict.fromkeys(but, ""))
-      for what, one, but in (
-          ("one generator", True, ("workers", "one partition")),
-          # A single micro-batch draws the numbers of a plain run, from the generator of all threads.
-          ("each its own", False, ("graph", "one partition", "one micro-batch")))),
-    Row("the seed alone decides what is drawn", partial(layers, lambda x: torch.rand_like(pause(x))),
-        balance=(2, 1, 2), chunks=4, use=the_same_bits),
-    Row("hooks that draw", made(nn.Tanh, linear, linear, nn.Tanh), balance=(2, 2), use=hooks_draw,
-        without={"ranks": "each draws from a generator of its own"}),
-    Row("a thread that draws amid the first pass", made(lambda: drawing_meanwhile, nn.Identity), long, (1, 1),
-        use=masks_are_alike, refused={f"{e} {mode}": NOTICED for e in ("graph", "ranks") for mode in MODES[:2]}),
-    Row("two backwards", made(Fails, linear, linear, nn.Tanh), balance=(2, 2), chunks=1, use=two_backwards,
-        refused={"": "two backwards"}, without={"ranks": "they would wait for each other"}),
-    Row("a parameter of two partitions", tied_over, balance=(3, 2), chunks=7, use=the_same_bits,
-        without={"ranks": "they refuse it"}, tolerance=REORDERED),
-]  # fmt: skip
+    *(
+        Row(
+            f"a pipeline in a pipeline, {engine} {mode}",
+            made(linear, partial(inner, engine, mode), nn.Tanh),
+            partial(torch.randn, 12, 4),
+            without={"ranks": "only one rank would run the inner one"},
+            tolerance=REORDERED,
+        )
+        for engine in ("graph", "workers")
+        for mode in MODES
+    ),
+    *(
+        Row(
+            f"two threads, {what}, m={m}",
+            normed(linear),
+            use=partial(in_threads, also=also),
+            chunks=m,
+            without=APART,
+            tolerance=REORDERED,
+        )
+        for what, also in (
+            ("one pipeline", lambda run: run),
+            ("two pipelines", copy.deepcopy),
+            ("two pipelines of the same layers", sharing_layers),
+        )
+        for m in (1, 3)
+    ),
+    *(
+        Row(
+            f"threads that draw, {what}",
+            made(linear, nn.Tanh, linear, nn.Dropout),
+            use=partial(drawing_in_threads, one_generator=one),
+            without=APART | dict.fromkeys(but, ""),
+        )
+        for what, one, but in (
+            ("one generator", True, ("workers", "one partition")),
+            # A single micro-batch draws the numbers of a plain run, from the generator of all threads.
+            ("each its own", False, ("graph", "one partition", "one micro-batch")),
+        )
+    ),
+    Row(
+        "the seed alone decides what is drawn",
+        partial(layers, lambda x: torch.rand_like(pause(x))),
+        balance=(2, 1, 2),
+        chunks=4,
+        use=the_same_bits,
+    ),
+    Row(
+        "hooks that draw",
+        made(nn.Tanh, linear, linear, nn.Tanh),
+        balance=(2, 2),
+        use=hooks_draw,
+        without={"ranks": "each draws from a generator of its own"},
+    ),
+    Row(
+        "a thread that draws amid the first pass",
+        made(lambda: drawing_meanwhile, nn.Identity),
+        long,
+        (1, 1),
+        use=masks_are_alike,
+        refused={f"{e} {mode}": NOTICED for e in ("graph", "ranks") for mode in MODES[:2]},
+    ),
+    Row(
+        "two backwards",
+        made(Fails, linear, linear, nn.Tanh),
+        balance=(2, 2),
+        chunks=1,
+        use=two_backwards,
+        refused={"": "two backwards"},
+        without={"ranks": "they would wait for each other"},
+    ),
+    Row(
+        "a parameter of two partitions",
+        tied_over,
+        balance=(3, 2),
+        chunks=7,
+        use=the_same_bits,
+        without={"ranks": "they refuse it"},
+        tolerance=REORDERED,
+    ),
+]

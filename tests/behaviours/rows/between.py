@@ -25,7 +25,9 @@ one_at_a_time = threading.Lock()
 
 def block() -> nn.Module:
     """Return a layer with something inside that may be replaced."""
-    return Do(lambda self, x: self.linear(self.norm(x)).tanh(), norm=nn.LayerNorm(WIDTH), linear=linear())
+    return Do(
+        lambda self, x: self.linear(self.norm(x)).tanh(), norm=nn.LayerNorm(WIDTH), linear=linear()
+    )
 
 
 def layers(last: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:
@@ -59,39 +61,82 @@ def with_another_value(run: nn.Module, x: Tensor) -> None:
 # What may happen between forward and backward without any consequence, given a layer to do it to.
 HARMLESS: dict[str, tuple[Callable[[], nn.Module], Change]] = {
     "evaluation of one layer": (lambda: nn.BatchNorm1d(WIDTH), lambda run, _: run[3].eval()),
-    "training of a frozen norm": (lambda: nn.BatchNorm1d(WIDTH).eval(), lambda run, _: run[3].train()),
+    "training of a frozen norm": (
+        lambda: nn.BatchNorm1d(WIDTH).eval(),
+        lambda run, _: run[3].train(),
+    ),
     "a constant": (scale, lambda run, _: run[3].by.fill_(7)),
-    "a constant that is replaced": (scale, lambda run, _: setattr(run[3], "by", torch.full((1,), 7.0))),
+    "a constant that is replaced": (
+        scale,
+        lambda run, _: setattr(run[3], "by", torch.full((1,), 7.0)),
+    ),
     "a parameter that is replaced": (
-        nn.Tanh, lambda run, _: setattr(run[0], "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH)))),
-    "a parameter's data": (nn.Tanh, lambda run, _: setattr(run[0].weight, "data", torch.zeros(WIDTH, WIDTH))),
+        nn.Tanh,
+        lambda run, _: setattr(run[0], "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
+    ),
+    "a parameter's data": (
+        nn.Tanh,
+        lambda run, _: setattr(run[0].weight, "data", torch.zeros(WIDTH, WIDTH)),
+    ),
     "a parameter that is frozen": (nn.Tanh, lambda run, _: run[0].weight.requires_grad_(False)),
     "random numbers": (nn.Tanh, lambda run, _: torch.manual_seed(3)),
     "a forward hook removed": (nn.LeakyReLU, lambda run, _: run[1]._forward_hooks.clear()),
-    "a forward hook added": (nn.LeakyReLU, lambda run, _: run[2].register_forward_hook(lambda m, i, y: 2 * y)),
-    "a forward pre-hook": (nn.LeakyReLU, lambda run, _: run[2].register_forward_pre_hook(lambda m, i: (2 * i[0],))),
+    "a forward hook added": (
+        nn.LeakyReLU,
+        lambda run, _: run[2].register_forward_hook(lambda m, i, y: 2 * y),
+    ),
+    "a forward pre-hook": (
+        nn.LeakyReLU,
+        lambda run, _: run[2].register_forward_pre_hook(lambda m, i: (2 * i[0],)),
+    ),
     "what a tool writes on a layer": (nn.LeakyReLU, lambda run, _: setattr(run[3], "calls", 5)),
-}  # fmt: skip
+}
 
 # What is refused, with what says so: by the recomputation, or by autograd, as without a pipeline.
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Change, str]] = {
     "a parameter changed": (nn.Tanh, lambda run, _: run[0].weight.detach().add_(1), "'weight'"),
     "a frozen parameter changed": (
-        lambda: linear().requires_grad_(False), lambda run, _: run[3].weight.add_(1), "'weight'"),
+        lambda: linear().requires_grad_(False),
+        lambda run, _: run[3].weight.add_(1),
+        "'weight'",
+    ),
     "the input changed": (nn.Tanh, lambda run, x: x.detach().add_(1), "input of partition 0"),
-    "an inner layer": (nn.Tanh, lambda run, _: setattr(run[2], "norm", nn.Identity()), "was replaced"),
-    "an adapter": (nn.Tanh, lambda run, _: setattr(run[2], "adapter", linear()), "was replaced, added"),
-    "a parametrization": (nn.Tanh, lambda run, _: parametrizations.weight_norm(run[2].linear), "was replaced"),
+    "an inner layer": (
+        nn.Tanh,
+        lambda run, _: setattr(run[2], "norm", nn.Identity()),
+        "was replaced",
+    ),
+    "an adapter": (
+        nn.Tanh,
+        lambda run, _: setattr(run[2], "adapter", linear()),
+        "was replaced, added",
+    ),
+    "a parametrization": (
+        nn.Tanh,
+        lambda run, _: parametrizations.weight_norm(run[2].linear),
+        "was replaced",
+    ),
     "a setting of a layer": (
-        nn.LeakyReLU, lambda run, _: setattr(run[3], "negative_slope", 5.0), "'negative_slope' of LeakyReLU"),
-}  # fmt: skip
+        nn.LeakyReLU,
+        lambda run, _: setattr(run[3], "negative_slope", 5.0),
+        "'negative_slope' of LeakyReLU",
+    ),
+}
 
-BF16, FP16 = partial(torch.autocast, "cpu", torch.bfloat16), partial(torch.autocast, "cpu", torch.float16)
+BF16, FP16 = (
+    partial(torch.autocast, "cpu", torch.bfloat16),
+    partial(torch.autocast, "cpu", torch.float16),
+)
 ON_META = partial(torch.device, "meta")
 
 
 def reporting(*, training: bool = True) -> nn.Sequential:
-    layers = nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), parametrizations.weight_norm(nn.Linear(8, WIDTH))
+    layers = (
+        nn.Linear(WIDTH, 8),
+        nn.BatchNorm1d(8),
+        nn.Dropout(0.0),
+        parametrizations.weight_norm(nn.Linear(8, WIDTH)),
+    )
     return nn.Sequential(Report(), *layers[:2], Report(), *layers[2:], Report()).train(training)
 
 
@@ -105,7 +150,9 @@ class Report(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         modes = [torch.is_inference_mode_enabled(), autocast, torch.get_default_device().type]
-        if torch.is_inference_mode_enabled() or (not torch.is_grad_enabled() and not is_checkpointing()):
+        if torch.is_inference_mode_enabled() or (
+            not torch.is_grad_enabled() and not is_checkpointing()
+        ):
             modes += [torch.is_grad_enabled(), is_checkpointing(), is_recomputing()]
         self.seen.add(str(modes))
         return x
@@ -122,7 +169,9 @@ def without_grad(and_then: Callable[[], Any]) -> Iterator[None]:
         yield
 
 
-def within(forward: Callable[[], Any], backward: Callable[[], Any] = nullcontext) -> Callable[[nn.Module, Tensor], Any]:
+def within(
+    forward: Callable[[], Any], backward: Callable[[], Any] = nullcontext
+) -> Callable[[nn.Module, Tensor], Any]:
     """Run two forwards within a context, each with its backward within another."""
 
     def use(run: nn.Module, x: Tensor) -> Any:
@@ -218,33 +267,106 @@ STATE = "has state of its own"
 APART = {"ranks": "each counts what its own layers call"}
 
 ROWS = [
-    *(Row(f"{what} in {where}", met, balance=(2, 2, 2), use=within(*contexts), refused=refused if one else {},
-          note="" if one or refused else "Also around one of the two: a recomputation is in the modes of its forward.")
-      for what, mode, refused in (("`TorchFunctionMode`", Functions, {}), ("`TorchDispatchMode`", Operators, {}),
-                                  ("a default type", in_float64, TYPE))
-      for where, one, contexts in (("forward", True, (mode,)), ("backward", True, (nullcontext, mode)),
-                                   ("forward and backward", False, (mode, mode)))),
-    Row("a mode that counts, as `FlopCounterMode`", met, balance=(2, 2, 2), use=counted, refused={"workers": STATE},
-        without=APART, note="Threads would count at once, unless its class says `only_watches = True`."),
-    Row("a mode that counts, for threads", met, balance=(2, 2, 2), use=partial(counted, safe=True), without=APART),
-    Row("a mode whose count matters", met, balance=(2, 2, 2), refused={"workers": STATE, "": "depends on state"},
-        use=partial(counted, by=lambda calls: once(calls) * calls[0]), without={"never": "of another order"}),
-    *(Row(what, partial(layers, last), balance=(2, 2), use=amid(change))
-      for what, (last, change) in HARMLESS.items()),
-    *(Row(what, partial(layers, last), balance=(2, 2), use=amid(change),
-          refused={"always": says, "except_last": f"{says}|modified by an inplace operation"},
-          without={"never": "then autograd alone decides"})
-      for what, (last, change, says) in REFUSED.items()),
-    Row("a loss that is a tensor subclass",
-        partial(layers, lambda: Do(lambda _, x: x * (2 if torch._C._is_torch_function_enabled() else 3))),
-        balance=(2, 2), use=lambda run, x: loss_of(run, x).as_subclass(Loss).backward(), note="As without a pipeline."),
-    Row("a context variable", lambda: nn.Sequential(*(Do(lambda _, x: x * by.get()) if k % 2 else linear()
-        for k in range(4))), balance=(2, 2), use=with_another_value),
-    *(Row(f"{kind.__name__} for the inside of a layer", layers, use=partial(replaced_between_steps, replacement=make))
-      for kind, make in ((nn.BatchNorm1d, lambda: nn.BatchNorm1d(WIDTH)), (nn.Dropout, lambda: nn.Dropout(0.0)))),
+    *(
+        Row(
+            f"{what} in {where}",
+            met,
+            balance=(2, 2, 2),
+            use=within(*contexts),
+            refused=refused if one else {},
+            note=""
+            if one or refused
+            else "Also around one of the two: a recomputation is in the modes of its forward.",
+        )
+        for what, mode, refused in (
+            ("`TorchFunctionMode`", Functions, {}),
+            ("`TorchDispatchMode`", Operators, {}),
+            ("a default type", in_float64, TYPE),
+        )
+        for where, one, contexts in (
+            ("forward", True, (mode,)),
+            ("backward", True, (nullcontext, mode)),
+            ("forward and backward", False, (mode, mode)),
+        )
+    ),
+    Row(
+        "a mode that counts, as `FlopCounterMode`",
+        met,
+        balance=(2, 2, 2),
+        use=counted,
+        refused={"workers": STATE},
+        without=APART,
+        note="Threads would count at once, unless its class says `only_watches = True`.",
+    ),
+    Row(
+        "a mode that counts, for threads",
+        met,
+        balance=(2, 2, 2),
+        use=partial(counted, safe=True),
+        without=APART,
+    ),
+    Row(
+        "a mode whose count matters",
+        met,
+        balance=(2, 2, 2),
+        refused={"workers": STATE, "": "depends on state"},
+        use=partial(counted, by=lambda calls: once(calls) * calls[0]),
+        without={"never": "of another order"},
+    ),
+    *(
+        Row(what, partial(layers, last), balance=(2, 2), use=amid(change))
+        for what, (last, change) in HARMLESS.items()
+    ),
+    *(
+        Row(
+            what,
+            partial(layers, last),
+            balance=(2, 2),
+            use=amid(change),
+            refused={"always": says, "except_last": f"{says}|modified by an inplace operation"},
+            without={"never": "then autograd alone decides"},
+        )
+        for what, (last, change, says) in REFUSED.items()
+    ),
+    Row(
+        "a loss that is a tensor subclass",
+        partial(
+            layers, lambda: Do(lambda _, x: x * (2 if torch._C._is_torch_function_enabled() else 3))
+        ),
+        balance=(2, 2),
+        use=lambda run, x: loss_of(run, x).as_subclass(Loss).backward(),
+        note="As without a pipeline.",
+    ),
+    Row(
+        "a context variable",
+        lambda: nn.Sequential(
+            *(Do(lambda _, x: x * by.get()) if k % 2 else linear() for k in range(4))
+        ),
+        balance=(2, 2),
+        use=with_another_value,
+    ),
+    *(
+        Row(
+            f"{kind.__name__} for the inside of a layer",
+            layers,
+            use=partial(replaced_between_steps, replacement=make),
+        )
+        for kind, make in (
+            (nn.BatchNorm1d, lambda: nn.BatchNorm1d(WIDTH)),
+            (nn.Dropout, lambda: nn.Dropout(0.0)),
+        )
+    ),
     Row("a backward in inference mode", use=within(nullcontext, torch.inference_mode)),
-    *(Row(f"{what}{'' if training else ' in evaluation'}", partial(reporting, training=training),
-          partial(real, grad=training), (3, 2, 2), use=within(*contexts))
-      for what, contexts in PASSES.items() for training in (True, False)),
+    *(
+        Row(
+            f"{what}{'' if training else ' in evaluation'}",
+            partial(reporting, training=training),
+            partial(real, grad=training),
+            (3, 2, 2),
+            use=within(*contexts),
+        )
+        for what, contexts in PASSES.items()
+        for training in (True, False)
+    ),
     Row("training after inference", reporting, balance=(3, 2, 2), use=after_inference),
-]  # fmt: skip
+]

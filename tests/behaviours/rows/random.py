@@ -31,7 +31,9 @@ def set_back(x: Tensor) -> Tensor:
     torch.set_rng_state(state)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        assert torch.rand_like(x).equal(torch.rand(x.shape, generator=seeded)), "the seed was not set"
+        assert torch.rand_like(x).equal(torch.rand(x.shape, generator=seeded)), (
+            "the seed was not set"
+        )
     assert first.equal(torch.rand_like(x)), "the state was not set back"
     return first
 
@@ -44,7 +46,9 @@ DRAWS: dict[str, Drawn] = {
     "poisson": lambda x: torch.poisson(torch.full_like(x, 4)),
     "rrelu": lambda x: F.rrelu(-torch.ones_like(x), training=True),
     "uniform in place": lambda x: torch.empty_like(x).uniform_(),
-    "gamma": lambda x: torch.distributions.Gamma(torch.full_like(x, 2), torch.ones_like(x)).rsample(),
+    "gamma": lambda x: torch.distributions.Gamma(
+        torch.full_like(x, 2), torch.ones_like(x)
+    ).rsample(),
     "randint": lambda x: torch.randint(100, x.shape).float(),
     "bernoulli in place": lambda x: torch.empty_like(x).bernoulli_(0.5),
     "normal of a size": lambda x: torch.normal(0.0, 1.0, x.shape),
@@ -52,7 +56,9 @@ DRAWS: dict[str, Drawn] = {
     "dirichlet": lambda x: torch._sample_dirichlet(torch.ones_like(x)),
     "attention with dropout": lambda x: attention(x.detach(), 0.5),
     "initialization": lambda x: nn.Linear(4, len(x)).weight.detach(),
-    "the default generator, given": lambda x: torch.rand(x.shape, generator=torch.default_generator),
+    "the default generator, given": lambda x: torch.rand(
+        x.shape, generator=torch.default_generator
+    ),
     "several": lambda x: torch.rand_like(x) * torch.randperm(4) + F.dropout(torch.ones_like(x)),
 }
 
@@ -70,7 +76,9 @@ def assert_apart(run: nn.Module) -> None:
     """Assert that no two tasks of a pipeline have drawn the same."""
     drawn = [x for layer in drawing(run) for x in layer.first]
     if not any(layer.recorded for layer in drawing(run)):
-        assert not any(x.equal(y) for k, x in enumerate(drawn) for y in drawn[:k]), "two tasks drew the same"
+        assert not any(x.equal(y) for k, x in enumerate(drawn) for y in drawn[:k]), (
+            "two tasks drew the same"
+        )
 
 
 def all_differ(run: nn.Module, x: Tensor) -> Any:
@@ -98,7 +106,9 @@ def takes_nothing(act: Callable[[], object]) -> bool:
 
 def sizes(run: nn.Module, x: Tensor) -> Any:
     """A batch of one sample runs on another engine, which draws its own random numbers."""
-    return [(step(run, x[:size]), [p.grad for p in run.parameters()]) for size in (1, 8, 1, 1, 8, 8, 3)]
+    return [
+        (step(run, x[:size]), [p.grad for p in run.parameters()]) for size in (1, 8, 1, 1, 8, 8, 3)
+    ]
 
 
 def sometimes(x: Tensor) -> Tensor:
@@ -111,7 +121,9 @@ QUIET: dict[str, Callable[[], Any]] = {
     "nothing": nn.Identity,
     "dropout in evaluation": lambda: nn.Dropout().eval(),
     "attention without dropout": lambda: lambda x: attention(x, 0.0),
-    "a generator of the layer's own": lambda: lambda x: x * torch.rand(4, generator=torch.Generator().manual_seed(1)),
+    "a generator of the layer's own": lambda: (
+        lambda x: x * torch.rand(4, generator=torch.Generator().manual_seed(1))
+    ),
 }
 
 
@@ -173,44 +185,137 @@ def failing() -> nn.Sequential:
     return nn.Sequential(nn.BatchNorm2d(2), Fails(), nn.BatchNorm2d(2))
 
 
-DEFERRED: dict[str, Any] = {"options": {"deferred_batch_norm": True}, "tolerance": REORDERED}  # of combined moments
+DEFERRED: dict[str, Any] = {
+    "options": {"deferred_batch_norm": True},
+    "tolerance": REORDERED,
+}  # of combined moments
 
 ROWS = [
     *(Row(what, partial(layers, draw), use=all_differ, **MORE) for what, draw in DRAWS.items()),
-    Row("`fork_rng`, `set_rng_state` in a layer", partial(layers, set_back), use=all_differ, **MORE,
-        note="The state is that of the task."),
+    Row(
+        "`fork_rng`, `set_rng_state` in a layer",
+        partial(layers, set_back),
+        use=all_differ,
+        **MORE,
+        note="The state is that of the task.",
+    ),
     Row("several steps", layers, use=steps, **MORE),
-    Row("backward leaves the caller's numbers alone", layers, **MORE,
-        use=lambda run, x: takes_nothing(run(x).sum().backward)),
+    Row(
+        "backward leaves the caller's numbers alone",
+        layers,
+        **MORE,
+        use=lambda run, x: takes_nothing(run(x).sum().backward),
+    ),
     Row("two forwards, then two backwards", layers, use=under_way, **MORE, tolerance=REORDERED),
-    *(Row(f"no numbers are taken by {what}", alone(layer), **MORE,
-          use=lambda run, x: [takes_nothing(partial(step, run, x)) for _ in range(2)])
-      for what, layer in QUIET.items()),
-    *(Row(f"{what} draws the numbers of a plain run", made(linear, nn.Dropout, linear), balance=balance, use=steps,
-          chunks=m) for what, balance, m in (("one partition", (3,), 3), ("one micro-batch", (1, 1, 1), 1))),
-    *(Row(f"{what}{which}", layers, use=use, **MORE, **options)
-      for what, use in (("from evaluation to training and back", lambda run, x: [
-          step(run.train(mode), x) for mode in (False, True, False, True, True)]), ("sizes", sizes))
-      for which, options in (("", {}), (", any engine", AUTO))),
-    Row("a first draw in a later micro-batch", made(lambda: Draw(sometimes), linear, *[nn.Tanh] * 3),
+    *(
+        Row(
+            f"no numbers are taken by {what}",
+            alone(layer),
+            **MORE,
+            use=lambda run, x: [takes_nothing(partial(step, run, x)) for _ in range(2)],
+        )
+        for what, layer in QUIET.items()
+    ),
+    *(
+        Row(
+            f"{what} draws the numbers of a plain run",
+            made(linear, nn.Dropout, linear),
+            balance=balance,
+            use=steps,
+            chunks=m,
+        )
+        for what, balance, m in (("one partition", (3,), 3), ("one micro-batch", (1, 1, 1), 1))
+    ),
+    *(
+        Row(f"{what}{which}", layers, use=use, **MORE, **options)
+        for what, use in (
+            (
+                "from evaluation to training and back",
+                lambda run, x: [
+                    step(run.train(mode), x) for mode in (False, True, False, True, True)
+                ],
+            ),
+            ("sizes", sizes),
+        )
+        for which, options in (("", {}), (", any engine", AUTO))
+    ),
+    Row(
+        "a first draw in a later micro-batch",
+        made(lambda: Draw(sometimes), linear, *[nn.Tanh] * 3),
         lambda: torch.arange(8.0).unsqueeze(1).repeat(1, 4),
-        refused={"workers always": WRONG, "ranks always": WRONG}, **MORE),
+        refused={"workers always": WRONG, "ranks always": WRONG},
+        **MORE,
+    ),
     Row("a generator of a layer's own", alone(draw_from), use=steps, **MORE),
-    Row("a generator of two partitions", lambda: nn.Sequential(*map(draw_from, [torch.Generator()] * 2)),
-        balance=(1, 1), refused={"": "one torch.Generator"}),
-    Row("`torch.utils.checkpoint` around dropout in a layer", alone(lambda: Draw(use_reentrant=False)),
-        refused={"workers": WITHIN}, note="A worker cannot draw its numbers again.", **MORE),
-    Row("within plain checkpointing, reentrant", alone(lambda: Draw(use_reentrant=True)),
-        refused={"workers": WITHIN}, **MORE, without={"ranks": "tested by autograd.grad, which that kind refuses"}),
-    *(Row(f"{what}{how}", lambda build=build, training=training: build() if training else build().eval(),  # type: ignore[misc]
-          given, balance, use=steps, chunks=4)
-      for what, build in NORMS.items()
-      for how, training, balance in (("", True, (1, 1, 3)), (", evaluation", False, (2, 3)))),
-    *(Row(f"deferred, {batch} samples in {m}", channels(lambda: nn.BatchNorm2d(4)), partial(given, batch), balance,
-          use=steps, chunks=m, **DEFERRED)
-      for batch, m, balance in ((13, 8, (1, 4)), (12, 4, (2, 3)), (12, 1, (1, 1, 3)), (13, 20, (2, 1, 2)))),
-    *(Row(f"deferred, a forward that fails in micro-batch {k}", failing, given, use=fails("forward", k), chunks=4,
-          without={"one micro-batch": "there is no such one"}, **DEFERRED) for k in range(4)),
-    Row("a recomputation that fails", failing, given, use=fails("recompute", 0), chunks=4,
-        without={"one micro-batch": "the last rank has ended its backward by then, and would have to call close()"}),
-]  # fmt: skip
+    Row(
+        "a generator of two partitions",
+        lambda: nn.Sequential(*map(draw_from, [torch.Generator()] * 2)),
+        balance=(1, 1),
+        refused={"": "one torch.Generator"},
+    ),
+    Row(
+        "`torch.utils.checkpoint` around dropout in a layer",
+        alone(lambda: Draw(use_reentrant=False)),
+        refused={"workers": WITHIN},
+        note="A worker cannot draw its numbers again.",
+        **MORE,
+    ),
+    Row(
+        "within plain checkpointing, reentrant",
+        alone(lambda: Draw(use_reentrant=True)),
+        refused={"workers": WITHIN},
+        **MORE,
+        without={"ranks": "tested by autograd.grad, which that kind refuses"},
+    ),
+    *(
+        Row(
+            f"{what}{how}",
+            lambda build=build, training=training: build() if training else build().eval(),  # type: ignore[misc]
+            given,
+            balance,
+            use=steps,
+            chunks=4,
+        )
+        for what, build in NORMS.items()
+        for how, training, balance in (("", True, (1, 1, 3)), (", evaluation", False, (2, 3)))
+    ),
+    *(
+        Row(
+            f"deferred, {batch} samples in {m}",
+            channels(lambda: nn.BatchNorm2d(4)),
+            partial(given, batch),
+            balance,
+            use=steps,
+            chunks=m,
+            **DEFERRED,
+        )
+        for batch, m, balance in (
+            (13, 8, (1, 4)),
+            (12, 4, (2, 3)),
+            (12, 1, (1, 1, 3)),
+            (13, 20, (2, 1, 2)),
+        )
+    ),
+    *(
+        Row(
+            f"deferred, a forward that fails in micro-batch {k}",
+            failing,
+            given,
+            use=fails("forward", k),
+            chunks=4,
+            without={"one micro-batch": "there is no such one"},
+            **DEFERRED,
+        )
+        for k in range(4)
+    ),
+    Row(
+        "a recomputation that fails",
+        failing,
+        given,
+        use=fails("recompute", 0),
+        chunks=4,
+        without={
+            "one micro-batch": "the last rank has ended its backward by then, and would have to call close()"
+        },
+    ),
+]

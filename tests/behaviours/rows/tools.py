@@ -95,8 +95,16 @@ def then(change: Callable[[Any], object]) -> Callable[[Any, do.Batches], Any]:
 
 def adapted(base: nn.Linear) -> nn.Module:
     """Return the layer, frozen, with an adapter beside it (LoRA)."""
-    down, up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
-    return Do(lambda self, x: self.base(x) + self.up(self.down(x)), base=base.requires_grad_(False), down=down, up=up)
+    down, up = (
+        nn.Linear(base.in_features, 2, bias=False),
+        nn.Linear(2, base.out_features, bias=False),
+    )
+    return Do(
+        lambda self, x: self.base(x) + self.up(self.down(x)),
+        base=base.requires_grad_(False),
+        down=down,
+        up=up,
+    )
 
 
 def adapt(layers: Any) -> None:
@@ -144,17 +152,23 @@ def gradient_penalty(run: nn.Module, batches: do.Batches) -> None:
 def transforms(run: nn.Module, batches: do.Batches) -> Any:
     parameters = {name: p.detach() for name, p in run.named_parameters()}
     inputs = torch.stack([x for x, _ in batches])
-    gradients = torch.func.grad(lambda p: functional_call(run, p, (inputs[0],)).square().mean())(parameters)
+    gradients = torch.func.grad(lambda p: functional_call(run, p, (inputs[0],)).square().mean())(
+        parameters
+    )
     return gradients, torch.func.vmap(run)(inputs)
 
 
 def forward_mode(run: nn.Module, batches: do.Batches) -> Any:
     with forward_ad.dual_level():
-        parameters = {name: forward_ad.make_dual(p, torch.ones_like(p)) for name, p in run.named_parameters()}
+        parameters = {
+            name: forward_ad.make_dual(p, torch.ones_like(p)) for name, p in run.named_parameters()
+        }
         return forward_ad.unpack_dual(functional_call(run, parameters, (batches[0][0],)))
 
 
-def tool(name: str, use: Callable[[Any, Any], Any] = do.train, note: str = "", **options: Any) -> Row:
+def tool(
+    name: str, use: Callable[[Any, Any], Any] = do.train, note: str = "", **options: Any
+) -> Row:
     """Return a row of the usual model, whose batches have a smaller last micro-batch."""
     given: dict[str, Any] = {"layers": layers, "given": batches, "balance": (2, 2), "chunks": 4}
     return Row(name, use=use, note=note, **given | options)
@@ -166,9 +180,12 @@ def changed(name: str, change: Callable[[Any], object], note: str = "", **option
 
 
 def replicated(
-    name: str, use: Callable[[Any, Any], Any] = do.train, note: str = "",
-    change: Callable[[Any], object] = id, **options: Any,
-) -> Row:  # fmt: skip
+    name: str,
+    use: Callable[[Any, Any], Any] = do.train,
+    note: str = "",
+    change: Callable[[Any], object] = id,
+    **options: Any,
+) -> Row:
     """Return a row of `DistributedDataParallel` over two ranks, each with mini-batches of its own."""
 
     def wrapped(run: Any, batches: Any) -> Any:
@@ -230,100 +247,242 @@ def but_graph_never(message: str) -> dict[str, str]:
 
 
 # Tests over ranks go backward by `autograd.grad` on each of them (../../everywhere.py).
-ALONE: dict[str, Any] = {"without": {"ranks": "it needs one process with the whole model, and its backward"}}
+ALONE: dict[str, Any] = {
+    "without": {"ranks": "it needs one process with the whole model, and its backward"}
+}
 
 ROWS = [
-    tool("`autocast`, `GradScaler` and clipping", do.mixed_precision,
-         "Autocast keeps no copies of weights between micro-batches: their gradients are summed in full precision."),
-    tool("hooks of parameters", do.hooks_of_parameters, "Once a step, with the mini-batch's gradient.", **ALONE),
-    tool("an optimizer in backward", do.optimizer_in_backward, "By `register_post_accumulate_grad_hook`."),
-    tool("hooks of layers and of the model", do.hooks_of_layers,
-         "A layer's run once per micro-batch, the model's once a step. A layer's forward hooks run again when it is "
-         "recomputed.", **ALONE),
-    tool("an average of the weights", do.average_of_weights, "`AveragedModel` holds another pipeline.", **ALONE),
-    tool("`save_on_cpu` and other `saved_tensors_hooks`", do.activations_on_the_host,
-         "They do not reach what is recomputed, and with workers only the last partition."),
-    Row("`torch.utils.checkpoint` inside a layer",
-        made(linear, partial(checkpointed, False), partial(checkpointed, True)), use=steps,
-        note="Reentrant or not.", **ALONE),
-    changed("`torch.compile` of the layers", lambda layers: [layer.compile(backend=backend) for layer in layers],
-            "Each layer is compiled twice, as a first pass takes no gradients. A compiled batch norm in training "
-            'cannot be recomputed, which is refused: use `checkpoint="never"`.',
-            use=partial(train_compiled, compiled=True)),
-    changed("`torch.compile(layer)` in the place of a layer", compile_each,
-            "As `layer.compile()`; names of state get `_orig_mod`, as without a pipeline.",
-            use=partial(train_compiled, compiled=True)),
-    tool("`torch.compile(model)`", compile_model, "It compiles nothing: compile the layers.", **ALONE),
-    tool("`torch.jit.trace(model, x)`", do.traced, "Trace the layers, `model[:]`.",
-         refused={"": r"cannot be traced or exported; (trace .* model\[:\]|load the states of all ranks)"}),
-    tool("`torch.export.export(model, (x,))`", do.exported, "Export the layers, `model[:]`.",
-         refused={"": r"cannot be traced or exported; trace or export its layers, model\[:\]"}, **ALONE),
-    tool("`torch.jit.trace` and `torch.export` of `model[:]`", do.layers_alone,
-         "The layers run as one mini-batch.", **ALONE),
+    tool(
+        "`autocast`, `GradScaler` and clipping",
+        do.mixed_precision,
+        "Autocast keeps no copies of weights between micro-batches: their gradients are summed in full precision.",
+    ),
+    tool(
+        "hooks of parameters",
+        do.hooks_of_parameters,
+        "Once a step, with the mini-batch's gradient.",
+        **ALONE,
+    ),
+    tool(
+        "an optimizer in backward",
+        do.optimizer_in_backward,
+        "By `register_post_accumulate_grad_hook`.",
+    ),
+    tool(
+        "hooks of layers and of the model",
+        do.hooks_of_layers,
+        "A layer's run once per micro-batch, the model's once a step. A layer's forward hooks run again when it is "
+        "recomputed.",
+        **ALONE,
+    ),
+    tool(
+        "an average of the weights",
+        do.average_of_weights,
+        "`AveragedModel` holds another pipeline.",
+        **ALONE,
+    ),
+    tool(
+        "`save_on_cpu` and other `saved_tensors_hooks`",
+        do.activations_on_the_host,
+        "They do not reach what is recomputed, and with workers only the last partition.",
+    ),
+    Row(
+        "`torch.utils.checkpoint` inside a layer",
+        made(linear, partial(checkpointed, False), partial(checkpointed, True)),
+        use=steps,
+        note="Reentrant or not.",
+        **ALONE,
+    ),
+    changed(
+        "`torch.compile` of the layers",
+        lambda layers: [layer.compile(backend=backend) for layer in layers],
+        "Each layer is compiled twice, as a first pass takes no gradients. A compiled batch norm in training "
+        'cannot be recomputed, which is refused: use `checkpoint="never"`.',
+        use=partial(train_compiled, compiled=True),
+    ),
+    changed(
+        "`torch.compile(layer)` in the place of a layer",
+        compile_each,
+        "As `layer.compile()`; names of state get `_orig_mod`, as without a pipeline.",
+        use=partial(train_compiled, compiled=True),
+    ),
+    tool(
+        "`torch.compile(model)`", compile_model, "It compiles nothing: compile the layers.", **ALONE
+    ),
+    tool(
+        "`torch.jit.trace(model, x)`",
+        do.traced,
+        "Trace the layers, `model[:]`.",
+        refused={
+            "": r"cannot be traced or exported; (trace .* model\[:\]|load the states of all ranks)"
+        },
+    ),
+    tool(
+        "`torch.export.export(model, (x,))`",
+        do.exported,
+        "Export the layers, `model[:]`.",
+        refused={"": r"cannot be traced or exported; trace or export its layers, model\[:\]"},
+        **ALONE,
+    ),
+    tool(
+        "`torch.jit.trace` and `torch.export` of `model[:]`",
+        do.layers_alone,
+        "The layers run as one mini-batch.",
+        **ALONE,
+    ),
     changed("adapters (LoRA), added before wrapping", adapt, "Weights may be frozen."),
     tool("adapters (LoRA), added after wrapping", then(adapt), "Inside of layers."),
-    tool("a whole layer replaced after wrapping", then(lambda run: setattr(run, "3", adapted(run[3]))),
-         "Change the layers first, then wrap them.",
-         refused={"": "a layer or partition was replaced after the pipeline was made"}, **ALONE),
-    changed("`weight_norm` and other parametrizations", lambda layers: parametrizations.weight_norm(layers[0]),
-            "Also when added after wrapping.", use=then(lambda run: parametrizations.weight_norm(run[3]))),
+    tool(
+        "a whole layer replaced after wrapping",
+        then(lambda run: setattr(run, "3", adapted(run[3]))),
+        "Change the layers first, then wrap them.",
+        refused={"": "a layer or partition was replaced after the pipeline was made"},
+        **ALONE,
+    ),
+    changed(
+        "`weight_norm` and other parametrizations",
+        lambda layers: parametrizations.weight_norm(layers[0]),
+        "Also when added after wrapping.",
+        use=then(lambda run: parametrizations.weight_norm(run[3])),
+    ),
     # The layer uses its weight twice, and a task adds up these two gradients first.
-    changed("`spectral_norm`", lambda layers: parametrizations.spectral_norm(layers[0]),
-            "One step of its power iteration per micro-batch, none in recomputation.", tolerance=REORDERED),
-    changed("`parametrize.cached()`", lambda layers: parametrizations.weight_norm(layers[0]),
-            "It keeps one weight for all micro-batches, but each needs a graph of its own. Works under `no_grad()`.",
-            use=cached_parametrizations, refused=but_graph_never(r"parametrize\.cached")),
-    tool("`torch.func.functional_call`", do.other_parameters, "With other parameters for the whole model.", **ALONE),
-    tool("a gradient penalty (`create_graph=True`)", gradient_penalty,
-         "The backward of a pipeline cannot be differentiated again.", refused=but_graph_never("create_graph=True")),
-    tool("`torch.func.grad`, `torch.func.vmap`", transforms, "Transforms do not reach the tasks of a pipeline.",
-         refused=but_graph_never(r"torch\.func transforms"), **ALONE),
-    tool("forward-mode gradients", forward_mode, "They do not reach the tasks of a pipeline.",
-         refused=but_graph_never("forward-mode gradients"), **ALONE),
-    tool("`torch.distributed.checkpoint`", save_for_another_balance,
-         "By `get_state_dict` and `set_state_dict`, also into another balance.", **ALONE),
-    changed("from `meta` by `to_empty`", lambda layers: layers.to("meta").to_empty(device="cpu"),
-            "Then load the weights, before wrapping or after.", use=from_meta, **ALONE),
-    changed("from `meta` by `load_state_dict(assign=True)`", assign,
-            "Before wrapping or after. Make the optimizer last: parameters are other objects then.",
-            use=then(lambda run: run.load_state_dict(layers().state_dict(), assign=True)), **ALONE),
+    changed(
+        "`spectral_norm`",
+        lambda layers: parametrizations.spectral_norm(layers[0]),
+        "One step of its power iteration per micro-batch, none in recomputation.",
+        tolerance=REORDERED,
+    ),
+    changed(
+        "`parametrize.cached()`",
+        lambda layers: parametrizations.weight_norm(layers[0]),
+        "It keeps one weight for all micro-batches, but each needs a graph of its own. Works under `no_grad()`.",
+        use=cached_parametrizations,
+        refused=but_graph_never(r"parametrize\.cached"),
+    ),
+    tool(
+        "`torch.func.functional_call`",
+        do.other_parameters,
+        "With other parameters for the whole model.",
+        **ALONE,
+    ),
+    tool(
+        "a gradient penalty (`create_graph=True`)",
+        gradient_penalty,
+        "The backward of a pipeline cannot be differentiated again.",
+        refused=but_graph_never("create_graph=True"),
+    ),
+    tool(
+        "`torch.func.grad`, `torch.func.vmap`",
+        transforms,
+        "Transforms do not reach the tasks of a pipeline.",
+        refused=but_graph_never(r"torch\.func transforms"),
+        **ALONE,
+    ),
+    tool(
+        "forward-mode gradients",
+        forward_mode,
+        "They do not reach the tasks of a pipeline.",
+        refused=but_graph_never("forward-mode gradients"),
+        **ALONE,
+    ),
+    tool(
+        "`torch.distributed.checkpoint`",
+        save_for_another_balance,
+        "By `get_state_dict` and `set_state_dict`, also into another balance.",
+        **ALONE,
+    ),
+    changed(
+        "from `meta` by `to_empty`",
+        lambda layers: layers.to("meta").to_empty(device="cpu"),
+        "Then load the weights, before wrapping or after.",
+        use=from_meta,
+        **ALONE,
+    ),
+    changed(
+        "from `meta` by `load_state_dict(assign=True)`",
+        assign,
+        "Before wrapping or after. Make the optimizer last: parameters are other objects then.",
+        use=then(lambda run: run.load_state_dict(layers().state_dict(), assign=True)),
+        **ALONE,
+    ),
     tool("a forked process", do.forked_process, "It has workers of its own.", **ALONE),
     tool("a spawned process", do.spawned_process, "The pipeline may be an argument.", **ALONE),
-    tool("the profiler", do.profiler,
-         "It records the calling thread. For workers set `experimental_config=_ExperimentalConfig("
-         "profile_all_threads=True)` of `torch._C._profiler`. `FlopCounterMode` has no such setting: use "
-         '`engine="graph"`.', **ALONE),
-]  # fmt: skip
+    tool(
+        "the profiler",
+        do.profiler,
+        "It records the calling thread. For workers set `experimental_config=_ExperimentalConfig("
+        "profile_all_threads=True)` of `torch._C._profiler`. `FlopCounterMode` has no such setting: use "
+        '`engine="graph"`.',
+        **ALONE,
+    ),
+]
 
 REPLICAS = [
     replicated("`DistributedDataParallel`", note="Gradients are averaged once a step."),
-    replicated("`DistributedDataParallel(static_graph=True)`", lambda run, given: do.train(run, given + given),
-               "As without a pipeline.", static_graph=True),
-    replicated("`DistributedDataParallel(find_unused_parameters=True)`",
-               then(lambda run: setattr(run.module[1], "taken", 1)),
-               "A checkpointed partition counts as using all of its parameters, so there may be a warning that none "
-               "is unused.", change=put_either, find_unused_parameters=True),
-    replicated("`DistributedDataParallel`, accumulating with `no_sync`", do.no_sync, "As without a pipeline."),
-    tool("`ddp.module.step(…)` within `DistributedDataParallel`", past_replicas,
-         "It would average nothing: use one of the two below.", given=of_this_rank,
-         refused={"": "DistributedDataParallel around a pipeline does not see step"}),
-    tool("`DistributedDataParallel` of a module that returns `model.loss(…)`", do.loss_in_replicas,
-         "Gradients are averaged once a step.", given=of_this_rank),
+    replicated(
+        "`DistributedDataParallel(static_graph=True)`",
+        lambda run, given: do.train(run, given + given),
+        "As without a pipeline.",
+        static_graph=True,
+    ),
+    replicated(
+        "`DistributedDataParallel(find_unused_parameters=True)`",
+        then(lambda run: setattr(run.module[1], "taken", 1)),
+        "A checkpointed partition counts as using all of its parameters, so there may be a warning that none "
+        "is unused.",
+        change=put_either,
+        find_unused_parameters=True,
+    ),
+    replicated(
+        "`DistributedDataParallel`, accumulating with `no_sync`",
+        do.no_sync,
+        "As without a pipeline.",
+    ),
+    tool(
+        "`ddp.module.step(…)` within `DistributedDataParallel`",
+        past_replicas,
+        "It would average nothing: use one of the two below.",
+        given=of_this_rank,
+        refused={"": "DistributedDataParallel around a pipeline does not see step"},
+    ),
+    tool(
+        "`DistributedDataParallel` of a module that returns `model.loss(…)`",
+        do.loss_in_replicas,
+        "Gradients are averaged once a step.",
+        given=of_this_rank,
+    ),
     # A step adds up the micro-batches' shares of the mean; plain layers take one mean.
-    tool("`replicate`, and `model.step(…)`", do.steps_in_replicas,
-         "Of `torch.distributed._composable.replicate`. Gradients are averaged once a step.",
-         given=of_this_rank, tolerance=REORDERED),
+    tool(
+        "`replicate`, and `model.step(…)`",
+        do.steps_in_replicas,
+        "Of `torch.distributed._composable.replicate`. Gradients are averaged once a step.",
+        given=of_this_rank,
+        tolerance=REORDERED,
+    ),
     # Gradients of micro-batches are averaged over ranks one by one.
-    changed("FSDP2: `fully_shard` of the layers", shard,
-            "Each micro-batch gathers weights and reduces gradients. Ranks have to do so in one order, but workers run "
-            "at once.", given=of_this_rank, tolerance=REORDERED, refused={"workers": "layers that FSDP shards"}),
-    changed("tensor parallelism: `parallelize_module` of the layers", parallelize,
-            "Also on ranks, over a mesh with a dimension for each. Clip by the pipeline's "
-            "`clip_grad_norm_`, which takes DTensors and plain gradients together.",
-            refused={"workers": "calls a collective"}),
-    changed("collectives in layers, as in synchronized norms", synchronize,
-            "Also on ranks. Workers refuse those of each partition's first micro-batch before they "
-            "are called. Those that only a later one calls, or only backward, are not found. A "
-            "criterion's are right.",
-            given=of_this_rank, refused={"workers": "calls a collective"}),
-]  # fmt: skip
+    changed(
+        "FSDP2: `fully_shard` of the layers",
+        shard,
+        "Each micro-batch gathers weights and reduces gradients. Ranks have to do so in one order, but workers run "
+        "at once.",
+        given=of_this_rank,
+        tolerance=REORDERED,
+        refused={"workers": "layers that FSDP shards"},
+    ),
+    changed(
+        "tensor parallelism: `parallelize_module` of the layers",
+        parallelize,
+        "Also on ranks, over a mesh with a dimension for each. Clip by the pipeline's "
+        "`clip_grad_norm_`, which takes DTensors and plain gradients together.",
+        refused={"workers": "calls a collective"},
+    ),
+    changed(
+        "collectives in layers, as in synchronized norms",
+        synchronize,
+        "Also on ranks. Workers refuse those of each partition's first micro-batch before they "
+        "are called. Those that only a later one calls, or only backward, are not found. A "
+        "criterion's are right.",
+        given=of_this_rank,
+        refused={"workers": "calls a collective"},
+    ),
+]

@@ -29,12 +29,18 @@ def padded() -> nn.Module:
         nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True), 1, enable_nested_tensor=False
     )
     mask = torch.arange(4) >= 2
-    return Do(lambda self, x: self.encoder(x, src_key_padding_mask=mask.expand(len(x), 4)), encoder=encoder)
+    return Do(
+        lambda self, x: self.encoder(x, src_key_padding_mask=mask.expand(len(x), 4)),
+        encoder=encoder,
+    )
 
 
 def norm_checkpointed() -> nn.Module:
     norm = nn.BatchNorm1d(WIDTH)
-    return Do(lambda self, x: torch.utils.checkpoint.checkpoint(self.norm, x, use_reentrant=False), norm=norm)
+    return Do(
+        lambda self, x: torch.utils.checkpoint.checkpoint(self.norm, x, use_reentrant=False),
+        norm=norm,
+    )
 
 
 class OwnCheckpoint(torch.autograd.Function):
@@ -129,45 +135,121 @@ SKIP = Namespace()
 SKIPPED: list[Any] = [lambda kind=kind: kind().isolate(SKIP) for kind in (Stash, Pop)]
 COPIES: list[tuple[str, Callable[[Any], Any], str]] = [
     ("deepcopy", copy.deepcopy, "The copy is a pipeline of its own."),
-    ("pickle", lambda model: pickle.loads(pickle.dumps(model)), "Also `torch.save` of the whole pipeline."),
+    (
+        "pickle",
+        lambda model: pickle.loads(pickle.dumps(model)),
+        "Also `torch.save` of the whole pipeline.",
+    ),
 ]
 KEEPS = "a layer keeps a tensor that has a graph"
-ALWAYS = {"always": "no graph is kept there, as the guide says", "ranks": "others do not have what a layer keeps"}
+ALWAYS = {
+    "always": "no graph is kept there, as the guide says",
+    "ranks": "others do not have what a layer keeps",
+}
 REPLACED = "replaced, added, froze or hooked a parameter|was changed in place"
 
 ROWS = [
-    Row("attention in evaluation mode", lambda: nn.Sequential(padded(), linear(), linear()).eval(),
-        lambda: torch.randn(6, 4, WIDTH)),
+    Row(
+        "attention in evaluation mode",
+        lambda: nn.Sequential(padded(), linear(), linear()).eval(),
+        lambda: torch.randn(6, 4, WIDTH),
+    ),
     # The pipeline's forward then runs within its own backward.
-    Row("`torch.utils.checkpoint` around the pipeline",
-        use=lambda run, x: torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False).square().sum().backward(),
+    Row(
+        "`torch.utils.checkpoint` around the pipeline",
+        use=lambda run, x: (
+            torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False).square().sum().backward()
+        ),
         without={"ranks": "each would run the forward again at a time of its own"},
         note='It keeps the mini-batch alone and runs the whole forward again. `checkpoint="always"` recomputes while '
-             "other partitions go backward."),
-    Row("`torch.utils.checkpoint` around a norm", made(linear, norm_checkpointed, linear), balance=(2, 1), use=steps,
-        refused=dict.fromkeys(("always", "except_last"), r"checkpoint\(use_reentrant=False\) around a batch norm")),
-    Row("a checkpoint of a layer's own", made(lambda: OwnCheckpoint.apply, nn.Identity), long, (1, 1),
-        use=masks_are_alike, refused={"workers": "random numbers in backward"}),
-    Row("a layer that sets the seed", made(lambda: seeding, nn.Identity), long, (1, 1),
-        use=masks_are_alike, refused={"workers": "manual_seed", "ranks": "manual_seed"}),
-    Row("a parameter whose data are replaced in forward", made(partial(
-        acting, lambda layer: setattr(layer.weight, "data", layer.weight.sign())), linear), balance=(1, 1),
-        use=steps, refused={"": REPLACED, "graph never": ""}),
-    Row("what a layer writes on a parameter", made(*[partial(
-        acting, lambda layer: setattr(layer.weight, "seen", True))] * 2), balance=(1, 1), use=marks),
-    Row("a graph that a layer keeps", made(lambda: Do(penalized, weight=weight(), of_output=False), linear),
-        balance=(1, 1), use=partial(with_penalty, observed=False),
-        refused={"graph never": "", "": KEEPS}, without=ALWAYS),
-    Row("a graph that a layer keeps, observed", made(lambda: Do(penalized, weight=weight(), of_output=True), linear),
-        balance=(1, 1), chunks=1, use=partial(with_penalty, observed=True),
-        refused={"": "another way than its outputs"}, without=ALWAYS),
+        "other partitions go backward.",
+    ),
+    Row(
+        "`torch.utils.checkpoint` around a norm",
+        made(linear, norm_checkpointed, linear),
+        balance=(2, 1),
+        use=steps,
+        refused=dict.fromkeys(
+            ("always", "except_last"), r"checkpoint\(use_reentrant=False\) around a batch norm"
+        ),
+    ),
+    Row(
+        "a checkpoint of a layer's own",
+        made(lambda: OwnCheckpoint.apply, nn.Identity),
+        long,
+        (1, 1),
+        use=masks_are_alike,
+        refused={"workers": "random numbers in backward"},
+    ),
+    Row(
+        "a layer that sets the seed",
+        made(lambda: seeding, nn.Identity),
+        long,
+        (1, 1),
+        use=masks_are_alike,
+        refused={"workers": "manual_seed", "ranks": "manual_seed"},
+    ),
+    Row(
+        "a parameter whose data are replaced in forward",
+        made(
+            partial(acting, lambda layer: setattr(layer.weight, "data", layer.weight.sign())),
+            linear,
+        ),
+        balance=(1, 1),
+        use=steps,
+        refused={"": REPLACED, "graph never": ""},
+    ),
+    Row(
+        "what a layer writes on a parameter",
+        made(*[partial(acting, lambda layer: setattr(layer.weight, "seen", True))] * 2),
+        balance=(1, 1),
+        use=marks,
+    ),
+    Row(
+        "a graph that a layer keeps",
+        made(lambda: Do(penalized, weight=weight(), of_output=False), linear),
+        balance=(1, 1),
+        use=partial(with_penalty, observed=False),
+        refused={"graph never": "", "": KEEPS},
+        without=ALWAYS,
+    ),
+    Row(
+        "a graph that a layer keeps, observed",
+        made(lambda: Do(penalized, weight=weight(), of_output=True), linear),
+        balance=(1, 1),
+        chunks=1,
+        use=partial(with_penalty, observed=True),
+        refused={"": "another way than its outputs"},
+        without=ALWAYS,
+    ),
     Row("the number of threads", made(nn.Tanh, nn.Tanh, nn.Tanh), use=threads_of),
-    *(Row(f"{how} of {what}", made(linear, lambda: nn.BatchNorm1d(WIDTH), *SKIPPED, linear),
-          use=partial(copied, duplicate=duplicate, used=used), note=note if used else "")
-      for how, duplicate, note in COPIES for what, used in (("a new model", False), ("a used model", True))),
-    Row("a norm of two partitions whose buffers were replaced",
-        partial(norm_of_two, lambda: nn.BatchNorm1d(WIDTH, affine=False)), balance=(2, 2), use=with_other_buffers,
-        refused={"": "change the same buffer"}),
-    *([Row("gradients of another type", lambda: five().bfloat16(), lambda: torch.randn(6, WIDTH).bfloat16(),
-           use=of_another_type)] if hasattr(torch.Tensor, "grad_dtype") else []),
-]  # fmt: skip
+    *(
+        Row(
+            f"{how} of {what}",
+            made(linear, lambda: nn.BatchNorm1d(WIDTH), *SKIPPED, linear),
+            use=partial(copied, duplicate=duplicate, used=used),
+            note=note if used else "",
+        )
+        for how, duplicate, note in COPIES
+        for what, used in (("a new model", False), ("a used model", True))
+    ),
+    Row(
+        "a norm of two partitions whose buffers were replaced",
+        partial(norm_of_two, lambda: nn.BatchNorm1d(WIDTH, affine=False)),
+        balance=(2, 2),
+        use=with_other_buffers,
+        refused={"": "change the same buffer"},
+    ),
+    *(
+        [
+            Row(
+                "gradients of another type",
+                lambda: five().bfloat16(),
+                lambda: torch.randn(6, WIDTH).bfloat16(),
+                use=of_another_type,
+            )
+        ]
+        if hasattr(torch.Tensor, "grad_dtype")
+        else []
+    ),
+]

@@ -15,17 +15,27 @@ from torchgpipe.task.task import TaskGraph
 
 relay: Any = torchgpipe.engine.relay
 HERE = "linear n2m4 always workers"  # of eight tasks
-FOUND = Counts(Counter({"aten.detach.default": 16, "aten.empty.default": 0, "aten.add.Tensor": -2}), nodes=8, waits=4)
+FOUND = Counts(
+    Counter({"aten.detach.default": 16, "aten.empty.default": 0, "aten.add.Tensor": -2}),
+    nodes=8,
+    waits=4,
+)
 ROW = FOUND.totals()
 
 
 def test_the_gate() -> None:
-    lines = differences(json.loads(FILE.read_text()), {name: count(*each) for name, each in CONFIGURATIONS.items()})
+    lines = differences(
+        json.loads(FILE.read_text()), {name: count(*each) for name, each in CONFIGURATIONS.items()}
+    )
     assert not lines, "\n".join(["", *lines, ADVICE])
 
 
 def test_what_differs_is_told() -> None:
-    file = {HERE: ROW | {"operators": 12, "nodes": 7, "waits": 5}, "linear n3": ROW, "the same": ROW}
+    file = {
+        HERE: ROW | {"operators": 12, "nodes": 7, "waits": 5},
+        "linear n3": ROW,
+        "the same": ROW,
+    }
     assert differences(file, {HERE: FOUND, "new": FOUND, "the same": FOUND}) == [
         "linear n3: in counts.json, but no longer counted",
         "new: counted, but not in counts.json",
@@ -59,7 +69,9 @@ def test_update_then_compare(file: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_broken_file_is_refused_in_one_line(content: str | None, file: Path) -> None:
     if content is not None:
         file.write_text(content)
-    with pytest.raises(Error, match=f"^counts: {file}.*; write it by python -m benchmarks.gates.counts --update$"):
+    with pytest.raises(
+        Error, match=f"^counts: {file}.*; write it by python -m benchmarks.gates.counts --update$"
+    ):
         main([])
 
 

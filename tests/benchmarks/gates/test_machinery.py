@@ -34,10 +34,16 @@ def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     main([*what, "--rounds=2", "--steps=3", "--against=HEAD", f"--json={file}"])
     kept = load(file)
     cases = {
-        n: {each.row: each for each in kept.results if each.experiment == f"AmoebaNet-D n={n} m=1 always"}
+        n: {
+            each.row: each
+            for each in kept.results
+            if each.experiment == f"AmoebaNet-D n={n} m=1 always"
+        }
         for n in (1, 16)
     }
-    assert [*cases[1]] == ["plain", "graph", "graph, other"] and set(cases[16]) == {*WAYS} - {"other"}
+    assert [*cases[1]] == ["plain", "graph", "graph, other"] and set(cases[16]) == {*WAYS} - {
+        "other"
+    }
     measured = [cases[16].pop("plain"), *cases[1].values()]
     assert [each.values["spread"]["both"][-1] for each in measured] == [2 * 3] * 4
     assert [each.config["version"] for each in cases[1].values()] == [HERE, HERE, "torchgpipe HEAD"]
@@ -46,21 +52,39 @@ def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert said in capsys.readouterr().out and f"- graph, HEAD: {cases[16]['graph'].reason}" in said
 
 
-def test_a_version_that_has_little_but_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_version_that_has_little_but_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (package := tmp_path / "torchgpipe").mkdir()
     (package / "__init__.py").write_text(OLD)
     (package / "__version__.py").write_text("__version__ = '0.0.1'")
     (package / "trace.py").touch()  # it has none of this library's packages
-    options = ["--partitions", "1", "--chunks", "1", "--checkpoint", "never", "--rounds", "1", "--steps", "2"]
+    options = [
+        "--partitions",
+        "1",
+        "--chunks",
+        "1",
+        "--checkpoint",
+        "never",
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+    ]
     main([*options, "--against", str(tmp_path)])
     assert "0.0.1" in (said := capsys.readouterr().out) and "Error" not in said
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [("--against nowhere", "nowhere: no such git revision here; name a commit, a branch or a tag, or a folder with"),
-     ("--partitions 0", "0 is not a whole number of at least 1")],
-)  # fmt: skip
+    [
+        (
+            "--against nowhere",
+            "nowhere: no such git revision here; name a commit, a branch or a tag, or a folder with",
+        ),
+        ("--partitions 0", "0 is not a whole number of at least 1"),
+    ],
+)
 def test_what_it_refuses(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(options.split())

@@ -26,7 +26,9 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def test_the_gate() -> None:
     """In a process of its own: it forks."""
-    found = subprocess.run([sys.executable, "-m", "benchmarks.gates.meeting"], cwd=ROOT, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gates.meeting"], cwd=ROOT, capture_output=True, text=True
+    )
     assert found.returncode == 0, found.stderr
 
 
@@ -117,19 +119,30 @@ LOSSES: dict[str, Row] = {
     "a lock around forwards": (over_workers, ALWAYS, locked("forward"), "forward of micro-batch"),
     "a lock around backwards": (over_workers, AHEAD, locked("backward"), "backward of micro-batch"),
     "a lock around 1F1B": (over_workers, Scene("never", schedule="1F1B"), locked(), "micro-batch"),
-    "a lock around halves": (over_workers, Scene("never", schedule="ZBH1"), locked("backward_"), "backward_"),
-    "late recomputations of 1F1B": (over_workers, Scene("always", schedule="1F1B"), late, "recompute"),
+    "a lock around halves": (
+        over_workers,
+        Scene("never", schedule="ZBH1"),
+        locked("backward_"),
+        "backward_",
+    ),
+    "late recomputations of 1F1B": (
+        over_workers,
+        Scene("always", schedule="1F1B"),
+        late,
+        "recompute",
+    ),
     "a lock of two partitions": (over_workers, ALWAYS, locked(locks=3), "forward of micro-batch"),
     "late recomputations": (over_workers, ALWAYS, late, LATE),
     "late recomputations of ranks": (on_ranks, ALWAYS, late, LATE),
     "a send that waits": (over_workers, AHEAD, sends_wait, NEXT),
     "a copy that the host waits for": (on_devices, ALWAYS, synchronous, COPY),
     "a copy among the tasks": (on_devices, ALWAYS, without_streams, COPY),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[ON_RANKS] * (row[0] is on_ranks)) for name, row in LOSSES.items()]
+    "name",
+    [pytest.param(name, marks=[ON_RANKS] * (row[0] is on_ranks)) for name, row in LOSSES.items()],
 )
 def test_a_planted_loss_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run, scene, plant, said = LOSSES[name]
@@ -149,7 +162,9 @@ def test_what_is_missed_once_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None
             pass
 
     monkeypatch.setattr(meeting, "Ranks", Slow)
-    monkeypatch.setattr(meeting, "over_workers", lambda scene, looks: "x" if scene.mode == "never" else None)
+    monkeypatch.setattr(
+        meeting, "over_workers", lambda scene, looks: "x" if scene.mode == "never" else None
+    )
     monkeypatch.setattr(meeting, "on_devices", lambda scene, looks: None)
     with pytest.raises(SystemExit, match=r"^workers, never: x$"):
         main([])

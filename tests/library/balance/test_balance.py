@@ -30,7 +30,9 @@ either = pytest.mark.parametrize("balance_by", BALANCES.values(), ids=BALANCES)
 Sequential, Linear = nn.Sequential, nn.Linear
 
 
-def pair(skip: Callable[[Any], Any], join: Callable[[Any, Any], Any]) -> tuple[nn.Module, nn.Module]:
+def pair(
+    skip: Callable[[Any], Any], join: Callable[[Any, Any], Any]
+) -> tuple[nn.Module, nn.Module]:
     namespace = Namespace()
     return Stash(skip, Linear(4, 4)).isolate(namespace), Pop(join).isolate(namespace)  # type: ignore[operator]
 
@@ -40,7 +42,9 @@ def skips() -> nn.Sequential:
     outer_stash, outer_pop = pair(Linear(4, 4), lambda x, skip: x + skip.relu_())
     inner = pair(Linear(4, 4), lambda x, skip: x + skip.relu_())
     none_stash, none_pop = pair(lambda x: None, lambda x, none: x)
-    return nn.Sequential(outer_stash, none_stash, nn.Sequential(*inner), Linear(4, 4), none_pop, outer_pop)
+    return nn.Sequential(
+        outer_stash, none_stash, nn.Sequential(*inner), Linear(4, 4), none_pop, outer_pop
+    )
 
 
 X = torch.rand(6, 4)
@@ -49,28 +53,43 @@ X_GRAD = torch.rand(6, 4, requires_grad=True)
 REFUSED = {"buffer in place", "parameter in place", "and its buffer in place"}
 # Layers of generated models, and others, each with a sample.
 MODELS: dict[str, tuple[Callable[[], nn.Sequential], Any]] = {
-    **{name: (lambda make=make: Sequential(Linear(4, 4), Linear(4, 4), make(shared_parts())), X)  # type: ignore[misc]
-       for name, make in KINDS.items() if name not in REFUSED},
+    **{
+        name: (lambda make=make: Sequential(Linear(4, 4), Linear(4, 4), make(shared_parts())), X)  # type: ignore[misc]
+        for name, make in KINDS.items()
+        if name not in REFUSED
+    },
     "input requires grad": (lambda: Sequential(Linear(4, 4), nn.Tanh()), X_GRAD),
     "dropout at first": (lambda: Sequential(nn.Dropout(), Linear(4, 4)), X_GRAD),
-    "in place on a leaf": (lambda: Sequential(nn.ReLU(inplace=True), nn.ReLU(inplace=True)), X_GRAD),
+    "in place on a leaf": (
+        lambda: Sequential(nn.ReLU(inplace=True), nn.ReLU(inplace=True)),
+        X_GRAD,
+    ),
     "integers in": (lambda: Sequential(nn.Embedding(5, 4), Linear(4, 4)), torch.randint(5, (6,))),
     "integers out": (lambda: Sequential(Linear(4, 4), Lambda(lambda x: x.argmax(1))), X),
     "tuple": (lambda: Sequential(*[KINDS["swap"](None)] * 3), (X_GRAD, X)),
     "skips": (skips, X),
     "one layer twice": (lambda: Sequential(*[Linear(4, 4)] * 2), X),
     "double": (lambda: Sequential(Linear(4, 4), nn.Tanh()).double(), X.double()),
-}  # fmt: skip
+}
 
 
 def state(module: nn.Module, sample: Any) -> list[object]:
     """Return copies of everything that profiling could change."""
-    parameters, samples = [*module.parameters()], (sample,) if isinstance(sample, Tensor) else sample
-    random = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+    parameters, samples = (
+        [*module.parameters()],
+        (sample,) if isinstance(sample, Tensor) else sample,
+    )
+    random = [
+        torch.get_rng_state(),
+        *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []),
+    ]
     return [
         [x.tolist() for x in (*module.state_dict().values(), *samples, *random)],
         [id(x) for x in (*parameters, *module.buffers())],
-        [(x.requires_grad, None if x.grad is None else x.grad.tolist()) for x in (*parameters, *samples)],
+        [
+            (x.requires_grad, None if x.grad is None else x.grad.tolist())
+            for x in (*parameters, *samples)
+        ],
         [(m.training, type(m)) for m in module.modules()],
         [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dict(current_scope())],
     ]
@@ -106,7 +125,9 @@ class Look(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self in self.copies
-        self.seen.add((self.training, x.requires_grad and torch.is_grad_enabled() and not x.is_inference()))
+        self.seen.add(
+            (self.training, x.requires_grad and torch.is_grad_enabled() and not x.is_inference())
+        )
         return x
 
     def __deepcopy__(self, memo: object) -> Look:
@@ -121,10 +142,12 @@ class Look(nn.Module):
 @either
 @pytest.mark.parametrize(
     "mode, training",
-    [(lambda module: module, [True, True]),
-     (lambda module: module.eval(), [True, True]),
-     (lambda module: module[0].eval(), [False, True])],
-)  # fmt: skip
+    [
+        (lambda module: module, [True, True]),
+        (lambda module: module.eval(), [True, True]),
+        (lambda module: module[0].eval(), [False, True]),
+    ],
+)
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
 def test_layers_run_as_in_training_but_frozen_parts_stay_frozen(
     mode: Callable[[nn.Module], object], training: list[bool], context: Any, balance_by: Any
@@ -143,7 +166,9 @@ def test_layers_run_as_in_training_but_frozen_parts_stay_frozen(
 
 
 @either
-def test_error_in_a_layer_arrives_and_leaves_nothing_behind(balance_by: Callable[..., list[int]]) -> None:
+def test_error_in_a_layer_arrives_and_leaves_nothing_behind(
+    balance_by: Callable[..., list[int]],
+) -> None:
     model = skips()
     model[2] = Lambda(lambda x: (torch.rand(1), 1 // 0))
     before = state(model, X)
@@ -154,10 +179,14 @@ def test_error_in_a_layer_arrives_and_leaves_nothing_behind(balance_by: Callable
 
 @pytest.mark.parametrize("available, device", [(False, "cpu"), (True, "cuda")])
 @pytest.mark.parametrize("name", ["profile_times", "profile_sizes"])
-def test_default_device(name: str, available: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_device(
+    name: str, available: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(f"torchgpipe.balance.{name}", profile := Mock(return_value=[1.0]))
-    (balance_by_time if name == "profile_times" else balance_by_size)(1, nn.Sequential(nn.ReLU()), X)
+    (balance_by_time if name == "profile_times" else balance_by_size)(
+        1, nn.Sequential(nn.ReLU()), X
+    )
     assert profile.call_args.args[-1] == torch.device(device)
 
 
@@ -172,8 +201,16 @@ MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((1, nn.ReLU(), X), TypeError, "only an nn.Sequential can be balanced, got ReLU"),
     ((1, RELUS, (X, 1)), TypeError, "element 1 is int"),
     ((1, nn.Sequential(Pop()), X), TypeError, "pops 'skip', which no earlier layer stashes"),
-    ((1, nn.Sequential(nn.ReLU(), LOCKED), X), TypeError, r"layer 1 \(Do\) cannot be copied .*lock"),
-    ((1, nn.Sequential(nn.ReLU(), Lambda(lambda x: [x])), X), TypeError, "output of layer 1 must be a tensor"),
+    (
+        (1, nn.Sequential(nn.ReLU(), LOCKED), X),
+        TypeError,
+        r"layer 1 \(Do\) cannot be copied .*lock",
+    ),
+    (
+        (1, nn.Sequential(nn.ReLU(), Lambda(lambda x: [x])), X),
+        TypeError,
+        "output of layer 1 must be a tensor",
+    ),
 ]
 
 
@@ -197,10 +234,21 @@ COSTS = [
 
 @pytest.mark.parametrize(
     "balance_by, arguments, options, error, message",
-    [*((each, arguments, {"device": "cpu"}, *rest) for arguments, *rest in MISUSE for each in BALANCES.values()),
-     *((each, (1, RELUS, sample), options, ValueError, said) for each, sample, options, said in OF_ONE),
-     *((minimise_heaviest, (costs, 1), {}, ValueError, said) for costs, said in COSTS)],
-)  # fmt: skip
-def test_misuse(balance_by: Any, arguments: Any, options: Any, error: type[Exception], message: str) -> None:
+    [
+        *(
+            (each, arguments, {"device": "cpu"}, *rest)
+            for arguments, *rest in MISUSE
+            for each in BALANCES.values()
+        ),
+        *(
+            (each, (1, RELUS, sample), options, ValueError, said)
+            for each, sample, options, said in OF_ONE
+        ),
+        *((minimise_heaviest, (costs, 1), {}, ValueError, said) for costs, said in COSTS),
+    ],
+)
+def test_misuse(
+    balance_by: Any, arguments: Any, options: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         balance_by(*arguments, **options)

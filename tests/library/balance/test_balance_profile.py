@@ -42,7 +42,9 @@ def test_layers_take_turns_until_the_timeout(clock: Clock) -> None:
 def test_one_disturbed_run_does_not_count(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed = iter([False, False, True])
     spend = clock.spend
-    monkeypatch.setattr(clock, "spend", lambda s, what: spend(s + 500 * next(disturbed, False), what))
+    monkeypatch.setattr(
+        clock, "spend", lambda s, what: spend(s + 500 * next(disturbed, False), what)
+    )
     model = nn.Sequential(*(Spend(1) for _ in range(4)))
     assert balance_by_time(2, model, torch.zeros(1), timeout=1e3, device="cpu") == [2, 2]
 
@@ -62,11 +64,26 @@ def parameters(size: int) -> nn.Module:
 # Layers, a sample that requires grad, and the balance by size over two partitions, with options.
 SIZES: dict[str, tuple[list[nn.Module], int, dict[str, Any], list[int]]] = {
     "activations": ([expand(scale * KiB) for scale in range(1, 7)], 64, {"param_scale": 0}, [4, 2]),
-    "parameters": ([parameters(scale * KiB) for scale in range(1, 7)], 1, {"param_scale": 100}, [4, 2]),
+    "parameters": (
+        [parameters(scale * KiB) for scale in range(1, 7)],
+        1,
+        {"param_scale": 100},
+        [4, 2],
+    ),
     # 6 activations of 64 KiB at most against 1 parameter of 32 KiB.
     "both": ([*[expand(KiB)] * 6, parameters(32 * KiB)], 64, {"param_scale": 1.0}, [3, 4]),
-    "small micro-batches": ([*[expand(KiB)] * 6, parameters(32 * KiB)], 64, {"param_scale": 1.0, "chunks": 64}, [6, 1]),
-    "parameters count much": ([*[expand(KiB)] * 6, parameters(32 * KiB)], 64, {"param_scale": 64.0}, [6, 1]),
+    "small micro-batches": (
+        [*[expand(KiB)] * 6, parameters(32 * KiB)],
+        64,
+        {"param_scale": 1.0, "chunks": 64},
+        [6, 1],
+    ),
+    "parameters count much": (
+        [*[expand(KiB)] * 6, parameters(32 * KiB)],
+        64,
+        {"param_scale": 64.0},
+        [6, 1],
+    ),
 }
 
 
@@ -91,7 +108,11 @@ KEPT: dict[str, tuple[nn.Module, bool, float]] = {
     "between": (Lambda(lambda x: (x + 1).exp().sin()), True, 2),
     "between, without gradient": (Lambda(lambda x: (x + 1).exp().sin()), False, 1),
     # Two outputs, and the mean and deviation of every channel; neither weight nor running statistics.
-    "no parameters, no buffers": (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), False, 2 + 2 / 4),
+    "no parameters, no buffers": (
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)),
+        False,
+        2 + 2 / 4,
+    ),
     "views of one storage": (Lambda(lambda x: tuple((x + 1).unbind())), True, 1),
     "a part keeps the whole": (Lambda(lambda x: (x + 1)[:1]), True, 1),
     "integers": (Lambda(lambda x: x.argsort()), False, 2),
@@ -108,7 +129,9 @@ def test_kept_bytes(layer: nn.Module, requires_grad: bool, times: float, device:
 
 def test_the_first_micro_batch_counts_and_stashed_tensors_where_they_are_made() -> None:
     sample, device = torch.rand(4, 8), torch.device("cpu")
-    assert profile.profile_sizes(nn.Sequential(nn.Sigmoid()), torch.rand(13, 5), 8, 0, device) == [2 * 5 * 4]
+    assert profile.profile_sizes(nn.Sequential(nn.Sigmoid()), torch.rand(13, 5), 8, 0, device) == [
+        2 * 5 * 4
+    ]
     layers = nn.Sequential(Stash(lambda x: x + 1), Pop(lambda x, skip: skip))
     assert profile.profile_sizes(layers, sample, 1, 0, device) == [sample.nbytes, 0]
 
@@ -131,7 +154,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_clock_is_read_when_the_device_is_idle(calls: list[str]) -> None:
-    rehearsal = profile.Rehearsal(nn.Identity(), X, {}, lambda: (calls.append("copy"), Spend(0, 0, "a"))[1])  # type: ignore[func-returns-value]
+    rehearsal = profile.Rehearsal(
+        nn.Identity(), X, {}, lambda: (calls.append("copy"), Spend(0, 0, "a"))[1]
+    )  # type: ignore[func-returns-value]
     read = ["synchronize", "clock"]
     profile.time_run(rehearsal, torch.device("cuda"))
     assert calls == ["copy", *read, "a forward", *read, *read, "a backward", *read]

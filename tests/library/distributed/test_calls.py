@@ -27,7 +27,9 @@ pytestmark = pytest.mark.ranks(WORLD)
 X, TARGET = torch.arange(36.0).view(9, 4).sin(), torch.arange(36.0).view(9, 4).cos()
 
 
-def linears(count: int = WORLD, wrap: Callable[..., nn.Module] = lambda layer: layer) -> nn.Sequential:
+def linears(
+    count: int = WORLD, wrap: Callable[..., nn.Module] = lambda layer: layer
+) -> nn.Sequential:
     return nn.Sequential(*(wrap(nn.Linear(4, 4)) for _ in range(count)))
 
 
@@ -46,7 +48,9 @@ def loss_of(model: Any, x: Tensor = X) -> Tensor:
 
 
 def assert_same_gradients(ours: Any, threads: Any) -> None:
-    found, expected = ({name: p.grad for name, p in each.named_parameters()} for each in (ours, threads))
+    found, expected = (
+        {name: p.grad for name, p in each.named_parameters()} for each in (ours, threads)
+    )
     assert_same(found, expected)
     ours.zero_grad()
     threads.zero_grad()
@@ -107,7 +111,9 @@ def test_errors_between_calls() -> None:
     ours, threads = small()
     loss = loss_of(ours)
     ours.close()
-    with pytest.raises(RuntimeError, match=r"connections were closed by close\(\) since this mini-batch"):
+    with pytest.raises(
+        RuntimeError, match=r"connections were closed by close\(\) since this mini-batch"
+    ):
         loss.backward()
     ended = ours._connections.liveness
     ended.fail("what breaks once a rank has closed its connections is no failure")
@@ -126,12 +132,17 @@ def test_errors_between_calls() -> None:
     with pytest.raises((KeyError, RankFailed)) as caught:
         ours.loss(Mock(side_effect=KeyError("of the criterion")), X, TARGET)
     last = rank == WORLD - 1
-    assert str(caught.value) == ("" if last else "rank 2 failed in the criterion: KeyError: ") + "'of the criterion'"
+    assert (
+        str(caught.value)
+        == ("" if last else "rank 2 failed in the criterion: KeyError: ") + "'of the criterion'"
+    )
 
     # One rank has begun one more mini-batch than the others.
     ours._serial += rank == 1
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"rank \d is in mini-batch \d, and rank \d in \d: every rank has to"):
+        with pytest.raises(
+            RuntimeError, match=r"rank \d is in mini-batch \d, and rank \d in \d: every rank has to"
+        ):
             loss_of(ours)
     ours.close()
     loss_of(ours).backward()
@@ -139,7 +150,10 @@ def test_errors_between_calls() -> None:
     assert_same_gradients(ours, threads)
 
     for name, given in (("max_norm", (2.0, 2.0)), ("norm_type", (1.0, 1.0))):
-        with pytest.raises((ValueError, RankFailed), match=f"clip_grad_norm_ alike, but {name} is ..0 on rank . and"):
+        with pytest.raises(
+            (ValueError, RankFailed),
+            match=f"clip_grad_norm_ alike, but {name} is ..0 on rank . and",
+        ):
             ours.clip_grad_norm_(*(given if rank == 1 else (1.0, 2.0)))
         ours.close()
     loss_of(ours).backward()
@@ -147,7 +161,9 @@ def test_errors_between_calls() -> None:
     ours.zero_grad()
 
     ours.timeout = 7
-    with pytest.raises(RuntimeError, match=r"timeout was changed from 300.0 to 7 .* call close\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"timeout was changed from 300.0 to 7 .* call close\(\)"
+    ):
         loss_of(ours)
     ours.timeout = 300.0
 
@@ -155,14 +171,22 @@ def test_errors_between_calls() -> None:
         plain_checkpoint.checkpoint(ours, X, use_reentrant=False).sum().backward()
     ours.close()
     ours.rank = (rank + 1) % WORLD  # as if this part had been saved on another rank
-    with pytest.raises(RuntimeError, match=f"this is the part of rank {ours.rank}, and runs on that rank only"):
+    with pytest.raises(
+        RuntimeError, match=f"this is the part of rank {ours.rank}, and runs on that rank only"
+    ):
         loss_of(ours)
     ours.rank = rank
 
     wrong: dict[str, tuple[str, Any]] = {
         "chunks must be a whole number of at least 1, but got 0": ("chunks", 0),
-        "every rank has to call the pipeline alike, but chunks is 3 on rank 0 and 2 on rank 1": ("chunks", 2),
-        r"but the balance is \(1, 1, 1\) on rank 0 and \(2, 0, 1\) on rank 1": ("balance", [2, 0, 1]),
+        "every rank has to call the pipeline alike, but chunks is 3 on rank 0 and 2 on rank 1": (
+            "chunks",
+            2,
+        ),
+        r"but the balance is \(1, 1, 1\) on rank 0 and \(2, 0, 1\) on rank 1": (
+            "balance",
+            [2, 0, 1],
+        ),
         "but training is True on rank 0 and False on rank 1": ("training", False),
         "but timeout is 300.0 on rank 0 and None on rank 1": ("timeout", None),
     }
@@ -173,24 +197,34 @@ def test_errors_between_calls() -> None:
         with pytest.raises((ValueError, RankFailed), match=message):
             loss_of(ours)
         setattr(ours, name, before)
-    with pytest.raises((TypeError, RankFailed), match=r"takes one input, .* but got 1 by place, mask"):
+    with pytest.raises(
+        (TypeError, RankFailed), match=r"takes one input, .* but got 1 by place, mask"
+    ):
         ours(X, mask=X)
 
 
 def test_wrong_arguments() -> None:
     other, nested = dist.get_rank() == 1, linears(5, nn.Sequential)
     wrong: dict[str, dict[str, Any]] = {
-        r"the balance \[5\] has 1 partitions, but there are 3 ranks; give each rank a number": {"balance": [5]},
+        r"the balance \[5\] has 1 partitions, but there are 3 ranks; give each rank a number": {
+            "balance": [5]
+        },
         r"mesh must be one dimension of a DeviceMesh, such as mesh\['pp'\], but got 3": {"mesh": 3},
         r"device must be this rank's device, but got \['cpu'\]": {"device": ["cpu"]},
         "timeout must be a positive number of seconds, or None, but got 0": {"timeout": 0},
-        "the kind of device is 'cpu' on rank 0 and 'meta' on rank 1": {"device": "meta" if other else "cpu"},
-        "the schedule is '1f1b' on rank 0 and 'gpipe' on rank 1": {"schedule": "GPipe" if other else "1F1B"},
+        "the kind of device is 'cpu' on rank 0 and 'meta' on rank 1": {
+            "device": "meta" if other else "cpu"
+        },
+        "the schedule is '1f1b' on rank 0 and 'gpipe' on rank 1": {
+            "schedule": "GPipe" if other else "1F1B"
+        },
         "there are 4 partitions for 3 devices; give a balance of 6": {
             "schedule": "Interleaved1F1B",
             "balance": [1, 1, 1, 2],
         },
-        "the checksum of its parameters' names and shapes is .* on rank 0": {"module": nested if other else linears(5)},
+        "the checksum of its parameters' names and shapes is .* on rank 0": {
+            "module": nested if other else linears(5)
+        },
     }
     for message, options in wrong.items():
         with pytest.raises((TypeError, ValueError, RankFailed), match=message):
@@ -200,7 +234,9 @@ def test_wrong_arguments() -> None:
 
 
 def test_the_old_name_of_the_timeout() -> None:
-    with pytest.warns(DeprecationWarning, match="silence is called timeout now, and the old name will go") as warned:
+    with pytest.warns(
+        DeprecationWarning, match="silence is called timeout now, and the old name will go"
+    ) as warned:
         model = DistributedGPipe(linears(), [1] * WORLD, silence=7)
         assert model.timeout == 7
         model.silence = 9
@@ -221,7 +257,9 @@ def test_averaging_layers_by_themselves_is_refused() -> None:
     changes: dict[str, Callable[[Any], object]] = {
         r"would miss the calls of a pipeline's loss\(\)": average,
         "runs once for each": lambda model: average(model.partition),
-        "runs once for each micro-batch": lambda model: setattr(model.partition[0], "inner", average(nn.Linear(2, 2))),
+        "runs once for each micro-batch": lambda model: setattr(
+            model.partition[0], "inner", average(nn.Linear(2, 2))
+        ),
         "not average gradients once": lambda model: replicate(model.partition, process_group=own),
         "was replaced after": lambda model: setattr(model, "partition", nn.Linear(2, 2)),
         r"use it on the partition: fully_shard\(model.partition": lambda model: fully_shard(
@@ -261,10 +299,14 @@ def test_a_connection_that_fails_is_told_and_made_anew(monkeypatch: pytest.Monke
     ours, threads = small()
     ours.close()
 
-    said = "failed with [pair.cc:561] Connection closed by peer [::1]:7. This is typically caused by"
+    said = (
+        "failed with [pair.cc:561] Connection closed by peer [::1]:7. This is typically caused by"
+    )
     with monkeypatch.context() as patch:
         patch.setattr(dist, "ProcessGroupGloo", Mock(side_effect=RuntimeError(said)))
-        told = rf"rank {dist.get_rank()} connected to others \(Connection closed by peer \[::1\]:7\)"
+        told = (
+            rf"rank {dist.get_rank()} connected to others \(Connection closed by peer \[::1\]:7\)"
+        )
         with pytest.raises(RankFailed, match=f"an unknown rank ended while {told}"):
             loss_of(ours)
     loss_of(ours).backward()

@@ -30,12 +30,18 @@ from ..ledger import assert_gone
 from .test_wire import PLACED
 from .threads import GPUS, PATIENCE, Group, Pair, simulate_ranks
 
-WAYS = {"NCCL": GPUS, "staging": ["one"] * 4, "staging, as two ranks share a GPU": ["one", "two", "three", "one"]}
+WAYS = {
+    "NCCL": GPUS,
+    "staging": ["one"] * 4,
+    "staging, as two ranks share a GPU": ["one", "two", "three", "one"],
+}
 
 
 def layers(*skips: tuple[int, int]) -> tuple[nn.Sequential, list[int]]:
     torch.manual_seed(0)
-    return partitions([nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Fails()) for _ in range(4)], skips, torch.cos)
+    return partitions(
+        [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Fails()) for _ in range(4)], skips, torch.cos
+    )
 
 
 def train(model: Any, x: Tensor, target: Tensor) -> dict[str, Any]:
@@ -59,7 +65,11 @@ def test_results_are_those_of_one_process(
     way: str, name: str, n: int, skips: Any, checkpoint: Any, streams: Any
 ) -> None:
     """Also if no skip leaves any more that others would have to wait for."""
-    x, target, options = torch.rand(7, 3), torch.rand(7, 3), {"chunks": 4, "checkpoint": checkpoint, "schedule": name}
+    x, target, options = (
+        torch.rand(7, 3),
+        torch.rand(7, 3),
+        {"chunks": 4, "checkpoint": checkpoint, "schedule": name},
+    )
 
     def results(model: Any) -> dict[str, Any]:
         seen = {"loss": model.step(nn.functional.mse_loss, x, target)}
@@ -80,7 +90,9 @@ def test_results_are_those_of_one_process(
     assert all(torch.equal(own["loss"], expected["loss"]) for own in found)
     assert differences({name: x for own in found for name, x in own.items()}, expected) == []
     assert n < 4 or len(world.pairs) == (2 * (2 * 3 + 2 * len({*skips})) if way == "NCCL" else 0)
-    assert all(pair.aborted for pair in world.pairs), "they are given back when the pipeline is closed"
+    assert all(pair.aborted for pair in world.pairs), (
+        "they are given back when the pipeline is closed"
+    )
 
 
 TASKS = {  # the third
@@ -93,7 +105,9 @@ TASKS = {  # the third
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("phase", TASKS)
 @pytest.mark.parametrize("victim", range(4))
-def test_a_failure_ends_all_that_streams_wait_for(way: str, phase: str, victim: int, streams: Any) -> None:
+def test_a_failure_ends_all_that_streams_wait_for(
+    way: str, phase: str, victim: int, streams: Any
+) -> None:
     copies = [layers((0, 2)) for _ in range(4)]
     world = simulate_ranks(streams, WAYS[way])
     ready = threading.Barrier(4, timeout=20)
@@ -156,7 +170,9 @@ def ends(way: str, streams: Any) -> tuple[Transfer, Transfer]:
     """Return both ends of a wire from rank 0 to rank 1."""
     world = simulate_ranks(streams, GPUS[:2])
     pairs: list[Any] = [Pair(world, "forward 0 1") if way == "NCCL" else None for _ in (0, 1)]
-    return Transfer(torch.device("cpu", 0), pairs[0], 1), Transfer(torch.device("cpu", 1), pairs[1], 0)
+    return Transfer(torch.device("cpu", 0), pairs[0], 1), Transfer(
+        torch.device("cpu", 1), pairs[1], 0
+    )
 
 
 OUTSIDE = ["cpu:0 copies waits for cpu:0 compute", "memory is used by cpu:0 copies"]
@@ -181,7 +197,10 @@ def test_waits(way: str, streams: Any) -> None:
     streams.log.clear()
     departure = there.depart((X,))
     # Host memory must be filled before it is sent. NCCL holds its memory until the transfer has ended.
-    assert (departure.before is None, departure.after is None) == ((way == "NCCL"), (way == "staging"))
+    assert (departure.before is None, departure.after is None) == (
+        (way == "NCCL"),
+        (way == "staging"),
+    )
     back.arrive(departure.tensors)
     assert streams.log == WAITS[way]
     on_host = torch.rand(3, device="meta")  # another kind of device than the GPUs here
@@ -218,13 +237,17 @@ def test_what_nccl_says_is_raised_unless_it_was_aborted(streams: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT"])
-def test_where_the_host_would_wait_for_nccl_it_is_not_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_host_would_wait_for_nccl_it_is_not_used(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setenv(name, "1")
     assert cuda._identity(torch.device("cuda", 0)) == cuda._UNFIT
 
 
-def test_a_message_that_is_lost_as_a_rank_ends_is_noticed(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_is_lost_as_a_rank_ends_is_noticed(
+    streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gloo may lose what is sent as the connection breaks, and never end the wait for it."""
     world, over, send = simulate_ranks(streams, GPUS[:2]), threading.Event(), Group.send
 
@@ -242,7 +265,10 @@ def test_a_message_that_is_lost_as_a_rank_ends_is_noticed(streams: Any, monkeypa
             model.close()
             return closed.set()
         assert closed.wait(PATIENCE)
-        with pytest.raises(RankFailed, match=r"rank 1 has ended.* rank 0 needs more.*a message to it was not received"):
+        with pytest.raises(
+            RankFailed,
+            match=r"rank 1 has ended.* rank 0 needs more.*a message to it was not received",
+        ):
             model.loss(nn.functional.mse_loss, x, x)
 
     found = world.run(program)

@@ -50,10 +50,17 @@ def layers(times: int = 1) -> nn.Sequential:
     width = 6 * times
     with torch.device("meta"):
         return nn.Sequential(
-            nn.Linear(5, 6), Lambda(lambda x: x.repeat(1, times)), Stash(torch.sin), nn.Dropout(0.3),
-            nn.BatchNorm1d(width), nn.PReLU(), Lambda(lambda x: (x[:, : width // 2], x[:, width // 2 :])),
-            Lambda(lambda halves: torch.cat(halves, 1)), Pop(), nn.Linear(width, 4),
-        )  # fmt: skip
+            nn.Linear(5, 6),
+            Lambda(lambda x: x.repeat(1, times)),
+            Stash(torch.sin),
+            nn.Dropout(0.3),
+            nn.BatchNorm1d(width),
+            nn.PReLU(),
+            Lambda(lambda x: (x[:, : width // 2], x[:, width // 2 :])),
+            Lambda(lambda halves: torch.cat(halves, 1)),
+            Pop(),
+            nn.Linear(width, 4),
+        )
 
 
 def reset(k: int, layer: nn.Module) -> None:
@@ -92,13 +99,24 @@ def test_equal_to_threads() -> None:
     # Some tensors are so large that they are sent separately from their description, into the memory of earlier ones.
     cases = [*product((1, 2, 5), MODES, (False, True), [1], ["GPipe"])]
     cases += product([4], MODES, [False], [3_000], ["GPipe"])
-    cases += [(m, mode, False, 1, name) for m in (5, 1) for name, mode in zip(NAMED, 2 * MODES, strict=True)]
+    cases += [
+        (m, mode, False, 1, name)
+        for m in (5, 1)
+        for name, mode in zip(NAMED, 2 * MODES, strict=True)
+    ]
     for chunks, checkpoint, deferred, times, name in cases:
-        options: dict[str, Any] = {"chunks": chunks, "checkpoint": checkpoint, "schedule": name, "init": reset}
+        options: dict[str, Any] = {
+            "chunks": chunks,
+            "checkpoint": checkpoint,
+            "schedule": name,
+            "init": reset,
+        }
         options["deferred_batch_norm"] = deferred
         balance = BALANCE if len(make(name, 1, 1).placement) == 1 else [1, 4, 1, 1, 1, 2]
         ours = DistributedGPipe(layers(times), balance, **options)
-        threads = GPipe(layers(times), balance, devices=["cpu"] * WORLD, engine="workers", **options)
+        threads = GPipe(
+            layers(times), balance, devices=["cpu"] * WORLD, engine="workers", **options
+        )
         first, last = (ours.schedule.placement[k] == dist.get_rank() for k in (0, -1))
         assert_same(stepped(ours, first, last), stepped(threads))
         with torch.no_grad():
@@ -117,9 +135,15 @@ def test_skips_may_be_fetched_in_another_order_than_they_are_left() -> None:
         given = partitions([nn.Linear(4, 4) for _ in range(3)], [(0, 2)], torch.sin)
         model = pipeline(*given, chunks=2, schedule=Schedule("mine", [0, 0, 1], lists))
         x = torch.arange(12.0).view(3, 4).cos()
-        losses = [model.step(nn.functional.mse_loss, x, x), model.loss(nn.functional.mse_loss, x, x)]
+        losses = [
+            model.step(nn.functional.mse_loss, x, x),
+            model.loss(nn.functional.mse_loss, x, x),
+        ]
         losses[1].backward()
-        found.append({name: p.grad for name, p in model.named_parameters()} | {"loss": torch.stack(losses).detach()})
+        found.append(
+            {name: p.grad for name, p in model.named_parameters()}
+            | {"loss": torch.stack(losses).detach()}
+        )
     assert_same(found[0], found[1])
 
 
@@ -140,7 +164,15 @@ def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         seen(ours, size)
         connections: Any = ours._connections
         described.append(sum(len(sender._numbers) for sender in connections._senders()))
-        sent.append(Counter({key: n for key, n in counted.items() if key[0] not in ("control", "liveness", "loss")}))
+        sent.append(
+            Counter(
+                {
+                    key: n
+                    for key, n in counted.items()
+                    if key[0] not in ("control", "liveness", "loss")
+                }
+            )
+        )
     first, again, others, *later = described
     assert first == again < others == later[0] == later[1], described
     boundary = 20 * 6 * 4
@@ -167,7 +199,9 @@ def test_the_last_ranks_end_first() -> None:
     ours.close()
     assert all(p.grad is not None for p in ours.parameters())
     loss_of(ours).backward()
-    assert_eventually(lambda: gc.collect() >= 0 and connections() is None, lambda: "connections are kept", 10)
+    assert_eventually(
+        lambda: gc.collect() >= 0 and connections() is None, lambda: "connections are kept", 10
+    )
 
 
 def test_a_process_forks_after_connections_were_closed() -> None:
@@ -222,15 +256,21 @@ def test_over_a_mesh_it_equals_plain_layers_that_are_spread_alike(how: str) -> N
 
     expected = trained(plain, adam(plain), replica, loss_of=plainly)
     for checkpoint in MODES:
-        model = DistributedGPipe(training.layers(), [3, 5], mesh=mesh["pp"], chunks=3, checkpoint=checkpoint)
+        model = DistributedGPipe(
+            training.layers(), [3, 5], mesh=mesh["pp"], chunks=3, checkpoint=checkpoint
+        )
         spread(model, model.partition, mesh["dp"])
         assert_same(trained(model, adam(model), replica), expected)
         model.close()
     # A step, up to rounding: the schedule adds micro-batches up in its own order.
-    model = DistributedGPipe(training.layers(), [1, 2, 2, 3], mesh=mesh["pp"], chunks=3, schedule="ZBVZeroBubble")
+    model = DistributedGPipe(
+        training.layers(), [1, 2, 2, 3], mesh=mesh["pp"], chunks=3, schedule="ZBVZeroBubble"
+    )
     for partition in model.partitions if how == "sharded" else [model.partitions]:
         spread(model, partition, mesh["dp"])
-    found = trained(model, adam(model), replica, loss_of=partial(model.step, nn.functional.cross_entropy))
+    found = trained(
+        model, adam(model), replica, loss_of=partial(model.step, nn.functional.cross_entropy)
+    )
     kept = {name: x for name, x in found.items() if name.startswith(("gradient 0", "loss 0"))}
     torch.testing.assert_close(kept, {name: expected[name] for name in kept})
     assert len(kept) > 1

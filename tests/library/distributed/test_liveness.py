@@ -31,10 +31,16 @@ from ..ledger import assert_eventually
 
 PATIENCE = 120  # seconds; only a hang takes as long
 BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()\n"
-GRANDCHILD = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BURN!r}])"]
+GRANDCHILD = [
+    sys.executable,
+    "-c",
+    f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BURN!r}])",
+]
 
 
-def test_who_does_not_come_or_came_twice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_does_not_come_or_came_twice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=0.2))
     monkeypatch.setattr(connections, "NOTICE", 0.1)
@@ -44,7 +50,9 @@ def test_who_does_not_come_or_came_twice(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err.startswith("rank 0 has waited for 0.1 s for others to make")
     c10d: Any = dist
     kept = [c10d.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)]
-    store = c10d.TCPStore("127.0.0.1", kept[0].port, 2, wait_for_workers=False, timeout=timedelta(seconds=2))
+    store = c10d.TCPStore(
+        "127.0.0.1", kept[0].port, 2, wait_for_workers=False, timeout=timedelta(seconds=2)
+    )
     monkeypatch.setattr(connections, "_get_default_store", lambda: store)
     c10d.PrefixStore("torchgpipe/(0, 7)/0", store).set("rank 0 is here", "process 5 on elsewhere")
     for said in (
@@ -78,22 +86,33 @@ class Look(NamedTuple):
 TASK = "forward of micro-batch 0"
 
 LOOKS: dict[str, list[Look]] = {
-    "clocks that are not read at once": [Look(1, -1e-6, TASK, 0), *(Look(1, -1e-6, TASK, k) for k in range(9))],
-    "hangs after it has computed": [*[Look(1, 0.9, TASK, 0)] * 3, *(Look(1, 0.01, TASK, k) for k in range(1, 9))],
+    "clocks that are not read at once": [
+        Look(1, -1e-6, TASK, 0),
+        *(Look(1, -1e-6, TASK, k) for k in range(9)),
+    ],
+    "hangs after it has computed": [
+        *[Look(1, 0.9, TASK, 0)] * 3,
+        *(Look(1, 0.01, TASK, k) for k in range(1, 9)),
+    ],
     "other threads compute": [Look(1, 0.1, TASK, 0), *(Look(1, 0.1, TASK, k) for k in range(9))],
     "one task after another": [Look(1, 0, k, 0) for k in range(20)],
     "no task": [Look(1, 0, None, 0)] * 20,
     "the same task after none": [
-        *(Look(1, 0, TASK, k) for k in (0, 0, 1)), Look(1, 0, None, 0), *(Look(1, 0, TASK, k) for k in (0, 0, 1, 2)),
+        *(Look(1, 0, TASK, k) for k in (0, 0, 1)),
+        Look(1, 0, None, 0),
+        *(Look(1, 0, TASK, k) for k in (0, 0, 1, 2)),
     ],
     "a descendant computes": [Look(1, 0, TASK, 0, 0.03)] * 20,
     "a descendant has computed": [
-        Look(1, 0, TASK, 0), Look(1, 0, TASK, 0, 1.0), *(Look(1, 0, TASK, k, 0.001) for k in range(1, 9)),
+        Look(1, 0, TASK, 0),
+        Look(1, 0, TASK, 0, 1.0),
+        *(Look(1, 0, TASK, k, 0.001) for k in range(1, 9)),
     ],
     "a descendant that is not counted any more": [
-        *(Look(1, 0, TASK, k) for k in (0, 0, 1)), *(Look(1, 0, TASK, k, -2.0 * (k == 0)) for k in range(9)),
+        *(Look(1, 0, TASK, k) for k in (0, 0, 1)),
+        *(Look(1, 0, TASK, k, -2.0 * (k == 0)) for k in range(9)),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -126,7 +145,9 @@ def test_cpu_time_counts_who_works_and_still_does_when_they_have_ended() -> None
         child.stdout.readline()
         meanwhile = cpu_time_of_descendants()
         assert meanwhile - before >= 0.3 - 0.05  # the system counts hundredths
-    assert cpu_time_of_descendants() > meanwhile - 0.005  # hundredths, which sum up to another last bit
+    assert (
+        cpu_time_of_descendants() > meanwhile - 0.005
+    )  # hundredths, which sum up to another last bit
 
 
 def failing(wait: Callable[[], object]) -> Fails:
@@ -158,7 +179,9 @@ def test_where_a_thread_is(run: Callable[[Callable[[], object]], object], said: 
     hanging.start()
     ident = hanging.ident or 0
     try:
-        assert_eventually(lambda: re.fullmatch(said, place(ident)) is not None, lambda: place(ident))
+        assert_eventually(
+            lambda: re.fullmatch(said, place(ident)) is not None, lambda: place(ident)
+        )
     finally:
         over.set()
         hanging.join(PATIENCE)
@@ -200,14 +223,24 @@ def test_ranks_that_have_ended_are_named_where_all_others_wait() -> None:
         activity.hears = True
         monitor.forget(3)
         for told in (wrong, beside):
-            assert "ranks 1, 2 were at home; rank 3 had ended. Has a rank left out" in told.get(timeout=10)
+            assert "ranks 1, 2 were at home; rank 3 had ended. Has a rank left out" in told.get(
+                timeout=10
+            )
 
 
-@pytest.mark.parametrize("timeout, ended, task", [(0.5, (1, 3), ""), (None, (), ""), (0.5, (), "a task")])
-def test_who_may_be_silent(timeout: float | None, ended: tuple[int, ...], task: str, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    "timeout, ended, task", [(0.5, (1, 3), ""), (None, (), ""), (0.5, (), "a task")]
+)
+def test_who_may_be_silent(
+    timeout: float | None, ended: tuple[int, ...], task: str, monkeypatch: Any
+) -> None:
     """A rank that has ended; one without a timeout; and a task of sharded layers, for a rank of another pipeline."""
-    monkeypatch.setattr(idle, "cpu_time_of_descendants", lambda: 0.0)  # ranks of other tests wake up all the time
-    monkeypatch.setattr("torchgpipe.distributed.liveness.monitor.sharded", lambda modules: set(modules))
+    monkeypatch.setattr(
+        idle, "cpu_time_of_descendants", lambda: 0.0
+    )  # ranks of other tests wake up all the time
+    monkeypatch.setattr(
+        "torchgpipe.distributed.liveness.monitor.sharded", lambda modules: set(modules)
+    )
     stages = {0: SimpleNamespace(partition=nn.Linear(1, 1))}
     program: Any = SimpleNamespace(doing=task, computing=task, stages=stages)
     with monitoring(timeout, heard=(1, 2, 3) if task else (2,)) as (monitor, activity, wrong):

@@ -42,7 +42,9 @@ def test_going_on(chunks: int) -> None:
 
 
 def state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=OPTIONS), strict=True))
+    return dict(
+        zip(("model", "optimizer"), get_state_dict(model, optimizer, options=OPTIONS), strict=True)
+    )
 
 
 def load_by_pytorch(folder: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
@@ -54,7 +56,10 @@ def load_by_pytorch(folder: Path, model: Model, optimizer: torch.optim.Optimizer
 
 # How a model and an optimizer are saved in a folder, and how they are loaded from there.
 WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
-    "Saves": (lambda folder, *both: Saves(folder).save(1, *both), lambda folder, *both: Saves(folder).load(*both)),
+    "Saves": (
+        lambda folder, *both: Saves(folder).save(1, *both),
+        lambda folder, *both: Saves(folder).load(*both),
+    ),
     "PyTorch": (lambda folder, *both: save(state(*both), checkpoint_id=folder), load_by_pytorch),
 }
 
@@ -88,7 +93,9 @@ def test_failures() -> None:
     optimizer = adam(model)
     trained(model, optimizer, 0)
     error: type[Exception] = RuntimeError if rank == 2 else RankFailed
-    with pytest.raises(error, match=r"rank 2 does not see .*part-\w+, but rank 0 does: all ranks need one folder"):
+    with pytest.raises(
+        error, match=r"rank 2 does not see .*part-\w+, but rank 0 does: all ranks need one folder"
+    ):
         Saves(folder / "other" if rank == 2 else folder).save(0, model, optimizer)
     model.close()
     assert not [*folder.glob("*-step-*")]
@@ -96,7 +103,14 @@ def test_failures() -> None:
     saves.save(0, model, optimizer)
     with pytest.raises((ValueError, RankFailed), match="different values of data to save"):
         nan = float("nan")
-        saves.save(1, model, optimizer, data=torch.tensor([rank]), epoch=nan, losses=[torch.tensor([nan, 1.0])])
+        saves.save(
+            1,
+            model,
+            optimizer,
+            data=torch.tensor([rank]),
+            epoch=nan,
+            losses=[torch.tensor([nan, 1.0])],
+        )
     model.close()
     saves.save(1, model, optimizer)
     assert saves.load(model, optimizer) == {"step": 1}
@@ -104,10 +118,16 @@ def test_failures() -> None:
     trained(model, optimizer, 0)
     for step in (0, 1):
         other.save(step, model, optimizer)
-    with pytest.raises(error, match=r"rank 2 sees another state in .*000002-step-1 than rank 0: all ranks need one"):
+    with pytest.raises(
+        error, match=r"rank 2 sees another state in .*000002-step-1 than rank 0: all ranks need one"
+    ):
         (other if rank == 2 else saves).load(model, optimizer)
     model.close()
     # Every rank finds it out, and may hear before that another one has.
-    with pytest.raises((ValueError, RankFailed), match=r"is of another model: it lacks model\.\d\.weight") as caught:
-        Saves(folder).load(DistributedGPipe(nn.Sequential(*map(nn.Linear, [5] * 5, [5] * 5)), [1, 1, 1, 2]), None)
+    with pytest.raises(
+        (ValueError, RankFailed), match=r"is of another model: it lacks model\.\d\.weight"
+    ) as caught:
+        Saves(folder).load(
+            DistributedGPipe(nn.Sequential(*map(nn.Linear, [5] * 5, [5] * 5)), [1, 1, 1, 2]), None
+        )
     assert "\n" not in str(caught.value)

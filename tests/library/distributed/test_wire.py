@@ -37,7 +37,9 @@ def wire() -> Iterator[Wire]:
     sender.thread.join()
 
 
-def assert_arrives(sender: Sender, receiver: Receiver, about: Any, tensors: list[Tensor | None]) -> Message:
+def assert_arrives(
+    sender: Sender, receiver: Receiver, about: Any, tensors: list[Tensor | None]
+) -> Message:
     sender.give(Message(3, about, tuple(tensors)))
     message = receiver.take()
     sender.settle()
@@ -68,8 +70,20 @@ PLACED: dict[str, tuple[Tensor, int]] = {  # tensor, number of its elements that
 MESSAGES: dict[str, list[Tensor | None]] = {
     "none": [],
     "no tensor": [None, None],
-    "of several types": [torch.arange(3), None, torch.rand(2).bfloat16(), torch.rand(2) > 0, torch.rand(2) * 1j],
-    "large and small": [torch.rand(5), torch.rand(LARGE), None, torch.rand(6), torch.rand(LARGE + 1)],
+    "of several types": [
+        torch.arange(3),
+        None,
+        torch.rand(2).bfloat16(),
+        torch.rand(2) > 0,
+        torch.rand(2) * 1j,
+    ],
+    "large and small": [
+        torch.rand(5),
+        torch.rand(LARGE),
+        None,
+        torch.rand(6),
+        torch.rand(LARGE + 1),
+    ],
     "too much together": [torch.rand(LARGE // 2), torch.rand(LARGE // 2), torch.rand(LARGE // 2)],
     "just fits": [torch.rand(SLOT // 4 - 6)],
     **{name: [x] for name, (x, _) in PLACED.items()},
@@ -111,7 +125,9 @@ def test_any_messages_arrive_in_any_order(wire: Wire) -> None:
                 assert_arrives(*wire, draw.choice(["a", "b"]), MESSAGES[draw.choice(kinds)])
 
 
-def test_a_large_tensor_is_expected_where_one_was_before(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_tensor_is_expected_where_one_was_before(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     receive, sizes, posted = Group.recv, [SLOT, SLOT], list[Any]()
 
     def noted(group: Group, tensors: list[Tensor], *given: Any) -> Any:
@@ -136,20 +152,30 @@ def test_a_tensor_that_was_changed_before_it_was_sent_is_noticed(wire: Wire) -> 
     sender.give(Message(1, "", (x,)))
     x.add_(1)
     receiver.take()
-    with pytest.raises(RuntimeError, match="input of partition 1 was changed in place before it was sent"):
+    with pytest.raises(
+        RuntimeError, match="input of partition 1 was changed in place before it was sent"
+    ):
         sender.settle()
-    with pytest.raises(TypeError, match=r"only dense tensors travel .*, but a partition returned a tensor of"):
+    with pytest.raises(
+        TypeError, match=r"only dense tensors travel .*, but a partition returned a tensor of"
+    ):
         sender.give(Message(1, "", (torch.eye(3).to_sparse(),)))
 
 
-def test_nothing_that_comes_is_run(wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_comes_is_run(
+    wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sender, receiver = wire
     pickled = b"cos\nmkdir\nV%s/made\n\x85R." % bytes(tmp_path)
     for content in (pickled, pickled + b" " * SLOT, b"[]", b"\xff", b"[" * 9999):
         described = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        monkeypatch.setattr("torchgpipe.distributed.wires.wire.described", lambda *_, now=described: now)
+        monkeypatch.setattr(
+            "torchgpipe.distributed.wires.wire.described", lambda *_, now=described: now
+        )
         sender.give(Message(1, content, ()))
-        with pytest.raises(RuntimeError, match="rank 0 is another program, or another version of this one"):
+        with pytest.raises(
+            RuntimeError, match="rank 0 is another program, or another version of this one"
+        ):
             receiver.take()
     assert not [*tmp_path.iterdir()]
 
@@ -161,7 +187,18 @@ VALUES: dict[str, Any] = {
 }
 ROUND: list[Any] = []
 ROUND.append(ROUND)
-OTHERS = [torch.ones(1), torch.Size([2]), torch.float, int, defaultdict(int), "a".join, ROUND, 10**5000, ..., object()]
+OTHERS = [
+    torch.ones(1),
+    torch.Size([2]),
+    torch.float,
+    int,
+    defaultdict(int),
+    "a".join,
+    ROUND,
+    10**5000,
+    ...,
+    object(),
+]
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
@@ -172,5 +209,7 @@ def test_values_come_back(value: Any) -> None:
 
 @pytest.mark.parametrize("value", OTHERS, ids=lambda value: type(value).__name__)
 def test_others_are_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"ranks tell each other only .*, not a|cannot be told to other ranks"):
+    with pytest.raises(
+        TypeError, match=r"ranks tell each other only .*, not a|cannot be told to other ranks"
+    ):
         packed([{"a": (value,)}])

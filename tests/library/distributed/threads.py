@@ -48,7 +48,9 @@ class Work(NamedTuple):
         world, name, own = self.group.world, self.group.name, self.group.own
         patience = PATIENCE if timeout is None else timeout.total_seconds()
         with world.changed:
-            if not world.changed.wait_for(lambda: self.parcel.taken or self.group.lost(self.peer), patience):
+            if not world.changed.wait_for(
+                lambda: self.parcel.taken or self.group.lost(self.peer), patience
+            ):
                 world.closed.add((name, own))  # gloo closes the connections of the group
                 world.changed.notify_all()
         if not self.parcel.taken:
@@ -104,7 +106,9 @@ class Move(Parcel):
 
     def wait(self) -> None:
         """Wait on the host."""
-        assert threading.current_thread().name.startswith("gpipe-to-"), "a program waits for a stream"
+        assert threading.current_thread().name.startswith("gpipe-to-"), (
+            "a program waits for a stream"
+        )
         assert self.pair is not None
         world, pair = self.pair.world, self.pair
         with world.changed:
@@ -129,7 +133,9 @@ class Pair:
         world, stream = self.world, self.world.streams.current[-1]
         if self.latest is not None:
             world.issued[self.source].append(("send", self.kind, self.source, self.target))
-        self.latest = stream.work = Move(tensors[0].clone(), pair=self, ready=stream.clock, before=self.latest)
+        self.latest = stream.work = Move(
+            tensors[0].clone(), pair=self, ready=stream.clock, before=self.latest
+        )
         with world.changed:
             world.box(self.name).append(self.latest)
             world.changed.notify_all()
@@ -144,7 +150,9 @@ class Pair:
             self.latest = move = box.popleft()
         start = max(move.ready, move.before.end if move.before else 0.0, stream.clock)
         low, high = sorted((self.source, self.target))
-        stream.clock = move.end = start + (world.streams.seconds.get((low, high), 0.0) if move.before else 0.0)
+        stream.clock = move.end = start + (
+            world.streams.seconds.get((low, high), 0.0) if move.before else 0.0
+        )
         tensors[0].copy_(move.tensor)
         with world.changed:
             move.taken = True

@@ -17,9 +17,15 @@ def layers(seed: int = 4, *, draws: bool = False) -> nn.Sequential:
     torch.manual_seed(seed)
     drawing = [nn.Dropout(0.3) if draws else nn.Tanh() for _ in range(3)]
     return nn.Sequential(
-        nn.Linear(5, 6), drawing[0], nn.BatchNorm1d(6), nn.Linear(6, 6), drawing[1], nn.Linear(6, 7), drawing[2],
+        nn.Linear(5, 6),
+        drawing[0],
+        nn.BatchNorm1d(6),
+        nn.Linear(6, 6),
+        drawing[1],
+        nn.Linear(6, 7),
+        drawing[2],
         nn.Linear(7, 4),
-    )  # fmt: skip
+    )
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -45,18 +51,31 @@ def trained(
         else:
             loss = loss_of(x, target)
         seen[f"loss {k}"] = loss.detach()
-        seen[f"norm {k}"] = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, [*names]))(0.3)
+        seen[f"norm {k}"] = getattr(
+            model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, [*names])
+        )(0.3)
         seen |= {f"gradient {k} of {name}": p.grad for p, name in names.items()}
         optimizer.step()
         optimizer.zero_grad()
-    seen |= {f"{what} of {names[p]}": x for p, state in optimizer.state.items() for what, x in state.items()}
+    seen |= {
+        f"{what} of {names[p]}": x
+        for p, state in optimizer.state.items()
+        for what, x in state.items()
+    }
     seen |= model.state_dict()
-    return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone() for name, x in seen.items()}
+    return {
+        name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
+        for name, x in seen.items()
+    }
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str = "") -> None:
     """Assert that results of this rank, those with the prefix `what`, equal the expected ones of the whole model."""
-    assert [name for name, x in found.items() if name.startswith(what) and not torch.equal(x, expected[name])] == []
+    assert [
+        name
+        for name, x in found.items()
+        if name.startswith(what) and not torch.equal(x, expected[name])
+    ] == []
 
 
 def assert_goes_on(folder: Path, make: Callable[[int], tuple[Any, torch.optim.Optimizer]]) -> None:

@@ -24,7 +24,9 @@ from torchgpipe.schedules.named import NAMED
 from ..layers import Lambda
 
 # Newer versions of PyTorch deprecate it, and layers still call it.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed.nn.functional.all_gather is deprecated"
+)
 
 
 def reduced(x: Tensor, *, later: bool = False) -> Tensor:

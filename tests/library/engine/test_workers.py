@@ -50,7 +50,10 @@ def test_each_partition_has_a_thread_of_its_own_for_good(chunks: int, n: int, wo
     for _ in range(3):
         step(model, lambda task: threads[task.partition].add(threading.current_thread()))
     assert [len(t) for t in threads] == [1] * n and threads[-1] == {threading.current_thread()}
-    assert len(set.union(*threads)) == workers + 1 and len({*threading.enumerate()} - before) == workers
+    assert (
+        len(set.union(*threads)) == workers + 1
+        and len({*threading.enumerate()} - before) == workers
+    )
 
 
 def test_no_partition_is_far_ahead_of_the_next() -> None:
@@ -86,7 +89,9 @@ def test_two_callers_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPat
     assert len(done) == 4 * 5
 
 
-def test_a_thread_that_did_not_start_is_started_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_did_not_start_is_started_by_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     start, left = threading.Thread.start, iter([1])
     model, done = pipeline(3, chunks=2), list[Any]()
 
@@ -116,9 +121,15 @@ CASES: list[tuple[EngineName, list[str], str]] = [
 @pytest.mark.parametrize("engine, devices, expected", CASES)
 def test_the_engine_is_chosen_once(engine: EngineName, devices: list[str], expected: str) -> None:
     n = len(devices)
-    model = piped(nn.Sequential(*(nn.Linear(2, 2) for _ in range(n))), [1] * n, devices=devices, engine=engine)
+    model = piped(
+        nn.Sequential(*(nn.Linear(2, 2) for _ in range(n))), [1] * n, devices=devices, engine=engine
+    )
     chosen = model._engine
-    for size, model.chunks, model.checkpoint in ((1, 1, "never"), (8, 4, "always"), (3, 8, "except_last")):
+    for size, model.chunks, model.checkpoint in (
+        (1, 1, "never"),
+        (8, 4, "always"),
+        (3, 8, "except_last"),
+    ):
         model(torch.ones(size, 2))
         model.train(not model.training)
     assert model._engine is chosen

@@ -21,7 +21,9 @@ from ..layers import Lambda
 NODE = replace(load_hardware("p40x8"), launch=1e-9, link_latency=1e-9)
 CPU = replace(NODE, launch_overlaps=False, workspace=1000.0)
 X = torch.empty(4, 32)
-FULL = nn.Sequential(nn.Linear(32, 4), Lambda(lambda x: x if x.is_meta else explode(torch.OutOfMemoryError())))
+FULL = nn.Sequential(
+    nn.Linear(32, 4), Lambda(lambda x: x if x.is_meta else explode(torch.OutOfMemoryError()))
+)
 ASKED = {"memory": "4MiB", "chunks": [1], "checkpoint": ["never"]}
 
 
@@ -37,46 +39,87 @@ def test_every_m_is_tried(batch_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("node", "headroom", "left"), [(NODE, None, 0.15), (NODE, 0.5, 0.5), (CPU, None, 0), (CPU, 1, 1)]
+    ("node", "headroom", "left"),
+    [(NODE, None, 0.15), (NODE, 0.5, 0.5), (CPU, None, 0), (CPU, 1, 1)],
 )
-def test_leaves_headroom_to_the_allocator(node: Hardware, headroom: float | None, left: float) -> None:
-    arguments: dict[str, Any] = {"batch_size": 1024, "devices": 4, "memory": "8MiB", "optimizer": "adam"}
+def test_leaves_headroom_to_the_allocator(
+    node: Hardware, headroom: float | None, left: float
+) -> None:
+    arguments: dict[str, Any] = {
+        "batch_size": 1024,
+        "devices": 4,
+        "memory": "8MiB",
+        "optimizer": "adam",
+    }
     found = plan(model(), X, hardware=node, headroom=headroom, **arguments)
-    assert max(found.peaks) <= found.room == pytest.approx((found.memory - node.workspace) / (1 + left))
+    assert (
+        max(found.peaks)
+        <= found.room
+        == pytest.approx((found.memory - node.workspace) / (1 + left))
+    )
     assert ("left to the allocator" in str(found)) == (found.room < found.memory)
 
 
 @pytest.mark.parametrize(("memory", "better"), [("8MiB", False), ("64MiB", True)])
 def test_the_last_sentence_is_as_the_table_says(memory: str, better: bool) -> None:
     arguments: dict[str, Any] = {"batch_size": 1024, "devices": 2, "optimizer": "adam", "chunks": 8}
-    table, words = str(plan(model(), X, hardware=NODE, memory=memory, **arguments)).split("\n\n")[-2:]
-    ours, theirs = (float(table.splitlines()[2].split()[i].replace(",", "")) for i in (1, 7)) if better else (1, 0)
-    assert (f"2 devices has room, and is {theirs / ours - 1:.0%} faster" in " ".join(words.split())) == better
+    table, words = str(plan(model(), X, hardware=NODE, memory=memory, **arguments)).split("\n\n")[
+        -2:
+    ]
+    ours, theirs = (
+        (float(table.splitlines()[2].split()[i].replace(",", "")) for i in (1, 7))
+        if better
+        else (1, 0)
+    )
+    assert (
+        f"2 devices has room, and is {theirs / ours - 1:.0%} faster" in " ".join(words.split())
+    ) == better
 
 
 def test_describes_a_pipeline_and_itself() -> None:
     layers = model()
-    found = plan(layers, X, batch_size=64, devices=2, memory="1GiB", hardware="h100x8", optimizer="adam")
+    found = plan(
+        layers, X, batch_size=64, devices=2, memory="1GiB", hardware="h100x8", optimizer="adam"
+    )
     pipeline = found.gpipe(devices=["cpu"] * len(found.balance))
     assert isinstance(pipeline, GPipe)
-    assert (pipeline.balance, pipeline.chunks, pipeline.checkpoint) == (found.balance, found.chunks, found.checkpoint)
+    assert (pipeline.balance, pipeline.chunks, pipeline.checkpoint) == (
+        found.balance,
+        found.chunks,
+        found.checkpoint,
+    )
     assert pipeline(torch.rand(64, 32)).shape == (64, 8)
     first, second = (found.by_devices[n] for n in (1, 2))
     assert found.seconds == min(first.limit, second.limit)
     assert found.gap == found.seconds / min(first.bound, second.bound) - 1 >= 0
     text = str(found)
     assert max(map(len, text.splitlines())) <= 80
-    for word in (str(found.balance), found.checkpoint, "h100x8", "predicted, not measured", "bubble", "1.0 GiB"):
+    for word in (
+        str(found.balance),
+        found.checkpoint,
+        "h100x8",
+        "predicted, not measured",
+        "bubble",
+        "1.0 GiB",
+    ):
         assert word in text
 
 
 def test_chooses_a_schedule_that_needs_less_memory() -> None:
     """With 1F1B devices keep fewer micro-batches, so that none has to be recomputed."""
-    how: dict[str, Any] = {"batch_size": 4096, "devices": 4, "headroom": 0, "hardware": NODE, "chunks": 16}
+    how: dict[str, Any] = {
+        "batch_size": 4096,
+        "devices": 4,
+        "headroom": 0,
+        "hardware": NODE,
+        "chunks": 16,
+    }
     names = ["GPipe", "1F1B", "ZBH1", "Interleaved1F1B"]
     free = plan(model(), X, memory="1GiB", schedules=names, **how)
     least = {name: plan(model(), X, memory="1GiB", schedules=name, **how) for name in names}
-    assert free.seconds <= min(each.seconds for each in least.values()) and str(free.schedule) in names
+    assert (
+        free.seconds <= min(each.seconds for each in least.values()) and str(free.schedule) in names
+    )
     room = max(least["1F1B"].peaks)
     found = plan(model(), X, memory=room, schedules=["GPipe", "1F1B"], **how)
     assert (found.schedule, found.checkpoint) == ("1F1B", "never") and max(found.peaks) <= room
@@ -90,15 +133,29 @@ def test_a_layer_fits_whose_gradients_are_made_once() -> None:
     """Parameters and gradients take 2 P; a second micro-batch would add P."""
     layer = nn.Sequential(nn.Linear(4096, 4096))
     room = 2.5 * sum(p.nbytes for p in layer.parameters())
-    arguments: dict[str, Any] = {"batch_size": 4, "devices": 1, "headroom": 0, "hardware": NODE, "optimizer": "sgd"}
+    arguments: dict[str, Any] = {
+        "batch_size": 4,
+        "devices": 1,
+        "headroom": 0,
+        "hardware": NODE,
+        "optimizer": "sgd",
+    }
     found = plan(layer, torch.empty(1, 4096), memory=room, **arguments)
     assert found.chunks == 1
     with pytest.raises(Impossible, match=r"layer 0 .* alone needs"):
         plan(layer, torch.empty(1, 4096), memory=room * 0.79, **arguments)
 
 
-def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments: dict[str, Any] = {"batch_size": 3000, "devices": 1, "memory": "4MiB", "headroom": 0, "hardware": NODE}
+def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments: dict[str, Any] = {
+        "batch_size": 3000,
+        "devices": 1,
+        "memory": "4MiB",
+        "headroom": 0,
+        "hardware": NODE,
+    }
     free = plan(model(), X, **arguments)
     monkeypatch.setattr("torchgpipe.plan.search.search.MOST_TASKS", 3 * 2)
     found = plan(model(), X, **arguments)
@@ -111,25 +168,65 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(monkeypatch: pyt
     ("change", "error", "message"),
     [
         ({"memory": "1.5MiB", "devices": 1}, Impossible, "use more devices"),
-        ({"memory": 2.2 * 2**20, "devices": 1, "batch_size": 3000}, Impossible, "no balance fits 1 device"),
-        ({"memory": "4MiB", "devices": 1, "optimizer": "adam"}, Impossible, "what its step makes need 4.2 MiB"),
-        ({"memory": "400KiB", "devices": 8, "batch_size": 8}, Impossible, r"layer 4 \(4\) alone needs .* of 400.0 KiB"),
-        ({**ASKED, "devices": 1, "batch_size": 3000}, Impossible, "what was .*=1 .*'never'.*=3000 .*'always' needs"),
+        (
+            {"memory": 2.2 * 2**20, "devices": 1, "batch_size": 3000},
+            Impossible,
+            "no balance fits 1 device",
+        ),
+        (
+            {"memory": "4MiB", "devices": 1, "optimizer": "adam"},
+            Impossible,
+            "what its step makes need 4.2 MiB",
+        ),
+        (
+            {"memory": "400KiB", "devices": 8, "batch_size": 8},
+            Impossible,
+            r"layer 4 \(4\) alone needs .* of 400.0 KiB",
+        ),
+        (
+            {**ASKED, "devices": 1, "batch_size": 3000},
+            Impossible,
+            "what was .*=1 .*'never'.*=3000 .*'always' needs",
+        ),
         ({"memory": "lots"}, ValueError, "text with a unit such as '24GiB'"),
         ({"memory": "24"}, ValueError, "text with a unit such as '24GiB'"),
-        ({"hardware": "here", "sample": X.to("meta")}, ValueError, "nothing takes time .* such as hardware='h100x8'"),
-        ({"hardware": "here", "module": FULL}, ValueError, "layer 1 .* on cpu with 2 samples, .* no memory: give a"),
+        (
+            {"hardware": "here", "sample": X.to("meta")},
+            ValueError,
+            "nothing takes time .* such as hardware='h100x8'",
+        ),
+        (
+            {"hardware": "here", "module": FULL},
+            ValueError,
+            "layer 1 .* on cpu with 2 samples, .* no memory: give a",
+        ),
         ({"hardware": "h100"}, ValueError, "no hardware is called 'h100'; there are a100x8"),
-        ({"headroom": -0.1}, ValueError, "headroom must be a share of the tensors' bytes, from 0 on"),
+        (
+            {"headroom": -0.1},
+            ValueError,
+            "headroom must be a share of the tensors' bytes, from 0 on",
+        ),
         ({"headroom": "15%"}, ValueError, "such as 0.15 for 15 %; got '15%'"),
         ({"optimizer": "lion"}, ValueError, "optimizer must be one of none, sgd"),
         ({"batch_size": 0}, ValueError, "batch_size must be"),
         ({"devices": 0}, ValueError, "devices must be a whole number of at least 1, got 0"),
         ({"devices": 2.0}, ValueError, "devices must be a whole number of at least 1, got 2.0"),
-        ({"chunks": 1.5}, TypeError, "chunks must be one whole number or a sequence of them, got 1.5"),
-        ({"chunks": [65]}, ValueError, "chunks must be a whole number from 1 to the batch size 64, got 65"),
+        (
+            {"chunks": 1.5},
+            TypeError,
+            "chunks must be one whole number or a sequence of them, got 1.5",
+        ),
+        (
+            {"chunks": [65]},
+            ValueError,
+            "chunks must be a whole number from 1 to the batch size 64, got 65",
+        ),
         ({"chunks": []}, ValueError, "chunks must name at least one whole number, got none"),
-        ({"schedules": "LoopedBFS"}, ValueError, "no schedule is called 'LoopedBFS'; there are GPipe, 1F1B"),
+        (
+            {"schedules": "LoopedBFS"},
+            ValueError,
+            "no schedule is called 'LoopedBFS'; there are GPipe, 1F1B",
+        ),
         ({"schedules": 5}, ValueError, "no schedule is called 5; there are GPipe, 1F1B"),
         (
             {"schedules": make("1F1B", 9, 4)},
@@ -139,18 +236,30 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(monkeypatch: pyt
         ({"checkpoint": "often"}, ValueError, "checkpoint must be among .*, got 'often'"),
         ({"module": nn.Linear(1, 1)}, TypeError, "only an nn.Sequential"),
         ({"master_weights": True}, ValueError, "master_weights is for parameters in 16 bits"),
-        ({"autocast": torch.float64}, ValueError, r"autocast must be torch\.float16 or torch\.bfloat16"),
+        (
+            {"autocast": torch.float64},
+            ValueError,
+            r"autocast must be torch\.float16 or torch\.bfloat16",
+        ),
     ],
 )
 def test_refuses_in_one_line(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments = {"module": model(), "sample": X, "batch_size": 64, "headroom": 0, "hardware": NODE, **change}
+    arguments = {
+        "module": model(),
+        "sample": X,
+        "batch_size": 64,
+        "headroom": 0,
+        "hardware": NODE,
+        **change,
+    }
     with pytest.raises(error, match=message) as raised:
         plan(**arguments)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("24GiB", 24 * 2**30), ("80 GB", 80e9), ("1.5mib", 1.5 * 2**20), (1024, 1024), ("7B", 7)]
+    ("text", "nbytes"),
+    [("24GiB", 24 * 2**30), ("80 GB", 80e9), ("1.5mib", 1.5 * 2**20), (1024, 1024), ("7B", 7)],
 )
 def test_amounts(text: str | float, nbytes: float) -> None:
     assert parse_amount(text) == nbytes
@@ -162,6 +271,9 @@ def test_a_model_on_meta_cannot_be_moved() -> None:
         layers = model()
     found = plan(layers, X, batch_size=64, devices=2, hardware="h100x8")
     for devices in (None, ["cpu"] * len(found.balance)):
-        with pytest.raises(ValueError, match="on device 'meta' and has no values to move: build it on a real device"):
+        with pytest.raises(
+            ValueError,
+            match="on device 'meta' and has no values to move: build it on a real device",
+        ):
             found.gpipe(devices=devices)
     assert found.gpipe(devices=["meta"] * len(found.balance)).balance == found.balance

@@ -49,8 +49,14 @@ def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None
         ([2.0, 4.0], {1: 1.0, 8: 8.0}),  # no fixed part
         ([3.0, 3.0], {1: 3.0, 8: 3.0}),  # only a fixed part
         ([5.0, 3.0], {1: 4.0, 8: 4.0}),  # noise: more samples are never faster
-        ([1.0, 4.0], {1: 0.5, 3: 2.5, 4: 4.0, 8: 8.0}),  # never negative, never more than proportional
-        ([2.0, 3.0, 7.0, 8.0], {1: 1.5, 2: 2.0, 3: 2.5, 4: 3.0, 6: 5.0, 8: 7.0, 12: 7.5, 16: 8.0, 32: 10.0}),
+        (
+            [1.0, 4.0],
+            {1: 0.5, 3: 2.5, 4: 4.0, 8: 8.0},
+        ),  # never negative, never more than proportional
+        (
+            [2.0, 3.0, 7.0, 8.0],
+            {1: 1.5, 2: 2.0, 3: 2.5, 4: 3.0, 6: 5.0, 8: 7.0, 12: 7.5, 16: 8.0, 32: 10.0},
+        ),
         ([2.0, 4.0, 3.0, 8.0], {1: 1.25, 4: 3.5, 8: 3.5, 16: 8.0, 32: 16.0}),
     ],
 )
@@ -62,7 +68,8 @@ def test_the_curve_through_measurements(seconds: list[float], at: dict[int, floa
 @pytest.mark.parametrize("device", ["cpu", "meta"])  # of layers, which may have no memory yet
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(
-    ("samples", "sizes"), [(1, (2, 4)), (3, (2, 4)), (4, (2, 4)), (6, (3, 6)), (9, (2, 4, 9)), (16, (2, 4, 8, 16))]
+    ("samples", "sizes"),
+    [(1, (2, 4)), (3, (2, 4)), (4, (2, 4)), (6, (3, 6)), (9, (2, 4, 9)), (16, (2, 4, 8, 16))],
 )
 def test_layers_are_timed_for_the_sample_and_by_halves(
     samples: int, sizes: tuple[int, ...], whole: bool, device: str
@@ -71,7 +78,11 @@ def test_layers_are_timed_for_the_sample_and_by_halves(
         model = nn.Sequential(Layer(1, 0.5), nn.BatchNorm1d(4), Layer(0, 2))
     found = profile_layers(model, torch.rand(samples, 4), whole=whole)
     assert (found.sizes, found.whole) == (sizes, whole)
-    assert [[curve.at(8) for curve in curves] for curves in found.curves] == [[5, 0, 16], [5, 0, 16], [10, 0, 32]]
+    assert [[curve.at(8) for curve in curves] for curves in found.curves] == [
+        [5, 0, 16],
+        [5, 0, 16],
+        [10, 0, 32],
+    ]
     assert all(p.device.type == device and p.grad is None for p in model.parameters())
 
 
@@ -94,12 +105,20 @@ class Wide(Layer):
 
 @pytest.mark.parametrize(
     ("layer", "memory", "how"),
-    [(Layer, "1GiB", "in whole steps"), (Layer, "1.5KiB", "each alone"), (Wide, "1GiB", "each alone")],
+    [
+        (Layer, "1GiB", "in whole steps"),
+        (Layer, "1.5KiB", "each alone"),
+        (Wide, "1GiB", "each alone"),
+    ],
 )
-def test_a_model_that_does_not_fit_is_timed_layer_by_layer(layer: type[Layer], memory: str, how: str) -> None:
+def test_a_model_that_does_not_fit_is_timed_layer_by_layer(
+    layer: type[Layer], memory: str, how: str
+) -> None:
     """Because a whole step is predicted not to fit, or because it runs out of memory."""
     model, sample = nn.Sequential(*(layer(0, 1) for _ in range(4))), torch.rand(8, 4)
-    found = plan(model, sample, batch_size=8, devices=4, memory=memory, chunks=4, checkpoint="always")
+    found = plan(
+        model, sample, batch_size=8, devices=4, memory=memory, chunks=4, checkpoint="always"
+    )
     assert f"{how}, in micro-batches of 2, 4 and 8" in found.source
     assert found.balance == [1, 1, 1, 1]
     # Per micro-batch of two: 2 s forward, 2 s recomputation, 4 s backward. Three recomputations are hidden.
@@ -110,7 +129,9 @@ def test_a_plan_from_a_profile() -> None:
     layers = nn.Sequential(*(Layer(0, each) for each in (1, 1, 1, 1, 2, 2)))
     x = torch.rand(4, 4)
     random = torch.get_rng_state()
-    found = plan(layers, x, batch_size=64, devices=2, memory="1GiB", chunks=[4], checkpoint=["never"])
+    found = plan(
+        layers, x, batch_size=64, devices=2, memory="1GiB", chunks=[4], checkpoint=["never"]
+    )
     assert torch.equal(torch.get_rng_state(), random)
     assert found.balance == [4, 2]
     # Two equal partitions, four micro-batches of 16. Adding up gradients and the optimizer are the small rest.

@@ -34,7 +34,10 @@ def routes_of(costs: Costs) -> list[tuple[int, int, float]]:
     """List the forward copies of a micro-batch: source, target, seconds. Copies to the next partition come first."""
     n = len(costs.forward[0])
     copies = [costs.copy] * (n - 1) if isinstance(costs.copy, float) else costs.copy
-    return [*((j, j + 1, x) for j, x in enumerate(copies)), *((a, b, x) for (a, b), x in costs.skips.items())]
+    return [
+        *((j, j + 1, x) for j, x in enumerate(copies)),
+        *((a, b, x) for (a, b), x in costs.skips.items()),
+    ]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -42,14 +45,18 @@ def routes_of(costs: Costs) -> list[tuple[int, int, float]]:
 def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
     timeline = replay(costs)
     m, n = len(costs.forward), len(costs.forward[0])
-    assert len({(e.kind, e.micro_batch, e.partition) for e in timeline.events}) == len(timeline.events)
+    assert len({(e.kind, e.micro_batch, e.partition) for e in timeline.events}) == len(
+        timeline.events
+    )
     assert len(timeline.events) == 2 * m * n + sum(x > 0 for row in costs.recompute for x in row)
     free, there = [0.0] * n, dict.fromkeys(((i, j) for i in range(m) for j in range(n)), 0.0)
     backward = False
 
     for e in timeline.events:
         i, j = e.micro_batch, e.partition
-        if e.kind != "forward" and not backward:  # all devices start again when the loss is computed
+        if (
+            e.kind != "forward" and not backward
+        ):  # all devices start again when the loss is computed
             backward = True
             begin = (max(free) if costs.blocking else free[-1]) + (costs.loss or 0.0)
             free, there = [begin] * n, dict.fromkeys(there, begin)
@@ -71,7 +78,9 @@ def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
     assert timeline.seconds == max(free)
     for j in range(n):
         for kind, order in (("forward", range(m)), ("backward", reversed(range(m)))):
-            assert [e.micro_batch for e in timeline.events if e.partition == j and e.kind == kind] == list(order)
+            assert [
+                e.micro_batch for e in timeline.events if e.partition == j and e.kind == kind
+            ] == list(order)
 
 
 def test_time_is_stretched_where_several_devices_work() -> None:
@@ -92,19 +101,29 @@ def model() -> nn.Sequential:
     return nn.Sequential(*(layer for _ in range(2) for layer in (nn.Linear(256, 256), nn.Tanh())))
 
 
-ONCE = sum(p.nbytes for p in model().parameters()) / GPU.memory_bandwidth / GPU.memory_efficiency["elementwise"]
+ONCE = (
+    sum(p.nbytes for p in model().parameters())
+    / GPU.memory_bandwidth
+    / GPU.memory_efficiency["elementwise"]
+)
 """The seconds in which a GPU reads or writes all parameters."""
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("balance", [(4,), (2, 2), (1, 1, 2)])
-def test_tasks_come_in_the_order_in_which_a_cpu_runs_them(balance: tuple[int, ...], chunks: int) -> None:
+def test_tasks_come_in_the_order_in_which_a_cpu_runs_them(
+    balance: tuple[int, ...], chunks: int
+) -> None:
     """In one thread, recomputation comes right before its backward; with several threads, it may come earlier."""
     ran: list[Task] = []
-    gpipe = GPipe(model(), list(balance), devices=["cpu"] * len(balance), chunks=chunks, checkpoint="always")
+    gpipe = GPipe(
+        model(), list(balance), devices=["cpu"] * len(balance), chunks=chunks, checkpoint="always"
+    )
     gpipe.observer = lambda task: nullcontext(ran.append(task))  # type: ignore[func-returns-value]
     gpipe(X).sum().backward()
-    kinds = [(task.kind, task.micro_batch, task.partition) for task in ran if task.kind != "forward"]
+    kinds = [
+        (task.kind, task.micro_batch, task.partition) for task in ran if task.kind != "forward"
+    ]
 
     setup = Setup(len(X), balance, chunks, "always")
     predictor = Predictor(count(model(), X), CPU)
@@ -131,7 +150,9 @@ def test_tasks_come_in_the_order_in_which_a_cpu_runs_them(balance: tuple[int, ..
         (CPU, (2, 2), "adam", False, 3 + 4),  # one thread updates the parameters of all partitions
     ],
 )
-def test_seconds_of_an_update(node: Hardware, balance: tuple[int, ...], name: str, zeroed: bool, times: float) -> None:
+def test_seconds_of_an_update(
+    node: Hardware, balance: tuple[int, ...], name: str, zeroed: bool, times: float
+) -> None:
     setup = Setup(len(X), balance, 1, "never", optimizer_named(name, foreach=False), zeroed=zeroed)
     step = Predictor(count(model(), X), replace(node, launch=0.0)).step(setup)
     assert step.seconds - step.window[1] == pytest.approx(times * ONCE)
@@ -141,5 +162,7 @@ def test_gradients_that_stay_are_added_to_by_every_micro_batch() -> None:
     """Adding reads two tensors and writes one."""
     counts, node = count(model(), X), replace(GPU, launch=0.0)
     plain = Setup(len(X), (4,), 2, "never", optimizer_named("sgd", foreach=False))
-    dropped, zeroed = (Predictor(counts, node).step(setup) for setup in (plain, replace(plain, zeroed=True)))
+    dropped, zeroed = (
+        Predictor(counts, node).step(setup) for setup in (plain, replace(plain, zeroed=True))
+    )
     assert zeroed.window[1] - dropped.window[1] == pytest.approx(3 * ONCE)

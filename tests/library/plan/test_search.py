@@ -30,8 +30,16 @@ def features() -> tuple[nn.Sequential, torch.Tensor]:
 
 def images() -> tuple[nn.Sequential, torch.Tensor]:
     """Return layers with a skip over several others, and with shrinking tensors."""
-    layers = (nn.Conv2d(3, 16, 3, padding=1), Stash(), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1),
-              Pop(), nn.MaxPool2d(2), nn.Conv2d(16, 64, 3))  # fmt: skip
+    layers = (
+        nn.Conv2d(3, 16, 3, padding=1),
+        Stash(),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1),
+        Pop(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 64, 3),
+    )
     return nn.Sequential(*layers), torch.empty(2, 3, 32, 32)
 
 
@@ -43,7 +51,10 @@ def every(predictor: Predictor, name: str) -> Iterator[Candidate]:
             balance = tuple(b - a for a, b in pairwise((0, *cuts, layers)))
             for m in CHUNKS:
                 for mode in MODES:
-                    yield assess(predictor, Setup(BATCH_SIZE, balance, m, mode, optimizer_named(name, foreach=True)))
+                    yield assess(
+                        predictor,
+                        Setup(BATCH_SIZE, balance, m, mode, optimizer_named(name, foreach=True)),
+                    )
 
 
 def even(predictor: Predictor, setup: Setup) -> tuple[int, ...]:
@@ -58,7 +69,10 @@ def even(predictor: Predictor, setup: Setup) -> tuple[int, ...]:
 @pytest.mark.parametrize("hardware", ["p40x8", "h100x8"])
 @pytest.mark.parametrize("build", [features, images])
 def test_against_every_setup(
-    build: Callable[[], tuple[nn.Sequential, torch.Tensor]], hardware: str, device: str, optimizer: str
+    build: Callable[[], tuple[nn.Sequential, torch.Tensor]],
+    hardware: str,
+    device: str,
+    optimizer: str,
 ) -> None:
     """With memory for all setups, for half, and for so few that moving one layer seldom gives another that fits."""
     predictor = Predictor(count(*build(), device=device), load_hardware(hardware))
@@ -69,9 +83,19 @@ def test_against_every_setup(
         assert heaviest(work.held, work.balance(n, 1.0)) <= x.peak
     peaks = sorted(each.peak for each in setups)
     evened: dict[tuple[int, int], tuple[int, ...]] = {}
-    for memory, near in ((peaks[-1], 1.01), (peaks[len(peaks) // 2], 1.02), (peaks[len(peaks) // 20], 1.1)):
-        found = search(predictor, batch_size=BATCH_SIZE, memory=memory, partitions=NUMBERS, chunks=CHUNKS,
-                       optimizer=optimizer_named(optimizer, foreach=True))  # fmt: skip
+    for memory, near in (
+        (peaks[-1], 1.01),
+        (peaks[len(peaks) // 2], 1.02),
+        (peaks[len(peaks) // 20], 1.1),
+    ):
+        found = search(
+            predictor,
+            batch_size=BATCH_SIZE,
+            memory=memory,
+            partitions=NUMBERS,
+            chunks=CHUNKS,
+            optimizer=optimizer_named(optimizer, foreach=True),
+        )
         for n, each in found.items():
             fitting = [x.seconds for x in setups if len(x.setup.balance) == n and x.peak <= memory]
             assert each.bound <= min(fitting, default=each.bound)
@@ -81,13 +105,17 @@ def test_against_every_setup(
         least = min(each.limit for each in found.values())
         assert fastest <= least <= fastest * near
         for x in setups:  # it is never slower than the time-balanced setups, with any m and mode
-            plain = evened.setdefault((len(x.setup.balance), x.setup.chunks), even(predictor, x.setup))
+            plain = evened.setdefault(
+                (len(x.setup.balance), x.setup.chunks), even(predictor, x.setup)
+            )
             assert x.peak > memory or x.setup.balance != plain or least <= x.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("build", [features, images])
-def test_no_schedule_is_below_its_bound(build: Callable[[], tuple[nn.Sequential, torch.Tensor]], device: str) -> None:
+def test_no_schedule_is_below_its_bound(
+    build: Callable[[], tuple[nn.Sequential, torch.Tensor]], device: str
+) -> None:
     predictor = Predictor(count(*build(), device=device), load_hardware("h100x8"))
     layers = len(predictor.counts)
     for name, n, m, mode in product(NAMED, NUMBERS, CHUNKS, MODES):

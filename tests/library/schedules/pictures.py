@@ -7,7 +7,9 @@ from torchgpipe.schedules import Schedule
 from torchgpipe.schedules.action import LETTERS, Action
 
 
-def pictured(picture: str, placement: Sequence[int] | None = None, name: str = "picture") -> Schedule:
+def pictured(
+    picture: str, placement: Sequence[int] | None = None, name: str = "picture"
+) -> Schedule:
     """Return the schedule of a picture. A row may do without its heading; each has one stage by default."""
     rows = [row.rpartition("|")[2].split() for row in picture.strip().splitlines()]
     placement = range(len(rows)) if placement is None else placement
@@ -16,5 +18,11 @@ def pictured(picture: str, placement: Sequence[int] | None = None, name: str = "
         own = [s for s, device in enumerate(placement) if device == d]
         read = [re.fullmatch(r"([RBIW]?)(\d+)([a-z]?)", entry) for entry in row if entry != "."]
         assert all(read), row
-        lists.append([Action(LETTERS[e[1] or "F"], int(e[2]), own[ord(e[3] or "a") - ord("a")]) for e in read if e])
+        lists.append(
+            [
+                Action(LETTERS[e[1] or "F"], int(e[2]), own[ord(e[3] or "a") - ord("a")])
+                for e in read
+                if e
+            ]
+        )
     return Schedule(name, placement, lists)

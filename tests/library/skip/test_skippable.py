@@ -75,24 +75,56 @@ A = {"stash": ["a"]}
 # The call, the error's type, its message.
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "stash undeclared": (
-        yielding(A, stash("z", X)), RuntimeError, r"tried to stash 'z'.*declared to stash \['a'\]"),
+        yielding(A, stash("z", X)),
+        RuntimeError,
+        r"tried to stash 'z'.*declared to stash \['a'\]",
+    ),
     "pop undeclared": (
-        yielding({"pop": ["a"]}, pop("z")), RuntimeError, r"tried to pop 'z'.*declared to pop \['a'\].*pop=\["),
-    "pop what is stashed": (yielding(A, pop("a")), RuntimeError, r"tried to pop 'a'.*declared to pop \[\]"),
-    "not stashed": (yielding(A), RuntimeError, r"Layer declares skips \['a'\].*did not stash or pop"),
+        yielding({"pop": ["a"]}, pop("z")),
+        RuntimeError,
+        r"tried to pop 'z'.*declared to pop \['a'\].*pop=\[",
+    ),
+    "pop what is stashed": (
+        yielding(A, pop("a")),
+        RuntimeError,
+        r"tried to pop 'a'.*declared to pop \[\]",
+    ),
+    "not stashed": (
+        yielding(A),
+        RuntimeError,
+        r"Layer declares skips \['a'\].*did not stash or pop",
+    ),
     "no yield": (
-        lambda: skippable(**A)(type("Plain", (nn.Identity,), {}))()(X), RuntimeError, r"Plain declares.*did not stash"),
+        lambda: skippable(**A)(type("Plain", (nn.Identity,), {}))()(X),
+        RuntimeError,
+        r"Plain declares.*did not stash",
+    ),
     "yields else": (yielding(A, X), TypeError, "may yield stash.*pop.*yielded Tensor"),
     "pop before stash": (
-        yielding({"pop": ["a"]}, pop("a")), RuntimeError, "pops 'a', but no earlier layer stashed it"),
+        yielding({"pop": ["a"]}, pop("a")),
+        RuntimeError,
+        "pops 'a', but no earlier layer stashed it",
+    ),
     "no name": (lambda: skippable(), TypeError, "at least one name"),
-    "stash str": (lambda: skippable(stash="abc"), TypeError, r"stash=\['abc'\] instead of stash='abc'"),
-    "both": (lambda: skippable(stash=["a", "b"], pop=["b"]), TypeError, r"stash and pop one name; got \['b'\]"),
+    "stash str": (
+        lambda: skippable(stash="abc"),
+        TypeError,
+        r"stash=\['abc'\] instead of stash='abc'",
+    ),
+    "both": (
+        lambda: skippable(stash=["a", "b"], pop=["b"]),
+        TypeError,
+        r"stash and pop one name; got \['b'\]",
+    ),
     "stash int": (lambda: stash("a", 1), TypeError, "takes a tensor or None, but got int"),  # type: ignore[arg-type]
     "isolate str": (lambda: Pop().isolate("ns"), TypeError, "Namespace, but got str"),  # type: ignore[operator]
-    "only unknown": (lambda: Pop().isolate(Namespace(), only=["z"]), ValueError, r"skips \['skip'\].*\['z'\]"),  # type: ignore[operator]
+    "only unknown": (
+        lambda: Pop().isolate(Namespace(), only=["z"]),
+        ValueError,
+        r"skips \['skip'\].*\['z'\]",
+    ),  # type: ignore[operator]
     "only str": (lambda: Pop().isolate(Namespace(), only="a"), TypeError, r"only=\['a'\]"),  # type: ignore[operator]
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("do, error, message", REFUSED.values(), ids=REFUSED)
@@ -121,7 +153,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("portals", [True, False], ids=["portals", "no portals"])
-@pytest.mark.parametrize(("text", "straight", "through"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+@pytest.mark.parametrize(
+    ("text", "straight", "through"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
 def test_crossings(text: list[str], straight: list[str], through: list[str], portals: bool) -> None:
     partitions = [nn.Sequential(*map(layer, words.split())) for words in text]
     crossings = skip_layout(partitions, portals=portals)

@@ -24,7 +24,9 @@ PATIENCE = 300  # seconds; only a hang takes as long
 def forked(run: Callable[[], object]) -> int:
     """Run something in a process of its own; return its exit code, or minus the signal that ended it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: this one has none that matter
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of threads: this one has none that matter
         child = os.fork()
     if not child:
         try:
@@ -45,7 +47,9 @@ def a_second_job_is_refused(tmp_path: Path) -> None:
         Saves(tmp_path).save(1, model, optimizer)
 
     def second() -> None:
-        with pytest.raises(RuntimeError, match=r"another job saves into .* give each job a folder of its own"):
+        with pytest.raises(
+            RuntimeError, match=r"another job saves into .* give each job a folder of its own"
+        ):
             again()
 
     assert forked(second) == 0
@@ -122,7 +126,12 @@ def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
         state = Saves(folder).load(loaded, optimizer)
         assert state is not None
         step = state["step"]
-        assert differences((loaded, optimizer.state_dict()), (saved[step], optimizers[step].state_dict())) == []
+        assert (
+            differences(
+                (loaded, optimizer.state_dict()), (saved[step], optimizers[step].state_dict())
+            )
+            == []
+        )
         found.add((ended, step))
         Saves(folder, keep=1).save(2, loaded, optimizer)
         assert len([*folder.iterdir()]) == 2  # the state and the lock

@@ -32,35 +32,63 @@ def noise(module: Any, x: Tensor) -> Tensor:
     return x + torch.rand(x.shape, generator=module.generator).to(x.dtype)
 
 
-def piped(seed: int, *, width: int = 4, balance: tuple[int, ...] = (6,), dtype: torch.dtype = torch.float32) -> GPipe:
+def piped(
+    seed: int,
+    *,
+    width: int = 4,
+    balance: tuple[int, ...] = (6,),
+    dtype: torch.dtype = torch.float32,
+) -> GPipe:
     torch.manual_seed(seed)
     noisy = Do(noise, generator=torch.Generator().manual_seed(7))
     norm, last = nn.BatchNorm1d(width), nn.Linear(4, 4)
-    layers = nn.Sequential(nn.Linear(5, width), norm, noisy, nn.Dropout(0.3), nn.Linear(width, 4), last)
+    layers = nn.Sequential(
+        nn.Linear(5, width), norm, noisy, nn.Dropout(0.3), nn.Linear(width, 4), last
+    )
     last.requires_grad_(seed < 0)
-    return GPipe(layers.to(dtype), [*balance], devices=["cpu"] * len(balance), chunks=2, deferred_batch_norm=True)
+    return GPipe(
+        layers.to(dtype),
+        [*balance],
+        devices=["cpu"] * len(balance),
+        chunks=2,
+        deferred_batch_norm=True,
+    )
 
 
 def in_groups(model: GPipe) -> torch.optim.Optimizer:
     first, *others = model.named_parameters()
-    groups: Any = [{"params": [first], "lr": torch.tensor(0.1)}, {"params": others, "momentum": 0.8}]
+    groups: Any = [
+        {"params": [first], "lr": torch.tensor(0.1)},
+        {"params": others, "momentum": 0.8},
+    ]
     return torch.optim.SGD(groups, lr=0.01)
 
 
 @pytest.mark.parametrize(
     ("make", "dtype"),
-    [(adam, F32), (in_groups, F32), (lambda model: torch.optim.NAdam(model.parameters()), torch.bfloat16)],
+    [
+        (adam, F32),
+        (in_groups, F32),
+        (lambda model: torch.optim.NAdam(model.parameters()), torch.bfloat16),
+    ],
     ids=["adam", "groups", "nadam, whose state is of float32"],
 )
 def test_going_on(make: Optimizers, dtype: torch.dtype, tmp_path: Path) -> None:
     """To the same numbers: of layers, optimizer and generators."""
-    assert_goes_on(tmp_path, lambda seed: (model := piped(seed, dtype=dtype, balance=(2, 4)), make(model)))
+    assert_goes_on(
+        tmp_path, lambda seed: (model := piped(seed, dtype=dtype, balance=(2, 4)), make(model))
+    )
 
 
 NOT_ITS_OWN = {
-    "part-00000", "part-of-the-report", "20240101-step-by-step-notes", "20240101-step-3",
-    "000003-step-2.best", "000005-step-4", "0000009-step-3",
-}  # fmt: skip
+    "part-00000",
+    "part-of-the-report",
+    "20240101-step-by-step-notes",
+    "20240101-step-3",
+    "000003-step-2.best",
+    "000005-step-4",
+    "0000009-step-3",
+}
 
 
 def test_the_newest_stay(tmp_path: Path) -> None:
@@ -76,13 +104,19 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     for step in (5, 3, 9, 9, 4):
         saves.save(step, model, optimizer)
         if step == 5:
-            shutil.copytree(tmp_path / "000001-step-5", tmp_path / "000003-step-2.best", dirs_exist_ok=True)
+            shutil.copytree(
+                tmp_path / "000001-step-5", tmp_path / "000003-step-2.best", dirs_exist_ok=True
+            )
             (tmp_path / "000001-step-5" / "more").mkdir()
         if step == 3:
             (tmp_path / "000002-step-3").rename(elsewhere)
             (tmp_path / "000002-step-3").symlink_to(elsewhere)
     assert all(notes.exists() for notes in others) and (elsewhere / "__0_0.distcp").exists()
-    assert {path.name for path in tmp_path.iterdir()} - NOT_ITS_OWN == {"000004-step-9", "000006-step-4", "lock"}
+    assert {path.name for path in tmp_path.iterdir()} - NOT_ITS_OWN == {
+        "000004-step-9",
+        "000006-step-4",
+        "lock",
+    }
     assert saves.load(model, None) == {"step": 4}
     state = {"model": plain.state_dict()}
     with warnings.catch_warnings():
@@ -118,17 +152,45 @@ def of_trained(model: GPipe) -> torch.optim.Optimizer:
 
 # Of a state that was saved with an optimizer: the model and the optimizer that would load it, and what is said.
 REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
-    (adam, lambda: piped(1, width=5), adam, r"model.0.weight \(float32 \[4, 5\], here float32 \[5, 5\]\)"),
-    (adam, lambda: piped(1, dtype=torch.float64), adam, r"model.0.weight \(float32 .*, here float64 .*\) .* more"),
-    (adam, lambda: GPipe(nn.Sequential(nn.Linear(5, 4)), [1], devices=["cpu"]), adam, "it has besides model.1.weight"),
-    (adam, lambda: piped(1), of_trained, "it has besides optimizer of 5.weight, optimizer of 5.bias"),
+    (
+        adam,
+        lambda: piped(1, width=5),
+        adam,
+        r"model.0.weight \(float32 \[4, 5\], here float32 \[5, 5\]\)",
+    ),
+    (
+        adam,
+        lambda: piped(1, dtype=torch.float64),
+        adam,
+        r"model.0.weight \(float32 .*, here float64 .*\) .* more",
+    ),
+    (
+        adam,
+        lambda: GPipe(nn.Sequential(nn.Linear(5, 4)), [1], devices=["cpu"]),
+        adam,
+        "it has besides model.1.weight",
+    ),
+    (
+        adam,
+        lambda: piped(1),
+        of_trained,
+        "it has besides optimizer of 5.weight, optimizer of 5.bias",
+    ),
     (of_trained, lambda: piped(-1), adam, "it lacks optimizer of 5.weight, optimizer of 5.bias"),
     (adam, lambda: piped(1), in_groups, "is of the optimizer Adam, not of SGD"),
-    (adam, lambda: piped(1), lambda model: torch.optim.Adam([*model.parameters(), nn.Parameter(torch.zeros(2))]),
-     "the optimizer has a parameter that the model does not have"),
-    (in_groups, lambda: piped(1), lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-     r"'0.weight' and '0.bias' in one group, .* differ: lr is 0.1.* and 0.01"),
-]  # fmt: skip
+    (
+        adam,
+        lambda: piped(1),
+        lambda model: torch.optim.Adam([*model.parameters(), nn.Parameter(torch.zeros(2))]),
+        "the optimizer has a parameter that the model does not have",
+    ),
+    (
+        in_groups,
+        lambda: piped(1),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        r"'0.weight' and '0.bias' in one group, .* differ: lr is 0.1.* and 0.01",
+    ),
+]
 
 
 @pytest.mark.parametrize(("saved_with", "make", "optimizers", "message"), REFUSED)
@@ -149,26 +211,43 @@ def test_refused(
 
 @pytest.mark.parametrize(
     ("part", "damage", "why"),
-    [(".metadata", lambda content, _: content[:20], rf"ValueError: \.metadata {CHANGED}"),
-     ("__0_0.distcp", lambda content, weights: content.replace(weights, weights[::-1]), f"__0_0.distcp {CHANGED}"),
-     ("saved-by-torchgpipe.json", lambda *_: b"", "JSONDecodeError")],
-)  # fmt: skip
+    [
+        (".metadata", lambda content, _: content[:20], rf"ValueError: \.metadata {CHANGED}"),
+        (
+            "__0_0.distcp",
+            lambda content, weights: content.replace(weights, weights[::-1]),
+            f"__0_0.distcp {CHANGED}",
+        ),
+        ("saved-by-torchgpipe.json", lambda *_: b"", "JSONDecodeError"),
+    ],
+)
 def test_a_damaged_state_is_named(part: str, damage: Any, why: str, tmp_path: Path) -> None:
     model = piped(0)
     Saves(tmp_path).save(0, model, None)
     path = tmp_path / "000001-step-0" / part
     path.write_bytes(damage(path.read_bytes(), model[0].weight.detach().numpy().tobytes()))
-    with pytest.raises(RuntimeError, match=rf"state in .*000001-step-0 cannot be read \(.*{why}.*\); if it is damaged"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"state in .*000001-step-0 cannot be read \(.*{why}.*\); if it is damaged",
+    ):
         Saves(tmp_path).load(model, None)
 
 
 def test_what_is_said_without_a_message_or_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"the state in it cannot be read \(EOFError\); if"), readable(Path("it")):
+    with (
+        pytest.raises(RuntimeError, match=r"the state in it cannot be read \(EOFError\); if"),
+        readable(Path("it")),
+    ):
         raise EOFError
     (tmp_path / "000001-step-1").symlink_to(tmp_path / "a disk that is not there")
-    with pytest.raises(RuntimeError, match=r"rank 0 does not see .*000001-step-1, which was there just now"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 does not see .*000001-step-1, which was there just now"
+    ):
         Saves(tmp_path).load(piped(0), None)
-    for elsewhere in ("..", "/tmp"):  # whoever says to be rank 0 must not lead others to what they unpickle
+    for elsewhere in (
+        "..",
+        "/tmp",
+    ):  # whoever says to be rank 0 must not lead others to what they unpickle
         told = torch.tensor([*json.dumps(elsewhere).encode()], dtype=torch.uint8)
         with pytest.raises(RuntimeError, match="rank 1 does not see"):
             Meeting(1, partial(lambda told, own: [told, own], told)).first(tmp_path, lambda: None)
@@ -180,15 +259,30 @@ def saving(step: Any, make: Any = lambda model: None) -> Callable[[Path], object
 
 @pytest.mark.parametrize(
     ("act", "error", "message"),
-    [*((saving(step), TypeError, STEP) for step in (None, True, 1.5)),
-     *((lambda folder, keep=keep: Saves(folder, keep), ValueError, KEEP) for keep in (0, True, 1.0)),
-     (saving(0, slow), ValueError, "the optimizer holds 'slow' beside the states"),
-     (saving(0, counting), ValueError, "the optimizer holds 'steps' beside the states"),
-     (lambda folder: saving(0)(folder / "file"), OSError, r"step 0 cannot be saved .*; nothing was saved"),
-     # Known before the training.
-     (lambda folder: Saves(folder / "file").load(piped(0), None), OSError, r"states cannot be saved in .*file")],
-)  # fmt: skip
-def test_misuse(act: Callable[[Path], object], error: type[Exception], message: str, tmp_path: Path) -> None:
+    [
+        *((saving(step), TypeError, STEP) for step in (None, True, 1.5)),
+        *(
+            (lambda folder, keep=keep: Saves(folder, keep), ValueError, KEEP)
+            for keep in (0, True, 1.0)
+        ),
+        (saving(0, slow), ValueError, "the optimizer holds 'slow' beside the states"),
+        (saving(0, counting), ValueError, "the optimizer holds 'steps' beside the states"),
+        (
+            lambda folder: saving(0)(folder / "file"),
+            OSError,
+            r"step 0 cannot be saved .*; nothing was saved",
+        ),
+        # Known before the training.
+        (
+            lambda folder: Saves(folder / "file").load(piped(0), None),
+            OSError,
+            r"states cannot be saved in .*file",
+        ),
+    ],
+)
+def test_misuse(
+    act: Callable[[Path], object], error: type[Exception], message: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(error, match=message):
         act(tmp_path)

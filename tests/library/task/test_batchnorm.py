@@ -24,11 +24,17 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}
 convert: Callable[..., Any] = DeferredBatchNorm.convert_deferred_batch_norm
 
 
-def batch(*shape: int, mean: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def batch(
+    *shape: int, mean: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Draw a mini-batch whose samples drift, so that micro-batches differ in mean and variance."""
     generator = torch.Generator().manual_seed(seed)
-    drift = torch.linspace(0.5, 2, shape[0], dtype=torch.float64).reshape(-1, *[1] * (len(shape) - 1))
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) * drift + mean * drift).to(dtype)
+    drift = torch.linspace(0.5, 2, shape[0], dtype=torch.float64).reshape(
+        -1, *[1] * (len(shape) - 1)
+    )
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * drift + mean * drift).to(
+        dtype
+    )
 
 
 def statistics(layer: nn.Module) -> list[Tensor]:
@@ -62,7 +68,12 @@ LAYERS: list[tuple[type[nn.Module], tuple[int, ...], dict[str, Any]]] = [
     mean=st.sampled_from([0.0, -50.0, 1e4]),
 )
 def test_statistics_of_the_mini_batch(
-    kind: Any, shape: tuple[int, ...], options: dict[str, Any], device: str, splits: list[list[int]], mean: float
+    kind: Any,
+    shape: tuple[int, ...],
+    options: dict[str, Any],
+    device: str,
+    splits: list[list[int]],
+    mean: float,
 ) -> None:
     """A variance computed as a difference of sums of squares near 1e8 would exceed the tolerance."""
     plain = kind(3, dtype=torch.double, device=device, **options)
@@ -85,12 +96,22 @@ def test_statistics_of_the_mini_batch(
 
 
 # Layers that commit together: momentum, dtype, whether they count mini-batches, and the sizes of micro-batches.
-TOGETHER = [*product([0.1, None, 0.7], [torch.float, torch.double], [True, False], [(4, 4), (3, 2, 5), (9, 9), ()])]
+TOGETHER = [
+    *product(
+        [0.1, None, 0.7],
+        [torch.float, torch.double],
+        [True, False],
+        [(4, 4), (3, 2, 5), (9, 9), ()],
+    )
+]
 
 
 def test_layers_commit_together() -> None:
     """A layer keeps its precision, whatever the others have. Layers that share statistics are updated in turn."""
-    plain = [nn.BatchNorm1d(1 + k % 2, momentum=m, dtype=dtype) for k, (m, dtype, *_) in enumerate(TOGETHER)]
+    plain = [
+        nn.BatchNorm1d(1 + k % 2, momentum=m, dtype=dtype)
+        for k, (m, dtype, *_) in enumerate(TOGETHER)
+    ]
     for layer, (*_, counts, _) in zip(plain, TOGETHER, strict=True):
         layer.num_batches_tracked = layer.num_batches_tracked if counts else None
     for one, other in [(plain[0], plain[2]), (plain[16], plain[18])]:
@@ -99,7 +120,14 @@ def test_layers_commit_together() -> None:
     for step in range(3):
         for k, (_, dtype, _, sizes) in enumerate(TOGETHER):
             if sizes:
-                x = batch(sum(sizes), 1 + k % 2, *[3] * (k % 3 == 0), mean=k % 5 + 1.0, seed=step, dtype=dtype)
+                x = batch(
+                    sum(sizes),
+                    1 + k % 2,
+                    *[3] * (k % 3 == 0),
+                    mean=k % 5 + 1.0,
+                    seed=step,
+                    dtype=dtype,
+                )
                 plain[k](x)
                 run(deferred[k], x.split(sizes))
         commit(deferred)
@@ -110,7 +138,11 @@ def test_layers_commit_together() -> None:
 X = batch(6, 2, 100, 100)
 
 
-def rest(layer: Any, context: AbstractContextManager[Any] | None = None, dtype: torch.dtype = torch.float32) -> Any:
+def rest(
+    layer: Any,
+    context: AbstractContextManager[Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
     with context or nullcontext():
         run(layer, X.to(dtype).chunk(6)[1:])
     return layer
@@ -124,7 +156,10 @@ def tracking(layer: Any, on: bool) -> Any:
 # What happens to a layer between its first and last micro-batch, and the tolerance for its statistics.
 BETWEEN: dict[str, tuple[Callable[[Any], Any], float]] = {
     "evaluation": (lambda layer: rest(rest(layer.eval()).train()), 1e-6),
-    "tracking switched off": (lambda layer: rest(tracking(rest(tracking(layer, False)), True)), 1e-6),
+    "tracking switched off": (
+        lambda layer: rest(tracking(rest(tracking(layer, False)), True)),
+        1e-6,
+    ),
     "inference": (lambda layer: rest(layer, torch.inference_mode()), 1e-6),
     "another default device": (lambda layer: rest(layer, torch.device("meta")), 1e-6),
     # A sum over 60,000 squares of 2 would overflow in half precision; the variance does not.
@@ -135,7 +170,9 @@ BETWEEN: dict[str, tuple[Callable[[Any], Any], float]] = {
 
 
 @pytest.mark.parametrize("between, tolerance", BETWEEN.values(), ids=BETWEEN)
-def test_what_was_tracked_stays_and_nothing_twice(between: Callable[[Any], Any], tolerance: float) -> None:
+def test_what_was_tracked_stays_and_nothing_twice(
+    between: Callable[[Any], Any], tolerance: float
+) -> None:
     plain = nn.BatchNorm2d(2)
     deferred = convert(copy.deepcopy(plain), None)
     deferred(X.chunk(6)[0])
@@ -171,19 +208,28 @@ class Launches(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        self.count += not any(
+            r.alias_info and not r.alias_info.is_write for r in func._schema.returns
+        )
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("device", ["meta", *DEVICES[1:]])
 @pytest.mark.parametrize("arguments", [{}, {"momentum": None}, {"dtype": torch.half}])
-def test_commit_launches_as_much_for_many_layers_and_waits_for_none(arguments: dict[str, Any], device: str) -> None:
+def test_commit_launches_as_much_for_many_layers_and_waits_for_none(
+    arguments: dict[str, Any], device: str
+) -> None:
     """On `meta`, reading a value would raise; on CUDA, the sync debug mode raises if the host waits."""
     counts = []
     for number in (1, 10, 100):
-        layers = [DeferredBatchNorm(3 + k % 2, chunks=None, device=device, **arguments) for k in range(number)]
+        layers = [
+            DeferredBatchNorm(3 + k % 2, chunks=None, device=device, **arguments)
+            for k in range(number)
+        ]
         for k, layer in enumerate(layers):
-            x = torch.ones(16, layer.num_features, 1 + k % 3, device=device, dtype=arguments.get("dtype"))
+            x = torch.ones(
+                16, layer.num_features, 1 + k % 3, device=device, dtype=arguments.get("dtype")
+            )
             run(layer, x.chunk(8))
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("error")
@@ -204,14 +250,21 @@ def test_conversion_shares_everything_with_the_original() -> None:
     model: Any = nn.Sequential(nn.Linear(3, 3), nn.Sequential(first, other), first)
     names, tensors = list(model.state_dict()), [*model.parameters(), *model.buffers()]
     assert convert(model, 4) is model and list(model.state_dict()) == names
-    assert all(a is b for a, b in zip(tensors, [*model.parameters(), *model.buffers()], strict=True))
-    assert [type(layer) for layer in model[1]] == [DeferredBatchNorm] * 2 and model[2] is model[1][0]
+    assert all(
+        a is b for a, b in zip(tensors, [*model.parameters(), *model.buffers()], strict=True)
+    )
+    assert [type(layer) for layer in model[1]] == [DeferredBatchNorm] * 2 and model[2] is model[1][
+        0
+    ]
     assert [(layer.chunks, layer.training) for layer in model[1]] == [(4, False), (4, True)]
     assert [p.requires_grad for p in model[1].parameters()] == [False, True]
     model(batch(4, 3))
     assert seen == [DeferredBatchNorm] * 2
     model.double()
-    assert (first.get_buffer("running_mean").dtype, model[2].running_mean.dtype) == (torch.float, torch.double)
+    assert (first.get_buffer("running_mean").dtype, model[2].running_mean.dtype) == (
+        torch.float,
+        torch.double,
+    )
     assert "_tracked" not in vars(first)
 
 
@@ -227,7 +280,9 @@ def test_a_state_of_0_0_7_has_two_more_buffers() -> None:
 def test_left_alone() -> None:
     without = nn.BatchNorm1d(3)
     without.running_mean = None
-    untracked = [kind(track_running_stats=False) for kind in (partial(nn.BatchNorm2d, 3), nn.LazyBatchNorm1d)]
+    untracked = [
+        kind(track_running_stats=False) for kind in (partial(nn.BatchNorm2d, 3), nn.LazyBatchNorm1d)
+    ]
     for layer in (nn.SyncBatchNorm(3), without, *untracked):
         assert convert(nn.Sequential(layer), 2)[0] is layer
 
@@ -252,11 +307,23 @@ PAIR = nn.Sequential(nn.BatchNorm1d(3), Activated(3))
 # The call, the error's type, its one-line message.
 MISUSE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: convert(nn.ReLU(), 0), ValueError, "chunks must be a positive int, or None .* got 0"),
-    (lambda: convert(nn.LazyBatchNorm1d()), ValueError, "cannot defer LazyBatchNorm1d before its first input"),
+    (
+        lambda: convert(nn.LazyBatchNorm1d()),
+        ValueError,
+        "cannot defer LazyBatchNorm1d before its first input",
+    ),
     (lambda: convert(PAIR), TypeError, r"cannot defer Activated, whose forward\(\) is its own"),
     (lambda: convert(nn.BatchNorm1d(3))(batch(4, 3, 2, 2)), ValueError, "expected 2D or 3D input"),
-    (lambda: DeferredBatchNorm(3)(batch(4)), ValueError, r"expected an input of shape \(N, C\) .* got \(4,\)"),
-    (lambda: convert(nn.BatchNorm1d(3))(batch(1, 3)), ValueError, r"more than 1 value .* \(1, 3\): use fewer chunks"),
+    (
+        lambda: DeferredBatchNorm(3)(batch(4)),
+        ValueError,
+        r"expected an input of shape \(N, C\) .* got \(4,\)",
+    ),
+    (
+        lambda: convert(nn.BatchNorm1d(3))(batch(1, 3)),
+        ValueError,
+        r"more than 1 value .* \(1, 3\): use fewer chunks",
+    ),
 ]
 
 

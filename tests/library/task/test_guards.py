@@ -22,4 +22,7 @@ def test_each_guard_has_the_moments_of_its_row() -> None:
     for file, name, _, moments in ROWS:
         guard = getattr(importlib.import_module(f"torchgpipe.task.guards.{file}"), name)
         named = re.findall(r"`(\w+)`", moments)
-        assert named and [moment for moment in named if not callable(getattr(guard, moment, None))] == []
+        assert (
+            named
+            and [moment for moment in named if not callable(getattr(guard, moment, None))] == []
+        )

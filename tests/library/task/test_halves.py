@@ -42,23 +42,34 @@ class Scale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w = ctx.saved_tensors
-        return g * w if w.dim() else None, (g * x).sum((0, 1))  # a number has no gradient to hand on
+        return g * w if w.dim() else None, (g * x).sum(
+            (0, 1)
+        )  # a number has no gradient to hand on
 
 
 def rand(*size: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(size))
 
 
-VECTORS, IMAGES, WORDS = torch.randn(4, 5, 16), torch.randn(2, 4, 6, 6), torch.tensor([[1, 2, 1, 0]])
+VECTORS, IMAGES, WORDS = (
+    torch.randn(4, 5, 16),
+    torch.randn(2, 4, 6, 6),
+    torch.tensor([[1, 2, 1, 0]]),
+)
 COMPLEX = torch.randn(4, 5, 16, dtype=torch.cfloat)
 BLOCK = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
 CHAIN = Sequential(linear(), nn.GELU(), Norm(16), nn.Linear(16, 8, bias=False))
-UNEVEN = Sequential(Conv(4, 8, 3, 2, 1, groups=2), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2, 2))
+UNEVEN = Sequential(
+    Conv(4, 8, 3, 2, 1, groups=2), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2, 2)
+)
 TIED, FROZEN, NO_WEIGHT, OLD = linear(), linear().requires_grad_(False), linear(), linear()
 NO_WEIGHT.weight.requires_grad_(False)
 OLD.register_backward_hook(lambda *_: None)
 TIES = "; '0.bias' is used more than once; '0.weight' is used more than once"
-SCALE, TIED_BIAS = Do(lambda m, x: Scale.apply(x, m.w), w=rand(16)), "'a.bias' is used more than once"
+SCALE, TIED_BIAS = (
+    Do(lambda m, x: Scale.apply(x, m.w), w=rand(16)),
+    "'a.bias' is used more than once",
+)
 CUSTOM = "; '1.w' has its gradient from a custom Function (ScaleBackward)"
 
 PACKED = WHOLE.format(halves.PACKED)
@@ -69,32 +80,84 @@ ROWS: dict[str, tuple[nn.Module, Tensor, int | str]] = {
     "linear": (CHAIN, VECTORS, 2),
     "float64": (copy.deepcopy(CHAIN).double(), VECTORS.double(), 2),
     "bfloat16": (copy.deepcopy(CHAIN).bfloat16(), VECTORS.bfloat16(), 2),
-    "complex": (Do(lambda m, x: x[0] @ (m.w * 1j) @ (m.w2 * 1j).mT, w=rand(16, 5), w2=rand(9, 5)), COMPLEX, 2),
+    "complex": (
+        Do(lambda m, x: x[0] @ (m.w * 1j) @ (m.w2 * 1j).mT, w=rand(16, 5), w2=rand(9, 5)),
+        COMPLEX,
+        2,
+    ),
     "a transformer's block": (BLOCK, VECTORS, 4),
-    "attention": (Do(lambda m, x: m.layer(x, x, x)[0], layer=nn.MultiheadAttention(16, 2)), VECTORS, 2),
+    "attention": (
+        Do(lambda m, x: m.layer(x, x, x)[0], layer=nn.MultiheadAttention(16, 2)),
+        VECTORS,
+        2,
+    ),
     "words": (Sequential(nn.Embedding(3, 16), Norm(16), linear(), BLOCK), WORDS, 5),
     "convolutions": (UNEVEN, IMAGES, 2),
     "convolutions in float64": (copy.deepcopy(UNEVEN).double(), IMAGES.double(), 2),
-    "by channel": (Sequential(Conv(4, 8, 3, groups=4), nn.GroupNorm(2, 8), Conv(8, 4, 1, bias=False)), IMAGES, 2),
-    "gates": (Sequential(nn.Conv1d(5, 8, 3, dilation=2), nn.GLU(1), nn.Conv1d(4, 4, 1)), VECTORS, 2),
-    "scaled": (Do(lambda m, x: torch.addmm(m.b, x[0], m.w, beta=2, alpha=3), w=rand(16, 4), b=rand(4)), VECTORS, 1),
-    "in batches": (Do(lambda m, x: torch.baddbmm(m.b, x, m.w), w=rand(4, 16, 3), b=rand(4, 5, 3)), VECTORS, 1),
+    "by channel": (
+        Sequential(Conv(4, 8, 3, groups=4), nn.GroupNorm(2, 8), Conv(8, 4, 1, bias=False)),
+        IMAGES,
+        2,
+    ),
+    "gates": (
+        Sequential(nn.Conv1d(5, 8, 3, dilation=2), nn.GLU(1), nn.Conv1d(4, 4, 1)),
+        VECTORS,
+        2,
+    ),
+    "scaled": (
+        Do(lambda m, x: torch.addmm(m.b, x[0], m.w, beta=2, alpha=3), w=rand(16, 4), b=rand(4)),
+        VECTORS,
+        1,
+    ),
+    "in batches": (
+        Do(lambda m, x: torch.baddbmm(m.b, x, m.w), w=rand(4, 16, 3), b=rand(4, 5, 3)),
+        VECTORS,
+        1,
+    ),
     "weight first": (Do(lambda m, x: torch.mm(m.w, x[0].mT).mT, w=rand(8, 16)), VECTORS, 1),
-    "hook": (Do(lambda m, x: [y := m.a(x), y.register_hook(lambda g: g / 3)][0], a=linear()), VECTORS, 1),
+    "hook": (
+        Do(lambda m, x: [y := m.a(x), y.register_hook(lambda g: g / 3)][0], a=linear()),
+        VECTORS,
+        1,
+    ),
     "parametrized": (Sequential(weight_norm(linear()), spectral_norm(linear())), VECTORS, 2),
-    "computed": (Do(lambda m, x: x @ (m.w + m.a @ m.b), w=rand(16, 16), a=rand(16, 2), b=rand(2, 16)), VECTORS, 1),
+    "computed": (
+        Do(lambda m, x: x @ (m.w + m.a @ m.b), w=rand(16, 16), a=rand(16, 2), b=rand(2, 16)),
+        VECTORS,
+        1,
+    ),
     "buffer": (Do(lambda m, x: x @ m.w, w=torch.randn(16, 8).requires_grad_()), VECTORS, 1),
-    "two outputs": (Do(lambda m, x: (m.a(x), m.b(x), x.argmax()), a=linear(), b=linear()), VECTORS, 2),
+    "two outputs": (
+        Do(lambda m, x: (m.a(x), m.b(x), x.argmax()), a=linear(), b=linear()),
+        VECTORS,
+        2,
+    ),
     "frozen": (Sequential(linear(), FROZEN, Norm(16)), VECTORS, 1),
     "frozen weight": (NO_WEIGHT, VECTORS, WHOLE.format(halves.NOTHING_LATER)),
     "no parameters": (nn.ReLU(), VECTORS, WHOLE.format(halves.NOTHING_LATER)),
-    "recurrent": (Do(lambda m, x: m.layer(x)[0], layer=nn.LSTM(16, 16)), VECTORS, WHOLE.format(halves.NOTHING_LATER)),
+    "recurrent": (
+        Do(lambda m, x: m.layer(x)[0], layer=nn.LSTM(16, 16)),
+        VECTORS,
+        WHOLE.format(halves.NOTHING_LATER),
+    ),
     "tied": (Sequential(TIED, nn.ReLU(), linear(), TIED), VECTORS, LATER.format(1) + TIES),
     "custom": (Sequential(linear(), SCALE), VECTORS, LATER.format(1) + CUSTOM),
-    "no gradient": (Sequential(linear(), Do(SCALE.function, w=rand())), VECTORS, LATER.format(1) + CUSTOM),
-    "tied bias": (Do(lambda m, x: m.a(x) + m.a.bias.sum(), a=Conv(4, 4, 1)), IMAGES, WHOLE.format(TIED_BIAS)),
+    "no gradient": (
+        Sequential(linear(), Do(SCALE.function, w=rand())),
+        VECTORS,
+        LATER.format(1) + CUSTOM,
+    ),
+    "tied bias": (
+        Do(lambda m, x: m.a(x) + m.a.bias.sum(), a=Conv(4, 4, 1)),
+        IMAGES,
+        WHOLE.format(TIED_BIAS),
+    ),
     "packed": (Do(lambda m, x: checkpoint(m.a, x, use_reentrant=False), a=CHAIN), VECTORS, PACKED),
-    "kept elsewhere": (Do(lambda m, x: [KEEP.__enter__(), m.a(x), KEEP.__exit__()][1], a=linear()), VECTORS, PACKED),
+    "kept elsewhere": (
+        Do(lambda m, x: [KEEP.__enter__(), m.a(x), KEEP.__exit__()][1], a=linear()),
+        VECTORS,
+        PACKED,
+    ),
     "old hook": (OLD, VECTORS, WHOLE.format(halves.OLD_HOOK)),
 }
 
@@ -102,7 +165,15 @@ ROWS: dict[str, tuple[nn.Module, Tensor, int | str]] = {
 class Tasks:
     """The tasks of two micro-batches on one stage, of a copy of the layers."""
 
-    def __init__(self, layers: nn.Module, x: Tensor, *, again: bool = False, casts: bool = False, observer: Any = None):
+    def __init__(
+        self,
+        layers: nn.Module,
+        x: Tensor,
+        *,
+        again: bool = False,
+        casts: bool = False,
+        observer: Any = None,
+    ):
         self.stage = Stage(0, copy.deepcopy(layers), CPU)
         self.stage.look()
         self.stage.connect([])
@@ -110,12 +181,21 @@ class Tasks:
         self.stand_ins, self.each = guards.parameters, []
         for i in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-                task = TaskGraph(self.stage, guards, Ambient([CPU]), Randomness(), i, observer, again)
+                task = TaskGraph(
+                    self.stage, guards, Ambient([CPU]), Randomness(), i, observer, again
+                )
                 torch.manual_seed(i)
-                outputs, _ = task.forward((x.roll(i).requires_grad_(x.dtype != torch.long),), Tensor, ())
+                outputs, _ = task.forward(
+                    (x.roll(i).requires_grad_(x.dtype != torch.long),), Tensor, ()
+                )
             # Of several outputs of the second micro-batch, only the first has a gradient.
-            needs = [y is not None and y.requires_grad and not (i and k) for k, y in enumerate(outputs)]
-            grads = [torch.randn_like(y) if y is not None and n else None for y, n in zip(outputs, needs, strict=True)]
+            needs = [
+                y is not None and y.requires_grad and not (i and k) for k, y in enumerate(outputs)
+            ]
+            grads = [
+                torch.randn_like(y) if y is not None and n else None
+                for y, n in zip(outputs, needs, strict=True)
+            ]
             self.each.append((task, tuple(grads)))
 
     def backward(self, *, split: bool, keep: bool = False) -> list[Tensor | None]:
@@ -129,7 +209,12 @@ class Tasks:
 
 def same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
     pairs = zip(found, expected, strict=True)
-    return all([x is y if x is None or y is None else torch.equal(x, y) and x.stride() == y.stride() for x, y in pairs])
+    return all(
+        [
+            x is y if x is None or y is None else torch.equal(x, y) and x.stride() == y.stride()
+            for x, y in pairs
+        ]
+    )
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -139,10 +224,15 @@ def test_halves_equal_a_whole(name: str) -> None:
     for again, casts in product((False, True), (False, x.dtype != torch.cfloat)):
         whole, split = [Tasks(layers, x, again=again, casts=casts) for _ in range(2)]
         for keep in (True, False):
-            expected, found = whole.backward(split=False, keep=keep), split.backward(split=True, keep=keep)
+            expected, found = (
+                whole.backward(split=False, keep=keep),
+                split.backward(split=True, keep=keep),
+            )
             assert any(g is not None for g in expected)
             assert same(found, expected)
-        assert casts or str(split.stage.halves) == (LATER.format(says) if isinstance(says, int) else says)
+        assert casts or str(split.stage.halves) == (
+            LATER.format(says) if isinstance(says, int) else says
+        )
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -153,7 +243,9 @@ def test_only_inputs_and_gradients_of_products_are_kept_between_the_halves(again
     task, grads = tasks.each.pop()
     del tasks.each[:]
     task.backward(grads, kind="backward_inputs")
-    ledger.assert_comes_to(3 * 50 * 16 * 4 + 2 * 16 * 4)  # one input was made here, and two gradients; the norm's
+    ledger.assert_comes_to(
+        3 * 50 * 16 * 4 + 2 * 16 * 4
+    )  # one input was made here, and two gradients; the norm's
     task.backward_weights()
     ledger.assert_comes_to(2 * (16 + 1) * 16 * 4 + 2 * 16 * 4)
 
@@ -161,7 +253,10 @@ def test_only_inputs_and_gradients_of_products_are_kept_between_the_halves(again
 def test_each_structure_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = Mock(wraps=halves._plan)
     monkeypatch.setattr(halves, "_plan", plans)
-    x, layers = torch.arange(64.0).view(4, 16), Do(lambda m, x: m.a(m.a(x) if x[0, 0] else x), a=linear())
+    x, layers = (
+        torch.arange(64.0).view(4, 16),
+        Do(lambda m, x: m.a(m.a(x) if x[0, 0] else x), a=linear()),
+    )
     whole, split = Tasks(layers, x), Tasks(layers, x)
     for keep in (True, False):  # the second micro-batch uses the layer twice
         assert same(whole.backward(split=False, keep=keep), split.backward(split=True, keep=keep))
@@ -172,7 +267,11 @@ def test_a_change_between_the_halves_is_refused(monkeypatch: pytest.MonkeyPatch)
     task, grads = Tasks(linear(), VECTORS).each[0]
     task.backward(grads, kind="backward_inputs")
     [g.zero_() for g in grads if g is not None]
-    with pytest.raises(RuntimeError, match="changed in place between the backward of inputs and that of weights"):
+    with pytest.raises(
+        RuntimeError, match="changed in place between the backward of inputs and that of weights"
+    ):
         task.backward_weights()
-    monkeypatch.setattr(halves, "averages_gradients", lambda modules: True)  # their gradients must come at once
+    monkeypatch.setattr(
+        halves, "averages_gradients", lambda modules: True
+    )  # their gradients must come at once
     assert str(Tasks(linear(), VECTORS).stage.halves) == WHOLE.format(halves.EXCHANGES)

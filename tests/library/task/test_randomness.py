@@ -26,7 +26,9 @@ def private(seed: int = 7, drew: Callable[[], None] = lambda: None) -> PrivateGe
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_the_default_generator_draws_what_a_private_one_draws(draw: Callable[[Tensor], Tensor]) -> None:
+def test_the_default_generator_draws_what_a_private_one_draws(
+    draw: Callable[[Tensor], Tensor],
+) -> None:
     drew: list[str] = []
     with private(2**61):
         expected = draw(X)
@@ -38,8 +40,12 @@ def test_the_default_generator_draws_what_a_private_one_draws(draw: Callable[[Te
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("count, error", [(3, RuntimeError), (0, RuntimeError), (2, ArithmeticError)])
-def test_a_seeded_task_refuses_to_draw_more_or_fewer_numbers_again(count: int, error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    "count, error", [(3, RuntimeError), (0, RuntimeError), (2, ArithmeticError)]
+)
+def test_a_seeded_task_refuses_to_draw_more_or_fewer_numbers_again(
+    count: int, error: type[Exception]
+) -> None:
     both, before = SeededDefault(7, lambda: None), torch.get_rng_state()
     with both:
         torch.rand(2)
@@ -91,7 +97,9 @@ def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
         assert drawn, "the worker waits for what its caller holds"
 
 
-def numbers(meanwhile: Callable[[], object] = lambda: None, *, alone: bool = False) -> list[list[float]]:
+def numbers(
+    meanwhile: Callable[[], object] = lambda: None, *, alone: bool = False
+) -> list[list[float]]:
     """Return the numbers that the tasks of a mini-batch draw. Of two partitions, only the first draws."""
     seeds, drawn = Seeds(2, recomputed=True, grad=True, distributed=alone), []
     stages = [Stage(j, nn.Identity(), torch.device("cpu")) for j in range(2)]

@@ -14,7 +14,11 @@ from ...behaviours.parts.layers import Do
 
 
 def look(layer: nn.Module) -> tuple[dict[str, float], float, bool]:
-    return {name: float(x) for name, x in layer.state_dict().items()}, float(layer.count), layer.training  # type: ignore[arg-type]
+    return (
+        {name: float(x) for name, x in layer.state_dict().items()},
+        float(layer.count),
+        layer.training,
+    )  # type: ignore[arg-type]
 
 
 def count(layer: Any, x: Tensor) -> Tensor:
@@ -30,7 +34,9 @@ def test_other_threads_find_the_real_buffers(engine: Any) -> None:
     counting.seen = []
     layers = nn.Sequential(nn.Linear(2, 2), counting, nn.Linear(2, 2))
     with ThreadPoolExecutor(1) as counting.elsewhere:
-        model = GPipe(layers, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint="always", engine=engine)
+        model = GPipe(
+            layers, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint="always", engine=engine
+        )
         model(torch.rand(6, 2)).sum().backward()
     # Recomputations come from the last to the first, and each begins with what its first pass began with.
     assert [here for here, _ in counting.seen] == [({"count": n}, n, True) for n in (3.0, 2.0, 1.0)]
@@ -77,7 +83,13 @@ def test_a_buffer_that_no_pass_changes_stays_in_place_in_a_recomputation() -> No
         return x * layer.by
 
     scaled: Any = Do(scale, by=torch.ones(2))
-    model = GPipe(nn.Sequential(nn.Linear(2, 2), scaled), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    model = GPipe(
+        nn.Sequential(nn.Linear(2, 2), scaled),
+        [1, 1],
+        devices=["cpu"] * 2,
+        chunks=2,
+        checkpoint="always",
+    )
     model(torch.rand(4, 2)).sum().backward()
     assert found == [id(scaled.by)] * 4
 

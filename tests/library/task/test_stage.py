@@ -33,9 +33,14 @@ TOGETHER: dict[str, tuple[list[nn.Module], list[nn.Module], bool]] = {
 
 
 @pytest.mark.parametrize("ours, theirs, waits", TOGETHER.values(), ids=TOGETHER)
-def test_which_partitions_run_one_at_a_time(ours: list[nn.Module], theirs: list[nn.Module], waits: bool) -> None:
+def test_which_partitions_run_one_at_a_time(
+    ours: list[nn.Module], theirs: list[nn.Module], waits: bool
+) -> None:
     # Some of these layers are also in an earlier partition, which has its own lock.
-    stages = [Stage(0, nn.Sequential(*layers), DEVICES[0]) for layers in ([LAYER], [OTHER], [THIRD], ours, theirs)]
+    stages = [
+        Stage(0, nn.Sequential(*layers), DEVICES[0])
+        for layers in ([LAYER], [OTHER], [THIRD], ours, theirs)
+    ]
     assert all(stage.look() for stage in stages)
 
     def locks(stage: Stage) -> set[Any]:
@@ -74,7 +79,10 @@ class Place(dict[str, Any]):
 def test_an_interrupt_leaves_nothing_exchanged(count: int) -> None:
     places = [Place(held="parameter") for _ in range(3)]
     Place.count = count
-    with pytest.raises(KeyboardInterrupt), InPlace([Change(place, "held", "leaf") for place in places]):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        InPlace([Change(place, "held", "leaf") for place in places]),
+    ):
         assert [place["held"] for place in places] == ["leaf"] * 3
     gc.collect()
     assert [place["held"] for place in places] == ["parameter"] * 3
@@ -85,7 +93,9 @@ def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it
     before = {**layer._parameters}
     with InPlace(StandInParameters([layer]).changes):
         inner = {**layer._parameters}
-        with InPlace(StandInParameters([layer]).changes):  # as when a pipeline is called within its own layers
+        with InPlace(
+            StandInParameters([layer]).changes
+        ):  # as when a pipeline is called within its own layers
             layer.register_parameter("more", nn.Parameter(torch.zeros(2)))
         assert layer._parameters == inner and layer.weight is not before["weight"]
     assert layer._parameters == before
@@ -129,7 +139,11 @@ def test_runs_through_the_same_layers_take_turns_and_a_run_within_a_run_does_not
     assert order == ["first", "other"] and not outer_turns()
 
 
-DEVICES = [torch.device("cpu"), torch.device("meta"), torch.device("cuda")]  # only inspected, not used
+DEVICES = [
+    torch.device("cpu"),
+    torch.device("meta"),
+    torch.device("cuda"),
+]  # only inspected, not used
 
 
 @pytest.mark.parametrize("which", ["checkpointing", "recomputing"])

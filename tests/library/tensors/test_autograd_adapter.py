@@ -71,7 +71,9 @@ def test_still_there(name: str) -> None:
     __import__("torch._subclasses.fake_tensor")
     owner: Any = torch
     for part in name.split(".")[1:]:
-        assert hasattr(owner, part), f"PyTorch {torch.__version__} has no {name} any more, which torchgpipe uses"
+        assert hasattr(owner, part), (
+            f"PyTorch {torch.__version__} has no {name} any more, which torchgpipe uses"
+        )
         owner = getattr(owner, part)
 
 
@@ -80,7 +82,11 @@ def private_names(source: str) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(source)):
         names = []
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "torch"
+        ):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -100,7 +106,9 @@ def test_no_other_private_name_is_used() -> None:
         for path in LIBRARY.rglob("*.py")
         for name in private_names(path.read_text())
     }
-    assert used and used == set(PRIVATE), "list what is new, or keep it behind torchgpipe/tensors/_autograd.py"
+    assert used and used == set(PRIVATE), (
+        "list what is new, or keep it behind torchgpipe/tensors/_autograd.py"
+    )
 
 
 def test_what_nodes_of_products_have_saved() -> None:
@@ -117,7 +125,11 @@ def test_what_nodes_of_products_have_saved() -> None:
         ),
     ):
         node: Any = y.grad_fn
-        needed = [f"_saved_{name}" for name in names.split()] + [f"_raw_saved_{name}" for name in names.split()[:2]]
+        needed = [f"_saved_{name}" for name in names.split()] + [
+            f"_raw_saved_{name}" for name in names.split()[:2]
+        ]
         missing = [name for name in needed if not hasattr(node, name)]
-        assert not missing, f"{type(node).__name__} of PyTorch {torch.__version__} has no {missing} any more"
+        assert not missing, (
+            f"{type(node).__name__} of PyTorch {torch.__version__} has no {missing} any more"
+        )
         assert {"data", "unpack_hook"} <= {*dir(getattr(node, needed[-1]))}

@@ -75,12 +75,23 @@ def test_waits(streams: Any, enabled: bool) -> None:
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 def test_tensors_of_a_task_go_together(streams: Any, grad: bool) -> None:
     """They share one node, so that in backward all gradients are sent before a stream waits for one."""
-    tensors = torch.rand(3, requires_grad=True), torch.rand(3), None, torch.arange(3), torch.rand(2, requires_grad=True)
+    tensors = (
+        torch.rand(3, requires_grad=True),
+        torch.rand(3),
+        None,
+        torch.arange(3),
+        torch.rand(2, requires_grad=True),
+    )
     with torch.set_grad_enabled(grad):
         copies = Passage().forward(*tensors)
-    assert [entry for entry in streams.log if "waits" in entry] == [WAITS[True][0][0], WAITS[True][0][3]]
+    assert [entry for entry in streams.log if "waits" in entry] == [
+        WAITS[True][0][0],
+        WAITS[True][0][3],
+    ]
     assert [y is not None and y.requires_grad for y in copies] == [grad, False, False, False, grad]
-    assert all(y is None if x is None else torch.equal(x, y) for x, y in zip(tensors, copies, strict=True))
+    assert all(
+        y is None if x is None else torch.equal(x, y) for x, y in zip(tensors, copies, strict=True)
+    )
     one, *_, other = copies
     if grad:
         assert one.grad_fn is other.grad_fn
@@ -113,10 +124,18 @@ def test_streams_use_no_memory_of_other_kinds_of_devices(streams: Any) -> None:
     ]
 
 
-def test_a_recomputation_does_not_wait_for_its_gradient_where_only_a_skip_has_one(streams: Any) -> None:
-    layers = Stash(nn.Linear(2, 2), lambda x: x.argmax(1)), nn.Identity(), Pop(lambda x, skip: skip * x.unsqueeze(1))
+def test_a_recomputation_does_not_wait_for_its_gradient_where_only_a_skip_has_one(
+    streams: Any,
+) -> None:
+    layers = (
+        Stash(nn.Linear(2, 2), lambda x: x.argmax(1)),
+        nn.Identity(),
+        Pop(lambda x, skip: skip * x.unsqueeze(1)),
+    )
     devices = [SOURCE, SOURCE, TARGET]
-    model = GPipe(nn.Sequential(*layers), [1] * 3, devices=devices, checkpoint="always", engine="graph")
+    model = GPipe(
+        nn.Sequential(*layers), [1] * 3, devices=devices, checkpoint="always", engine="graph"
+    )
     model.observer = lambda task: nullcontext(streams.log.append(f"{task.kind} {task.partition}"))
     loss = model(torch.tensor([[0.0, 1.0], [0.0, 1.0]])).sum()
     streams.log.clear()
@@ -126,8 +145,16 @@ def test_a_recomputation_does_not_wait_for_its_gradient_where_only_a_skip_has_on
 
 
 @pytest.mark.parametrize("options", [{}, {"copy_streams": False}, {"dependency": False}])
-def test_steps_are_those_of_plain_layers(streams: Any, checkpoint: str, options: dict[str, bool]) -> None:
+def test_steps_are_those_of_plain_layers(
+    streams: Any, checkpoint: str, options: dict[str, bool]
+) -> None:
     """All gradients are right, also those of skips."""
-    row = Row("skips between devices", partial(paired, PATTERN), balance=(2, 2, 3), use=steps, options=options)
+    row = Row(
+        "skips between devices",
+        partial(paired, PATTERN),
+        balance=(2, 2, 3),
+        use=steps,
+        options=options,
+    )
     assert unlike(row, "", "graph", checkpoint, ["cpu:0", "cpu:1", "cpu:2"]) == []
     assert any("waits" in entry for entry in streams.log) == options.get("copy_streams", True)

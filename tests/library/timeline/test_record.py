@@ -33,19 +33,37 @@ def test_the_bubble_of_whole_mini_batches(monkeypatch: pytest.MonkeyPatch) -> No
             model(torch.rand(2, 2)).sum().backward()
     assert [step.seconds for step in recording.steps] == [15, 15]
     assert recording.steps[1].bubble == pytest.approx(1 - 8 / 30)
-    assert str(recording) == "2 mini-batches, 30 s: bubble 73.3% (partition 0 73.3%, partition 1 73.3%)"
-    events = [Event("forward", 1, 0, 1.0, 2.0), Event("forward", 0, 0, 5.0, 6.0), Event("forward", 1, 0, 7.0, 8.0)]
+    assert (
+        str(recording)
+        == "2 mini-batches, 30 s: bubble 73.3% (partition 0 73.3%, partition 1 73.3%)"
+    )
+    events = [
+        Event("forward", 1, 0, 1.0, 2.0),
+        Event("forward", 0, 0, 5.0, 6.0),
+        Event("forward", 1, 0, 7.0, 8.0),
+    ]
     (step,) = mini_batches(events, [0])
-    assert step.events == [("forward", 0, 0, 0.0, 1.0), ("forward", 1, 0, 2.0, 3.0)] and step.seconds == 3
+    assert (
+        step.events == [("forward", 0, 0, 0.0, 1.0), ("forward", 1, 0, 2.0, 3.0)]
+        and step.seconds == 3
+    )
     assert str(Recording()) == "no mini-batch was recorded"
-    assert str(Recording([step], 0.00025, over_ranks=True)).endswith("33.3% (rank 0 33.3%); clocks agree to 0.25 ms")
+    assert str(Recording([step], 0.00025, over_ranks=True)).endswith(
+        "33.3% (rank 0 33.3%); clocks agree to 0.25 ms"
+    )
 
 
 @pytest.mark.parametrize(
     ("file", "observer", "error"),
-    [("t.json", print, ValueError), ("none/t.json", None, FileNotFoundError), ("t.json", None, None)],
+    [
+        ("t.json", print, ValueError),
+        ("none/t.json", None, FileNotFoundError),
+        ("t.json", None, None),
+    ],
 )
-def test_refuses_before_anything_is_trained(file: str, observer: Any, error: Any, tmp_path: Path) -> None:
+def test_refuses_before_anything_is_trained(
+    file: str, observer: Any, error: Any, tmp_path: Path
+) -> None:
     model, entered = pipeline(1), False
     model.observer = observer
     try:
@@ -59,21 +77,30 @@ def test_refuses_before_anything_is_trained(file: str, observer: Any, error: Any
 # Seconds that rank 1's clock is ahead; for each round the times when ranks 0 and 1 send, and the delays; the error.
 @pytest.mark.parametrize(
     ("ahead", "rounds", "error"),
-    [(0.0, [((1.0, 1.0), (0.5, 0.5))], 0.5),
-     (-3.0, [((1.0, 1.0), (0.0, 0.5))], 0.25),
-     (100.0, [((1.0, 1.0), (9.0, 9.0)), ((20.0, 20.0), (0.125, 0.25))], 0.1875),
-     (100.0, [((1.0, 1.0), (0.125, 9.0)), ((20.0, 20.0), (9.0, 0.25))], 0.1875),
-     (100.0, [((1.0, 2.0), (0.5, 0.5))], 0.75)],
-)  # fmt: skip
-def test_two_clocks(ahead: float, rounds: list[tuple[tuple[float, float], tuple[float, float]]], error: float) -> None:
+    [
+        (0.0, [((1.0, 1.0), (0.5, 0.5))], 0.5),
+        (-3.0, [((1.0, 1.0), (0.0, 0.5))], 0.25),
+        (100.0, [((1.0, 1.0), (9.0, 9.0)), ((20.0, 20.0), (0.125, 0.25))], 0.1875),
+        (100.0, [((1.0, 1.0), (0.125, 9.0)), ((20.0, 20.0), (9.0, 0.25))], 0.1875),
+        (100.0, [((1.0, 2.0), (0.5, 0.5))], 0.75),
+    ],
+)
+def test_two_clocks(
+    ahead: float, rounds: list[tuple[tuple[float, float], tuple[float, float]]], error: float
+) -> None:
     stamps: list[list[tuple[float, float]]] = [[], []]
     for (first, second), (there, back) in rounds:
         stamps[0].append((first, max(first, second + back)))
         stamps[1].append((second + ahead, max(second, first + there) + ahead))
-    (zero, found), most = ahead_of_first([torch.tensor(each, dtype=torch.float64) for each in stamps])
+    (zero, found), most = ahead_of_first(
+        [torch.tensor(each, dtype=torch.float64) for each in stamps]
+    )
     assert zero == 0 and abs(found - ahead) <= most == error
     largest = [[(0.0, 2.0)], [(10.0, 12.0)], [(0.0, 8.0)]]
-    assert ahead_of_first([torch.tensor(each, dtype=torch.float64) for each in largest]) == ([0.0, 10.0, 3.0], 5.0)
+    assert ahead_of_first([torch.tensor(each, dtype=torch.float64) for each in largest]) == (
+        [0.0, 10.0, 3.0],
+        5.0,
+    )
 
 
 STEP = Timeline(
@@ -117,7 +144,12 @@ def test_rows_tasks_and_bubbles() -> None:
     spans = [e for e in events if e["ph"] == "X"]
     assert [(e["name"], e["tid"], e["ts"], e["dur"]) for e in spans] == TASKS
     assert spans[4]["args"] == {"mini-batch": 0, "micro-batch": 0, "partition": 1}
-    assert other == {"step_seconds": [1.75], "bubble": 0.55, "bubbles": [0.6, 0.5], "clock_error": 0.5}
+    assert other == {
+        "step_seconds": [1.75],
+        "bubble": 0.55,
+        "bubbles": [0.6, 0.5],
+        "clock_error": 0.5,
+    }
     events, other = written()
     assert [e["ph"] for e in events] == ["M"] and other["bubble"] == 0
 
@@ -129,8 +161,14 @@ def test_arrows_lead_to_the_task_that_needs_the_result() -> None:
     for k, event in enumerate(events):
         if event["ph"] in "sf":
             span = next(e for e in reversed(events[:k]) if e["ph"] == "X")  # the event at its place
-            assert (span["tid"], span["ts"], span["cat"]) == (event["tid"], event["ts"], event["cat"])
-            arrows.setdefault(event["id"], {})[event["ph"]] = f"{span['name']} of {span['args']['mini-batch']}"
+            assert (span["tid"], span["ts"], span["cat"]) == (
+                event["tid"],
+                event["ts"],
+                event["cat"],
+            )
+            arrows.setdefault(event["id"], {})[event["ph"]] = (
+                f"{span['name']} of {span['args']['mini-batch']}"
+            )
     pairs = [("forward (0, 0)", "forward (0, 1)"), ("backward (0, 1)", "backward (0, 0)")]
     assert sorted((a["s"], a["f"]) for a in arrows.values()) == sorted(
         (f"{source} of {k}", f"{target} of {k}") for source, target in pairs for k in range(2)
@@ -146,7 +184,9 @@ def test_arrows_are_numbered_as_tasks_start() -> None:
 
 def test_a_step_of_several_stages_on_a_device_in_halves(tmp_path: Path) -> None:
     name = "ZBVZeroBubble"
-    model = GPipe(linears(4), [1] * 4, devices=["cpu"] * 2, chunks=4, checkpoint="never", schedule=name)
+    model = GPipe(
+        linears(4), [1] * 4, devices=["cpu"] * 2, chunks=4, checkpoint="never", schedule=name
+    )
     with record(model, file := tmp_path / "t.json") as recording:
         model.step(lambda y, _: y.sum(), torch.rand(4, 2), None)
     ((step,), events) = recording.steps, json.loads(file.read_text())["traceEvents"]
@@ -155,5 +195,7 @@ def test_a_step_of_several_stages_on_a_device_in_halves(tmp_path: Path) -> None:
         ran[step.row(event)].append(event[:3])
     assert ran == [[*actions] for actions in make(name, 2, 4).lists]
     assert (step.partitions, recording.row) == (2, "device")
-    assert {"backward of inputs (0, 3)", "backward of weights (0, 3)"} <= {event["name"] for event in events}
+    assert {"backward of inputs (0, 3)", "backward of weights (0, 3)"} <= {
+        event["name"] for event in events
+    }
     assert sum(event["ph"] == "s" for event in events) == 2 * 3 * 4

@@ -57,11 +57,15 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a parameter": lambda net, x: net.a.weight,
     "a hidden module": lambda net, x: net.hidden[0](net.a(x)),
     "autocast": within_autocast,
-    "register_hook": lambda net, x: (y := net.a(x)).register_hook(lambda grad: 2 * grad) and net.b(y),
+    "register_hook": lambda net, x: (
+        (y := net.a(x)).register_hook(lambda grad: 2 * grad) and net.b(y)
+    ),
     "a buffer that is replaced": replacing,
     "grad_fn": lambda net, x: (y := net.a(x)).grad_fn.register_hook(print) and net.b(y),
     "hooks of saved tensors": with_hooks_of_saved_tensors,
-    "tensors in the place of parameters": lambda net, x: functional_call(net.a, {"weight": net.a.weight.detach()}, x),
+    "tensors in the place of parameters": lambda net, x: functional_call(
+        net.a, {"weight": net.a.weight.detach()}, x
+    ),
     "requires_grad_": lambda net, x: net.a.requires_grad_(False)(x),
     "torch.autograd.grad": lambda net, x: x * torch.autograd.grad(net.a(x).sum(), net.a.bias)[0],
     "requires_grad": lambda net, x: net.a(x) if x.requires_grad else x,
@@ -81,8 +85,16 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "an iterator that cannot be copied": lambda net, x: (y for y in [net.a(x)]),
     "a draw that is not noted": lambda net, x: net.b(x) if gauss(0, 1) < 99 else net.a(x),
 }
-REPLACES = ["`net.count = net.count + 1`", "another buffer 'count' (change it in place: self.count.copy_(…))"]
-COMPARES = ["other outputs for the two halves of the sample", "named in shared=[…]", "x - x.mean(0)", "whole=[…]"]
+REPLACES = [
+    "`net.count = net.count + 1`",
+    "another buffer 'count' (change it in place: self.count.copy_(…))",
+]
+COMPARES = [
+    "other outputs for the two halves of the sample",
+    "named in shared=[…]",
+    "x - x.mean(0)",
+    "whole=[…]",
+]
 # Whether the message names the line, and what it says: of others, that the forward sets or asks for what their name is.
 SAID: dict[str, tuple[bool, list[str]]] = {
     "a branch": (True, ["depends on what is in a tensor", "put that part into a submodule"]),
@@ -97,30 +109,67 @@ SAID: dict[str, tuple[bool, list[str]]] = {
     "a hidden module": (True, ["not registered"]),
     "autocast": (False, ["`with AUTOCAST:`", "it sets or asks for autocast"]),
     "a buffer that is replaced": (False, REPLACES),
-    "hooks of saved tensors": (False, ["Do give something else than the module does: the gradient of a.weight"]),
+    "hooks of saved tensors": (
+        False,
+        ["Do give something else than the module does: the gradient of a.weight"],
+    ),
     "the default generator": (True, ["asks for a random state"]),
     "a transform": (True, ["torch.func transforms"]),
     "a size in a partial": (True, ["it passes functools.partial(<built-in method mul"]),
-    "a size that is returned": (True, ["returns {'y': Tensor, 'n': 2}, {'y'", "return tensors alone"]),
+    "a size that is returned": (
+        True,
+        ["returns {'y': Tensor, 'n': 2}, {'y'", "return tensors alone"],
+    ),
     "a shape that is returned": (True, ["or returns (Tensor, [torch.Size([2, 6])])"]),
     "a closure that is returned": (True, ["or returns (Tensor, <function"]),
     "an iterator that cannot be copied": (False, ["TypeError: cannot pickle 'generator' object"]),
     "a draw that is not noted": (True, ["asks for a random state"]),
 }
 OTHERS: dict[str, tuple[Callable[[], Any], bool, list[str]]] = {
-    "a branch, in a submodule": (lambda: nn.Sequential(does(FORWARDS["a branch"])), True, ["whole=[Do]"]),
-    "a buffer that is replaced, in a submodule": (lambda: nn.Sequential(does(replacing)), False, REPLACES),
-    "a hook on all of it": (lambda: after(lambda m: m.register_forward_hook(print)), False, ["has hooks of its own"]),
+    "a branch, in a submodule": (
+        lambda: nn.Sequential(does(FORWARDS["a branch"])),
+        True,
+        ["whole=[Do]"],
+    ),
+    "a buffer that is replaced, in a submodule": (
+        lambda: nn.Sequential(does(replacing)),
+        False,
+        REPLACES,
+    ),
+    "a hook on all of it": (
+        lambda: after(lambda m: m.register_forward_hook(print)),
+        False,
+        ["has hooks of its own"],
+    ),
     "compiled": (lambda: after(lambda m: m.compile()), False, ["Residual is compiled"]),
-    "compiled, around it": (lambda: torch.compile(traced.Residual()), False, ["OptimizedModule is compiled"]),
-    "compiled, its forward": (lambda: traced.compiled_forward(traced.Residual()), False, ["Residual is compiled"]),
+    "compiled, around it": (
+        lambda: torch.compile(traced.Residual()),
+        False,
+        ["OptimizedModule is compiled"],
+    ),
+    "compiled, its forward": (
+        lambda: traced.compiled_forward(traced.Residual()),
+        False,
+        ["Residual is compiled"],
+    ),
     "time before the batch": (
-        lambda: does(lambda net, x: net.recurrent(x.unsqueeze(1))[0].squeeze(1), recurrent=nn.LSTM(WIDTH, WIDTH)),
+        lambda: does(
+            lambda net, x: net.recurrent(x.unsqueeze(1))[0].squeeze(1),
+            recurrent=nn.LSTM(WIDTH, WIDTH),
+        ),
         False,
         COMPARES,
     ),
-    "scripted": (lambda: nn.Sequential(torch.jit.script(nn.ReLU())), False, ["Sequential has a scripted part, '0'"]),
-    "lazy": (lambda: nn.Sequential(nn.LazyLinear(2)), False, ["without shapes, such as in ''; run it once"]),
+    "scripted": (
+        lambda: nn.Sequential(torch.jit.script(nn.ReLU())),
+        False,
+        ["Sequential has a scripted part, '0'"],
+    ),
+    "lazy": (
+        lambda: nn.Sequential(nn.LazyLinear(2)),
+        False,
+        ["without shapes, such as in ''; run it once"],
+    ),
     "a state of its own": (
         type("Extra", (traced.Residual,), {"get_extra_state": lambda _: torch.ones(1)}),
         False,
@@ -128,7 +177,10 @@ OTHERS: dict[str, tuple[Callable[[], Any], bool, list[str]]] = {
     ),
 }
 CASES = OTHERS | {
-    name: (partial(does, forward), *SAID.get(name, (True, [f"it sets or asks for {name},", "do that in a submodule"])))
+    name: (
+        partial(does, forward),
+        *SAID.get(name, (True, [f"it sets or asks for {name},", "do that in a submodule"])),
+    )
     for name, forward in FORWARDS.items()
 }
 
@@ -197,7 +249,10 @@ LET_BE: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         {},
     ),
     "draws": (lambda: does(lambda net, x: net.a(nn.functional.dropout(x))), {}),
-    "a capacity of experts": (lambda: nn.Sequential(nn.Linear(6, 6), Experts()), {"whole": [Experts]}),
+    "a capacity of experts": (
+        lambda: nn.Sequential(nn.Linear(6, 6), Experts()),
+        {"whole": [Experts]},
+    ),
     "what is only for training": (lambda: nn.Sequential(OnlyTraining(), nn.Linear(6, 200)), {}),
 }
 
@@ -235,15 +290,30 @@ def test_called_otherwise(pipeline: bool, given: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [
-        (lambda: sequential(traced.Residual(), rows(7)), RuntimeError, r"cannot be multiplied \(5x7 and 6x6\)"),
-        (lambda: AUTOCAST(sequential(does(lambda net, x: net.b(x).to(net.a(x).dtype)), rows()))(rows()), Untraceable,
-         r"2, 3, 5, 5 \(training mode, torch.bfloat16 autocast\) samples it does not do the same"),
-        (lambda: sequential(traced.Residual(), rows(), shared=["y"]), ValueError,
-         r"shared names \['y'\], but the tensors are in \['x'\]"),
-        (lambda: sequential(traced.Residual(), rows(), whole=[nn.Conv2d]), ValueError,
-         "Residual has no submodule <class"),
+        (
+            lambda: sequential(traced.Residual(), rows(7)),
+            RuntimeError,
+            r"cannot be multiplied \(5x7 and 6x6\)",
+        ),
+        (
+            lambda: AUTOCAST(sequential(does(lambda net, x: net.b(x).to(net.a(x).dtype)), rows()))(
+                rows()
+            ),
+            Untraceable,
+            r"2, 3, 5, 5 \(training mode, torch.bfloat16 autocast\) samples it does not do the same",
+        ),
+        (
+            lambda: sequential(traced.Residual(), rows(), shared=["y"]),
+            ValueError,
+            r"shared names \['y'\], but the tensors are in \['x'\]",
+        ),
+        (
+            lambda: sequential(traced.Residual(), rows(), whole=[nn.Conv2d]),
+            ValueError,
+            "Residual has no submodule <class",
+        ),
     ],
-)  # fmt: skip
+)
 def test_misuse(act: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         act()

@@ -25,7 +25,11 @@ from ..traced import CASES, Case, rows
 
 
 def drawing() -> nn.Module:
-    last = traced.does(lambda net, x: torch.manual_seed(3) and net.a(x) * random.random() if x.is_contiguous() else x)
+    last = traced.does(
+        lambda net, x: (
+            torch.manual_seed(3) and net.a(x) * random.random() if x.is_contiguous() else x
+        )
+    )
     return nn.Sequential(nn.Linear(6, 60), nn.Linear(60, 6), last)
 
 
@@ -35,7 +39,10 @@ CUTS: dict[str, tuple[Case, list[str]]] = {
     "a tensor for a later layer": (CASES["branches from one input"], ["a +", "b", "c -"]),
     "in place": (CASES["in place, with views"], ["conv", "norm", "out"]),
     "filled": (CASES["a tensor that is filled"], ["a", "c"]),
-    "functions with parameters": (CASES["attention by hand"], ["Tokens", "a +", "b", "c -", "Tokens"]),
+    "functions with parameters": (
+        CASES["attention by hand"],
+        ["Tokens", "a +", "b", "c -", "Tokens"],
+    ),
     "a part that stays whole": (CASES["a part that looks at its input"], ["0", "1", "2"]),
     "a small part that seeds and draws": (Case(drawing, rows), ["0", "1", "2"]),
 }
@@ -54,7 +61,9 @@ def test_cuts(case: Case, expected: list[str]) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("make", [lambda layers: layers, lambda layers: GPipe(layers, [len(layers)], devices=["cpu"])])
+@pytest.mark.parametrize(
+    "make", [lambda layers: layers, lambda layers: GPipe(layers, [len(layers)], devices=["cpu"])]
+)
 def test_loading(make: Callable[[Any], nn.Module]) -> None:
     module = traced.Tied()
     model = make(sequential(module, torch.randint(9, (5, 4))))
@@ -114,14 +123,19 @@ def compiled_around(module: nn.Module) -> nn.Module:
 # From torch.compile, also with plain layers, which looks at all attributes of what a layer gets.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", [compiled_call, traced.compiled_forward, compiled_around])
-def test_compiled_parts_are_layers_and_stay_compiled(compiled: Callable[[nn.Module], nn.Module]) -> None:
+def test_compiled_parts_are_layers_and_stay_compiled(
+    compiled: Callable[[nn.Module], nn.Module],
+) -> None:
     torch.compiler.reset()
     module = nn.Sequential(nn.Linear(traced.WIDTH, traced.WIDTH), compiled(traced.Residual()))
     layers, x = sequential(module, rows()), rows()
     assert len(layers) == 2
     expected = module(x)
     torch.compiler.reset()
-    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
+    with (
+        torch.compiler.set_stance("fail_on_recompile"),
+        pytest.raises(RuntimeError, match="recompile"),
+    ):
         layers(x)
     model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2)
     torch.testing.assert_close(model(x), expected)
@@ -160,12 +174,16 @@ def test_training_and_evaluation() -> None:
 def test_deferred_batch_norm() -> None:
     module = traced.Counting()
     layers = sequential(module, rows())
-    model = GPipe(layers, [1, len(layers) - 1], devices=["cpu"] * 2, chunks=2, deferred_batch_norm=True)
+    model = GPipe(
+        layers, [1, len(layers) - 1], devices=["cpu"] * 2, chunks=2, deferred_batch_norm=True
+    )
     x = rows()
     model(x)
     expected = nn.BatchNorm1d(traced.WIDTH)
     expected(module.a(x))
-    assert [type(m) for m in layers.modules() if "BatchNorm" in type(m).__name__] == [DeferredBatchNorm]
+    assert [type(m) for m in layers.modules() if "BatchNorm" in type(m).__name__] == [
+        DeferredBatchNorm
+    ]
     torch.testing.assert_close(model.state_dict()["norm.running_mean"], expected.running_mean)
 
 
@@ -193,11 +211,23 @@ def test_parameters_are_in_the_order_of_use_and_the_sample_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("hardware", ["p40x8", "here"])
-@pytest.mark.parametrize("name", ["in place, with views", "by keyword, a mask of one sample", "dictionaries"])
+@pytest.mark.parametrize(
+    "name", ["in place, with views", "by keyword, a mask of one sample", "dictionaries"]
+)
 def test_a_balanced_and_a_planned_pipeline(name: str, hardware: str) -> None:
     module, sample = CASES[name].make().eval(), CASES[name].sample()
-    assert sum(balance_by_size(2, layers := sequential(module, sample), sample, chunks=2)) == len(layers)
-    model: Any = pipeline(module, sample, devices=["cpu"] * 3, batch_size=6, chunks=2, memory="1GiB", hardware=hardware)
+    assert sum(balance_by_size(2, layers := sequential(module, sample), sample, chunks=2)) == len(
+        layers
+    )
+    model: Any = pipeline(
+        module,
+        sample,
+        devices=["cpu"] * 3,
+        batch_size=6,
+        chunks=2,
+        memory="1GiB",
+        hardware=hardware,
+    )
     assert 1 <= len(model.partitions) <= 3 and model.chunks == 2
     outputs = [called(run, sample) for run in (model, module)]
     torch.testing.assert_close(*([*tensors_in(each)] for each in outputs))

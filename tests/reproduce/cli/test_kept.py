@@ -37,20 +37,33 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def keep(**changes: Any) -> tuple[Record, Run]:
     """Save a publishable run in runs/, with the given changes."""
-    record, stolen = load(max(MEASURED.glob("resnet101-speed-small-*.json"))), changes.pop("stolen", 0.0)
+    record, stolen = (
+        load(max(MEASURED.glob("resnet101-speed-small-*.json"))),
+        changes.pop("stolen", 0.0),
+    )
     assert record.run is not None
-    machine = replace(record.run.machine, cpu="A fast(R) CPU R-5000 @ 3.0GHz", gpus=changes.pop("gpus", []))
-    run = replace(record.run, **{"machine": machine, "git": GIT, "started": "2020-04-21T10:02:05Z", **changes})
-    results = [replace(each, samples={**each.samples, "stolen": [stolen]}) for each in record.results]
+    machine = replace(
+        record.run.machine, cpu="A fast(R) CPU R-5000 @ 3.0GHz", gpus=changes.pop("gpus", [])
+    )
+    run = replace(
+        record.run, **{"machine": machine, "git": GIT, "started": "2020-04-21T10:02:05Z", **changes}
+    )
+    results = [
+        replace(each, samples={**each.samples, "stolen": [stolen]}) for each in record.results
+    ]
     record = replace(record, run=run, results=results)
     save(record, Path("runs/mine.json"))
     return record, run
 
 
 @pytest.mark.parametrize("named", ["mine", "mine.json", "runs/mine.json"])
-def test_a_run_is_published_and_found_by_its_new_name(named: str, measured: Path, command: Any) -> None:
+def test_a_run_is_published_and_found_by_its_new_name(
+    named: str, measured: Path, command: Any
+) -> None:
     """Folders of the machine that ran it stay private."""
-    made, run = keep(command=["run", "x/y", "--out", "/home/me/runs/", "--link=/home/me/my.json", "/"])
+    made, run = keep(
+        command=["run", "x/y", "--out", "/home/me/runs/", "--link=/home/me/my.json", "/"]
+    )
     command("publish", named)
     private = replace(run, command=["run", "x/y", "--out", "runs/", "--link=my.json", "/"])
     assert load(measured / f"{NAME}.json") == replace(made, name=NAME, run=private)
@@ -62,13 +75,23 @@ def test_a_run_is_published_and_found_by_its_new_name(named: str, measured: Path
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"state": "interrupted"}, "the run was not finished (interrupted); run it again, or use --force"),
-     ({"state": "running", "git": None}, "not finished (running); it is not known which git revision ran"),
-     ({"stolen": 0.03}, "mine: others disturbed rows of it (*); run it again, or use --force"),
-     ({"git": replace(GIT, dirty=True)}, "the source code had changes that are in no commit"),
-     ({"started": "2020-04-21T10:02:59Z"}, f"{NAME}.json is there already")],
-)  # fmt: skip
-def test_refused_unless_forced(changes: dict[str, Any], said: str, measured: Path, command: Any) -> None:
+    [
+        (
+            {"state": "interrupted"},
+            "the run was not finished (interrupted); run it again, or use --force",
+        ),
+        (
+            {"state": "running", "git": None},
+            "not finished (running); it is not known which git revision ran",
+        ),
+        ({"stolen": 0.03}, "mine: others disturbed rows of it (*); run it again, or use --force"),
+        ({"git": replace(GIT, dirty=True)}, "the source code had changes that are in no commit"),
+        ({"started": "2020-04-21T10:02:59Z"}, f"{NAME}.json is there already"),
+    ],
+)
+def test_refused_unless_forced(
+    changes: dict[str, Any], said: str, measured: Path, command: Any
+) -> None:
     keep()
     if "started" in changes:
         command("publish", "mine")
@@ -78,7 +101,9 @@ def test_refused_unless_forced(changes: dict[str, Any], said: str, measured: Pat
     assert err.startswith("reproduce: mine: ") and said in err and err.count("\n") == 1
     assert [path.read_text() for path in measured.iterdir()] == before
     command("publish", "mine", "--force")
-    command("publish", str(RESULTS / "predicted/unet-speed-p40x8.json"), "--force", code=2)  # it was not measured
+    command(
+        "publish", str(RESULTS / "predicted/unet-speed-p40x8.json"), "--force", code=2
+    )  # it was not measured
 
 
 @pytest.mark.usefixtures("measured")
@@ -88,7 +113,9 @@ def test_the_name_says_which_devices() -> None:
         assert published_name(*made) == f"resnet101-speed-small-{name}-20200421T1002"
     for path in MEASURED.glob("*.json"):
         record = load(path)
-        assert record.run is not None and record.name == path.stem == published_name(record, record.run)
+        assert record.run is not None and record.name == path.stem == published_name(
+            record, record.run
+        )
 
 
 @pytest.fixture
@@ -100,8 +127,16 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for i in (1, 2):
         monkeypatch.setenv("GIT_COMMITTER_DATE", f"2020-04-2{i}T00:00:00Z")
         commit(tmp_path, f"v{i}")
-        rows = row("a", 2.0), row("b", 1.0 * i, over="a"), row("c", 1.0, others=[0.2]), emulated(row("b", 0.5 * i))
-        save(record(*rows, git=Git(git(tmp_path, "rev-parse", "HEAD"), dirty=False)), Path(f"measured/{i}.json"))
+        rows = (
+            row("a", 2.0),
+            row("b", 1.0 * i, over="a"),
+            row("c", 1.0, others=[0.2]),
+            emulated(row("b", 0.5 * i)),
+        )
+        save(
+            record(*rows, git=Git(git(tmp_path, "rev-parse", "HEAD"), dirty=False)),
+            Path(f"measured/{i}.json"),
+        )
     return git(tmp_path, "log", "--reverse", "--format=%h").split()
 
 
@@ -117,21 +152,37 @@ def test_revisions_are_kept_and_drawn(branch: list[str], at: list[str], command:
         file.write('{"git"\n')
     first, *others = command("history", "measured/1.json")[1].splitlines()
     assert first.startswith("history.jsonl:4: not JSON: ") and first.endswith("; the line is kept")
-    assert others == [f"{said} numbers of {at[0]} {where}" for said, where in (
-        ("replaced: 4", "on a CPU, 2 cores"), ("written: 4", "to history.jsonl"))]  # fmt: skip
+    assert others == [
+        f"{said} numbers of {at[0]} {where}"
+        for said, where in (
+            ("replaced: 4", "on a CPU, 2 cores"),
+            ("written: 4", "to history.jsonl"),
+        )
+    ]
     _, _, broken, last = Path("history.jsonl").read_text().splitlines()
-    assert broken == '{"git"' and {field for number in json.loads(last)["numbers"] for field in number} <= {*FIELDS}
+    assert broken == '{"git"' and {
+        field for number in json.loads(last)["numbers"] for field in number
+    } <= {*FIELDS}
     assert command("report", "--results", ".")[1].startswith("skipped: history.jsonl:3: not JSON")
     text = Path("report.html").read_text()
-    for kind, one, two in (("time, measured", 1, 2), ("speedup, measured", 2, 1), ("time, emulated", 0.5, 1)):
+    for kind, one, two in (
+        ("time, measured", 1, 2),
+        ("speedup, measured", 2, 1),
+        ("time, emulated", 0.5, 1),
+    ):
         assert f"e b, {kind}, small, cpu: {at[0]} {one}, {at[1]} {two}" in text
     assert "3 numbers that changed" in text, "the others did not, or were disturbed"
 
 
 def test_what_github_action_benchmark_takes(at: list[str], command: Any) -> None:
     first, *others = json.loads(command("history", "measured/2.json", "counts.json", "--json")[0])
-    assert first == {"name": "e a, time, measured, small, cpu", "unit": "s", "value": 2.0, "range": "1.9945-2.0055",
-                     "extra": "a CPU, 2 cores"}  # fmt: skip
+    assert first == {
+        "name": "e a, time, measured, small, cpu",
+        "unit": "s",
+        "value": 2.0,
+        "range": "1.9945-2.0055",
+        "extra": "a CPU, 2 cores",
+    }
     assert [each["unit"] for each in others] == ["s", "s", "count"], "no speed-up"
 
 

@@ -31,13 +31,21 @@ def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     ("model", "options", "said"),
     [
         ("unet", "--size 1 8 --memory 1GiB --batch-size 8", "U-Net (1, 8), batch size 8, sgd"),
-        ("unet", "--size 1 4 --hardware here --batch-size 6 --profile 6", "micro-batches of 3 and 6"),
+        (
+            "unet",
+            "--size 1 4 --hardware here --batch-size 6 --profile 6",
+            "micro-batches of 3 and 6",
+        ),
         (f"{HERE}:own", "--input 8 --schedules ZBH1,1F1B", "schedule 1F1B"),
         (f"{HERE}:own_by_keyword", "--hardware here", "layers profiled on "),
-        pytest.param("unet", "--size 1 8 --largest width --memory 300MiB --batch-size 8", "pipelined U-Net (1, ",
-                     marks=pytest.mark.slow),
+        pytest.param(
+            "unet",
+            "--size 1 8 --largest width --memory 300MiB --batch-size 8",
+            "pipelined U-Net (1, ",
+            marks=pytest.mark.slow,
+        ),
     ],
-)  # fmt: skip
+)
 def test_plans(model: str, options: str, said: str, command: Any) -> None:
     output, _ = command("plan", model, "--devices", "2", *options.split())
     assert said in " ".join(output.split())
@@ -62,31 +70,59 @@ def half() -> tuple[nn.Module, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("function", "option"),
-    [("single", "--autocast bfloat16"), ("single", "--fp32-precision tf32"), ("half", "--master-weights")],
+    [
+        ("single", "--autocast bfloat16"),
+        ("single", "--fp32-precision tf32"),
+        ("half", "--master-weights"),
+    ],
 )
 def test_numbers_change_a_plan(function: str, option: str, command: Any) -> None:
     """Precision options change the predicted seconds, and PyTorch's settings are restored."""
     before = torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cuda")
     texts = []
     for options in ([], option.split()):
-        arguments = ["--hardware", "a100x8", "--devices", "1", "--optimizer", "adam", "--batch-size", "4096", *options]
+        arguments = [
+            "--hardware",
+            "a100x8",
+            "--devices",
+            "1",
+            "--optimizer",
+            "adam",
+            "--batch-size",
+            "4096",
+            *options,
+        ]
         texts.append(command("plan", f"{HERE}:{function}", *arguments)[0])
     plain, other = (float(text.partition("\nstep ")[2].split()[0]) for text in texts)
     assert (other < plain) == (function == "single") and other != plain
     assert before == (torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cuda"))
 
 
-@pytest.mark.parametrize(("hardware", "how"), [("p40x8", "description p40x8"), ("here", "times on this machine")])
-def test_a_run_is_predicted_row_by_row(hardware: str, how: str, tmp_path: Path, command: Any) -> None:
+@pytest.mark.parametrize(
+    ("hardware", "how"), [("p40x8", "description p40x8"), ("here", "times on this machine")]
+)
+def test_a_run_is_predicted_row_by_row(
+    hardware: str, how: str, tmp_path: Path, command: Any
+) -> None:
     """The run is of a small model, in the published balances."""
-    balances = {row.name: row.balance for row in EXPERIMENTS["unet-speed"].scale("paper").rows if row.published}
-    rows = ran("unet-speed", "small", lambda row: [20.0] * 3 if row.published else None, emulated=True)
+    balances = {
+        row.name: row.balance
+        for row in EXPERIMENTS["unet-speed"].scale("paper").rows
+        if row.published
+    }
+    rows = ran(
+        "unet-speed", "small", lambda row: [20.0] * 3 if row.published else None, emulated=True
+    )
     small = {"C": 4, "input_shape": [3, 64, 64]}
-    rows = [replace(row, config={**row.config, **small, "balance": balances[row.row]}) for row in rows]
+    rows = [
+        replace(row, config={**row.config, **small, "balance": balances[row.row]}) for row in rows
+    ]
     save(record(*rows), path := tmp_path / "run.json")
     out, _ = command("predict", "--run", str(path), "--hardware", hardware)
     assert "unet-speed: emulated and predicted" in out and how in " ".join(out.split())
-    lines = {line.split()[0]: line.replace(",", "").split()[1:] for line in out.splitlines() if line}
+    lines = {
+        line.split()[0]: line.replace(",", "").split()[1:] for line in out.splitlines() if line
+    }
     for name in balances:
         ours, foreseen, times = map(float, lines[name])
         assert ours == 20 and foreseen / ours == pytest.approx(times, rel=0.02)

@@ -32,10 +32,25 @@ PUBLISHED = [  # model, size, parameters, layers
 # A small model, the shapes of its input and output, and a checksum of the output, recorded when each operation of
 # each model had been checked separately.
 SMALL: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], tuple[int, ...], float]] = {
-    "AmoebaNet-D": (lambda: amoebanetd(3, 8, num_classes=10), (2, 3, 224, 224), (2, 10), 3.398336042),
-    "U-Net": (lambda: unet(3, num_convs=2, base_channels=4), (2, 3, 33, 47), (2, 1, 33, 47), 352.271286651),
+    "AmoebaNet-D": (
+        lambda: amoebanetd(3, 8, num_classes=10),
+        (2, 3, 224, 224),
+        (2, 10),
+        3.398336042,
+    ),
+    "U-Net": (
+        lambda: unet(3, num_convs=2, base_channels=4),
+        (2, 3, 33, 47),
+        (2, 1, 33, 47),
+        352.271286651,
+    ),
     "U-Net of one block": (lambda: unet(1, 1, 4, 2, 7), (2, 2, 8, 8), (2, 7, 8, 8), 9.124446095),
-    "ResNet": (lambda: resnet((2, 1, 3, 1), 8, expansion=1, num_classes=10), (2, 3, 64, 64), (2, 10), -1.115410356),
+    "ResNet": (
+        lambda: resnet((2, 1, 3, 1), 8, expansion=1, num_classes=10),
+        (2, 3, 64, 64),
+        (2, 10),
+        -1.115410356,
+    ),
 }
 
 THIRDS = "num_layers must be a positive multiple of 3 (the normal cells stand in three equal groups), got"
@@ -43,36 +58,57 @@ MISUSES: list[tuple[Callable[[], nn.Sequential], type[Exception], str]] = [
     (lambda: amoebanetd(7, 8), ValueError, f"{THIRDS} 7: use 6, for example"),
     (lambda: amoebanetd(0, 8), ValueError, f"{THIRDS} 0: use 3, for example"),
     (lambda: amoebanetd(3, 30), ValueError, "num_filters must be a positive multiple of 8"),
-    (lambda: amoebanetd(3, 8, 0), ValueError, "num_classes must be at least 1, got 0: use 1, for example"),
-    *((lambda value=value: amoebanetd(value, 8), TypeError, f"num_layers must be a whole number (int), got {value!r}")
-      for value in (6.0, True)),
+    (
+        lambda: amoebanetd(3, 8, 0),
+        ValueError,
+        "num_classes must be at least 1, got 0: use 1, for example",
+    ),
+    *(
+        (
+            lambda value=value: amoebanetd(value, 8),
+            TypeError,
+            f"num_layers must be a whole number (int), got {value!r}",
+        )
+        for value in (6.0, True)
+    ),
     (lambda: unet(depth=0), ValueError, "depth must be at least 1"),
     (lambda: unet(num_convs=-7), ValueError, "num_convs must be at least 1"),
-    (lambda: unet(base_channels=1), ValueError, "base_channels must be at least 2 (the last cell has half of them)"),
+    (
+        lambda: unet(base_channels=1),
+        ValueError,
+        "base_channels must be at least 2 (the last cell has half of them)",
+    ),
     (lambda: unet(input_channels=0), ValueError, "input_channels must be at least 1"),
     (lambda: unet(output_channels=0), ValueError, "output_channels must be at least 1"),
     (lambda: resnet101(num_classes=0), ValueError, "num_classes must be at least 1"),
     (lambda: resnet((1, 0, 1, 1)), ValueError, "blocks must be at least 1"),
     (lambda: resnet((1, 1, 1, 1), width=0), ValueError, "width must be at least 1"),
     (lambda: resnet((1, 1, 1, 1), expansion=0), ValueError, "expansion must be at least 1"),
-]  # fmt: skip
+]
 # In a single channel, a gradient may be zero by chance.
 WIDER = {name: each[:2] for name, each in SMALL.items()}
 WIDER["AmoebaNet-D"] = lambda: amoebanetd(3, 32, num_classes=10), (2, 3, 224, 224)
 
 
 @pytest.mark.parametrize(("name", "size", "parameters", "layers"), PUBLISHED)
-def test_sizes_are_the_published_ones(name: str, size: tuple[int, ...], parameters: int, layers: int) -> None:
+def test_sizes_are_the_published_ones(
+    name: str, size: tuple[int, ...], parameters: int, layers: int
+) -> None:
     with torch.device("meta"):
         model = SizedModel(name, size, MODELS[name].input_shape).layers()
         assert sum(p.numel() for p in model.parameters()) == parameters
         assert len(model) == layers
-        assert {layer.p for layer in model if isinstance(layer, nn.Dropout2d)} == ({0.1} if name == "U-Net" else set())
+        assert {layer.p for layer in model if isinstance(layer, nn.Dropout2d)} == (
+            {0.1} if name == "U-Net" else set()
+        )
 
 
 @pytest.mark.parametrize(("build", "images", "outputs", "number"), SMALL.values(), ids=SMALL)
 def test_what_it_computes(
-    build: Callable[[], nn.Sequential], images: tuple[int, ...], outputs: tuple[int, ...], number: float
+    build: Callable[[], nn.Sequential],
+    images: tuple[int, ...],
+    outputs: tuple[int, ...],
+    number: float,
 ) -> None:
     """All parameters and pixels differ, so that any other computation would change the checksum."""
     model = build().double().eval()
@@ -89,7 +125,9 @@ def waves(*shape: int, start: float = 0) -> Tensor:
 
 
 @pytest.mark.parametrize(("build", "images"), WIDER.values(), ids=WIDER)
-def test_inputs_stay_and_parameters_get_gradients(build: Callable[[], nn.Sequential], images: tuple[int, ...]) -> None:
+def test_inputs_stay_and_parameters_get_gradients(
+    build: Callable[[], nn.Sequential], images: tuple[int, ...]
+) -> None:
     model = build()
     passed: Tensor | tuple[Tensor, ...] = waves(*images).float()
     for layer in model:
@@ -102,8 +140,12 @@ def test_inputs_stay_and_parameters_get_gradients(build: Callable[[], nn.Sequent
         assert parameter.grad is not None and 0 < parameter.grad.abs().sum() < torch.inf, key
 
 
-@pytest.mark.parametrize(("build", "kind", "message"), MISUSES, ids=[message.split()[0] for *_, message in MISUSES])
-def test_what_no_model_is_built_of(build: Callable[[], nn.Sequential], kind: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(
+    ("build", "kind", "message"), MISUSES, ids=[message.split()[0] for *_, message in MISUSES]
+)
+def test_what_no_model_is_built_of(
+    build: Callable[[], nn.Sequential], kind: type[Exception], message: str
+) -> None:
     with torch.device("meta"), pytest.raises(kind) as caught:
         build()
     assert str(caught.value).startswith(message)
@@ -134,16 +176,25 @@ def test_torchvision_weights_load_into_the_flat_model_and_back() -> None:
 
 
 @pytest.mark.parametrize("model", [("ResNet-101", ()), ("torchvision:resnet18", (64,))], ids=str)
-def test_a_seed_gives_the_same_weights_and_every_row_its_own(model: tuple[str, tuple[int, ...]]) -> None:
+def test_a_seed_gives_the_same_weights_and_every_row_its_own(
+    model: tuple[str, tuple[int, ...]],
+) -> None:
     from torchvision import models as theirs
 
-    build, name = SizedModel(*model, (3, 64, 64), 5).layers, model[0].lower().replace("-", "").rpartition(":")[2]
+    build, name = (
+        SizedModel(*model, (3, 64, 64), 5).layers,
+        model[0].lower().replace("-", "").rpartition(":")[2],
+    )
 
     def weights(build: Callable[..., nn.Module], **options: int) -> list[Tensor]:
         torch.manual_seed(0)
         return [*build(**options).parameters()]
 
-    expected, one, other = weights(getattr(theirs, name), num_classes=5), weights(build), weights(build)
+    expected, one, other = (
+        weights(getattr(theirs, name), num_classes=5),
+        weights(build),
+        weights(build),
+    )
     assert all(map(torch.equal, one, expected)) and all(map(torch.equal, other, expected))
     assert not {x.data_ptr() for x in one} & {x.data_ptr() for x in other}
 
@@ -155,11 +206,15 @@ def test_models_that_ask_for_more_are_built_without_memory_and_for_any_image(nam
         assert model(torch.empty(2, 3, 64, 64)).shape == (2, 5)
 
 
-def test_torchvision_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_torchvision_that_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A torchvision that was built for another PyTorch raises like this."""
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('no operator\\ntorchvision::nms')")
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(Error, match=r"^ResNet-101 needs torchvision, which .*RuntimeError: no operator torchvision"):
+    with pytest.raises(
+        Error, match=r"^ResNet-101 needs torchvision, which .*RuntimeError: no operator torchvision"
+    ):
         resnet101()

@@ -16,21 +16,30 @@ N2M4 = "tg-amoebanetd-speed/n2m4"
 
 
 def lines(*sides: list[Record]) -> list[Line]:
-    return match([side_of(letter, letter, records) for letter, records in zip("ABCD", sides, strict=False)])
+    return match(
+        [side_of(letter, letter, records) for letter, records in zip("ABCD", sides, strict=False)]
+    )
 
 
 def shape(found: list[Line]) -> list[tuple[str, dict[int, str]]]:
     """Return each line's label and, by the side's number, the rows on it."""
-    return [(line.label, {side: entry.result.row for side, entry in line.entries.items()}) for line in found]
+    return [
+        (line.label, {side: entry.result.row for side, entry in line.entries.items()})
+        for line in found
+    ]
 
 
 def published(row: str, experiment: str = "tg-amoebanetd-speed", **config: Any) -> Record:
-    return Record("table", "T", "published", {}, [Result(experiment, row, "published", config=config)])
+    return Record(
+        "table", "T", "published", {}, [Result(experiment, row, "published", config=config)]
+    )
 
 
 def reproducing(name: str, **changes: Any) -> Record:
     """Make a record of a row that reproduces a published one, with its configuration and the given changes."""
-    return record(row(name, 1.0, experiment="amoebanet-speed", published=N2M4, config={**CONFIG, **changes}))
+    return record(
+        row(name, 1.0, experiment="amoebanet-speed", published=N2M4, config={**CONFIG, **changes})
+    )
 
 
 PUBLISHED = published("n2m4", **CONFIG, parameters_exact=1)
@@ -58,7 +67,9 @@ def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
 def predicted(name: str, in_row: bool) -> Record:
     """Make a prediction whose hardware is named in the row, or in the record for all rows."""
     result = row("x", status="predicted", hardware=name if in_row else None)
-    return Record(f"x-{name}", "T", "predicted", {}, [result], hardware=None if in_row else {"name": name})
+    return Record(
+        f"x-{name}", "T", "predicted", {}, [result], hardware=None if in_row else {"name": name}
+    )
 
 
 X, Y, Z = (row(name, 1.0) for name in "xyz")
@@ -69,8 +80,13 @@ ENGINES = record(X, row("x", 1.0, engine="ranks"))
 PLACED: dict[str, tuple[list[list[Record]], list[tuple[str, dict[int, str]]]]] = {
     **{
         f"{ours} and {theirs}": (
-            [[record(replace(row("one"), config=ours))], [record(replace(row("other"), config=theirs))]],
-            [("one", {0: "one", 1: "other"})] if same else [("one", {0: "one"}), ("other", {1: "other"})],
+            [
+                [record(replace(row("one"), config=ours))],
+                [record(replace(row("other"), config=theirs))],
+            ],
+            [("one", {0: "one", 1: "other"})]
+            if same
+            else [("one", {0: "one"}), ("other", {1: "other"})],
         )
         for ours, theirs, same in ALIKE
     },
@@ -78,10 +94,22 @@ PLACED: dict[str, tuple[list[list[Record]], list[tuple[str, dict[int, str]]]]] =
         [[record(X, Y)], [record(Z, Y, X)], [], [record(Z)]],
         [("x", {0: "x", 1: "x"}), ("y", {0: "y", 1: "y"}), ("z", {1: "z", 3: "z"})],
     ),
-    "emulated apart from measured": ([[BOTH], [BOTH]], [(x, {0: "x", 1: "x"}) for x in ("x", "x (emulated)")]),
-    "also alone": ([[record(N2)], [record(emulated(N2))]], [("x", {0: "x"}), ("x (emulated)", {1: "x"})]),
-    "either reproduces it": ([[BOTH], [PUBLISHED]], [(x, {0: "x", 1: "n2m4"}) for x in ("x", "x (emulated)")]),
-    "an engine apart from another": ([[ENGINES], [ENGINES]], [(x, {0: "x", 1: "x"}) for x in ("x", "x (ranks)")]),
+    "emulated apart from measured": (
+        [[BOTH], [BOTH]],
+        [(x, {0: "x", 1: "x"}) for x in ("x", "x (emulated)")],
+    ),
+    "also alone": (
+        [[record(N2)], [record(emulated(N2))]],
+        [("x", {0: "x"}), ("x (emulated)", {1: "x"})],
+    ),
+    "either reproduces it": (
+        [[BOTH], [PUBLISHED]],
+        [(x, {0: "x", 1: "n2m4"}) for x in ("x", "x (emulated)")],
+    ),
+    "an engine apart from another": (
+        [[ENGINES], [ENGINES]],
+        [(x, {0: "x", 1: "x"}) for x in ("x", "x (ranks)")],
+    ),
     **{
         f"predictions for two machines, {in_row}": (
             [[predicted("p40", in_row), predicted("h100", in_row)], [predicted("h100", in_row)]],
@@ -101,7 +129,10 @@ PLACED: dict[str, tuple[list[list[Record]], list[tuple[str, dict[int, str]]]]] =
         [[PUBLISHED], [reproducing("exact")], [reproducing("small", L=6)]],
         [("exact", {1: "exact", 0: "n2m4"}), ("small", {2: "small", 0: "n2m4"})],
     ),
-    "without any, alone in its experiment": ([[PUBLISHED], [published("n2m4")]], [("n2m4", {0: "n2m4", 1: "n2m4"})]),
+    "without any, alone in its experiment": (
+        [[PUBLISHED], [published("n2m4")]],
+        [("n2m4", {0: "n2m4", 1: "n2m4"})],
+    ),
     "by name, where nothing else tells rows apart": (  # as the published ablation's
         [[published("a"), published("b")], [published("b"), published("a")]],
         [("a", {0: "a", 1: "a"}), ("b", {0: "b", 1: "b"})],
@@ -110,5 +141,7 @@ PLACED: dict[str, tuple[list[list[Record]], list[tuple[str, dict[int, str]]]]] =
 
 
 @pytest.mark.parametrize(("sides", "expected"), PLACED.values(), ids=PLACED)
-def test_which_rows_are_on_a_line(sides: list[list[Record]], expected: list[tuple[str, dict[int, str]]]) -> None:
+def test_which_rows_are_on_a_line(
+    sides: list[list[Record]], expected: list[tuple[str, dict[int, str]]]
+) -> None:
     assert shape(lines(*sides)) == expected

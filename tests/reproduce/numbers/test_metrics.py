@@ -16,22 +16,36 @@ from reproduce.records.record import Record, Result
 
 
 def timed(times: list[float], rounds: Sequence[float] = (), batch_size: int = 8) -> Result:
-    samples = {name: list(values) for name, values in (("step_time", times), ("round", rounds)) if values}
+    samples = {
+        name: list(values) for name, values in (("step_time", times), ("round", rounds)) if values
+    }
     return Result("e", "r", "measured", config={"batch_size": batch_size}, samples=samples)
 
 
 def test_throughput_is_of_each_step_or_of_the_median_epoch() -> None:
     steps = throughput(timed([1.0, 2.0, 4.0], [0, 1, 2]), "a run")
-    assert steps == Reading([8.0, 4.0, 2.0], "samples/s", [("a run", 0), ("a run", 1), ("a run", 2)])
+    assert steps == Reading(
+        [8.0, 4.0, 2.0], "samples/s", [("a run", 0), ("a run", 1), ("a run", 2)]
+    )
     assert throughput(timed([])) is None
-    trained = Result("e", "r", "measured", values={"samples_per_epoch": 900}, samples={"epoch_time": [2.0, 3.0, 9.0]})
-    assert metrics.epoch_throughput(trained) == 300 and metrics.epoch_throughput(timed([1.0])) is None
+    trained = Result(
+        "e",
+        "r",
+        "measured",
+        values={"samples_per_epoch": 900},
+        samples={"epoch_time": [2.0, 3.0, 9.0]},
+    )
+    assert (
+        metrics.epoch_throughput(trained) == 300 and metrics.epoch_throughput(timed([1.0])) is None
+    )
 
 
 def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
     """Divide emulated by measured throughput. Only the emulation of this machine's devices counts, without a link."""
     behind = timed([99.0, 99.0], [0, 1])
-    return metrics.over_measured(replace(behind, samples={**behind.samples, "here_time": here}), theirs)
+    return metrics.over_measured(
+        replace(behind, samples={**behind.samples, "here_time": here}), theirs
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,8 +84,13 @@ def test_ratios(ratio: Any, ours: Any, base: Any, ratios: float | list[float] | 
         ("memory", {"peak_allocated": [1, 3]}, {}, 4, "bytes"),
         ("reserved", {"peak_reserved": [1, 3]}, {"memory": "GiB"}, 4, "bytes"),
         ("reserved", {"memory": 2.0}, {"memory": "GiB"}, 2**31, "bytes"),
-        ("reserved", {"model_memory": 1.0, "peak_activation_memory": 2.0},
-         {"model_memory": "GB", "peak_activation_memory": "GB"}, 3e9, "bytes"),
+        (
+            "reserved",
+            {"model_memory": 1.0, "peak_activation_memory": 2.0},
+            {"model_memory": "GB", "peak_activation_memory": "GB"},
+            3e9,
+            "bytes",
+        ),
         ("reserved", {"memory": None}, {"memory": "GiB"}, None, ""),
         ("throughput", {"throughput": 26.7}, {}, 26.7, "samples/s"),
         ("time", {"step_time": 0.5}, {}, 0.5, "s"),
@@ -79,13 +98,19 @@ def test_ratios(ratio: Any, ours: Any, base: Any, ratios: float | list[float] | 
         ("parameters", {"parameters": 7}, {"parameters": "count"}, 7, "count"),
         ("parameters", {"parameters": "many"}, {}, None, ""),
     ],
-)  # fmt: skip
+)
 def test_values(
-    metric: str, values: dict[str, object], unit: dict[str, str], expected: float | None, in_unit: str
+    metric: str,
+    values: dict[str, object],
+    unit: dict[str, str],
+    expected: float | None,
+    in_unit: str,
 ) -> None:
     result = Result("e", "r", "published", values=values)
     reading = read(Entry(Record("r", "T", "published", unit, [result]), result), metric)
-    assert (None if reading is None else (reading.measurement, reading.unit)) == (expected and (expected, in_unit))
+    assert (None if reading is None else (reading.measurement, reading.unit)) == (
+        expected and (expected, in_unit)
+    )
 
 
 def test_errors_are_those_after_the_last_epoch_of_each_seed_that_has_ended() -> None:
@@ -95,9 +120,17 @@ def test_errors_are_those_after_the_last_epoch_of_each_seed_that_has_ended() -> 
     reading = read(Entry(Record("r", "T", "measured", {}, [result]), result), "top1_error")
     assert reading == Reading([10, 17], "%", mean=True)
     assert (reading.middle, reading.quartiles) == (13.5, (11.75, 15.25))
-    assert metrics.final_error(replace(result, samples={key: each[-1:] for key, each in samples.items()})) is None
+    assert (
+        metrics.final_error(
+            replace(result, samples={key: each[-1:] for key, each in samples.items()})
+        )
+        is None
+    )
     printed = Result("e", "r", "published", values={"top1_error": 22.0, "top1_error_spread": 0.1})
-    assert metrics.final_error(printed) == (22.0, 0.1) and metrics.final_error(replace(printed, values={})) is None
+    assert (
+        metrics.final_error(printed) == (22.0, 0.1)
+        and metrics.final_error(replace(printed, values={})) is None
+    )
 
 
 EIGHT = [1.0, 1.02, 0.98, 1.01, 0.99, 1.03, 0.97, 1.005]
@@ -110,22 +143,24 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
 
 @pytest.mark.parametrize(
     ("base", "head", "paired", "outcome"),
-    [(EIGHT, times(1.2), False, "higher"),
-     (EIGHT, times(0.8), False, "lower"),
-     (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),  # significant, but below the threshold
-     (POWERS, times(1.2, POWERS), False, "~"),  # large, but not significant
-     (POWERS, times(1.2, POWERS), True, "higher"),
-     ([5.0] * 8, [5.0] * 8, False, "~"),
-     ([5.0] * 8, [5.0] * 8, True, "~"),
-     (2.0, EIGHT, False, "lower"),
-     (EIGHT, 2.0, False, "higher"),
-     (1, 2, False, "untested"),
-     (1.0, times(2)[:7], False, "too few"),
-     ([], EIGHT, False, "there is no sample"),
-     (EIGHT, [0.0] * 8, False, "only positive numbers have ratios"),
-     ([math.nan] * 8, EIGHT, False, "only positive numbers have ratios"),
-     (EIGHT, EIGHT[:7], True, "equal numbers, not 8 and 7")],
-)  # fmt: skip
+    [
+        (EIGHT, times(1.2), False, "higher"),
+        (EIGHT, times(0.8), False, "lower"),
+        (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),  # significant, but below the threshold
+        (POWERS, times(1.2, POWERS), False, "~"),  # large, but not significant
+        (POWERS, times(1.2, POWERS), True, "higher"),
+        ([5.0] * 8, [5.0] * 8, False, "~"),
+        ([5.0] * 8, [5.0] * 8, True, "~"),
+        (2.0, EIGHT, False, "lower"),
+        (EIGHT, 2.0, False, "higher"),
+        (1, 2, False, "untested"),
+        (1.0, times(2)[:7], False, "too few"),
+        ([], EIGHT, False, "there is no sample"),
+        (EIGHT, [0.0] * 8, False, "only positive numbers have ratios"),
+        ([math.nan] * 8, EIGHT, False, "only positive numbers have ratios"),
+        (EIGHT, EIGHT[:7], True, "equal numbers, not 8 and 7"),
+    ],
+)
 def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: str) -> None:
     """Or what is said of samples that cannot be compared."""
     try:
@@ -140,7 +175,13 @@ def test_the_interval_is_all_ratios_that_are_not_rejected(paired: bool) -> None:
     base, head = ([draw.lognormvariate(0, 0.1) for _ in range(12)] for _ in range(2))
     decision = compare_samples(base, head, paired=paired)
     assert decision.low is not None and decision.high is not None
-    near = ((decision.low * 1.0001, decision.low / 1.0001), (decision.high / 1.0001, decision.high * 1.0001))
+    near = (
+        (decision.low * 1.0001, decision.low / 1.0001),
+        (decision.high / 1.0001, decision.high * 1.0001),
+    )
     for inside, outside in near:
-        p = [compare_samples(times(ratio, base), head, paired=paired).p or 0 for ratio in (inside, outside)]
+        p = [
+            compare_samples(times(ratio, base), head, paired=paired).p or 0
+            for ratio in (inside, outside)
+        ]
         assert p[0] > Rule.alpha >= p[1]

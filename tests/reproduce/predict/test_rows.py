@@ -17,7 +17,11 @@ from reproduce.tables.predicted import predicted_tables, speed_up_errors, throug
 from torchgpipe.plan.hardware.hardware import HEADROOM, load_hardware
 
 P40 = load_hardware("p40x8")
-SLOW = [("amoebanet-speed", "n4m32"), ("amoebanet-memory", "pipeline-1"), ("unet-memory", "baseline")]
+SLOW = [
+    ("amoebanet-speed", "n4m32"),
+    ("amoebanet-memory", "pipeline-1"),
+    ("unet-memory", "baseline"),
+]
 
 
 def committed(experiment: str) -> Record:
@@ -26,9 +30,11 @@ def committed(experiment: str) -> Record:
 
 @pytest.mark.parametrize(
     ("experiment", "rows"),
-    [*((experiment, "all") for experiment in ("unet-speed", "unet-ablation", "resnet101-speed")),
-     *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],  # one row of each table that takes long
-)  # fmt: skip
+    [
+        *((experiment, "all") for experiment in ("unet-speed", "unet-ablation", "resnet101-speed")),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW),
+    ],  # one row of each table that takes long
+)
 def test_rows_are_not_stale(experiment: str, rows: str) -> None:
     kept = committed(experiment)
     if rows == "all":
@@ -38,21 +44,38 @@ def test_rows_are_not_stale(experiment: str, rows: str) -> None:
         results = made.results
     else:
         table = published(predictable()[experiment])
-        results = [predict_row(experiment, table.name, row, P40) for row in table.results if row.row == rows]
+        results = [
+            predict_row(experiment, table.name, row, P40)
+            for row in table.results
+            if row.row == rows
+        ]
     old = {result.row: result for result in kept.results}
     for new in results:
         known = old[new.row]
-        assert (new.status, new.config, new.published) == (known.status, known.config, known.published)
+        assert (new.status, new.config, new.published) == (
+            known.status,
+            known.config,
+            known.published,
+        )
         assert new.values.keys() == known.values.keys()
-        for name, value in known.values.items():  # other releases of PyTorch may run other operators
+        for (
+            name,
+            value,
+        ) in known.values.items():  # other releases of PyTorch may run other operators
             assert new.values[name] == pytest.approx(value, rel=0.02), (new.row, name)
 
 
 def test_how_far_throughput_and_speed_ups_are() -> None:
     """The targets were a median of 3% of speed-ups, and nine in ten within 10%."""
-    off = [abs(error) for name in SPEED_TABLES for error in throughput_errors(committed(name)).values()]
+    off = [
+        abs(error) for name in SPEED_TABLES for error in throughput_errors(committed(name)).values()
+    ]
     assert len(off) == 19 and median(off) <= 0.083 and max(off) <= 0.31
-    errors = {(name, row): abs(x) for name in SPEED_TABLES for row, x in speed_up_errors(committed(name)).items()}
+    errors = {
+        (name, row): abs(x)
+        for name in SPEED_TABLES
+        for row, x in speed_up_errors(committed(name)).items()
+    }
     assert len(errors) == 16 and median(errors.values()) <= 0.031
     assert [key for key, error in errors.items() if error > 0.1] == [("amoebanet-speed", "n4m4")]
 
@@ -61,7 +84,9 @@ def test_how_much_more_was_reserved_than_is_predicted_to_be_allocated() -> None:
     """The planner's headroom is the median of it, rounded up."""
     shares = []
     for experiment in ("unet-memory", "amoebanet-memory"):
-        allocated = {result.row: sum(result.values["allocated"]) for result in committed(experiment).results}
+        allocated = {
+            result.row: sum(result.values["allocated"]) for result in committed(experiment).results
+        }
         table = published(predictable()[experiment])
         for row in table.results:
             reading = read(Entry(table, row), "reserved")
@@ -80,13 +105,17 @@ def test_on_other_hardware_a_difference_is_no_error() -> None:
 
 @pytest.mark.parametrize(
     ("start", "limit", "sizes", "beyond"),
-    [((5, 64), 5, (5, 64), (6, 64)),
-     ((5, 64), 1, (1, 64), (2, 64)),
-     ((5, 64), 97, (97, 64), (98, 64)),
-     ((5, 64), 0, None, (1, 64)),
-     ((5, 64), 10**6, (320, 64), None)],
-)  # fmt: skip
-def test_the_largest_that_fits(start: tuple[int, int], limit: int, sizes: object, beyond: object) -> None:
+    [
+        ((5, 64), 5, (5, 64), (6, 64)),
+        ((5, 64), 1, (1, 64), (2, 64)),
+        ((5, 64), 97, (97, 64), (98, 64)),
+        ((5, 64), 0, None, (1, 64)),
+        ((5, 64), 10**6, (320, 64), None),
+    ],
+)
+def test_the_largest_that_fits(
+    start: tuple[int, int], limit: int, sizes: object, beyond: object
+) -> None:
     fit = Mock(side_effect=lambda tried: tried[0] <= limit)
     asked = Asked(PAPERS["unet"], start, 32, 8, 2.0**30, "sgd", load_hardware("p40x8"))
     assert largest(asked, 0, fit) == (sizes, beyond)

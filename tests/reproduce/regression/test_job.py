@@ -30,14 +30,18 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
         package.mkdir(parents=True)
         for folder in (package.parent, package):
             (folder / "__init__.py").touch()
-        (package / "interleave.py").write_text(f"import json, os, sys, time\njob = json.loads(sys.argv[1])\n{script}")
+        (package / "interleave.py").write_text(
+            f"import json, os, sys, time\njob = json.loads(sys.argv[1])\n{script}"
+        )
         monkeypatch.setattr(job, "ROOT", tmp_path)
 
     return be
 
 
 @pytest.mark.parametrize("cases", [["a", "b"], ["b"]])
-def test_a_new_parent_for_every_few_restarts(cases: list[str], stand_in: Callable[[str], None]) -> None:
+def test_a_new_parent_for_every_few_restarts(
+    cases: list[str], stand_in: Callable[[str], None]
+) -> None:
     """A case that a side cannot run is reported once, and not run again."""
     stand_in("""
 for case in list(job["cases"]):
@@ -48,7 +52,9 @@ for i in range(job["first"], job["first"] + job["restarts"]):
     for case in job["cases"]:
         print(json.dumps({"case": case, "restart": i, "parent": os.getpid(), "job": job}))
 """)
-    settings = Settings(dict.fromkeys(cases, "cpu"), restarts=12, rounds=3, clock="wall", slow_down=0.5, seed=4)
+    settings = Settings(
+        dict.fromkeys(cases, "cpu"), restarts=12, rounds=3, clock="wall", slow_down=0.5, seed=4
+    )
     lines = list(interleaved(OTHER, HERE, settings))
     assert [line["case"] for line in lines if "unable" in line] == ["b"]
     samples = [line for line in lines if "restart" in line]
@@ -108,7 +114,9 @@ class Fake:
         return self.texts.get((self.number, asked, count), answer)
 
 
-def run(log: list[str], texts: Texts | None = None, cases: Cases = TWO, **how: int) -> Iterator[dict[str, Any]]:
+def run(
+    log: list[str], texts: Texts | None = None, cases: Cases = TWO, **how: int
+) -> Iterator[dict[str, Any]]:
     @contextlib.contextmanager
     def start(i: int) -> Iterator[Any]:
         log.append(f"start {i}")
@@ -126,20 +134,28 @@ def test_all_are_warm_before_any_sample_and_are_asked_one_at_a_time(cases: Cases
     log: list[str] = []
     lines = list(run(log, cases=cases, restarts=2, first=5))
     assert lines == [
-        {"case": case, "restart": restart, "samples": {way: [float(side)] * 4 for way, (side, _) in ways.items()}}
+        {
+            "case": case,
+            "restart": restart,
+            "samples": {way: [float(side)] * 4 for way, (side, _) in ways.items()},
+        }
         for restart in (5, 6)
         for case, ways in cases.items()
     ]
     names = [f"{side} {asked}" for ways in cases.values() for side, (asked,) in ways.values()]
     first, warm = log[: len(log) // 2], 2 + 2 * len(names)
     assert sorted(first[:2]) == ["start 0", "start 1"] and sorted(first[-2:]) == ["end 0", "end 1"]
-    assert sorted(first[2:warm]) == sorted(f"{what} {name}" for what in ("ask", "answer") for name in names)
+    assert sorted(first[2:warm]) == sorted(
+        f"{what} {name}" for what in ("ask", "answer") for name in names
+    )
     asked, answers = first[warm:-2:2], first[warm + 1 : -2 : 2]
     assert answers == [each.replace("ask", "answer") for each in asked]
     assert Counter(asked) == {f"ask {name}": 4 for name in names}
 
 
-@pytest.mark.parametrize("place", [0, 2, 6, 10, 14], ids=["start", "warm-up a", "warm-up b", "case a", "case b"])
+@pytest.mark.parametrize(
+    "place", [0, 2, 6, 10, 14], ids=["start", "warm-up a", "warm-up b", "case a", "case b"]
+)
 def test_who_comes_first_is_drawn_for_each_restart(place: int) -> None:
     log: list[str] = []
     list(run(log, restarts=40, rounds=1))
@@ -149,10 +165,15 @@ def test_who_comes_first_is_drawn_for_each_restart(place: int) -> None:
 
 @pytest.mark.parametrize(
     ("cases", "side", "asked", "least", "left"),
-    [(TWO, 0, "a", 2, {"b": ["base", "head"]}), (TWO, 0, "a", 1, {"a": ["head"], "b": ["base", "head"]}),
-     (THREE, 1, "a", 2, {"a": ["base", "third"]})],
-)  # fmt: skip
-def test_what_cannot_run_is_told_once_and_left_out(cases: Cases, side: int, asked: str, least: int, left: Any) -> None:
+    [
+        (TWO, 0, "a", 2, {"b": ["base", "head"]}),
+        (TWO, 0, "a", 1, {"a": ["head"], "b": ["base", "head"]}),
+        (THREE, 1, "a", 2, {"a": ["base", "third"]}),
+    ],
+)
+def test_what_cannot_run_is_told_once_and_left_out(
+    cases: Cases, side: int, asked: str, least: int, left: Any
+) -> None:
     log: list[str] = []
     first, *lines = run(log, {(side, asked, 0): GONE}, cases, restarts=2, least=least)
     (name,) = (name for name, way in cases["a"].items() if way == (side, (asked,)))
@@ -166,7 +187,9 @@ def test_what_cannot_run_is_told_once_and_left_out(cases: Cases, side: int, aske
     [(1, 0, []), (5, 0, ["a", "b"]), (0, 5, [])],
     ids=["a sample", "the warm-up of a later restart", "the first restart of a later process"],
 )
-def test_what_ran_before_and_no_longer_does_is_an_error(answer: int, first: int, finished: list[str]) -> None:
+def test_what_ran_before_and_no_longer_does_is_an_error(
+    answer: int, first: int, finished: list[str]
+) -> None:
     """The reason may be too little memory. Leaving the case out would hide that."""
     log: list[str] = []
     lines = run(log, {(1, "a", answer): "MemoryError"}, restarts=3, first=first)
@@ -183,16 +206,25 @@ def test_a_process_refuses_a_torchgpipe_of_another_folder(tmp_path: Path) -> Non
         assert side.recv().startswith("ImportError: torchgpipe comes from ") and not side.poll()
 
 
-@pytest.mark.parametrize("ask", [lambda side: side.send("a"), lambda side: side.recv()], ids=["asked", "to answer"])
-def test_a_process_that_ended_by_itself(ask: Callable[[Connection], object], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ask", [lambda side: side.send("a"), lambda side: side.recv()], ids=["asked", "to answer"]
+)
+def test_a_process_that_ended_by_itself(
+    ask: Callable[[Connection], object], tmp_path: Path
+) -> None:
     def buffers() -> int:
         return sum(type(each) is memoryview for each in gc.get_objects())
 
     gc.collect()
     before, others = buffers(), {*multiprocessing.active_children()}
-    with pytest.raises(Error, match="a measuring process ended by itself") as caught, fork(tmp_path, "", "") as side:
+    with (
+        pytest.raises(Error, match="a measuring process ended by itself") as caught,
+        fork(tmp_path, "", "") as side,
+    ):
         (process,) = {*multiprocessing.active_children()} - others
         process.kill()
         process.join()
         ask(side)
-    assert buffers() <= before, caught  # the error may live long; its frames must not hold what was not sent
+    assert buffers() <= before, (
+        caught
+    )  # the error may live long; its frames must not hold what was not sent

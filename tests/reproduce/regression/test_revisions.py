@@ -43,7 +43,11 @@ def version(folder: Path) -> str:
 
 def test_a_snapshot_of_the_working_tree_as_it_is(root: Path, tmp_path: Path) -> None:
     tree = snapshot(of(root), tmp_path / "one")
-    assert (tree.name, tree.commit, tree.dirty) == ("the working tree", git(root, "rev-parse", "new"), False)
+    assert (tree.name, tree.commit, tree.dirty) == (
+        "the working tree",
+        git(root, "rev-parse", "new"),
+        False,
+    )
     (root / "torchgpipe" / "__init__.py").write_text("version = 'newer'\n")
     tree = snapshot(of(root), tmp_path / "two")
     (root / "torchgpipe" / "__init__.py").write_text("version = 'edited meanwhile'\n")
@@ -52,21 +56,28 @@ def test_a_snapshot_of_the_working_tree_as_it_is(root: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("revision", "build", "said"),
-    [("empty", None, r"empty holds no package torchgpipe and no src/torchgpipe below /"),
-     ("new", "rm -r torchgpipe", "new holds no package torchgpipe"),
-     ("new", "exit 3", "new: --build 'exit 3' ended with exit code 3; above is")],
-)  # fmt: skip
-def test_what_cannot_be_had(revision: str, build: str | None, said: str, root: Path, tmp_path: Path) -> None:
+    [
+        ("empty", None, r"empty holds no package torchgpipe and no src/torchgpipe below /"),
+        ("new", "rm -r torchgpipe", "new holds no package torchgpipe"),
+        ("new", "exit 3", "new: --build 'exit 3' ended with exit code 3; above is"),
+    ],
+)
+def test_what_cannot_be_had(
+    revision: str, build: str | None, said: str, root: Path, tmp_path: Path
+) -> None:
     with pytest.raises(Error, match=f"^{said}"):
         committed(of(root, build=build), revision, tmp_path / "base")
 
 
 @pytest.mark.parametrize(
     ("place", "build", "where"),
-    [("src/parts/one.py", None, "src/parts/one.py"), ("parts/one/__init__.py", None, "parts/one/__init__.py"),
-     ("code/one.py", "mkdir -p src/parts && cp code/one.py src/parts", "src/parts/one.py")],
+    [
+        ("src/parts/one.py", None, "src/parts/one.py"),
+        ("parts/one/__init__.py", None, "parts/one/__init__.py"),
+        ("code/one.py", "mkdir -p src/parts && cp code/one.py src/parts", "src/parts/one.py"),
+    ],
     ids=["a file in src", "a folder", "built"],
-)  # fmt: skip
+)
 def test_where_a_package_is(place: str, build: str | None, where: str, tmp_path: Path) -> None:
     """What git ignores, such as an older build, is on neither side."""
     root = tmp_path / "root"
@@ -82,7 +93,9 @@ def test_where_a_package_is(place: str, build: str | None, where: str, tmp_path:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
-def test_a_signal_is_an_end_unless_it_is_ignored(number: signal.Signals, before: signal.Handlers, root: Path) -> None:
+def test_a_signal_is_an_end_unless_it_is_ignored(
+    number: signal.Signals, before: signal.Handlers, root: Path
+) -> None:
     own = signal.signal(number, before)  # the test suite may run under nohup
     ended = pytest.raises(SystemExit) if before is signal.SIG_DFL else contextlib.nullcontext()
     try:
@@ -104,7 +117,14 @@ CASES: dict[str, Clock] = {"a": "cpu", "b": "cpu"}
 class History:
     """A repository with commits of versions 0, 1, ...; from commit `culprit` on, cases are slower."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, commits: int, culprit: int, slower: list[str]):
+    def __init__(
+        self,
+        root: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        commits: int,
+        culprit: int,
+        slower: list[str],
+    ):
         self.root, self.culprit, self.slower = root, culprit, slower
         self.broken: list[int] = []
         self.asked: list[tuple[int, list[str]]] = []
@@ -116,13 +136,17 @@ class History:
             commit(root, f"v{number}")
         monkeypatch.setattr(bisect, "measure", self.measure)
 
-    def measure(self, base: Tree, head: Tree, settings: Settings, rule: Rule, progress: object) -> Judgement:
+    def measure(
+        self, base: Tree, head: Tree, settings: Settings, rule: Rule, progress: object
+    ) -> Judgement:
         assert version(base.folder) == "0"
         number = int(version(head.folder))
         self.asked.append((number, list(settings.cases)))
         outcome = SLOWER if number >= self.culprit else SAME
         unable = {"head": "ImportError: gone"} if number in self.broken else {}
-        decisions = {case: outcome if case in self.slower else SAME for case in [*settings.cases, TOGETHER]}
+        decisions = {
+            case: outcome if case in self.slower else SAME for case in [*settings.cases, TOGETHER]
+        }
         return Judgement({case: Samples(unable=unable) for case in settings.cases}, decisions, rule)
 
     def search(self, good: str = "v0", bad: str = "HEAD", restarts: int = 20) -> str:
@@ -132,29 +156,44 @@ class History:
 
 @pytest.mark.parametrize("slower", [["b"], ["a", "b", TOGETHER], [TOGETHER]], ids=str)
 @pytest.mark.parametrize("culprit", [1, 5, 9])
-def test_the_first_slower_commit(culprit: int, slower: list[str], tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_first_slower_commit(
+    culprit: int, slower: list[str], tmp_path: Path, monkeypatch: Any
+) -> None:
     history = History(tmp_path, monkeypatch, 10, culprit, slower)
     (tmp_path / "torchgpipe" / "__init__.py").write_text("version = 'edited'\n")
     before = git(tmp_path, "status", "--porcelain", "--branch")
     assert history.search().split(maxsplit=1)[1] == f"change-{culprit}"
-    assert git(tmp_path, "status", "--porcelain", "--branch") == before and version(tmp_path) == "edited"
+    assert (
+        git(tmp_path, "status", "--porcelain", "--branch") == before
+        and version(tmp_path) == "edited"
+    )
     assert len(history.asked) == len(history.said) <= 1 + 4, "all nine would take long"
     assert history.asked[0] == (9, ["a", "b"])
-    assert all(cases == (["b"] if slower == ["b"] else ["a", "b"]) for _, cases in history.asked[1:])
+    assert all(
+        cases == (["b"] if slower == ["b"] else ["a", "b"]) for _, cases in history.asked[1:]
+    )
 
 
 @pytest.mark.parametrize(
     ("good", "bad", "culprit", "broken", "restarts", "said"),
-    [("v0", "HEAD", 5, [], 20, "HEAD is not slower than v0"),
-     ("HEAD", "v0", 1, [], 20, "no commit after HEAD, up to v0, changes torchgpipe"),
-     ("v0", "nowhere", 1, [], 20, "nowhere: no such git revision"),
-     ("v0", "v2", 1, [1], 20, "a cannot run in [0-9a-f]{9}: ImportError: gone"),
-     ("v0", "v2", 1, [], 3, "nothing could be called significant")],
-)  # fmt: skip
+    [
+        ("v0", "HEAD", 5, [], 20, "HEAD is not slower than v0"),
+        ("HEAD", "v0", 1, [], 20, "no commit after HEAD, up to v0, changes torchgpipe"),
+        ("v0", "nowhere", 1, [], 20, "nowhere: no such git revision"),
+        ("v0", "v2", 1, [1], 20, "a cannot run in [0-9a-f]{9}: ImportError: gone"),
+        ("v0", "v2", 1, [], 3, "nothing could be called significant"),
+    ],
+)
 def test_what_cannot_be_searched(
-    good: str, bad: str, culprit: int, broken: list[int], restarts: int, said: str, tmp_path: Path,
+    good: str,
+    bad: str,
+    culprit: int,
+    broken: list[int],
+    restarts: int,
+    said: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     history = History(tmp_path, monkeypatch, 3, culprit, ["a"])
     history.broken = broken
     with pytest.raises(Error, match=said):

@@ -29,31 +29,47 @@ def test_every_case_trains(case: Case) -> None:
     assert case.prepare()() == first, "both sides start from the same parameters and data"
 
 
-@pytest.mark.parametrize("text", ["", "1 / 0", "CASES = []", "CASES = [1]", "CASES = [Case('a', int), Case('a', id)]"])
+@pytest.mark.parametrize(
+    "text", ["", "1 / 0", "CASES = []", "CASES = [1]", "CASES = [Case('a', int), Case('a', id)]"]
+)
 def test_a_file_without_cases_of_their_own_names(text: str, tmp_path: Path) -> None:
-    (file := tmp_path / "cases.py").write_text(f"from reproduce.regression.timed import Case\n{text}")
+    (file := tmp_path / "cases.py").write_text(
+        f"from reproduce.regression.timed import Case\n{text}"
+    )
     with pytest.raises(Error, match=r"^--cases /.*: .*Error: .*; it needs CASES, a list of"):
         timed.load(file)
 
 
-@pytest.mark.parametrize(("own", "clock", "cores"), [("cpu", None, 1), ("wall", None, 2), ("wall", "cpu", 1)])
-def test_each_case_has_its_clock_and_cores(own: Clock, clock: Clock | None, cores: int, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("own", "clock", "cores"), [("cpu", None, 1), ("wall", None, 2), ("wall", "cpu", 1)]
+)
+def test_each_case_has_its_clock_and_cores(
+    own: Clock, clock: Clock | None, cores: int, monkeypatch: Any
+) -> None:
     """Also if another one was timed before, in the same process. CPU time is of all threads, and none in waiting."""
     before, found = os.sched_getaffinity(0), list[int]()
     case = Case("a", lambda: lambda: found.append(len(os.sched_getaffinity(0))), clock=own)
     monkeypatch.setattr(timed, "load", lambda _: {"a": case})
     try:
-        one, other = Timed("", "a", clock, 0.0), Timed("", "a", "wall" if cores == 1 else "cpu", 0.0)
+        one, other = (
+            Timed("", "a", clock, 0.0),
+            Timed("", "a", "wall" if cores == 1 else "cpu", 0.0),
+        )
         found.clear()
         one()
         other()
     finally:
         os.sched_setaffinity(0, before)
-    assert found[0] == min(cores, len(CORES)) and one.now == (time.process_time, time.perf_counter)[cores - 1]
+    assert (
+        found[0] == min(cores, len(CORES))
+        and one.now == (time.process_time, time.perf_counter)[cores - 1]
+    )
 
 
 @pytest.mark.parametrize("slow_down", [0.0, 0.1, 0.5])
-def test_a_planted_delay_is_a_share_of_the_usual_step(slow_down: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_delay_is_a_share_of_the_usual_step(
+    slow_down: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps advance the clock, the first ones more; reading it advances it a little."""
     now, steps = 0.0, 0
 
@@ -85,7 +101,9 @@ def made(ratio: Ratio, noise: float, restarts: int = 20, rounds: int = 8, seed: 
         of_restart = ratio if isinstance(ratio, float) else ratio(draw, i)
         levels = [draw.uniform(0.5, 2.0) for _ in range(rounds)]
         samples.base.append([level * draw.uniform(1 - noise, 1 + noise) for level in levels])
-        samples.head.append([of_restart * level * draw.uniform(1 - noise, 1 + noise) for level in levels])
+        samples.head.append(
+            [of_restart * level * draw.uniform(1 - noise, 1 + noise) for level in levels]
+        )
     return samples
 
 
@@ -102,7 +120,11 @@ RATIOS: dict[str, tuple[Ratio, float, str]] = {
     "10 % quicker": (1 / 1.1, 0.01, "better"),
     "3 % slower: less than matters": (1.03, 0.005, "~"),
     "each process has a speed of its own": (lambda draw, i: draw.uniform(0.9, 1.1), 0.001, "~"),
-    "10 % slower, and each process has its own": (lambda draw, i: 1.1 * draw.uniform(0.95, 1.05), 0.05, "worse"),
+    "10 % slower, and each process has its own": (
+        lambda draw, i: 1.1 * draw.uniform(0.95, 1.05),
+        0.05,
+        "worse",
+    ),
     "one restart went wrong": (lambda draw, i: 3.0 if i == 5 else 1.0, 0.05, "~"),
     "10 % slower, one restart went wrong": (lambda draw, i: 0.1 if i == 7 else 1.1, 0.01, "worse"),
 }
@@ -120,10 +142,16 @@ def test_what_is_called_real(name: str) -> None:
 
 def test_overlap_is_a_family_of_its_own() -> None:
     """What is slower there moves no other mean, and takes no share of alpha from more tests than it has itself."""
-    overlap = {case.name: replace(made(SLOWER, 0.01, seed=9 + k), clock="wall") for k, case in enumerate(OVERLAP)}
+    overlap = {
+        case.name: replace(made(SLOWER, 0.01, seed=9 + k), clock="wall")
+        for k, case in enumerate(OVERLAP)
+    }
     eight_and = eight(SAME, 0.01) | overlap
     found = judge(eight_and, Rule())
-    assert found.worse == [*(case.name for case in OVERLAP), WALL_TOGETHER] and found.rule.alpha == Rule().alpha / 9
+    assert (
+        found.worse == [*(case.name for case in OVERLAP), WALL_TOGETHER]
+        and found.rule.alpha == Rule().alpha / 9
+    )
     assert found.decisions[TOGETHER] == judge(eight(SAME, 0.01), Rule()).decisions[TOGETHER]
 
 
@@ -135,8 +163,12 @@ def test_a_restart_gives_the_median_of_its_pairs() -> None:
     assert shown == [1000, 2000], "of a pair near the ratio; the medians are 1500 and 9000"
 
 
-@pytest.mark.parametrize(("cases", "alpha", "restarts"), [(1, 0.01, 8), (8, 0.01, 11), (8, 0.05, 9), (2, 0.5, 4)])
+@pytest.mark.parametrize(
+    ("cases", "alpha", "restarts"), [(1, 0.01, 8), (8, 0.01, 11), (8, 0.05, 9), (2, 0.5, 4)]
+)
 def test_tests_share_alpha(cases: int, alpha: float, restarts: int) -> None:
     assert least_restarts(Rule(alpha), cases) == restarts
     judged = judge({str(k): made(SAME, 0.1) for k in range(cases)}, Rule(alpha))
-    assert judged.rule.alpha == alpha / len(judged.decisions) and len(judged.decisions) == cases + (cases > 1)
+    assert judged.rule.alpha == alpha / len(judged.decisions) and len(judged.decisions) == cases + (
+        cases > 1
+    )

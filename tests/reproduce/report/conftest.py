@@ -9,11 +9,24 @@ from reproduce.records.record import Record, Run, load
 from reproduce.report.page import page
 from reproduce.report.subjects import FOLDERS
 
-TABLES = {experiment.name: experiment.table for experiment in EXPERIMENTS.values() if experiment.table}
+TABLES = {
+    experiment.name: experiment.table for experiment in EXPERIMENTS.values() if experiment.table
+}
 GPU = Gpu("a GPU", 16 << 30, 1500.0, 5000.0, 250.0, "PCIe 3.0 x16")
-RUN = Run("finished", ["python", "-m", "reproduce"], 0, "2020-04-21T10:02:05Z", "2020-04-21T10:12:05Z", "cuda", 2, None,
-          Machine("Linux", "a CPU", 4, 8, 8 << 30, [GPU] * 2), {"torch": "2.11.0", "driver": "575.57"},
-          Git("0123456789abcdef", dirty=True), [0.5, 0.25, 1.0])  # fmt: skip
+RUN = Run(
+    "finished",
+    ["python", "-m", "reproduce"],
+    0,
+    "2020-04-21T10:02:05Z",
+    "2020-04-21T10:12:05Z",
+    "cuda",
+    2,
+    None,
+    Machine("Linux", "a CPU", 4, 8, 8 << 30, [GPU] * 2),
+    {"torch": "2.11.0", "driver": "575.57"},
+    Git("0123456789abcdef", dirty=True),
+    [0.5, 0.25, 1.0],
+)
 
 
 def on_gpus(record: Record) -> Record:
@@ -21,7 +34,9 @@ def on_gpus(record: Record) -> Record:
     results = [replace(each, device="cuda") for each in record.results]
     for k, each in enumerate(results):
         if peaks := each.values.get("peak_allocated"):
-            results[k] = replace(each, values=each.values | {"peak_reserved": [2 * peak for peak in peaks]})
+            results[k] = replace(
+                each, values=each.values | {"peak_reserved": [2 * peak for peak in peaks]}
+            )
     return replace(record, name="gpus", run=RUN, results=results)
 
 

@@ -9,15 +9,26 @@ from typing import Any
 
 import pytest
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
-BROWSER, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+webdriver = pytest.importorskip(
+    "selenium.webdriver", reason="selenium is not installed: pip install selenium"
+)
+BROWSER, DRIVER = (
+    shutil.which("chromium") or shutil.which("google-chrome"),
+    shutil.which("chromedriver"),
+)
 WITHOUT = pytest.mark.skipif(
     BROWSER is None or DRIVER is None,
     reason="no chromium and chromedriver to open the report in: apt-get install chromium chromium-driver",
 )
 pytestmark = [pytest.mark.slow, WITHOUT]
 SCREENS = {"desktop": (1280, 900), "phone": (360, 740)}
-OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
+OPTIONS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +40,11 @@ def browser() -> Iterator[Any]:
     options.binary_location = BROWSER
     for option in OPTIONS:
         options.add_argument(option)
-    for left in (2, 1, 0):  # retries: on a busy machine a browser may start later than its driver waits
+    for left in (
+        2,
+        1,
+        0,
+    ):  # retries: on a busy machine a browser may start later than its driver waits
         try:
             driver = webdriver.Chrome(options=options, service=Service(DRIVER))
             break
@@ -40,22 +55,35 @@ def browser() -> Iterator[Any]:
     driver.quit()
 
 
-@pytest.fixture(scope="module", params=[(screen, scheme) for screen in SCREENS for scheme in ("light", "dark")],
-                ids="-".join)  # fmt: skip
+@pytest.fixture(
+    scope="module",
+    params=[(screen, scheme) for screen in SCREENS for scheme in ("light", "dark")],
+    ids="-".join,
+)
 def run(
-    request: pytest.FixtureRequest, browser: Any, text: str, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    browser: Any,
+    text: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Any]:
     """Open the page on a screen, in a colour scheme; return a function that runs JavaScript in it."""
     screen, scheme = request.param
     page = tmp_path_factory.mktemp("report") / "report.html"
     page.write_text(text, encoding="utf-8")
     width, height = SCREENS[screen]
-    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": screen == "phone"}
+    metrics = {
+        "width": width,
+        "height": height,
+        "deviceScaleFactor": 1,
+        "mobile": screen == "phone",
+    }
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     browser.get(page.as_uri())
-    browser.execute_script("for (const each of document.querySelectorAll('details')) each.open = true")
+    browser.execute_script(
+        "for (const each of document.querySelectorAll('details')) each.open = true"
+    )
     return browser.execute_script
 
 
@@ -87,12 +115,16 @@ def contrast(one: str, other: str) -> float:
     lights = []
     for color in (one, other):
         parts = [int(part) / 255 for part in color[color.index("(") + 1 : -1].split(",")[:3]]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        linear = [
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        ]
         lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
     return (max(lights) + 0.05) / (min(lights) + 0.05)
 
 
-def test_the_scheme_is_followed_and_text_stands_out_from_its_ground(run: Callable[..., Any]) -> None:
+def test_the_scheme_is_followed_and_text_stands_out_from_its_ground(
+    run: Callable[..., Any],
+) -> None:
     """Text has at least the contrast that WCAG asks for: 4.5 to 1."""
     dark, ground, colors = run(
         """const texts = ["p.lead", "td", "h2", "a", "figure text", "dd", "figcaption"];

@@ -59,7 +59,12 @@ class Reader(HTMLParser):
 
 def test_it_is_whole_and_asks_nothing_of_the_network(text: str, records: list[Record]) -> None:
     read = Reader(text)
-    run = {result.experiment for record in records for result in record.results if result.status == "measured"}
+    run = {
+        result.experiment
+        for record in records
+        for result in record.results
+        if result.status == "measured"
+    }
     assert {*TABLES, *run, "timelines", "machines", "others"} <= set(read.ids)
     papers = {f"machine-{record.name}" for record in records if record.kind == "published"}
     assert papers <= set(read.ids), "every published table is somewhere"
@@ -94,7 +99,8 @@ SAYS: dict[str, list[str]] = {
     ],
     "resnet101-speed": ["| pipeline-2 | 2 | 1667 | 25000 | 136 |"],
     "resnet101-accuracy": [
-        "| pipeline-256 | 2 | 4 | 256 | 117 | 21.99 +- 0.13 | 6.25 +- 1.64 |", "shows its rows plain, plain BN n2m4.",
+        "| pipeline-256 | 2 | 4 | 256 | 117 | 21.99 +- 0.13 | 6.25 +- 1.64 |",
+        "shows its rows plain, plain BN n2m4.",
     ],
     "amoebanet-memory": [
         "| allocated memory | reserved memory | parameters |",
@@ -105,12 +111,20 @@ SAYS: dict[str, list[str]] = {
         "0.91 + ? 4.48 9.46 18.7 31.5",
         "Peak of reserved memory, each device stacked on the one before; measured (small, CUDA).",
     ],
-    "unet-memory": ["| row | n | m | batch | measured (small, CPU) | published | published | counted (paper) |"],
+    "unet-memory": [
+        "| row | n | m | batch | measured (small, CPU) | published | published | counted (paper) |"
+    ],
     "unet-ablation": [
         "dep-str-ptl | 4 | 8 | 128 | 58.5 | 49.7 | 27.1 | 1.91 | 1.40 (1.40-1.41) | 75% | 74% | 451.2 MiB | 23.50 GiB",
-        *(f"{what} as components are added one by one." for what in (
-            "Throughput, relative to the first row", "Utilization", "Reserved memory, relative to the first row",
-            "Allocated memory, relative to the first row")),
+        *(
+            f"{what} as components are added one by one."
+            for what in (
+                "Throughput, relative to the first row",
+                "Utilization",
+                "Reserved memory, relative to the first row",
+                "Allocated memory, relative to the first row",
+            )
+        ),
         "published baseline 1.00, dep-x-x 0.37",
         "dep-str-ptl 1.91",
     ],
@@ -120,24 +134,33 @@ SAYS: dict[str, list[str]] = {
         "a step takes 42% of naive's.",  # 5 seconds, not 12
     ],
     "machines": [
-        "2 x a GPU, 16 GiB, 1500 MHz, 5000 MHz memory, 250 W, PCIe 3.0 x16", "driver 575.57",
-        "0123456789ab with changes", "0.50 0.25 1.00", "NVIDIA Tesla P40",
+        "2 x a GPU, 16 GiB, 1500 MHz, 5000 MHz memory, 250 W, PCIe 3.0 x16",
+        "driver 575.57",
+        "0123456789ab with changes",
+        "0.50 0.25 1.00",
+        "NVIDIA Tesla P40",
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SAYS)
 def test_what_a_section_says(name: str, text: str) -> None:
     section = text.partition(f'<section id="{name}">')[2].partition("</section>")[0]
-    described = re.sub(r'<svg[^>]* aria-label="([^"]*)"[^>]*>', r" \1 ", re.sub("</t[dh]>", " | ", section))
-    said = " ".join(html.unescape(re.sub("<style.*?</style>|<[^>]*>", " ", described, flags=re.DOTALL)).split())
+    described = re.sub(
+        r'<svg[^>]* aria-label="([^"]*)"[^>]*>', r" \1 ", re.sub("</t[dh]>", " | ", section)
+    )
+    said = " ".join(
+        html.unescape(re.sub("<style.*?</style>|<[^>]*>", " ", described, flags=re.DOTALL)).split()
+    )
     assert [words for words in SAYS[name] if words not in said] == []
     assert ("as components are added" in said) == (name == "unet-ablation")
 
 
 def test_figures_fit_a_page(text: str) -> None:
     figures = re.findall("<svg .*?</svg>", text, re.DOTALL)
-    assert len(figures) > 15 and (ideal(1, 1), ideal(8, 1), ideal(8, 32)) == (1, 1, 256 / 39), "as the papers have it"
+    assert len(figures) > 15 and (ideal(1, 1), ideal(8, 1), ideal(8, 32)) == (1, 1, 256 / 39), (
+        "as the papers have it"
+    )
     for svg in figures:
         read = ElementTree.fromstring(svg)
         assert read.attrib["width"] == "360", "a phone's width"
@@ -148,7 +171,10 @@ def test_figures_fit_a_page(text: str) -> None:
         assert used and used <= {*VARIABLES.values(), "--font"}
         assert "DejaVu" not in svg and "<metadata" not in svg and "http" not in svg
         ids = set(re.findall(r' id="([^"]+)"', svg))
-        assert set(re.findall(r'href="#([^"]+)"', svg)) | set(re.findall(r"url\(#([^)]+)\)", svg)) <= ids
+        assert (
+            set(re.findall(r'href="#([^"]+)"', svg)) | set(re.findall(r"url\(#([^)]+)\)", svg))
+            <= ids
+        )
 
 
 def test_what_records_say_is_text_and_no_markup(text: str) -> None:
@@ -163,27 +189,46 @@ def test_what_records_say_is_text_and_no_markup(text: str) -> None:
 def run(started: str, *steps: int, state: Any = "finished", **changes: Any) -> Record:
     """Make a run of rows with these numbers of steps."""
     results = [
-        row(f"x{i}", [1.0] * count, **{"status": "measured" if count else "failed", "published": LINK, **changes})
+        row(
+            f"x{i}",
+            [1.0] * count,
+            **{"status": "measured" if count else "failed", "published": LINK, **changes},
+        )
         for i, count in enumerate(steps)
     ]
-    return Record(f"run {started}", "T", "measured", {}, results, run=replace(RUN, started=started, state=state))
+    return Record(
+        f"run {started}",
+        "T",
+        "measured",
+        {},
+        results,
+        run=replace(RUN, started=started, state=state),
+    )
 
 
 @pytest.mark.parametrize(
     ("runs", "best"),
-    [([run("2020", 1, 1), run("2021", 1, 1)], ["run 2021"]),
-     ([run("2021", 1, 1), run("2020", 1, 1)], ["run 2021"]),
-     ([run("2020", 1, 1), run("2021", 1)], ["run 2020"]),  # a run of a single row does not hide the whole table
-     ([run("2020", 1, 1), run("2021", 1, 0)], ["run 2020"]),
-     ([run("2020", 1, 1), run("2021", 1, 1, others=[0.2])], ["run 2020"]),
-     ([run("2020", 1, 1, 1, others=[0.2]), run("2021", 1, 1, others=[0.2])], ["run 2020"]),
-     ([run("2020", 1), run("2021", 1, 1, state="interrupted")], ["run 2020"]),
-     ([run("2020", 0)], []),
-     ([run("2020", 1), run("2021", 1, device="cuda")], ["run 2020", "run 2021"]),
-     ([run("2020", 1), run("2021", 1, scale="paper")], ["run 2020", "run 2021"]),
-     ([run("2020", 1), run("2021", 1, emulated=True, status="emulated")], ["run 2020", "run 2021"]),
-     ([run("2020", 1), run("2021", 1, engine="ranks")], ["run 2020", "run 2021"])],
-)  # fmt: skip
+    [
+        ([run("2020", 1, 1), run("2021", 1, 1)], ["run 2021"]),
+        ([run("2021", 1, 1), run("2020", 1, 1)], ["run 2021"]),
+        (
+            [run("2020", 1, 1), run("2021", 1)],
+            ["run 2020"],
+        ),  # a run of a single row does not hide the whole table
+        ([run("2020", 1, 1), run("2021", 1, 0)], ["run 2020"]),
+        ([run("2020", 1, 1), run("2021", 1, 1, others=[0.2])], ["run 2020"]),
+        ([run("2020", 1, 1, 1, others=[0.2]), run("2021", 1, 1, others=[0.2])], ["run 2020"]),
+        ([run("2020", 1), run("2021", 1, 1, state="interrupted")], ["run 2020"]),
+        ([run("2020", 0)], []),
+        ([run("2020", 1), run("2021", 1, device="cuda")], ["run 2020", "run 2021"]),
+        ([run("2020", 1), run("2021", 1, scale="paper")], ["run 2020", "run 2021"]),
+        (
+            [run("2020", 1), run("2021", 1, emulated=True, status="emulated")],
+            ["run 2020", "run 2021"],
+        ),
+        ([run("2020", 1), run("2021", 1, engine="ranks")], ["run 2020", "run 2021"]),
+    ],
+)
 def test_one_rule_says_which_run_is_shown(runs: list[Record], best: list[str]) -> None:
     """A side of a comparison follows it, too. What is of several runs says so."""
     subjects = find_subjects(runs)
@@ -192,16 +237,22 @@ def test_one_rule_says_which_run_is_shown(runs: list[Record], best: list[str]) -
     entries = [entry for entry in side.entries if entry.result.status in SUCCESS]
     assert {*(entry.record.name for entry in entries)} >= {*best}
     notes = " ".join(note for subject in subjects for note in side_by_side(subject).notes)
-    beside = len(best) > 1 and len({(entry.result.scale, entry.result.device) for entry in entries}) == 1
+    beside = (
+        len(best) > 1 and len({(entry.result.scale, entry.result.device) for entry in entries}) == 1
+    )
     assert ("Of different runs, which did not run in turn: " in notes) == beside
     assert (MARK in notes) == any(entry.result.disturbed for entry in entries)
 
 
-@pytest.mark.parametrize(("steps", "titles"), [(1, [TITLE]), (2, [f"{TITLE}, mini-batch {k}" for k in range(2)])])
+@pytest.mark.parametrize(
+    ("steps", "titles"), [(1, [TITLE]), (2, [f"{TITLE}, mini-batch {k}" for k in range(2)])]
+)
 def test_what_perfetto_shows_is_read_back(steps: int, titles: list[str], tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(perfetto([STEP] * steps, TITLE, "device"))
-    assert read_trace(path) == [(title, dataclasses.replace(STEP, placement=[0, 1])) for title in titles]
+    assert read_trace(path) == [
+        (title, dataclasses.replace(STEP, placement=[0, 1])) for title in titles
+    ]
 
 
 def test_pictures_say_the_bubble() -> None:
@@ -218,18 +269,30 @@ def test_pictures_say_the_bubble() -> None:
 
 @pytest.mark.parametrize(
     ("file", "options", "written"),
-    [("t.svg", {}, ["t.json", "t.svg"]),
-     ("v1.2", {}, ["v1.2.json", "v1.2.svg"]),
-     ("t.json", {"several": True}, ["t-GPipe-n2m4-mb.json", "t-GPipe-n2m4-mb.svg"]),
-     ("t", {"several": True, "experiments": True, "draw": False}, ["t-unet-speed-GPipe-n2m4-mb.json"])],
-)  # fmt: skip
+    [
+        ("t.svg", {}, ["t.json", "t.svg"]),
+        ("v1.2", {}, ["v1.2.json", "v1.2.svg"]),
+        ("t.json", {"several": True}, ["t-GPipe-n2m4-mb.json", "t-GPipe-n2m4-mb.svg"]),
+        (
+            "t",
+            {"several": True, "experiments": True, "draw": False},
+            ["t-unet-speed-GPipe-n2m4-mb.json"],
+        ),
+    ],
+)
 def test_files(file: str, options: dict[str, Any], written: list[str], tmp_path: Path) -> None:
     tracer = Tracer(tmp_path / file, **{"several": False, **options})
     tracer("unet-speed", "GPipe n2m4/mb", STEP)
-    assert [path.name for path in tracer.written] == sorted(path.name for path in tmp_path.iterdir()) == written
+    assert (
+        [path.name for path in tracer.written]
+        == sorted(path.name for path in tmp_path.iterdir())
+        == written
+    )
 
 
-def test_what_cannot_be_written_or_drawn_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_or_drawn_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "t.json").mkdir()
     tracer = Tracer(tmp_path / "t", several=False)
     tracer("e", "r", STEP)
@@ -237,4 +300,7 @@ def test_what_cannot_be_written_or_drawn_is_remembered(tmp_path: Path, monkeypat
     tracer("e", "r", STEP)
     assert [path.name for path in tracer.written] == ["t.svg"]
     first, _, last = tracer.problems
-    assert "t.json: cannot be written (" in first and "t.svg: cannot be drawn (ZeroDivisionError" in last
+    assert (
+        "t.json: cannot be written (" in first
+        and "t.svg: cannot be drawn (ZeroDivisionError" in last
+    )

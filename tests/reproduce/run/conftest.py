@@ -34,7 +34,9 @@ class Fake:
     """The row names of all steps, in order."""
     kind = ""
 
-    def __init__(self, row: Row, devices: Devices, data: FakeData, balancer: object, seed: int) -> None:
+    def __init__(
+        self, row: Row, devices: Devices, data: FakeData, balancer: object, seed: int
+    ) -> None:
         self.row = replace(row, balance=(1,) * (row.partitions or 1))
         self.name = row.name + self.kind
         self.alive.add(self.name)
@@ -59,7 +61,9 @@ class Emulated(Fake, Emulation):
 
     kind = " emulated"
 
-    def __init__(self, row: Row, devices: Devices, data: FakeData, balancer: object, seed: int, link: object) -> None:
+    def __init__(
+        self, row: Row, devices: Devices, data: FakeData, balancer: object, seed: int, link: object
+    ) -> None:
         Fake.__init__(self, row, devices, data, balancer, seed)
         self.executed, self.link = row.micro_batches or 1, link  # type: ignore[assignment]
         self.runs = []
@@ -73,7 +77,9 @@ class Emulated(Fake, Emulation):
         return EmulatedStep(SECONDS, 0.5, 3.0, timeline)
 
 
-def fake_peak(training: Any, devices: Devices, *, steps: int, before: Callable[[int], None]) -> dict[str, list[int]]:
+def fake_peak(
+    training: Any, devices: Devices, *, steps: int, before: Callable[[int], None]
+) -> dict[str, list[int]]:
     for step in range(steps):
         before(step)
         training.step()
@@ -89,23 +95,46 @@ class Runner:
     def __init__(self, folder: Path) -> None:
         self.folder, self.said, self.out = folder, "", ""
 
-    def __call__(self, name: str, *options: str, status: int = 0, **changes: Any) -> dict[str, Result]:
+    def __call__(
+        self, name: str, *options: str, status: int = 0, **changes: Any
+    ) -> dict[str, Result]:
         paper, small = TINY[name].scales
         known, progress = {*self.folder.glob("*.json")}, Progress(said := io.StringIO())
-        command = ["run", name, "--all", "--on", "cpu", "--scale", "small", "--out", str(self.folder), *options]
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
-            patch.setitem(EXPERIMENTS, name, replace(TINY[name], scales=(paper, replace(small, **changes))))
+        command = [
+            "run",
+            name,
+            "--all",
+            "--on",
+            "cpu",
+            "--scale",
+            "small",
+            "--out",
+            str(self.folder),
+            *options,
+        ]
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(io.StringIO()) as out,
+        ):
+            patch.setitem(
+                EXPERIMENTS, name, replace(TINY[name], scales=(paper, replace(small, **changes)))
+            )
             patch.setattr("reproduce.machine.devices.cores", lambda: CORES)
             patch.setattr("reproduce.cli.run.Progress", lambda: progress)
             assert main(command) == status
         assert status == 130 or not progress.seconds_left(), "no time is left to tell"
         self.said, self.out = said.getvalue(), out.getvalue()
-        (path,) = ({*self.folder.glob("*.json")} - known) or known  # a run that is resumed has its file
+        (path,) = (
+            {*self.folder.glob("*.json")} - known
+        ) or known  # a run that is resumed has its file
         self.record = load(path)
         return {
-            each.row + " emulated" * each.emulated + f" {each.engine}" * (each.engine != "threads")
-            + " paper" * (each.scale == "paper"): each for each in self.record.results
-        }  # fmt: skip
+            each.row
+            + " emulated" * each.emulated
+            + f" {each.engine}" * (each.engine != "threads")
+            + " paper" * (each.scale == "paper"): each
+            for each in self.record.results
+        }
 
 
 @pytest.fixture

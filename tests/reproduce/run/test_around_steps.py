@@ -59,18 +59,25 @@ def test_a_time_limit_bounds_the_time_left() -> None:
     progress.plan("a", 100, guess=1.0, group="slow", limit=50.0)
     progress.plan("other", 3, guess=1.0)
     take(progress, "a", seconds=10.0)
-    assert progress.seconds_left() == 50.0 + 3 * 10.0, "first steps are not among those that are limited"
+    assert progress.seconds_left() == 50.0 + 3 * 10.0, (
+        "first steps are not among those that are limited"
+    )
     progress.begin("slow")
     for seconds, left in ((10, 40.0), (100, 0.0)):
         clock.time += seconds
         assert progress.seconds_left() == left + 3 * 10.0
     progress.finish("slow")
     take(progress, "other", seconds=10.0)
-    assert progress.seconds_left() == 2 * 10.0, "a group that has ended needs no time, whatever its limit"
+    assert progress.seconds_left() == 2 * 10.0, (
+        "a group that has ended needs no time, whatever its limit"
+    )
 
 
-BARS = {80: "####    | 1/2 rows, 60 s left: b, round 1 of 30", 40: "##  | 1/2 rows, 60 s left: b, round",
-        30: "#5 | 1/2 rows, 60 s left:"}  # fmt: skip
+BARS = {
+    80: "####    | 1/2 rows, 60 s left: b, round 1 of 30",
+    40: "##  | 1/2 rows, 60 s left: b, round",
+    30: "#5 | 1/2 rows, 60 s left:",
+}
 
 
 @pytest.mark.parametrize(("columns", "last"), BARS.items())
@@ -88,12 +95,16 @@ def test_a_terminal_has_a_bar(columns: int, last: str, monkeypatch: pytest.Monke
     assert stream.getvalue().endswith("\r" + " " * (columns - 1) + "\rstays\n"), "the bar is gone"
 
 
-def test_without_a_plan_there_is_text_and_elsewhere_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_plan_there_is_text_and_elsewhere_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     progress = Progress(stream := Terminal(), Clock())
     for text in ("x" * 200, "short"):
         progress.show(text)
-    assert stream.getvalue().split("\r")[-1] == "short".ljust(37) and "x" * 38 not in stream.getvalue()
+    assert (
+        stream.getvalue().split("\r")[-1] == "short".ljust(37) and "x" * 38 not in stream.getvalue()
+    )
     progress = Progress(file := io.StringIO(), Clock())
     progress.plan("a", 4, 1.0)
     take(progress, "a", seconds=SECONDS_BETWEEN_LINES / 2, steps=4)
@@ -109,15 +120,17 @@ NONE = "out of memory"
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), NONE),
-     (MemoryError(), NONE),
-     (RuntimeError(CPU_ALLOCATOR), NONE),
-     (RuntimeError("CUDA error: out of memory"), NONE),
-     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), NONE),
-     (ValueError("first\nsecond"), "ValueError: first"),
-     (ValueError(), "ValueError"),
-     (Error("a.JPEG cannot be read"), "a.JPEG cannot be read")],
-)  # fmt: skip
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), NONE),
+        (MemoryError(), NONE),
+        (RuntimeError(CPU_ALLOCATOR), NONE),
+        (RuntimeError("CUDA error: out of memory"), NONE),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), NONE),
+        (ValueError("first\nsecond"), "ValueError: first"),
+        (ValueError(), "ValueError"),
+        (Error("a.JPEG cannot be read"), "a.JPEG cannot be read"),
+    ],
+)
 def test_of_any_kind(error: Exception, reason: str) -> None:
     assert explain(error) == ("out of memory" if reason is NONE else "failed", reason)
 
@@ -137,16 +150,22 @@ GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 def test_on_cuda_the_device_takes_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may be far ahead of the device."""
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Mock(elapsed_time=Mock(return_value=2500.0)))
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda enable_timing: Mock(elapsed_time=Mock(return_value=2500.0))
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", "stream of {}".format)
     start, end = (Mark(GPUS[1]) for _ in range(2))
     assert end.since(start) == end.work_since(start) == 2.5
     first: Any = start.event
-    assert first.elapsed_time.call_args.args == (end.event,) and first.record.call_args.args == ("stream of cuda:1",)
+    assert first.elapsed_time.call_args.args == (end.event,) and first.record.call_args.args == (
+        "stream of cuda:1",
+    )
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(1.0, 3), (5.0, 1), (0.0, 50)])
-def test_samples_of_two_seconds_are_averaged(seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_two_seconds_are_averaged(
+    seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now, taken = [0.0], [0]
     ask = Mock(side_effect=lambda device: 50 * (device.index + 1))
 
@@ -154,7 +173,10 @@ def test_samples_of_two_seconds_are_averaged(seconds: float, steps: int, monkeyp
         if not taken[0]:
             ask.reset_mock()  # calls before only check that the driver answers
         taken[0] += 1
-        assert_eventually(lambda: ask.call_count > 4 * len(GPUS), lambda: "asked again and again while a step runs")
+        assert_eventually(
+            lambda: ask.call_count > 4 * len(GPUS),
+            lambda: "asked again and again while a step runs",
+        )
         now[0] += seconds
 
     monkeypatch.setattr(torch.cuda, "utilization", ask)
@@ -166,9 +188,14 @@ def test_samples_of_two_seconds_are_averaged(seconds: float, steps: int, monkeyp
 
 @pytest.mark.parametrize(
     ("answer", "said"),  # the first call only checks that the driver answers
-    [(ModuleNotFoundError("no\npynvml"), r" \(no pynvml\); try 'pip install"), ([1, 1], "the steps took less than 60")],
+    [
+        (ModuleNotFoundError("no\npynvml"), r" \(no pynvml\); try 'pip install"),
+        ([1, 1], "the steps took less than 60"),
+    ],
 )
-def test_silence_is_told_not_guessed(answer: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_is_told_not_guessed(
+    answer: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "utilization", Mock(side_effect=answer))
     monkeypatch.setattr("reproduce.run.timed.MOST_STEPS", 1)
     monkeypatch.setattr("reproduce.run.timed.SAMPLING_SECONDS", 60.0)

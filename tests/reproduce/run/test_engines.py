@@ -29,7 +29,9 @@ from .works import failing, ids, killed, work
 
 CPU = Devices("cpu", 2, threads=1)
 ROW, UNET = (
-    next(row for row in EXPERIMENTS[f"{model}-speed"].scale("small").rows if row.name == "GPipe n2m4")
+    next(
+        row for row in EXPERIMENTS[f"{model}-speed"].scale("small").rows if row.name == "GPipe n2m4"
+    )
     for model in ("amoebanet", "unet")
 )
 
@@ -66,16 +68,22 @@ def test_every_engine_trains_alike(processes: Processes, engine: Engine, checkpo
         timeline = processes.record()
         counts = {"forward": 2, "recompute": int(checkpoint == "except_last"), "backward": 2}
         found = Counter((event.kind, event.partition) for event in timeline.events)
-        assert found == +Counter({(kind, j): count for kind, count in counts.items() for j in range(2)})
+        assert found == +Counter(
+            {(kind, j): count for kind, count in counts.items() for j in range(2)}
+        )
         assert timeline.partitions == 2 and 0 < timeline.window[1] <= timeline.seconds < 60
 
 
 @pytest.mark.parametrize(
     ("make", "engine", "said"),
-    [(failing, "ranks", r"^ValueError: no such luck \(parts.py, line \d+\)$"),
-     (failing, "Schedule1F1B", r"^ValueError: no such luck \(parts.py, line \d+\)$"),
-     pytest.param(killed, "ranks", "^a rank's process has ended by SIGKILL$", marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        (failing, "ranks", r"^ValueError: no such luck \(parts.py, line \d+\)$"),
+        (failing, "Schedule1F1B", r"^ValueError: no such luck \(parts.py, line \d+\)$"),
+        pytest.param(
+            killed, "ranks", "^a rank's process has ended by SIGKILL$", marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_a_failure_is_told_in_a_line(make: Any, engine: Engine, said: str) -> None:
     with closing(Processes(2)) as processes, pytest.raises(Error, match=said):
         processes.make(engine, make)
@@ -96,19 +104,31 @@ def test_processes_end_with_the_one_that_asks(sent: signal.Signals, start: Any) 
 
 @pytest.mark.parametrize(
     ("engines", "row", "why"),
-    [("ranks torch", ROW, None),
-     ("ranks torch", replace(ROW, partitions=None, chunks=None), "there is no pipeline"),
-     ("ranks torch", replace(ROW, partitions=1), "there is one partition only"),
-     ("ranks torch", replace(ROW, components=()), "only GPipe can do without a component"),
-     ("ranks", replace(ROW, batch_size=13, deferred_batch_norm=True, chunks=1), None),
-     ("torch", replace(ROW, batch_size=13), "PyTorch's schedules need micro-batches of equal size"),
-     ("torch", replace(ROW, deferred_batch_norm=True), "PyTorch's schedules know no deferred batch norm"),
-     ("torch", UNET, "PyTorch's schedules know no skips"),
-     ("ranks", UNET, None),
-     ("threads", replace(ROW, batch_size=13, components=(), partitions=None), None)],
-)  # fmt: skip
+    [
+        ("ranks torch", ROW, None),
+        ("ranks torch", replace(ROW, partitions=None, chunks=None), "there is no pipeline"),
+        ("ranks torch", replace(ROW, partitions=1), "there is one partition only"),
+        ("ranks torch", replace(ROW, components=()), "only GPipe can do without a component"),
+        ("ranks", replace(ROW, batch_size=13, deferred_batch_norm=True, chunks=1), None),
+        (
+            "torch",
+            replace(ROW, batch_size=13),
+            "PyTorch's schedules need micro-batches of equal size",
+        ),
+        (
+            "torch",
+            replace(ROW, deferred_batch_norm=True),
+            "PyTorch's schedules know no deferred batch norm",
+        ),
+        ("torch", UNET, "PyTorch's schedules know no skips"),
+        ("ranks", UNET, None),
+        ("threads", replace(ROW, batch_size=13, components=(), partitions=None), None),
+    ],
+)
 def test_what_an_engine_cannot_run(engines: str, row: Any, why: str | None) -> None:
-    assert {why_not(engine, row, CPU) for each in engines.split() for engine in OFFERED[each]} == {why}
+    assert {why_not(engine, row, CPU) for each in engines.split() for engine in OFFERED[each]} == {
+        why
+    }
     assert why_not("ranks", ROW, Devices("cuda", 2)) == "processes are measured on CPUs only"
     few = replace(ROW, chunks=1)
     assert (why_not("ScheduleGPipe", few, CPU), why_not("Schedule1F1B", few, CPU)) == (None, FEW)
@@ -126,7 +146,9 @@ def test_other_losses_are_of_other_work(ours: list[float], theirs: list[float]) 
 
 @pytest.mark.parametrize("loss", [1.0, 1.5])
 @pytest.mark.usefixtures("fake")
-def test_a_row_is_measured_by_each_engine(run: Any, monkeypatch: pytest.MonkeyPatch, loss: float) -> None:
+def test_a_row_is_measured_by_each_engine(
+    run: Any, monkeypatch: pytest.MonkeyPatch, loss: float
+) -> None:
     made: list[Mock] = []
 
     def processes(count: int) -> Mock:
@@ -135,19 +157,40 @@ def test_a_row_is_measured_by_each_engine(run: Any, monkeypatch: pytest.MonkeyPa
         return made[-1]
 
     monkeypatch.setattr("reproduce.run.speed.Processes", processes)
-    rows = tuple(row for row in TINY["tiny-speed"].scale("small").rows if row.name in ("naive n2", "GPipe n8m4"))
-    options = ["--engine=threads", "--engine=ranks", "--engine=torch", "--no-emulate", f"--trace={run.folder}/t/t.png"]
+    rows = tuple(
+        row
+        for row in TINY["tiny-speed"].scale("small").rows
+        if row.name in ("naive n2", "GPipe n8m4")
+    )
+    options = [
+        "--engine=threads",
+        "--engine=ranks",
+        "--engine=torch",
+        "--no-emulate",
+        f"--trace={run.folder}/t/t.png",
+    ]
     found = run("tiny-speed", *options, "--steps=3", rows=rows, warmup=1, status=2 * (loss != 1.0))
     assert [each.close.call_count for each in made] == [1, 1], "ranks, and PyTorch's first schedule"
     assert found["naive n2"].samples["loss"] == [1] * 3, "others are compared with it"
     assert found["naive n2 Schedule1F1B"].reason == FEW
-    assert {result.status for name, result in found.items() if "GPipe n8m4" in name} == {"needs devices"}
+    assert {result.status for name, result in found.items() if "GPipe n8m4" in name} == {
+        "needs devices"
+    }
     ranks = found["naive n2 ranks"]
     if loss == 1.0:
-        assert ranks.samples == {"step_time": [0.5] * 3, "loss": [1] * 3, "round": found["naive n2"].samples["round"]}
-        assert sum(ranks.config["balance"]) == 9 and ranks.values == {"utilization": [0.5, 0.0], "bubble": 0.5}
+        assert ranks.samples == {
+            "step_time": [0.5] * 3,
+            "loss": [1] * 3,
+            "round": found["naive n2"].samples["round"],
+        }
+        assert sum(ranks.config["balance"]) == 9 and ranks.values == {
+            "utilization": [0.5, 0.0],
+            "bubble": 0.5,
+        }
         traces = {path.name for path in run.folder.glob("t/*.json")}
         assert traces == {"t-naive-n2-ranks.json"}, "what stands in for threads cannot be watched"
     else:
         assert ranks.status == "failed"
-        assert ranks.reason == ("naive n2, measured with ranks: the losses are [1.5], but [1.0] on another engine")
+        assert ranks.reason == (
+            "naive n2, measured with ranks: the losses are [1.5], but [1.0] on another engine"
+        )

@@ -23,10 +23,15 @@ def work(checkpoint: Mode = "never", dropout: float = 0.0) -> Work:
     first = nn.Sequential(nn.Dropout(dropout), nn.Linear(4, 4), layer(lambda y: (y, y.cos())))
     last = layer(lambda y, other: (y * other).tanh())  # a partition may have no parameters
     return Work(
-        layers=nn.Sequential(first, last), balance=(1, 1), chunks=2, checkpoint=checkpoint, input=torch.rand(6, 4),
-        target=torch.rand(6, 4), loss=nn.functional.mse_loss,
+        layers=nn.Sequential(first, last),
+        balance=(1, 1),
+        chunks=2,
+        checkpoint=checkpoint,
+        input=torch.rand(6, 4),
+        target=torch.rand(6, 4),
+        loss=nn.functional.mse_loss,
         optimizer=lambda module: torch.optim.SGD(module.parameters(), 0.5),
-    )  # fmt: skip
+    )
 
 
 def failing() -> Work:

@@ -22,7 +22,9 @@ def end_with_process(connections: Any) -> None:
     """Let connections end when this process ends: by `fail`, with the error that it ends by, or by `close`."""
     open_connections.add(connections)
     atexit.unregister(_end)
-    atexit.register(_end)  # not at import: from Python 3.13 on, `multiprocessing` forgets it in a new process
+    atexit.register(
+        _end
+    )  # not at import: from Python 3.13 on, `multiprocessing` forgets it in a new process
     if multiprocessing.parent_process() is not None:
         if sys.version_info < (3, 13):
             Finalize(None, _end, exitpriority=0)  # called while the error is on its way out
@@ -37,7 +39,10 @@ def _end(*, threads_go_on: bool = False) -> None:
     for connections in [*open_connections]:
         if error is not None:
             connections.fail(error)
-        elif not threads_go_on or connections.liveness.activity.thread == threading.main_thread().ident:
+        elif (
+            not threads_go_on
+            or connections.liveness.activity.thread == threading.main_thread().ident
+        ):
             connections.close()  # else a thread that goes on may use the pipeline, as others than the main one have
 
 
@@ -53,18 +58,24 @@ def _see_errors() -> None:
     main = frame.f_code
     if frame.f_back and not monitoring.get_tool(tool):
         monitoring.use_tool_id(tool, "torchgpipe")
-        monitoring.register_callback(tool, unwind, lambda code, _, error: _seen.append(error) if code is main else None)
+        monitoring.register_callback(
+            tool, unwind, lambda code, _, error: _seen.append(error) if code is main else None
+        )
         monitoring.set_events(tool, unwind)
 
 
 def _leave_all() -> None:
     """Leave connections to the process that this one was forked from, such as a data loader's worker."""
-    _kept.extend(open_connections)  # never let go of: gloo's threads are not there, and to end them would crash
+    _kept.extend(
+        open_connections
+    )  # never let go of: gloo's threads are not there, and to end them would crash
     open_connections.clear()
     for connections in _kept:
         connections.closed = True  # here there are no threads that could close them
         connections.liveness.activity.beside.clear()
-        for number, _ in connections.sockets & sockets():  # or they would stay open when the other process ends
+        for number, _ in (
+            connections.sockets & sockets()
+        ):  # or they would stay open when the other process ends
             os.close(number)
 
 

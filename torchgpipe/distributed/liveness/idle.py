@@ -50,7 +50,9 @@ class Idle:
         if task is None or task != self._task:
             self._task, self._cpu = task, None
             return 0.0
-        cpu += cpu_time_of_descendants()  # not before: it takes a while, and most tasks are over at the second look
+        cpu += (
+            cpu_time_of_descendants()
+        )  # not before: it takes a while, and most tasks are over at the second look
         # It can also be less than before: a descendant has ended that its parent did not wait for.
         if self._cpu is None or abs(cpu - self._cpu) > self._hardly * (now - self._since):
             self._since, self._cpu = now, cpu
@@ -117,6 +119,9 @@ def _children(process: str) -> list[str]:
     children: list[str] = []
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{process}/task"):
-            with suppress(OSError), open(f"/proc/{process}/task/{thread}/children") as file:  # it may have just ended
+            with (
+                suppress(OSError),
+                open(f"/proc/{process}/task/{thread}/children") as file,
+            ):  # it may have just ended
                 children += file.read().split()
     return children

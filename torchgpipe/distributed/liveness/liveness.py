@@ -52,10 +52,15 @@ class Liveness:
         pending: Callable[[int], bool],
     ) -> None:
         self._own, self._disconnect, self._pending = own, disconnect, pending
-        self.stopped, self._error = False, ""  # a text: an error would keep the frames that it has come through alive
+        self.stopped, self._error = (
+            False,
+            "",
+        )  # a text: an error would keep the frames that it has come through alive
         self._told = threading.Event()  # others have heard of the error
         self._lost: dict[int, str] = {}  # what gloo said when the connection to a rank broke
-        self._answered: set[int] = set()  # ranks that have heard this one's last word, or told their own
+        self._answered: set[int] = (
+            set()
+        )  # ranks that have heard this one's last word, or told their own
         self._changed = threading.Condition()
         # What does not arrive is no failure: who listens to that rank hears why.
         self._senders = {peer: Sender(address(peer, lambda error: None)) for peer in others}
@@ -63,7 +68,12 @@ class Liveness:
         self.activity = Activity(self.fail, beside)
         self._monitor = RankMonitor(own, others, self.activity, timeout, self._tell)
         self._threads = [
-            threading.Thread(target=self._listen, args=(peer, address), name=f"gpipe-listens-to-{peer}", daemon=True)
+            threading.Thread(
+                target=self._listen,
+                args=(peer, address),
+                name=f"gpipe-listens-to-{peer}",
+                daemon=True,
+            )
             for peer in others
         ]
         for thread in self._threads:
@@ -105,10 +115,16 @@ class Liveness:
             self._told.wait(2 * GRACE)
         self._monitor.ended.set()
         self._disconnect()
-        self.activity.beside[:] = [each for each in self.activity.beside if each is not self.activity]
+        self.activity.beside[:] = [
+            each for each in self.activity.beside if each is not self.activity
+        ]
         for sender in self._senders.values():
             sender.stop()
-        return [*self._threads, *(sender.thread for sender in self._senders.values()), self._monitor.thread]
+        return [
+            *self._threads,
+            *(sender.thread for sender in self._senders.values()),
+            self._monitor.thread,
+        ]
 
     def _check_not_needed(self, peer: int) -> None:
         """Fail if a rank has ended, and the connection to it has broken, which is noted only if it was needed."""
@@ -125,7 +141,9 @@ class Liveness:
         label = isinstance(told, Label)
         with self._telling, suppress(Stopped):
             if not label or self._senders[peer].settled():
-                self._senders[peer].give(Message(0, None, (packed((_LABEL, *told) if label else told),)))
+                self._senders[peer].give(
+                    Message(0, None, (packed((_LABEL, *told) if label else told),))
+                )
 
     def _listen(self, peer: int, address: Callable[[int, Broken], WireAddress]) -> None:
         """Hear what another rank tells, until its last word."""
@@ -150,7 +168,11 @@ class Liveness:
             self._check_not_needed(peer)
             # A message that gloo sends as the connection breaks may get lost, and the wait for it to end goes on.
             while not self._monitor.ended.wait(GRACE):
-                if self._pending(peer) and not self._monitor.ended.wait(GRACE) and self._pending(peer):
+                if (
+                    self._pending(peer)
+                    and not self._monitor.ended.wait(GRACE)
+                    and self._pending(peer)
+                ):
                     return self.broken(peer, RuntimeError("a message to it was not received"))
 
     def _died(self, peer: int) -> str:

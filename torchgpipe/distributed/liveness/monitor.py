@@ -74,7 +74,11 @@ class Activity:
         """The task that is computed, which is another one in each call; `None` if there is none."""
         program = self.program
         computing = None if program is None else program.computing
-        return None if computing is None else (self._calls, f"{computing} of mini-batch {self._serial}")
+        return (
+            None
+            if computing is None
+            else (self._calls, f"{computing} of mini-batch {self._serial}")
+        )
 
     def label(self) -> Label:
         """Return all this for other ranks: a call of another pipeline, if this one is in none."""
@@ -83,7 +87,9 @@ class Activity:
         if not within:
             return Label(calls, False, self.doing)
         first = within[0]
-        waits = all(each.hears or (each.program is not None and each.computing is None) for each in within)
+        waits = all(
+            each.hears or (each.program is not None and each.computing is None) for each in within
+        )
         which = f"of mini-batch {first._serial}{' of another pipeline' * (first is not self)}"
         return Label(calls, waits, f"{'waiting for other ranks ' * waits}{first.doing} {which}")
 
@@ -106,7 +112,9 @@ class RankMonitor:
     ) -> None:
         self._own, self._activity, self._tell = own, activity, tell
         self._timeout = inf if timeout is None else timeout
-        self._interval = min(0.5, self._timeout / 8)  # between looks; every second time it tells others
+        self._interval = min(
+            0.5, self._timeout / 8
+        )  # between looks; every second time it tells others
         self._looked = time.monotonic()
         self._paused = 0.0, 0.0  # for how long it was stopped last, and until when
         self._late = 0.0  # seconds in which this thread should have looked, and did not run
@@ -159,8 +167,12 @@ class RankMonitor:
         try:
             while wrong is None and not self.ended.wait(self._interval * (count > 0)):
                 wrong, count = self._look(tells=count % 2 == 0), count + 1
-        except BaseException as error:  # without its labels, others would take this rank for a silent one
-            self._activity.fail(f"the monitor of rank {self._own} failed: {type(error).__name__}: {error}")
+        except (
+            BaseException
+        ) as error:  # without its labels, others would take this rank for a silent one
+            self._activity.fail(
+                f"the monitor of rank {self._own} failed: {type(error).__name__}: {error}"
+            )
             raise
         for each in [*self._activity.beside] if wrong else ():
             each.fail(str(wrong))
@@ -195,7 +207,9 @@ class RankMonitor:
         if idle < self._timeout or task is None or program is None:
             return None
         if sharded(stage.partition for stage in program.stages.values()):
-            return None  # sharded layers may wait for a rank of another pipeline, which is only slow
+            return (
+                None  # sharded layers may wait for a rank of another pipeline, which is only slow
+            )
         return (
             f"rank {self._own} hangs in {task[1]}: for {self._timeout:g} s it has neither ended nor used the "
             f"CPU, in {place(self._activity.thread)}"
@@ -221,7 +235,10 @@ def _each(labels: dict[int, Label]) -> str:
     ranks = defaultdict(list)
     for rank, label in sorted(labels.items()):
         ranks[label.words].append(rank)
-    return "; ".join(f"{_named(same)} {'was' if len(same) == 1 else 'were'} {words}" for words, same in ranks.items())
+    return "; ".join(
+        f"{_named(same)} {'was' if len(same) == 1 else 'were'} {words}"
+        for words, same in ranks.items()
+    )
 
 
 def _named(ranks: Collection[int]) -> str:

@@ -56,7 +56,11 @@ class Transfer:
     """
 
     def __init__(
-        self, device: torch.device, group: dist.ProcessGroup | None = None, peer: int = 0, late: int = 0
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        peer: int = 0,
+        late: int = 0,
     ) -> None:
         self._device, self._stream = device, new_stream(device)
         self._group, self._peer = group, peer
@@ -71,7 +75,12 @@ class Transfer:
     def depart(self, tensors: Flat) -> Departure:
         """Let tensors leave when the program's stream has done what it was given; those on the host stay there."""
         here = self._device.type
-        tensors = tuple([x if x is None or x.device.type != here else dense(x.to(self._device)) for x in tensors])
+        tensors = tuple(
+            [
+                x if x is None or x.device.type != here else dense(x.to(self._device))
+                for x in tensors
+            ]
+        )
         leaving = tuple([x for x in tensors if x is not None and x.device.type == here])
         if not leaving:
             return Departure(tensors)
@@ -91,7 +100,11 @@ class Transfer:
             # A thread that waits for it sleeps, and leaves the core to others.
             end = self._stream.record_event(torch.cuda.Event(blocking=True))
         over_gloo = tuple([None if x is None else sent.get(x, x) for x in tensors])
-        return Departure(over_gloo, before=end) if self._group is None else Departure(over_gloo, after=end)
+        return (
+            Departure(over_gloo, before=end)
+            if self._group is None
+            else Departure(over_gloo, after=end)
+        )
 
     def arrive(self, tensors: Flat) -> Flat:
         """Return what has come over gloo, as tensors on the device; the program's stream waits for them."""
@@ -118,14 +131,20 @@ class Transfer:
             self._group.abort()
 
     def _placed(self, x: Tensor) -> Tensor:
-        return torch.empty_like(x, device=self._device) if x.is_meta else x.to(self._device, non_blocking=True)
+        return (
+            torch.empty_like(x, device=self._device)
+            if x.is_meta
+            else x.to(self._device, non_blocking=True)
+        )
 
     def _move(self, tensors: Sequence[Tensor | None]) -> None:
         """Let NCCL send or receive, and the current stream wait for that."""
         try:
             for x in tensors:
                 if self._group is not None and x is not None and x.numel():
-                    (self._group.send if self._peer else self._group.recv)([row(x)], self._peer, 0).wait()
+                    (self._group.send if self._peer else self._group.recv)(
+                        [row(x)], self._peer, 0
+                    ).wait()
         except RuntimeError:
             if self._aborted:
                 raise Stopped from None
@@ -164,7 +183,9 @@ def connect(
             pair = dist.ProcessGroupNCCL(met, int(own == target), 2, NEVER)  # type: ignore[arg-type]
             group, tasks = cast(dist.ProcessGroup, pair), late * (abs(stages[1] - stages[0]) - 1)
         low, high = sorted(stages)
-        made[kind, source + target - own, (low, high)] = transfer = Transfer(device, group, int(own == source), tasks)
+        made[kind, source + target - own, (low, high)] = transfer = Transfer(
+            device, group, int(own == source), tasks
+        )
         # A first tensor connects the two. Every rank comes to its groups in this one order, and so in no circle.
         with using(transfer._stream):
             transfer._move([torch.zeros(1, device=device)])

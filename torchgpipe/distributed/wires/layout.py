@@ -23,7 +23,9 @@ class Layout(NamedTuple):
 
 def layout_of(x: Tensor) -> Layout:
     """Return the layout of a tensor whose elements have memory of their own, but for `expand`."""
-    return Layout(x.dtype, tuple(x.shape), x.stride(), 0 if x.is_meta else once(x).nbytes, x.is_meta)
+    return Layout(
+        x.dtype, tuple(x.shape), x.stride(), 0 if x.is_meta else once(x).nbytes, x.is_meta
+    )
 
 
 @torch.inference_mode(False)  # there tensors would not count their changes, which may be refused
@@ -63,9 +65,15 @@ def disjoint(x: Tensor) -> Tensor:
 
 
 def _plain(x: Tensor) -> Tensor:
-    if type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
+    if (
+        type(x) not in (Tensor, torch.nn.Parameter)
+        or x.layout is not torch.strided
+        or x.is_quantized
+    ):
         kind = type(x).__name__ if x.layout is torch.strided else f"tensor of {x.layout}"
-        raise TypeError(f"only dense tensors travel between ranks, but a partition returned a {kind}")
+        raise TypeError(
+            f"only dense tensors travel between ranks, but a partition returned a {kind}"
+        )
     return x.detach().resolve_conj().resolve_neg()
 
 

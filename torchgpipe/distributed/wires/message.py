@@ -38,7 +38,15 @@ Description = tuple[Hashable, tuple[Layout | None, ...]]
 
 def described(about: Hashable, layouts: Iterable[Layout | None]) -> Tensor:
     """Return a description as bytes; raise `TypeError` if what it says of tensors is not made of plain values."""
-    return packed((about, [layout and (str(layout.dtype).removeprefix("torch."), *layout[1:]) for layout in layouts]))
+    return packed(
+        (
+            about,
+            [
+                layout and (str(layout.dtype).removeprefix("torch."), *layout[1:])
+                for layout in layouts
+            ],
+        )
+    )
 
 
 def places(sizes: Iterable[int]) -> list[tuple[int, int | None]]:
@@ -89,10 +97,14 @@ class Predicted:
         """Add the description that has come from a rank."""
         try:
             about, layouts = unpacked(description)
-            found = [layout and Layout(getattr(torch, layout[0]), *layout[1:]) for layout in layouts]
+            found = [
+                layout and Layout(getattr(torch, layout[0]), *layout[1:]) for layout in layouts
+            ]
             self.known.append((about, tuple(found)))
         except Exception:
-            raise RuntimeError(f"rank {rank} is another program, or another version of this one") from None
+            raise RuntimeError(
+                f"rank {rank} is another program, or another version of this one"
+            ) from None
 
     def large(self) -> list[int]:
         """Return the sizes of the tensors that do not fit into the slot, if the prediction is right."""

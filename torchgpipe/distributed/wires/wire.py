@@ -26,7 +26,16 @@ from torch import Tensor
 
 from torchgpipe.distributed.wires.cuda import NEVER, Departure, Transfer
 from torchgpipe.distributed.wires.layout import dense, disjoint, layout_of, once, placed, row
-from torchgpipe.distributed.wires.message import HEAD, SLOT, Description, Message, Predicted, described, places, sizes
+from torchgpipe.distributed.wires.message import (
+    HEAD,
+    SLOT,
+    Description,
+    Message,
+    Predicted,
+    described,
+    places,
+    sizes,
+)
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.tensors.item import versions
 from torchgpipe.tensors.microbatch import Flat
@@ -78,10 +87,14 @@ class Sender(_End):
         self._held: deque[tuple[Message, list[int | None]]] = deque()
         self._departed: SimpleQueue[Callable[[], BaseException | None] | None] = SimpleQueue()
         self._under_way = 0  # messages that have departed, and of which `settle` does not know that they were received
-        self._ended: SimpleQueue[BaseException | None] = SimpleQueue()  # for each of them, whether all was right
+        self._ended: SimpleQueue[BaseException | None] = (
+            SimpleQueue()
+        )  # for each of them, whether all was right
         self._last: list[Any] = []  # what is under way has to live
         self._numbers: dict[Description, int] = {}
-        self.thread = threading.Thread(target=self._wait, name=f"gpipe-to-{address.rank}", daemon=True)
+        self.thread = threading.Thread(
+            target=self._wait, name=f"gpipe-to-{address.rank}", daemon=True
+        )
         self.thread.start()
 
     def give(self, message: Message) -> None:
@@ -109,7 +122,9 @@ class Sender(_End):
             error = self._ended.get(timeout=patience)
             if error is not None:
                 self._ended.put(error)  # for whoever waits again
-                raise copy(error)  # and not what stays here: it would keep the frames that it comes through alive
+                raise copy(
+                    error
+                )  # and not what stays here: it would keep the frames that it comes through alive
             self._under_way -= 1
 
     def settled(self) -> bool:
@@ -129,12 +144,18 @@ class Sender(_End):
 
     def _depart(self) -> None:
         message, before = self._held.popleft()
-        departure = Departure(message.tensors) if self._transfer is None else self._transfer.depart(message.tensors)
+        departure = (
+            Departure(message.tensors)
+            if self._transfer is None
+            else self._transfer.depart(message.tensors)
+        )
         leaving = message._replace(tensors=departure.tensors)
         # From a GPU it is sent when a stream has got there, for which the thread of the program must not wait.
         works = self._post(leaving) if self._transfer is None else None
         self._under_way += 1
-        self._departed.put(partial(self._received, leaving, works, departure, message.tensors, before))
+        self._departed.put(
+            partial(self._received, leaving, works, departure, message.tensors, before)
+        )
 
     def _wait(self) -> None:
         """Wait, in a thread, until each message is received."""
@@ -145,11 +166,18 @@ class Sender(_End):
                 self._ended.put(received())
                 del received  # and the tensors
         except BaseException as error:
-            error.__traceback__ = error.__context__ = None  # their frames keep this sender, and what it was to send
+            error.__traceback__ = error.__context__ = (
+                None  # their frames keep this sender, and what it was to send
+            )
             self._ended.put(error)
 
     def _received(
-        self, leaving: Message, works: list[Any] | None, departure: Departure, tensors: Flat, before: list[int | None]
+        self,
+        leaving: Message,
+        works: list[Any] | None,
+        departure: Departure,
+        tensors: Flat,
+        before: list[int | None],
     ) -> BaseException | None:
         if departure.before is not None:
             departure.before.synchronize()
@@ -172,15 +200,25 @@ class Sender(_End):
         number = self._numbers.setdefault(description, len(predicted.known))
         new = [described(*description)] if number == len(predicted.known) else []
         predicted.known += [description] * len(new)
-        unused = 0 if number == predicted.number else len(predicted.large())  # receives that are posted in vain
+        unused = (
+            0 if number == predicted.number else len(predicted.large())
+        )  # receives that are posted in vain
         predicted.note(number)
-        parts = new + [row(dense(once(x))) for x in flat if x is not None and not x.is_meta and x.numel()]
-        small, large = [_bytes(bytearray(HEAD.pack(message.serial, number, sum(map(len, new)))))], list[Tensor]()
+        parts = new + [
+            row(dense(once(x))) for x in flat if x is not None and not x.is_meta and x.numel()
+        ]
+        small, large = (
+            [_bytes(bytearray(HEAD.pack(message.serial, number, sum(map(len, new)))))],
+            list[Tensor](),
+        )
         for part, (_, start) in zip(parts, places(map(len, parts)), strict=True):
             (large if start is None else small).append(part)
         slot = torch.cat(small)
         sent = [(slot, 0), *((part, LARGE) for part in (*[slot[:0]] * unused, *large))]
-        return [self._gloo(self._group.send, [part], self._rank, self._tag | apart) for part, apart in sent]
+        return [
+            self._gloo(self._group.send, [part], self._rank, self._tag | apart)
+            for part, apart in sent
+        ]
 
 
 class Receiver(_End):
@@ -191,9 +229,14 @@ class Receiver(_End):
         pinned = self._transfer is not None and self._transfer.pins
         self._row = partial(torch.empty, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         # Two, so that a receive is posted while this rank works, and none has to be before its next task.
-        self._slots = deque((content, self._receive(_bytes(content))) for content in (bytearray(SLOT), bytearray(SLOT)))
+        self._slots = deque(
+            (content, self._receive(_bytes(content)))
+            for content in (bytearray(SLOT), bytearray(SLOT))
+        )
         self._taken: bytearray | None = None
-        self._large: list[tuple[Tensor, Callable[..., Any]]] = []  # receives that are posted for the prediction
+        self._large: list[
+            tuple[Tensor, Callable[..., Any]]
+        ] = []  # receives that are posted for the prediction
 
     def begin(self) -> None:
         """Begin a mini-batch, and post receives for what it is predicted to begin with."""
@@ -219,15 +262,24 @@ class Receiver(_End):
             predicted.learn(apart[0][0] if at is None else slot[at:][:length], self._rank)
         about, layouts = description = predicted.known[number]
         _, *parts = places([length, *sizes(description)])
-        large = self._large if right else self._posted([size for size, start in parts if start is None])
+        large = (
+            self._large if right else self._posted([size for size, start in parts if start is None])
+        )
         filled = iter(large)
-        rows = [next(filled)[0] if at is None else self._row(size).copy_(slot[at:][:size]) for size, at in parts]
+        rows = [
+            next(filled)[0] if at is None else self._row(size).copy_(slot[at:][:size])
+            for size, at in parts
+        ]
         predicted.note(number)
         self._large = self._posted(predicted.large())
         self._wait(large)
         contents = iter(rows)
-        tensors = tuple([None if layout is None else placed(layout, contents) for layout in layouts])
-        return Message(serial, about, tensors if self._transfer is None else self._transfer.arrive(tensors))
+        tensors = tuple(
+            [None if layout is None else placed(layout, contents) for layout in layouts]
+        )
+        return Message(
+            serial, about, tensors if self._transfer is None else self._transfer.arrive(tensors)
+        )
 
     def _posted(self, lengths: Sequence[int]) -> list[tuple[Tensor, Callable[..., Any]]]:
         """Post receives of these sizes; return memory, and what waits until it is filled."""
@@ -236,7 +288,9 @@ class Receiver(_End):
     def _receive(self, x: Tensor, apart: int = 0) -> Callable[..., Any]:
         try:
             return self._group.recv([x], self._rank, self._tag | apart).wait
-        except RuntimeError as error:  # the connection is closed: no matter, if nothing more is to come
+        except (
+            RuntimeError
+        ) as error:  # the connection is closed: no matter, if nothing more is to come
             # Its text: the error would keep the frames that it has come through alive, and so all of the mini-batch.
             return partial(_fail, str(error))
 

@@ -40,7 +40,16 @@ SENSITIVE = (
 LOWER = {"cpu": frozenset(PRODUCTS.split()), "cuda": frozenset((PRODUCTS + MORE_PRODUCTS).split())}
 """By type of device, those that run in autocast's type."""
 FULL = {
-    "cpu": frozenset([*LOSSES.split(), "avg_pool3d", "binary_cross_entropy", "huber_loss", "prod", "reflection_pad1d"]),
+    "cpu": frozenset(
+        [
+            *LOSSES.split(),
+            "avg_pool3d",
+            "binary_cross_entropy",
+            "huber_loss",
+            "prod",
+            "reflection_pad1d",
+        ]
+    ),
     "cuda": frozenset((LOSSES + SENSITIVE).split()),
 }
 """By type of device, those that run in float32."""
@@ -100,12 +109,16 @@ def _body(func: Any) -> Callable[..., Any] | None:
     if not isinstance(func, FunctionType) or func.__globals__["__name__"] not in WRITTEN_IN_PYTHON:
         return None
     unchecked = {**func.__globals__, **dict.fromkeys(CHECKS, lambda *_: False)}
-    body = FunctionType(func.__code__, unchecked, func.__name__, func.__defaults__, func.__closure__)
+    body = FunctionType(
+        func.__code__, unchecked, func.__name__, func.__defaults__, func.__closure__
+    )
     body.__kwdefaults__ = func.__kwdefaults__
     return body
 
 
-def _cast(device: str, name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+def _cast(
+    device: str, name: str, args: Any, kwargs: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, Any]]:
     """Return the arguments of the operator of that name, in the type that autocast gives it on a type of device."""
     if name in LOWER[device]:
         dtype = torch.get_autocast_dtype(device)

@@ -60,7 +60,11 @@ def attention(
         return aten._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
             *heads, dropout_p, is_causal, scale=scale
         )[0]
-    if enable_gqa or query.dtype is torch.float64 or not torch.backends.cuda.mem_efficient_sdp_enabled():
+    if (
+        enable_gqa
+        or query.dtype is torch.float64
+        or not torch.backends.cuda.mem_efficient_sdp_enabled()
+    ):
         return None
     if mask is not None:
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
@@ -70,7 +74,9 @@ def attention(
     )[0]
 
 
-def attention_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator | None:
+def attention_operator(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> Operator | None:
     """Return what a fused kernel does, or `None` if the operator is none.
 
     Of a causal mask, the half of the scores that it hides is not computed.
@@ -78,7 +84,9 @@ def attention_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     name = func.__name__.partition(".")[0]
     if name not in FORWARD + BACKWARD:
         return None
-    named = {argument.name: x for argument, x in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    named = {
+        argument.name: x for argument, x in zip(func._schema.arguments, args, strict=False)
+    } | dict(kwargs)
     query, key, value = named["query"], named["key"], named["value"]
     rows, columns = query.shape[-2], key.shape[-2]
     scores = rows * columns

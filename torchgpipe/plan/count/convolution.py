@@ -24,14 +24,18 @@ def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
     Backward is one operator for each gradient that is asked for. Those of image and weight take as many operations as
     the result.
     """
-    image, weight, bias, stride, _, dilation, transposed, _, groups = args[-10:-1] if len(made) == 3 else args
+    image, weight, bias, stride, _, dilation, transposed, _, groups = (
+        args[-10:-1] if len(made) == 3 else args
+    )
     result = args[0] if len(made) == 3 else made[0]
     small = tuple(weight.shape[2:]) == (3, 3) and all(s == 1 for s in stride)
     plain = groups == 1 and not transposed
     kind: OperatorClass = "conv3x3" if small else "conv"
     precision = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
     dtype = dtype_of(weight)
-    rate = "tf32" if dtype == "float32" and precision == "tf32" else dtype  # as PyTorch is set, by default in TF32
+    rate = (
+        "tf32" if dtype == "float32" and precision == "tf32" else dtype
+    )  # as PyTorch is set, by default in TF32
     flops = 2.0 * weight.numel() * _pixels(image if transposed else result)
     moved = float(sum(map(bytes_of, (image, weight, result))))
 
@@ -47,7 +51,9 @@ def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
             weights = weight.shape[0] * weight.shape[1]
             tiles = float(len(tiled)) * math.prod(math.ceil(size / 4) for size in tiled.shape[2:])
             transformed = 36.0 * (tiles * sum(weight.shape[:2]) + weights) * weight.element_size()
-            products = Grid(grid.rows, weight.shape[1] if grid.divisible else tiles, 36, grid.divisible)
+            products = Grid(
+                grid.rows, weight.shape[1] if grid.divisible else tiles, 36, grid.divisible
+            )
             other = (
                 Operator("winograd", dtype, 0.0, moved + transformed),
                 Operator("winograd", dtype, 2.0 * 36 * weights * tiles, transformed, (), products),
@@ -55,12 +61,20 @@ def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
         return Operator(kind, rate, flops, moved + more, other, grid if plain else None)
 
     if len(made) == 1:
-        return [operator(Grid(weight.shape[0], _pixels(result)), result, 0.0 if bias is None else bytes_of(bias))]
+        return [
+            operator(
+                Grid(weight.shape[0], _pixels(result)),
+                result,
+                0.0 if bias is None else bytes_of(bias),
+            )
+        ]
     ways = (
         (Grid(weight.shape[1], _pixels(image)), image),
         (Grid(weight.shape[0], weight[0].numel(), divisible=True), result),
     )
-    found = [operator(*way) for way, gradient in zip(ways, made, strict=False) if gradient is not None]
+    found = [
+        operator(*way) for way, gradient in zip(ways, made, strict=False) if gradient is not None
+    ]
     added = Operator("elementwise", dtype_of(result), 0.0, float(bytes_of(result)))
     return found if made[2] is None else [*found, added]
 

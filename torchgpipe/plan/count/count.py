@@ -52,7 +52,9 @@ class Counts:
     """Whether a partition gets copies of what others hand it; CPU devices share their memory."""
     known: dict[int, tuple[Footprint, ...]] = field(default_factory=dict, repr=False, compare=False)
     """Footprints that were worked out already, by micro-batch size."""
-    tasks: dict[tuple[int, int, int, bool], TaskBytes] = field(default_factory=dict, repr=False, compare=False)
+    tasks: dict[tuple[int, int, int, bool], TaskBytes] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     """And bytes of tasks, by micro-batch size, first layer, the one after the last, and whether it is checkpointed."""
 
     def at(self, size: int) -> tuple[LayerCount, ...]:
@@ -70,7 +72,9 @@ class Counts:
         key = (size, start, stop, checkpoint)
         if key not in self.tasks:
             footprints = self.footprints(size)
-            self.tasks[key] = task_bytes(footprints, start, stop, checkpoint=checkpoint, copied=self.copied)
+            self.tasks[key] = task_bytes(
+                footprints, start, stop, checkpoint=checkpoint, copied=self.copied
+            )
         return self.tasks[key]
 
     def __len__(self) -> int:
@@ -123,11 +127,15 @@ def _at(
     names, storages = list(module._modules), StorageNumbers(len(tensors_of(sample)))
 
     def does(layer: Rehearsal) -> LayerCount:
-        return alike.once(functools.partial(_count_layer, names), layer)._replace(name=names[layer.index])
+        return alike.once(functools.partial(_count_layer, names), layer)._replace(
+            name=names[layer.index]
+        )
 
     def holds(layer: Rehearsal) -> Footprint:
         needs = gives[layer.index], gives[layer.index + 1]
-        return storages.placed(alike.once(functools.partial(measure_footprint, *needs), layer, needs), layer)
+        return storages.placed(
+            alike.once(functools.partial(measure_footprint, *needs), layer, needs), layer
+        )
 
     layers = tuple(rehearse(module, sample, torch.device("meta"), does))
     gives = (*(layer.gives for layer in layers), None)
@@ -153,7 +161,9 @@ def _count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
     value = rehearsal.prepare()
     reached: set[int] = set()
     given = [_Entry.apply(reached, i, x) for i, x in enumerate(tensors_of(value))]
-    rehearsal.scope = {k: None if x is None else _Entry.apply(reached, -1, x) for k, x in rehearsal.scope.items()}
+    rehearsal.scope = {
+        k: None if x is None else _Entry.apply(reached, -1, x) for k, x in rehearsal.scope.items()
+    }
     layer = rehearsal.layer
     forward, backward = Counter(), Counter()
     try:
@@ -174,7 +184,9 @@ def _count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
         name=names[rehearsal.index],
         forward=tuple(forward.operators),
         backward=tuple(backward.operators),
-        accumulate=tuple(Operator("elementwise", dtype_of(p), 0.0, 3.0 * p.nbytes) for p in trained),
+        accumulate=tuple(
+            Operator("elementwise", dtype_of(p), 0.0, 3.0 * p.nbytes) for p in trained
+        ),
         output=float(sum(x.nbytes for x in tensors_of(rehearsal.output))),
         parameters=sum(p.nbytes for p in trained),
         parameter_sizes=tuple(p.nbytes for p in trained),

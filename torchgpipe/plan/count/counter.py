@@ -49,7 +49,9 @@ class Counter(TorchDispatchMode):
             return result
 
 
-def _operators(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> list[Operator]:
+def _operators(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> list[Operator]:
     outputs = list(tensors_in(result))
     if not outputs or _makes_views(func, args, outputs):
         return []
@@ -65,10 +67,16 @@ def _operators(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], resu
     elif name in LOOKUPS:
         read[0] = min(read[0], written)
     moved = sum(read) + written
-    if kind == "norm":  # twice over their largest input: once for the statistics, once to apply them
+    if (
+        kind == "norm"
+    ):  # twice over their largest input: once for the statistics, once to apply them
         moved += max(map(bytes_of, inputs), default=0) * (2 if "backward" in str(func) else 1)
     dtype = dtype_of(outputs[0])
-    if kind == "matmul" and dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+    if (
+        kind == "matmul"
+        and dtype == "float32"
+        and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    ):
         dtype = "tf32"
     return [Operator(kind, dtype, flops, float(moved))]
 
@@ -77,5 +85,11 @@ def _makes_views(func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> boo
     """Return whether the operator computes nothing: its outputs are other views of its input."""
     if getattr(func, "is_view", False):
         return True
-    views = ("aten._unsafe_view.default", "aten.detach.default", "aten.empty", "aten.new_empty", "aten._reshape_alias")
+    views = (
+        "aten._unsafe_view.default",
+        "aten.detach.default",
+        "aten.empty",
+        "aten.new_empty",
+        "aten._reshape_alias",
+    )
     return str(func).startswith(views)

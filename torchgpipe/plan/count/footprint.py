@@ -75,4 +75,6 @@ class LayerCount(NamedTuple):
     @property
     def products(self) -> tuple[Operator, ...]:
         """Its products with parameters: backward does each once more for these alone."""
-        return tuple([x for x in self.forward if x.flops and "attention" not in x.kind and self.parameters])
+        return tuple(
+            [x for x in self.forward if x.flops and "attention" not in x.kind and self.parameters]
+        )

@@ -23,7 +23,9 @@ def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> 
         return a + (b - a) * share
     if not isinstance(a, tuple) or len(a) != len(b):
         if a != b:
-            raise ValueError(f"a layer differs for different batch sizes by more than its size: {a!r}, {b!r}")
+            raise ValueError(
+                f"a layer differs for different batch sizes by more than its size: {a!r}, {b!r}"
+            )
         return a
     if (id(a), id(b)) not in known:
         items = [between(x, y, share, known) for x, y in zip(a, b, strict=True)]
@@ -31,7 +33,9 @@ def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> 
     return known[id(a), id(b)]
 
 
-def check_growth(low: Sequence[LayerCount], high: Sequence[LayerCount], sizes: tuple[int, int]) -> None:
+def check_growth(
+    low: Sequence[LayerCount], high: Sequence[LayerCount], sizes: tuple[int, int]
+) -> None:
     """Compare layers as counted for micro-batches of two `sizes`, the smaller first.
 
     Raises:

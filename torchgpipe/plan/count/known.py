@@ -26,7 +26,9 @@ class Alike:
 
     def __init__(self) -> None:
         self._known: dict[object, tuple[Any, TensorOrTensors]] = {}
-        self._layers: dict[int, tuple[torch.nn.Module, object]] = {}  # by id, which stays theirs while it is held
+        self._layers: dict[
+            int, tuple[torch.nn.Module, object]
+        ] = {}  # by id, which stays theirs while it is held
         self._how: object = None
 
     def begin(self, module: torch.nn.Module, device: str) -> None:
@@ -36,10 +38,15 @@ class Alike:
         """
         self._layers.clear()
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        precisions = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+        precisions = (
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.backends.cudnn.conv.fp32_precision,
+        )  # type: ignore[attr-defined]
         self._how = module.training, device, autocast, precisions
 
-    def once(self, measure: Callable[[Rehearsal], T], rehearsal: Rehearsal, more: object = None) -> T:
+    def once(
+        self, measure: Callable[[Rehearsal], T], rehearsal: Rehearsal, more: object = None
+    ) -> T:
         """Return what `measure` finds, but do not run a layer that behaves as one that was measured, with `more` equal.
 
         Other measurements have another `more`.
@@ -53,7 +60,9 @@ class Alike:
         found, rehearsal.output = self._known[key]
         return found
 
-    def behaviour(self, layer: torch.nn.Module, value: TensorOrTensors, more: object = None) -> object:
+    def behaviour(
+        self, layer: torch.nn.Module, value: TensorOrTensors, more: object = None
+    ) -> object:
         """Return what is equal for layers that behave alike on such values: all their state but tensors' contents.
 
         `None` for layers with skips, and for those that cannot be pickled, which may do anything.
@@ -63,7 +72,9 @@ class Alike:
         state = self._layers[id(layer)][1]
         numbers: dict[int, int] = {}
         looks = [_looks(x, numbers) for x in tensors_of(value)]
-        return None if state is None else (state, self._how, isinstance(value, Tensor), *looks, more)
+        return (
+            None if state is None else (state, self._how, isinstance(value, Tensor), *looks, more)
+        )
 
 
 def _state(layer: torch.nn.Module) -> object:
@@ -81,7 +92,15 @@ def _looks(x: Tensor, numbers: dict[int, int]) -> object:
     """Return what a tensor looks like; `numbers` counts the storages that were met, by their addresses."""
     storage = x.untyped_storage()
     number = numbers.setdefault(storage._cdata, len(numbers))
-    return x.shape, x.dtype, x.stride(), x.storage_offset(), x.requires_grad, storage.nbytes(), number
+    return (
+        x.shape,
+        x.dtype,
+        x.stride(),
+        x.storage_offset(),
+        x.requires_grad,
+        storage.nbytes(),
+        number,
+    )
 
 
 class _Shapes(pickle.Pickler):
@@ -89,7 +108,9 @@ class _Shapes(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self._numbers: dict[int, int] = {}  # address of a storage, which the pickled tensors keep alive -> its number
+        self._numbers: dict[
+            int, int
+        ] = {}  # address of a storage, which the pickled tensors keep alive -> its number
 
     def persistent_id(self, item: object) -> object:
         if not isinstance(item, Tensor):

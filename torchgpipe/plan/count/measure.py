@@ -31,7 +31,9 @@ class StorageNumbers:
 
     def placed(self, own: Footprint, rehearsal: Rehearsal) -> Footprint:
         """Return a layer's footprint on the present value, with numbers that hold for all; go on from its output."""
-        popped = [self.skips.pop(key) for key in skips_of(rehearsal.original)[1] if key in self.skips]
+        popped = [
+            self.skips.pop(key) for key in skips_of(rehearsal.original)[1] if key in self.skips
+        ]
         mapping: dict[int | None, Any] = {None: None, SUMMED: SUMMED}
         mapping |= zip((*own.inputs, *own.pops), (*self.value, *popped), strict=True)
         for number, _ in own.sizes:
@@ -40,11 +42,15 @@ class StorageNumbers:
                 self.next += 1
         fields = ("inputs", "pops", "outputs", "saves")
         new: dict[str, Any] = {x: tuple(mapping[y] for y in getattr(own, x)) for x in fields}
-        new["traces"] = tuple(tuple(Change(x.bytes, mapping[x.storage]) for x in trace) for trace in own.traces)
+        new["traces"] = tuple(
+            tuple(Change(x.bytes, mapping[x.storage]) for x in trace) for trace in own.traces
+        )
         new["stashes"] = tuple(x._replace(skip=mapping[x.skip]) for x in own.stashes)
         self.skips |= {key: x.skip for key, x in zip(rehearsal.scope, new["stashes"], strict=True)}
         self.value = new["outputs"]
-        return own._replace(sizes=tuple({mapping[x]: nbytes for x, nbytes in own.sizes}.items()), **new)
+        return own._replace(
+            sizes=tuple({mapping[x]: nbytes for x, nbytes in own.sizes}.items()), **new
+        )
 
 
 class _Head(torch.autograd.Function):
@@ -83,14 +89,18 @@ def measure_footprint(gives: Needs, takes: Needs, rehearsal: Rehearsal) -> Footp
             graph, trace = _backward(rehearsal, held, takes, hold=hold)
             traces.append(trace)
     layer.zero_grad()
-    value, entering = _entering(rehearsal)  # for what the layer takes, makes and saves; this output feeds the next
+    value, entering = _entering(
+        rehearsal
+    )  # for what the layer takes, makes and saves; this output feeds the next
     values = tensors_of(value)
     inputs = tuple(number for _, number in entering[: len(values)])
     pops = tuple(range(len(values), len(values) + len(rehearsal.scope)))
     versions = [x._version for x in values]
     kept = rehearsal.saved(value)
     known = {id(x.untyped_storage()): number for x, number in entering}
-    sizes = dict.fromkeys(pops, 0.0) | {number: float(x.untyped_storage().nbytes()) for x, number in entering}
+    sizes = dict.fromkeys(pops, 0.0) | {
+        number: float(x.untyped_storage().nbytes()) for x, number in entering
+    }
     for x in held:
         kept.pop(id(x.untyped_storage()), None)
 
@@ -106,7 +116,11 @@ def measure_footprint(gives: Needs, takes: Needs, rehearsal: Rehearsal) -> Footp
     for skip in rehearsal.scope.values():
         number = number_of(None if skip is None else skip.untyped_storage())
         nbytes = 0.0 if skip is None else float(skip.nbytes)
-        stashes.append(Stashed(number, sizes[number], nbytes, nbytes * (skip is not None and skip.requires_grad)))
+        stashes.append(
+            Stashed(
+                number, sizes[number], nbytes, nbytes * (skip is not None and skip.requires_grad)
+            )
+        )
     return Footprint(
         inputs=inputs,
         pops=pops,
@@ -125,7 +139,9 @@ def measure_footprint(gives: Needs, takes: Needs, rehearsal: Rehearsal) -> Footp
 
 def _grad_bytes(tensors: Sequence[Tensor], needs: Needs) -> float:
     wanted = needs or [True] * len(tensors)
-    return float(sum(x.nbytes for x, need in zip(tensors, wanted, strict=True) if x.requires_grad and need))
+    return float(
+        sum(x.nbytes for x, need in zip(tensors, wanted, strict=True) if x.requires_grad and need)
+    )
 
 
 def _entering(rehearsal: Rehearsal) -> tuple[Any, list[tuple[Tensor, int]]]:
@@ -134,7 +150,9 @@ def _entering(rehearsal: Rehearsal) -> tuple[Any, list[tuple[Tensor, int]]]:
     storages = [x.untyped_storage()._cdata for x in tensors_of(rehearsal.value)]
     numbers = [storages.index(storage) for storage in storages]
     entering = [*zip(tensors_of(value), numbers, strict=True)]
-    entering += [(x, k) for k, x in enumerate(rehearsal.scope.values(), len(numbers)) if x is not None]
+    entering += [
+        (x, k) for k, x in enumerate(rehearsal.scope.values(), len(numbers)) if x is not None
+    ]
     return value, entering
 
 
@@ -157,7 +175,9 @@ def _backward(
     graph = live.peak()
     count = len(tensors_of(rehearsal.output))
     roots = [
-        y for i, y in enumerate(rehearsal.results()) if y.requires_grad and (takes is None or i >= count or takes[i])
+        y
+        for i, y in enumerate(rehearsal.results())
+        if y.requires_grad and (takes is None or i >= count or takes[i])
     ]
     if not roots or not torch.is_grad_enabled():
         return graph, ()

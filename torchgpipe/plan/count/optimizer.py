@@ -68,5 +68,9 @@ def optimizer_named(name: str, *, foreach: bool, master_weights: bool = False) -
         made, left = at_once, 0.0
     together = foreach and made > 0
     if master_weights:
-        state, made, left = MASTER * (state + 1), MASTER * (made + 1), MASTER * (left + (not foreach))
+        state, made, left = (
+            MASTER * (state + 1),
+            MASTER * (made + 1),
+            MASTER * (left + (not foreach)),
+        )
     return Optimizer(state, made, left, together)

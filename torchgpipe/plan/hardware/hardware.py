@@ -113,7 +113,9 @@ class Hardware:
             dtype = "float32"
         if dtype not in self.peak:
             known = ", ".join(self.peak)
-            raise ValueError(f"hardware {self.name!r} has no peak rate for {dtype}; it has {known}: add it to its file")
+            raise ValueError(
+                f"hardware {self.name!r} has no peak rate for {dtype}; it has {known}: add it to its file"
+            )
         return self.peak[dtype] * (shares.get(f"{operator.kind}.{dtype}") or shares[operator.kind])
 
 
@@ -157,12 +159,25 @@ def _decoded(name: str, data: Any) -> Hardware:
         table = data.get(key)
         if not isinstance(table, dict) or not table:
             raise ValueError(f"{key} is missing: expected an object of figures")
-        values[key] = {item: _figure(f"{key}.{item}", figure, sources) for item, figure in table.items()}
-    touching = [x for x in CLASSES if x not in FUSED and (x != WINOGRAD or x in values["compute_efficiency"])]
-    for key, needed, dtypes in (("compute_efficiency", WORK, values["peak"]), ("memory_efficiency", touching, ())):
+        values[key] = {
+            item: _figure(f"{key}.{item}", figure, sources) for item, figure in table.items()
+        }
+    touching = [
+        x
+        for x in CLASSES
+        if x not in FUSED and (x != WINOGRAD or x in values["compute_efficiency"])
+    ]
+    for key, needed, dtypes in (
+        ("compute_efficiency", WORK, values["peak"]),
+        ("memory_efficiency", touching, ()),
+    ):
         shares = values[key]
-        if wrong := sorted(shares.keys() - {*CLASSES, *(f"{kind}.{dtype}" for kind in CLASSES for dtype in dtypes)}):
-            raise ValueError(f"{key}.{wrong[0]} is no class of operators, nor one in a type of numbers that has a peak")
+        if wrong := sorted(
+            shares.keys() - {*CLASSES, *(f"{kind}.{dtype}" for kind in CLASSES for dtype in dtypes)}
+        ):
+            raise ValueError(
+                f"{key}.{wrong[0]} is no class of operators, nor one in a type of numbers that has a peak"
+            )
         if lacking := [kind for kind in needed if kind not in shares]:
             raise ValueError(f"{key}.{lacking[0]} is missing")
         values[key] = {**dict.fromkeys(FUSED, shares["matmul"]), **shares}
@@ -170,7 +185,9 @@ def _decoded(name: str, data: Any) -> Hardware:
     if not isinstance(overlaps, bool):
         raise ValueError(f"launch_overlaps has to be true or false, got {overlaps!r}")
     values |= {key: int(values[key]) for key in ("devices", "processors") if key in values}
-    return Hardware(name, str(data.get("title", name)), launch_overlaps=overlaps, sources=sources, **values)
+    return Hardware(
+        name, str(data.get("title", name)), launch_overlaps=overlaps, sources=sources, **values
+    )
 
 
 def _figure(key: str, figure: Any, sources: dict[str, str]) -> float:
@@ -178,7 +195,11 @@ def _figure(key: str, figure: Any, sources: dict[str, str]) -> float:
     if not isinstance(figure, dict) or set(figure) != {"value", "source"}:
         raise ValueError(f"{key} has to be an object with value and source, got {figure!r}")
     value, source = figure["value"], figure["source"]
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+    number = (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and 0 <= value < float("inf")
+    )
     if not number or (value == 0 and key not in OPTIONAL):
         raise ValueError(f"{key}: value has to be a number above 0, got {value!r}")
     if not isinstance(source, str) or not source.strip():

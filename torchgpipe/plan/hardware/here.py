@@ -38,10 +38,18 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
     """
     cuda = device.type == "cuda"
     if devices is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         devices = torch.cuda.device_count() if cuda else max(1, cores // torch.get_num_threads())
     if memory is None:
-        memory = torch.cuda.get_device_properties(device).total_memory if cuda else _main_memory() / devices
+        memory = (
+            torch.cuda.get_device_properties(device).total_memory
+            if cuda
+            else _main_memory() / devices
+        )
     source = torch.ones(2**26 if cuda else 2**22, device=device)
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
@@ -73,7 +81,9 @@ def _measure_link(source: torch.Tensor) -> tuple[float, str]:
         seconds = _seconds(lambda: source.to(other), device)
         return source.nbytes / seconds, f"links as fast as a copy from {device} to {other}"
     host = torch.empty_like(source, device="cpu").pin_memory()
-    return source.nbytes / _seconds(lambda: host.copy_(source), device), "links as fast as a copy to the host"
+    return source.nbytes / _seconds(
+        lambda: host.copy_(source), device
+    ), "links as fast as a copy to the host"
 
 
 def hand_over() -> float:
@@ -97,7 +107,9 @@ def sharing(works: Sequence[Callable[[], object]]) -> float:
             other()
 
     alone = _seconds(first, torch.device("cpu"))
-    with ThreadPoolExecutor(len(others), initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+    with ThreadPoolExecutor(
+        len(others), initializer=torch.set_num_threads, initargs=(threads,)
+    ) as pool:
         for other in others:
             pool.submit(work, other)
         try:
@@ -116,7 +128,9 @@ def _main_memory(limit: Path = MEMORY_LIMIT) -> float:
     try:
         machine = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):
-        raise ValueError("this system does not tell its memory: say memory='16GiB' or so, for each device") from None
+        raise ValueError(
+            "this system does not tell its memory: say memory='16GiB' or so, for each device"
+        ) from None
     try:
         return min(machine, float(limit.read_text()))
     except (OSError, ValueError):  # no container, or "max"

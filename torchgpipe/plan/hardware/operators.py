@@ -20,7 +20,15 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 OperatorClass = Literal[
-    "matmul", "conv", "conv3x3", "winograd", "attention", "attention_backward", "norm", "pool", "elementwise"
+    "matmul",
+    "conv",
+    "conv3x3",
+    "winograd",
+    "attention",
+    "attention_backward",
+    "norm",
+    "pool",
+    "elementwise",
 ]
 """The classes that have efficiencies of their own: `conv3x3` are those convolutions for which libraries have Winograd
 kernels, 3 x 3 at stride 1, when they are computed like any other, and `winograd` when they are not (convolution.py);

@@ -68,7 +68,9 @@ def _forward(
 ) -> tuple[list[float], TensorOrTensors]:
     """Run the layers; return their seconds and the output. `notice` is told when a layer's output has its gradient."""
     seconds: list[float] = []
-    value = mapped(lambda x: x.clone() if x.requires_grad else x, sample)  # no leaf, which may not be changed in place
+    value = mapped(
+        lambda x: x.clone() if x.requires_grad else x, sample
+    )  # no leaf, which may not be changed in place
     for i, layer in enumerate(module):
         synchronize(device)
         start = perf_counter()
@@ -84,7 +86,9 @@ def _forward(
     return seconds, value
 
 
-def time_alone(module: nn.Sequential, sample: TensorOrTensors, device: torch.device, runs: int) -> list[Seconds]:
+def time_alone(
+    module: nn.Sequential, sample: TensorOrTensors, device: torch.device, runs: int
+) -> list[Seconds]:
     """Time copies of the layers one after another, each `runs` times after a warm-up; return every run.
 
     Raises:

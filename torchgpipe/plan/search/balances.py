@@ -26,15 +26,24 @@ class Work:
     def __init__(self, predictor: Predictor, setup: Setup) -> None:
         self.predictor, self.setup = predictor, setup
         m, recomputed = len(setup.sizes), checkpointed(setup.checkpoint, len(setup.sizes))
-        full, last = predictor.layers(setup.sizes[0]), predictor.layers(setup.sizes[-1])  # the last may be smaller
+        full, last = (
+            predictor.layers(setup.sizes[0]),
+            predictor.layers(setup.sizes[-1]),
+        )  # the last may be smaller
         again = min(recomputed, m - 1)
         # Of each layer: the first micro-batch's forward and backward, the last one's both, and all but the last one's.
         forward = full.forward if again else full.graph
         backward = [a + b for a, b in zip(full.backward, full.accumulate, strict=True)]
         last_forward = last.forward if recomputed == m else last.graph
         last_both = [a + b for a, b in zip(last_forward, last.backward, strict=True)]
-        others = [again * a + (m - 1) * (b + c) for a, b, c in zip(full.forward, full.graph, backward, strict=True)]
-        one = [min(a + b, c) if m > 1 else c for a, b, c in zip(forward, backward, last_both, strict=True)]
+        others = [
+            again * a + (m - 1) * (b + c)
+            for a, b, c in zip(full.forward, full.graph, backward, strict=True)
+        ]
+        one = [
+            min(a + b, c) if m > 1 else c
+            for a, b, c in zip(forward, backward, last_both, strict=True)
+        ]
         self.seconds = [a + (b - c) for a, b, c in zip(others, last_both, one, strict=True)]
         if not setup.gathered:
             self.seconds = [a + b for a, b in zip(others, last_both, strict=True)]
@@ -76,7 +85,9 @@ class Work:
         """The bytes that each layer adds to its partition's in the second backward, at the least."""
         setup, counts = self.setup, self.predictor.counts
         m, footprints = len(setup.sizes), counts.footprints(setup.sizes[0])
-        each = 1 + setup.optimizer.state + (m > 1)  # of a single micro-batch, gradients come as activations go
+        each = (
+            1 + setup.optimizer.state + (m > 1)
+        )  # of a single micro-batch, gradients come as activations go
         kept = max(1, m - 1 - checkpointed(setup.checkpoint, m)) if setup.gathered else 1
         known, held = {*footprints[0].inputs}, []  # parts of the mini-batch, which is there anyway
         for layer, footprint in zip(counts.low, footprints, strict=True):

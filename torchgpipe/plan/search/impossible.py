@@ -24,13 +24,18 @@ def told(setup: Setup) -> str:
     return f"chunks={len(setup.sizes)} (micro-batches of {setup.sizes[0]}) and checkpoint={setup.checkpoint!r}"
 
 
-def refuse_hopeless(predictor: Predictor, batch_size: int, devices: int, memory: float, optimizer: Optimizer) -> None:
+def refuse_hopeless(
+    predictor: Predictor, batch_size: int, devices: int, memory: float, optimizer: Optimizer
+) -> None:
     """Raise `Impossible` where every setup is: a layer fits no device, or the devices have no room for all of them."""
     layers = predictor.layers(1).layers
     # A single micro-batch makes each gradient once; of several, each but the first has gradients beside those summed.
     needs = _alone(predictor, batch_size, optimizer, summed=False)
     if batch_size > 1:
-        needs = [min(pair) for pair in zip(needs, _alone(predictor, 1, optimizer, summed=True), strict=True)]
+        needs = [
+            min(pair)
+            for pair in zip(needs, _alone(predictor, 1, optimizer, summed=True), strict=True)
+        ]
     heaviest = max(range(len(needs)), key=needs.__getitem__)
     if needs[heaviest] > memory:
         raise Impossible(
@@ -57,8 +62,13 @@ def _alone(predictor: Predictor, size: int, optimizer: Optimizer, *, summed: boo
     footprints = predictor.counts.footprints(size)
     needs = []
     for i, layer in enumerate(predictor.counts.low):
-        tasks = [task_bytes(footprints, i, i + 1, checkpoint=checkpoint) for checkpoint in (False, True)]
-        backward = min(task.kept + (task.later if summed else task.first) for task in tasks) + tasks[0].output_grad
+        tasks = [
+            task_bytes(footprints, i, i + 1, checkpoint=checkpoint) for checkpoint in (False, True)
+        ]
+        backward = (
+            min(task.kept + (task.later if summed else task.first) for task in tasks)
+            + tasks[0].output_grad
+        )
         backward += layer.parameters if summed else 0.0
         update = layer.parameters + optimizer.temporaries(layer.parameter_sizes)
         static = layer.parameters * (1 + optimizer.state) + layer.frozen
@@ -80,7 +90,9 @@ def least(
     Raises:
         Impossible: there is no setup: no schedule is for so many devices, layers or micro-batches.
     """
-    needed = [layer.parameters * (2.0 + optimizer.state) + layer.frozen for layer in predictor.counts.low]
+    needed = [
+        layer.parameters * (2.0 + optimizer.state) + layer.frozen for layer in predictor.counts.low
+    ]
     setups = []
     for m, mode, schedule in product(chunks, modes, schedules):
         setup = Setup(batch_size, (), m, mode, optimizer, schedule=schedule)
@@ -94,10 +106,14 @@ def least(
     return min([assess(predictor, setup) for setup in setups], key=lambda x: x.peak)
 
 
-def why(predictor: Predictor, allowed: Candidate, batch_size: int, devices: int, memory: float) -> str:
+def why(
+    predictor: Predictor, allowed: Candidate, batch_size: int, devices: int, memory: float
+) -> str:
     """Say how much memory the `allowed` setup lacks, which is the one that needs the least, and what needs less."""
     partitions = min(devices, len(predictor.counts))
-    free = least(predictor, batch_size, partitions, allowed.setup.optimizer, sorted({1, batch_size}), MODES)
+    free = least(
+        predictor, batch_size, partitions, allowed.setup.optimizer, sorted({1, batch_size}), MODES
+    )
     least_of_all, what = told(free.setup), "balanced by parameters"
     if free.peak <= memory:
         return (

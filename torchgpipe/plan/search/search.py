@@ -69,16 +69,26 @@ def search(
     """
     base = Setup(batch_size, (len(predictor.counts),), optimizer=optimizer)
     found = {n: Found() for n in partitions}
-    kept = sum(layer.parameters * (2 + optimizer.state) + layer.frozen for layer in predictor.counts.low)
+    kept = sum(
+        layer.parameters * (2 + optimizer.state) + layer.frozen for layer in predictor.counts.low
+    )
     asked = []
-    for m, mode, schedule in product(sorted(set(chunks or chunk_choices(batch_size))), checkpoint, schedules):
+    for m, mode, schedule in product(
+        sorted(set(chunks or chunk_choices(batch_size))), checkpoint, schedules
+    ):
         if mode == "except_last" and m == 1 and "never" in checkpoint:
             continue  # a single micro-batch: the same as never
         work = Work(predictor, replace(base, chunks=m, checkpoint=mode, schedule=schedule))
-        fitting = [n for n in partitions if kept <= n * memory and 0 < work.stages(n) <= len(predictor.counts)]
+        fitting = [
+            n
+            for n in partitions
+            if kept <= n * memory and 0 < work.stages(n) <= len(predictor.counts)
+        ]
         asked += [(work.bound(n), n, work) for n in fitting]
     for lower, n, work in sorted(asked, key=lambda each: each[0]):
-        if found[n].limit > lower * (1 + close) and (chunks or 3 * len(work.setup.sizes) * n <= MOST_TASKS):
+        if found[n].limit > lower * (1 + close) and (
+            chunks or 3 * len(work.setup.sizes) * n <= MOST_TASKS
+        ):
             lower = _try(found[n], n, work, memory, close)
         found[n].bound = min(found[n].bound, lower)
     if all(each.best is None for each in found.values()):

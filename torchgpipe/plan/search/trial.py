@@ -80,11 +80,15 @@ class Trial:
             placement = self.best.setup.lists.placement
             full = [s for s, d in enumerate(placement) if self.best.devices[d].peak > self.memory]
             sources = full or range(len(placement))
-            if not any([self.take(moved) for moved in _moved(self.best.setup.balance, stride, sources)]):
+            if not any(
+                [self.take(moved) for moved in _moved(self.best.setup.balance, stride, sources)]
+            ):
                 stride = stride * 3 // 4
 
 
-def _moved(balance: Sequence[int], stride: int, sources: Iterable[int]) -> Iterator[tuple[int, ...]]:
+def _moved(
+    balance: Sequence[int], stride: int, sources: Iterable[int]
+) -> Iterator[tuple[int, ...]]:
     """Return the balances in which one of `sources` has `stride` layers fewer, and another partition as many more."""
     for j, k in product(sources, range(len(balance))):
         if j != k and balance[j] > stride:
@@ -94,7 +98,9 @@ def _moved(balance: Sequence[int], stride: int, sources: Iterable[int]) -> Itera
             yield tuple(moved)
 
 
-def data_parallel(predictor: Predictor, batch_size: int, devices: int, optimizer: Optimizer) -> Candidate:
+def data_parallel(
+    predictor: Predictor, batch_size: int, devices: int, optimizer: Optimizer
+) -> Candidate:
     """Predict data parallel training: every device has the model, and a share of the batch; nothing is recomputed.
 
     Gradients are summed over the devices by a ring all-reduce, which sends 2 (k - 1) / k of their bytes from each of k
@@ -107,6 +113,8 @@ def data_parallel(predictor: Predictor, batch_size: int, devices: int, optimizer
     gradients = float(sum(layer.parameters for layer in predictor.counts.low))
     exchange = 2 * (devices - 1) * predictor.hardware.transfer(gradients / devices)
     backward = sum(event.end - event.start for event in step.tasks if event.kind == "backward")
-    seconds = step.seconds * (1 + predictor.hardware.sharing * (devices - 1)) + max(0.0, exchange - backward)
+    seconds = step.seconds * (1 + predictor.hardware.sharing * (devices - 1)) + max(
+        0.0, exchange - backward
+    )
     device = device._replace(gradients=device.gradients + gradients * (devices > 1))
     return Candidate(setup, seconds, step.bubble, (device,) * devices)

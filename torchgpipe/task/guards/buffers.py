@@ -69,7 +69,9 @@ class Buffers:
         self._ids = ids
         # Norms that track statistics, in training: there their output does not depend on the statistics.
         norms = [m for m in modules if m.training and type(m).forward in _STATISTICS_ASIDE]
-        self._norms = {norm for norm in norms if norm._buffers and norm._buffers.keys() <= _STATISTICS}
+        self._norms = {
+            norm for norm in norms if norm._buffers and norm._buffers.keys() <= _STATISTICS
+        }
         self._slots: dict[tuple[nn.Module, str], _Slot] = {}
         self._unsure: dict[tuple[nn.Module, str], _Slot] = {}  # used again, and not compared
 
@@ -107,13 +109,19 @@ class Buffers:
 
     def backward(self) -> AbstractContextManager[object]:
         """Return a context for the layers' backward, in which they may run once more, by `torch.utils.checkpoint`."""
-        changes = [Change(norm.__dict__, "_buffers", _Unread(norm._buffers)) for norm in self._norms]
+        changes = [
+            Change(norm.__dict__, "_buffers", _Unread(norm._buffers)) for norm in self._norms
+        ]
         return InPlace(changes) if changes else NOTHING
 
     def check_sure(self) -> None:
         """Raise `RuntimeError` if a buffer has changed in a way that only its content tells."""
         for (module, name), slot in self._unsure.items():
-            if slot.tensor is not None and slot.copy is not None and not equal(slot.tensor, slot.copy):
+            if (
+                slot.tensor is not None
+                and slot.copy is not None
+                and not equal(slot.tensor, slot.copy)
+            ):
                 raise RuntimeError(
                     f"buffer {name!r} of {type(module).__name__} in partition {self._index} was changed by a kernel or "
                     "through .data, which PyTorch does not count, so a recomputation may use another value; change "
@@ -139,7 +147,11 @@ class Buffers:
 
     def _changed_since(self, held: HeldBuffers) -> set[nn.Module]:
         """Return the modules whose buffers are not what they were in the first pass, or may not be."""
-        now = {(module, name): x for module in self._with_buffers() for name, x in module._buffers.items()}
+        now = {
+            (module, name): x
+            for module in self._with_buffers()
+            for name, x in module._buffers.items()
+        }
         changed = set()
         for slot in held.slots:
             place = slot.module, slot.name
@@ -156,7 +168,9 @@ class Buffers:
                 x = copied(slot.copy, slot.shared, copies)
                 own[slot.module][slot.name] = slot.tensor if x is None else x
         # Those that the first pass has changed, the second has to change, too.
-        expected = [(slot, own[slot.module][slot.name]) for slot in held.changed if slot.module in changed]
+        expected = [
+            (slot, own[slot.module][slot.name]) for slot in held.changed if slot.module in changed
+        ]
         before = versions(tuple([x for _, x in expected]))
         changes = [Change(norm.__dict__, "track_running_stats", False) for norm in self._norms]
         compiled = bool(changed) and any(map(is_compiled, self._modules))

@@ -36,7 +36,9 @@ class OutputGradients:
         """Return a context for the layers: for the first task with such inputs, it notes what they ask."""
         return _Asks(ids) if needs not in self._all_do else NOTHING
 
-    def learn(self, needs: Needs, found: Sequence[bool], able: Sequence[bool], watched: object) -> None:
+    def learn(
+        self, needs: Needs, found: Sequence[bool], able: Sequence[bool], watched: object
+    ) -> None:
         """Note which outputs take a gradient, of those that can; `watched` is the context that the layers ran in."""
         asked = getattr(watched, "asked", False)
         self._all_do.setdefault(needs, found == able and not asked)
@@ -48,7 +50,10 @@ class OutputGradients:
 
 def able_to_take(outputs: Flat, unchanged: dict[int, bool]) -> list[bool]:
     """Return which outputs can take a gradient; for inputs that are handed on `unchanged` has whether they do."""
-    return [unchanged.get(id(y), y is not None and (y.is_floating_point() or y.is_complex())) for y in outputs]
+    return [
+        unchanged.get(id(y), y is not None and (y.is_floating_point() or y.is_complex()))
+        for y in outputs
+    ]
 
 
 class _Asks(TorchFunctionMode):
@@ -58,7 +63,10 @@ class _Asks(TorchFunctionMode):
     """
 
     only_watches = True
-    asked, properties = False, {getattr(Tensor, x).__get__ for x in ("requires_grad", "is_leaf", "grad_fn", "grad")}
+    asked, properties = (
+        False,
+        {getattr(Tensor, x).__get__ for x in ("requires_grad", "is_leaf", "grad_fn", "grad")},
+    )
     # By name: torch.compile, which runs this, too, cannot look a function up in a set.
     functions = ("grad", "register_hook", "retain_grad", "numpy", "__deepcopy__", "__repr__")
 

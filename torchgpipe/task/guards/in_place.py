@@ -56,7 +56,9 @@ class InPlace:
         self._before = None
 
     def __del__(self) -> None:
-        if getattr(self, "_before", None) is not None:  # it is not there if Ctrl-C came at the begin of `__init__`
+        if (
+            getattr(self, "_before", None) is not None
+        ):  # it is not there if Ctrl-C came at the begin of `__init__`
             InPlace.__exit__(self)
 
 

@@ -27,8 +27,12 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 _NO_HOOKS: list[tuple[Any, ...]] = [()] * len(_HOOKS)
-_RUN_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_ALL_MODULES = [vars(nn.modules.module)[f"_global{name}"] for name in (_HOOKS[0], _HOOKS[3], *_HOOKS[5:])]
+_RUN_HOOKS = itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
+_OF_ALL_MODULES = [
+    vars(nn.modules.module)[f"_global{name}"] for name in (_HOOKS[0], _HOOKS[3], *_HOOKS[5:])
+]
 
 
 class LayerStates(NamedTuple):
@@ -61,7 +65,9 @@ class Layers:
             return NOTHING
         none = [_NO_HOOKS] * len(self._modules)
         changes = []
-        states = zip(self._modules, before.modes, before.hooks or none, now.hooks or none, strict=True)
+        states = zip(
+            self._modules, before.modes, before.hooks or none, now.hooks or none, strict=True
+        )
         for module, mode, hooks, present in states:
             # What torch.compile puts around a module has no mode of its own.
             if mode != module.training and "training" in module.__dict__:
@@ -78,7 +84,9 @@ class Layers:
                 f"a layer of partition {self._index} was replaced, added or removed between forward and backward, so a "
                 "checkpointed task cannot be recomputed; change layers between steps only"
             )
-        for (module, name, before), (*_, now) in zip(self._constants, _constants(self._modules), strict=True):
+        for (module, name, before), (*_, now) in zip(
+            self._constants, _constants(self._modules), strict=True
+        ):
             if now != before:
                 raise RuntimeError(
                     f"{name!r} of {type(module).__name__} in partition {self._index} was changed from {before!r} to "
@@ -92,12 +100,16 @@ def _constants(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
 
     And a `forward` that was put on a layer, and hooks of all modules.
     """
-    more: dict[type, tuple[str, ...]] = {nn.MultiheadAttention: ("num_heads", "head_dim", "dropout")}
+    more: dict[type, tuple[str, ...]] = {
+        nn.MultiheadAttention: ("num_heads", "head_dim", "dropout")
+    }
     found: list[tuple[nn.Module, str, object]] = []
     for module in modules:
         kind = type(module)
         for name in ("forward", *more.get(kind, ()), *getattr(kind, "__constants__", ())):
-            if name != "track_running_stats":  # a recomputation in another thread may have it exchanged
+            if (
+                name != "track_running_stats"
+            ):  # a recomputation in another thread may have it exchanged
                 found.append((module, name, module.__dict__.get(name)))
     everywhere = [(*hooks.items(),) for hooks in _OF_ALL_MODULES] if any(_OF_ALL_MODULES) else []
     return [*found, (modules[0], "hooks of all modules", everywhere)]

@@ -44,13 +44,21 @@ class Ambient:
     def __init__(self, devices: Iterable[torch.device], *, threads: bool = False) -> None:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
-        types = {"cpu", *(d.type for d in devices)} & {"cpu", "cuda", "xpu"}  # others, such as meta, have no autocast
-        self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types}
+        types = {"cpu", *(d.type for d in devices)} & {
+            "cpu",
+            "cuda",
+            "xpu",
+        }  # others, such as meta, have no autocast
+        self._autocast = {
+            t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types
+        }
         self.casts = any(enabled for enabled, _ in self._autocast.values())
         self._dtype = torch.get_default_dtype()
         self._stacks = _stacks()
         modes = [m for stack in self._stacks for m in stack]
-        self.watched = [(m, _state(m)) for m in modes if type(m) is not DeviceContext and not _only_watches(m)]
+        self.watched = [
+            (m, _state(m)) for m in modes if type(m) is not DeviceContext and not _only_watches(m)
+        ]
         self._changed: list[object] | None = None  # until all layers have run
         self._threads = threads
         self._checkpointing, self._recomputing = is_checkpointing(), is_recomputing()
@@ -61,7 +69,12 @@ class Ambient:
     def entered(self) -> Iterator[None]:
         """Enter all of the modes, in a worker thread."""
         passing = CheckpointPhase(checkpointing=self._checkpointing, recomputing=self._recomputing)
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), passing, self.again():
+        with (
+            torch.inference_mode(self.inference),
+            torch.set_grad_enabled(self.grad),
+            passing,
+            self.again(),
+        ):
             yield
 
     def for_first_pass(self) -> AbstractContextManager[object]:
@@ -95,16 +108,23 @@ class Ambient:
                 stack.enter_context(with_torch_function())
             if others:
                 stack.callback(set_mode_stacks, mode_stacks())
-                set_mode_stacks(tuple(
-                    [*before, *(mode for mode in modes if _only_watches(mode) and mode not in before)]
-                    for before, modes in zip(self._stacks, mode_stacks(), strict=True)
-                ))  # fmt: skip
+                set_mode_stacks(
+                    tuple(
+                        [
+                            *before,
+                            *(mode for mode in modes if _only_watches(mode) and mode not in before),
+                        ]
+                        for before, modes in zip(self._stacks, mode_stacks(), strict=True)
+                    )
+                )
             if (dtype := torch.get_default_dtype()) != self._dtype:
                 stack.callback(torch.set_default_dtype, dtype)
                 torch.set_default_dtype(self._dtype)
             for device_type, (enabled, cast) in self._autocast.items():
                 if enabled or torch.is_autocast_enabled(device_type):
-                    stack.enter_context(torch.autocast(device_type, cast, enabled, cache_enabled=False))
+                    stack.enter_context(
+                        torch.autocast(device_type, cast, enabled, cache_enabled=False)
+                    )
             yield
 
     def ended(self, *, refuse: bool = False) -> None:
@@ -136,10 +156,19 @@ def _only_watches(mode: object) -> bool:
 def _stacks(changed: Sequence[object] | None = None, of: Stacks | None = None) -> Stacks:
     """Return the modes of this thread, or those given; once it is known which have changed, those to recompute with."""
     found = of or mode_stacks()
-    return found if found is NO_MODES else tuple(
-        [m for m in modes if type(m) is not PrivateGenerator
-         and (changed is None or not (m in changed or _only_watches(m)))] for modes in found
-    )  # fmt: skip
+    return (
+        found
+        if found is NO_MODES
+        else tuple(
+            [
+                m
+                for m in modes
+                if type(m) is not PrivateGenerator
+                and (changed is None or not (m in changed or _only_watches(m)))
+            ]
+            for modes in found
+        )
+    )
 
 
 def _state(value: object, depth: int = 4) -> object:

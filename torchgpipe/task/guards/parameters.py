@@ -66,7 +66,9 @@ class StandInParameters:
         self.by_parameter: dict[Tensor, Tensor] = {}
         self.changes: list[Change] = []
         self._all: list[tuple[str, Tensor]] = []
-        self._frozen: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # parameters that have none
+        self._frozen: list[
+            tuple[dict[str, Tensor | None], str, Tensor]
+        ] = []  # parameters that have none
         self._modules = modules = list(modules)
         kept = sharded(modules)
         for module in modules:
@@ -75,7 +77,9 @@ class StandInParameters:
                 if x is not None and x.requires_grad and not hasattr(x, _OF_A_LAYER):
                     self._all.append((name, x))
                     # Not the whole dictionary: a layer may replace other buffers meanwhile, or these.
-                    self.changes.append(Change(module._buffers, name, self._stand_in(x), may_stay=True))
+                    self.changes.append(
+                        Change(module._buffers, name, self._stand_in(x), may_stay=True)
+                    )
             if not module._parameters or module in kept:
                 continue
             if isinstance(module, torch.jit.ScriptModule):
@@ -118,18 +122,26 @@ class StandInParameters:
         """Raise `RuntimeError` if a parameter was changed in place; ask with `forward` right after a first pass."""
         if [p._version for _, p in self._all] == self._versions:
             return
-        changed = next(n for (n, p), v in zip(self._all, self._versions, strict=True) if p._version != v)
+        changed = next(
+            n for (n, p), v in zip(self._all, self._versions, strict=True) if p._version != v
+        )
         raise RuntimeError(
             f"parameter {changed!r} of partition {partition} was changed in place "
             + ("by a layer in forward" if forward else "between forward and backward")
             + ", so the recomputation of a checkpointed task would use other values; "
-            + ("do not change it there" if forward else "call backward() before the optimizer's step")
+            + (
+                "do not change it there"
+                if forward
+                else "call backward() before the optimizer's step"
+            )
             + ", or use checkpoint='never'"
         )
 
     def check_kept(self, partition: int) -> None:
         """Raise `RuntimeError` if a layer has replaced, added, frozen or hooked a parameter in its forward."""
-        frozen = not all([x.requires_grad and not x._backward_hooks for x in self.by_parameter.values()])
+        frozen = not all(
+            [x.requires_grad and not x._backward_hooks for x in self.by_parameter.values()]
+        )
         moved = any([_address(p) != _address(x) for p, x in self.by_parameter.items()])
         if frozen or moved or self._ids_watched() != self._ids:
             raise RuntimeError(
@@ -139,7 +151,9 @@ class StandInParameters:
         self._frozen = [(d, name, p) for d, name, p in self._frozen if not p.requires_grad]
         for x in [x for module in self._modules for x in module._buffers.values()]:
             if x is not None and x.grad_fn is not None and id(x) not in self.ids:
-                setattr(x, _OF_A_LAYER, True)  # its graph is that of this mini-batch, and not for the next one
+                setattr(
+                    x, _OF_A_LAYER, True
+                )  # its graph is that of this mini-batch, and not for the next one
 
     def begin(self, backward: int) -> bool:
         """Start the backward of this number; return `False` if it has started already.
@@ -160,7 +174,9 @@ class StandInParameters:
         if backward_id() >= 0:
             at_end(self._end)
         # A recomputation makes no graph of what was frozen when its first pass made none.
-        thawed = {p: _detached(p).requires_grad_(False) for _, _, p in self._frozen if p.requires_grad}
+        thawed = {
+            p: _detached(p).requires_grad_(False) for _, _, p in self._frozen if p.requires_grad
+        }
         for replaced, name, p in self._frozen if thawed else ():
             replaced[name] = thawed.get(p, p)
         return True
@@ -200,7 +216,9 @@ def _detached(p: Tensor) -> Tensor:
         stand_in = stand_in.as_subclass(type(p)).requires_grad_()
     else:
         stand_in = nn.Parameter(stand_in)
-    stand_in.__dict__ = p.__dict__  # what a layer or a hook writes on a parameter is for the parameter
+    stand_in.__dict__ = (
+        p.__dict__
+    )  # what a layer or a hook writes on a parameter is for the parameter
     if getattr(p, "grad_dtype", None) != getattr(stand_in, "grad_dtype", None):
         stand_in.grad_dtype = p.grad_dtype
     return stand_in

@@ -30,12 +30,17 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
     """Return the generators that layers on `device` draw from by default."""
     if device.type in ("cpu", "meta"):
         return [torch.default_generator]
-    return [torch.default_generator, torch.get_device_module(device).default_generators[device.index]]
+    return [
+        torch.default_generator,
+        torch.get_device_module(device).default_generators[device.index],
+    ]
 
 
 def own_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
     """Return the generators that are attributes of layers."""
-    return [value for m in modules for value in m.__dict__.values() if type(value) is torch.Generator]
+    return [
+        value for m in modules for value in m.__dict__.values() if type(value) is torch.Generator
+    ]
 
 
 def check_apart(generators: Iterable[Sequence[torch.Generator]]) -> None:
@@ -76,8 +81,14 @@ class Randomness:
     def ended(self) -> None:
         """Note that the first pass is over. The generators from which nothing was drawn are left alone from now on."""
         after = [state_of(g) for g in self.generators]
-        drawn = [(g, a, b) for g, a, b in zip(self.generators, self._before, after, strict=True) if not same(a, b)]
-        self.generators, self._before, self._after = zip(*drawn, strict=True) if drawn else ((), (), ())
+        drawn = [
+            (g, a, b)
+            for g, a, b in zip(self.generators, self._before, after, strict=True)
+            if not same(a, b)
+        ]
+        self.generators, self._before, self._after = (
+            zip(*drawn, strict=True) if drawn else ((), (), ())
+        )
 
     def again(self) -> AbstractContextManager[object]:
         """Return what to enter around the recomputation."""

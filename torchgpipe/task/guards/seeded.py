@@ -129,7 +129,9 @@ class PrivateGenerator(TorchDispatchMode):
         if quiet or is_other_generator(kwargs.get("generator")) or _thread.private is not self:
             return func(*args, **kwargs)
         if kind == "draws for dropout":
-            at, p = next((i, a) for i, a in enumerate(func._schema.arguments) if a.name == "dropout_p")
+            at, p = next(
+                (i, a) for i, a in enumerate(func._schema.arguments) if a.name == "dropout_p"
+            )
             if not (args[at] if at < len(args) else kwargs.get(p.name, p.default_value)):
                 return func(*args, **kwargs)
         self._drew()
@@ -157,7 +159,11 @@ def _kind(func: Any) -> str:
         return "takes a generator"
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return "quiet"
-    return "draws for dropout" if any(a.name == "dropout_p" for a in func._schema.arguments) else "draws by default"
+    return (
+        "draws for dropout"
+        if any(a.name == "dropout_p" for a in func._schema.arguments)
+        else "draws by default"
+    )
 
 
 class _OfThisThread:
@@ -190,7 +196,9 @@ class Everywhere(AbstractContextManager[None]):
 
 
 ASKING_PRIVATE_GENERATORS = Everywhere(
-    lambda: torch.default_generator, lambda g: vars(torch.random).update(default_generator=g), _OfThisThread()
+    lambda: torch.default_generator,
+    lambda g: vars(torch.random).update(default_generator=g),
+    _OfThisThread(),
 )
 """Let `torch.get_rng_state`, `set_rng_state`, `fork_rng` and `manual_seed` reach a task's private generator."""
 

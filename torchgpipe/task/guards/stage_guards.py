@@ -51,7 +51,13 @@ class StageGuards:
         self.parameters = StandInParameters(modules, outer)
         # All stand-ins, unless a run has them in place from begin to end.
         self.of_tasks: Sequence[Change] = self.parameters.changes
-        held = (x for m in modules for d in (m._parameters, m._buffers) for x in d.values() if x is not None)
+        held = (
+            x
+            for m in modules
+            for d in (m._parameters, m._buffers)
+            for x in d.values()
+            if x is not None
+        )
         self.held = frozenset(map(storage_of, held))
         self.begins_in_place = recomputed and begins_in_place(modules[0])
         if recomputed:

@@ -46,11 +46,17 @@ def test_lists_are_those_of_pytorch() -> None:
     """PyTorch's own tests have the lists. They are parsed, not imported: their imports are not always installed."""
     file = Path(torch.__file__).parent / "testing" / "_internal" / "autocast_test_lists.py"
     cuda, cpu = (
-        {name: {*re.findall(r'^ +\("(\w+)"', rows, re.M)} for name, rows in re.findall(LIST, part, re.M | re.S)}
+        {
+            name: {*re.findall(r'^ +\("(\w+)"', rows, re.M)}
+            for name, rows in re.findall(LIST, part, re.M | re.S)
+        }
         for part in file.read_text().split("class AutocastCPUTestLists")
     )
     expected = [
-        (LOWER["cuda"], cuda["torch_fp16"] | cuda["nn_fp16"] | cuda["linalg_fp16"] | cuda["methods_fp16"]),
+        (
+            LOWER["cuda"],
+            cuda["torch_fp16"] | cuda["nn_fp16"] | cuda["linalg_fp16"] | cuda["methods_fp16"],
+        ),
         (FULL["cuda"], cuda["torch_fp32"] | cuda["nn_fp32"] | cuda["methods_fp32"]),
         (LOWER["cpu"], cpu["torch_16"] | cpu["nn_16"]),
         (FULL["cpu"], cpu["torch_fp32"] | cpu["nn_fp32"]),
@@ -63,12 +69,18 @@ def test_lists_are_those_of_pytorch() -> None:
 
 def test_casts_are_counted_and_weights_stay_in_float32() -> None:
     x = torch.empty(4, 8, device="meta", requires_grad=True)
-    (layer,) = count(nn.Sequential(nn.Linear(8, 16, bias=False, device="meta")), x, autocast=torch.bfloat16).at(4)
+    (layer,) = count(
+        nn.Sequential(nn.Linear(8, 16, bias=False, device="meta")), x, autocast=torch.bfloat16
+    ).at(4)
     casts = [(o.dtype, o.bytes) for o in layer.forward if o.kind == "elementwise"]
     assert casts == [("bfloat16", 6.0 * 4 * 8), ("bfloat16", 6.0 * 8 * 16)]
-    assert {o.dtype for o in (*layer.forward, *layer.backward) if o.kind == "matmul"} == {"bfloat16"}
+    assert {o.dtype for o in (*layer.forward, *layer.backward) if o.kind == "matmul"} == {
+        "bfloat16"
+    }
     assert layer.parameters == 4 * 8 * 16
-    assert ("float32", 6.0 * 8 * 16) in [(o.dtype, o.bytes) for o in layer.backward], "the weight's gradient, cast back"
+    assert ("float32", 6.0 * 8 * 16) in [(o.dtype, o.bytes) for o in layer.backward], (
+        "the weight's gradient, cast back"
+    )
 
 
 def test_it_is_off_again_and_follows_what_layers_switch_off() -> None:

@@ -21,7 +21,9 @@ from ...layers import Lambda
 
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_the_line_through_two_sizes(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5)
+    )
     x = torch.empty(1, 3, 8, 8)
     line = count(model, x).at(size)
     monkeypatch.setattr("torchgpipe.plan.count.count.SIZES", (size, size + 1))
@@ -29,7 +31,9 @@ def test_the_line_through_two_sizes(size: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def of(*kinds: str) -> Callable[[], nn.Sequential]:
-    return lambda: nn.Sequential(nn.Linear(4, 4), *(KINDS[kind](None) for kind in kinds), nn.Flatten(), nn.Linear(4, 4))
+    return lambda: nn.Sequential(
+        nn.Linear(4, 4), *(KINDS[kind](None) for kind in kinds), nn.Flatten(), nn.Linear(4, 4)
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,10 @@ COMPILED = r"layer 'odd' is compiled by torch\.compile"
         (lambda: torch.compile(nn.Linear(8, 4)), COMPILED),
         (lambda: nn.Sequential(compiled()), COMPILED),
         (CompiledForward, COMPILED),
-        (lambda: Lambda(lambda x: x + 1 if len(x) == 2 else x * 2 + 1), "layer 'odd' runs different operators"),
+        (
+            lambda: Lambda(lambda x: x + 1 if len(x) == 2 else x * 2 + 1),
+            "layer 'odd' runs different operators",
+        ),
     ],
 )
 def test_refused(layer: Callable[[], nn.Module], message: str) -> None:
@@ -111,10 +118,14 @@ def test_refused(layer: Callable[[], nn.Module], message: str) -> None:
     model.add_module("odd", layer())
     with pytest.raises(ValueError, match=message) as raised:
         count(model, torch.empty(3, 4))
-    assert "\n" not in str(raised.value) and (raised.value.__cause__ is not None) == ("fails" in message)
+    assert "\n" not in str(raised.value) and (raised.value.__cause__ is not None) == (
+        "fails" in message
+    )
     freed = weakref.ref(model)
     del model, raised
-    assert freed() is None or message == COMPILED, "what the error's frames hold waits for the garbage collector"
+    assert freed() is None or message == COMPILED, (
+        "what the error's frames hold waits for the garbage collector"
+    )
 
 
 MIX = Lambda(lambda x: torch.softmax(x @ x.T, dim=1) @ x)  # samples attend to each other
@@ -129,12 +140,20 @@ DISTANCES = Lambda(lambda x: x * (x[:, None] - x[None]).abs().sum(1))
         ([nn.Linear(8, 8), MIX, nn.Tanh(), DISTANCES], (1, 8), "'1' and 1 more:"),
         ([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)], (1, 5, 8), None),
         ([nn.Embedding(10, 8), nn.Linear(8, 8), nn.Dropout()], (1, 5), None),
-        ([nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.MaxPool2d(2), nn.Upsample(scale_factor=2)], (1, 3, 9, 9), None),
+        (
+            [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.MaxPool2d(2), nn.Upsample(scale_factor=2)],
+            (1, 3, 9, 9),
+            None,
+        ),
         ([nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GroupNorm(4, 64)], (1, 64), None),
     ],
 )
-def test_warns_of_layers_that_cost_more_with_every_sample(layers: Sequence[Any], shape: Any, named: str | None) -> None:
-    sample = torch.zeros(shape, dtype=torch.long if isinstance(layers[0], nn.Embedding) else torch.float)
+def test_warns_of_layers_that_cost_more_with_every_sample(
+    layers: Sequence[Any], shape: Any, named: str | None
+) -> None:
+    sample = torch.zeros(
+        shape, dtype=torch.long if isinstance(layers[0], nn.Embedding) else torch.float
+    )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         count(nn.Sequential(*layers), sample)

@@ -36,7 +36,10 @@ LOOKED_UP = 2 * 4 * 3 * 8 + 8 * 3
 
 # A call, and the kind, flops and bytes of each of its operators.
 OPERATORS: list[tuple[Callable[[], object], list[tuple[str, float, float]]]] = [
-    (lambda: F.linear(meta(5, 8), meta(16, 8), meta(16)), [("matmul", 2 * 5 * 8 * 16, 4 * (40 + 128 + 16 + 80))]),
+    (
+        lambda: F.linear(meta(5, 8), meta(16, 8), meta(16)),
+        [("matmul", 2 * 5 * 8 * 16, 4 * (40 + 128 + 16 + 80))],
+    ),
     (lambda: F.batch_norm(IMAGES, None, None, training=True), [("norm", 0, 4 * (3 * 384 + 2 * 3))]),
     (lambda: LAST.detach().softmax(1), [("norm", 0, 4 * 3 * 24)]),
     (lambda: backward(LAST), [("norm", 0, 4 * (2 + 2 + 1) * 24)]),
@@ -45,12 +48,18 @@ OPERATORS: list[tuple[Callable[[], object], list[tuple[str, float, float]]]] = [
     (lambda: meta(2, 3).relu(), [("elementwise", 0, 4 * 2 * 6)]),
     (lambda: meta(4, 6).view(24).unsqueeze(0).t().detach(), []),
     (lambda: meta(4, 6) + meta(6), [("elementwise", 0, 4 * (24 + 6 + 24))]),
-    (lambda: F.dropout(meta(4, 6), 0.1), [("elementwise", 0, 4 * 24 + 4 * 24 + 24)]),  # plus a byte mask
+    (
+        lambda: F.dropout(meta(4, 6), 0.1),
+        [("elementwise", 0, 4 * 24 + 4 * 24 + 24)],
+    ),  # plus a byte mask
     (lambda: F.embedding(ROWS, TABLE), [("elementwise", 0, LOOKED_UP)]),
     (lambda: TABLE.index_select(0, ROWS), [("elementwise", 0, LOOKED_UP)]),
     (lambda: TABLE[ROWS], [("elementwise", 0, LOOKED_UP)]),
     (lambda: TABLE.gather(0, ROWS.reshape(1, 3)), [("elementwise", 0, 2 * 4 * 3 + 8 * 3)]),
-    (lambda: ROWS.index_select(0, meta(9, dtype=torch.int64)), [("elementwise", 0, 8 * (3 + 9 + 9))]),
+    (
+        lambda: ROWS.index_select(0, meta(9, dtype=torch.int64)),
+        [("elementwise", 0, 8 * (3 + 9 + 9))],
+    ),
     (lambda: meta(4, 6).fill_(1), [("elementwise", 0, 4 * 24)]),
     (lambda: meta(4, 6).zero_(), [("elementwise", 0, 4 * 24)]),
     (lambda: meta(4, 6).copy_(meta(6)), [("elementwise", 0, 4 * (6 + 24))]),
@@ -84,14 +93,20 @@ FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_e
         ("cpu", torch.float32, {"dropout_p": 0.1}, None),
     ],
 )
-def test_attention(device: str, dtype: torch.dtype, options: dict[str, Any], kernel: str | None) -> None:
+def test_attention(
+    device: str, dtype: torch.dtype, options: dict[str, Any], kernel: str | None
+) -> None:
     """The device's fused kernel is counted. Its flops are those of the scores that it computes."""
     x = meta(2, 4, 64, 32, dtype=dtype, grad=True)  # samples, heads, tokens, channels
     results: list[Tensor] = []
-    operators = counted(lambda: results.append(F.scaled_dot_product_attention(x, x, x, **options)), device)
+    operators = counted(
+        lambda: results.append(F.scaled_dot_product_attention(x, x, x, **options)), device
+    )
     operators += counted(lambda: backward(results[0]), device)
     assert (results[0].shape, results[0].dtype) == (x.shape, dtype)
-    assert (kernel or "").removeprefix("_").replace("_", "") in type(results[0].grad_fn).__name__.lower()
+    assert (kernel or "").removeprefix("_").replace("_", "") in type(
+        results[0].grad_fn
+    ).__name__.lower()
     found = [o for o in operators if "attention" in o.kind]
     assert [o.kind for o in found] == (["attention", "attention_backward"] if kernel else [])
     assert ("matmul" in [o.kind for o in operators]) == (kernel is None)
@@ -99,7 +114,10 @@ def test_attention(device: str, dtype: torch.dtype, options: dict[str, Any], ker
     assert [o.flops for o in found] == ([2 * products, 5 * products] if kernel else [])
     assert {o.dtype for o in found} <= {str(dtype).removeprefix("torch.")}
     if kernel == FLASH:
-        moved = [4 * x.nbytes + 4 * 2 * 4 * 64, 8 * x.nbytes + 4 * 2 * 4 * 64]  # plus a log-sum-exp per row
+        moved = [
+            4 * x.nbytes + 4 * 2 * 4 * 64,
+            8 * x.nbytes + 4 * 2 * 4 * 64,
+        ]  # plus a log-sum-exp per row
         assert [o.bytes for o in found] == pytest.approx(moved, abs=64)  # plus the RNG state
 
 
@@ -112,13 +130,19 @@ def test_inside_of_a_function_that_asks_modes_first() -> None:
 def test_what_the_user_switched_off_is_not_counted() -> None:
     x = meta(2, 4, 64, 32, dtype=torch.float16)
     with sdpa_kernel(SDPBackend.MATH):
-        assert "attention" not in [o.kind for o in counted(lambda: F.scaled_dot_product_attention(x, x, x))]
+        assert "attention" not in [
+            o.kind for o in counted(lambda: F.scaled_dot_product_attention(x, x, x))
+        ]
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("tf32", "tf32"), ("ieee", "float32")])
 def test_tf32_as_pytorch_is_set(precision: str, dtype: str) -> None:
     half = meta(8, 8, dtype=torch.float16)
-    products = (lambda: F.conv2d(IMAGES, meta(8, 3, 3, 3)), lambda: meta(8, 8) @ meta(8, 8), lambda: half @ half)
+    products = (
+        lambda: F.conv2d(IMAGES, meta(8, 3, 3, 3)),
+        lambda: meta(8, 8) @ meta(8, 8),
+        lambda: half @ half,
+    )
     settings: Any = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = [each.fp32_precision for each in settings]
     try:
@@ -148,7 +172,9 @@ OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
 
 @pytest.mark.parametrize("needs", [False, True])
 @pytest.mark.parametrize("kind, size, options, winograd, plain", OPTIONS)
-def test_convolutions(kind: Any, size: int, options: dict[str, Any], winograd: bool, plain: bool, needs: bool) -> None:
+def test_convolutions(
+    kind: Any, size: int, options: dict[str, Any], winograd: bool, plain: bool, needs: bool
+) -> None:
     """Each of the two gradients has as many flops as the forward, with its own grid."""
     layer = kind(C, K, **{"bias": False, **options}, device="meta")
     x = torch.empty(N, C, size, size, device="meta", requires_grad=needs)
@@ -163,7 +189,9 @@ def test_convolutions(kind: Any, size: int, options: dict[str, Any], winograd: b
 
     forward, *gradients = counter.operators
     bias = [gradients.pop()] if "bias" in options else []
-    assert [(o.kind, o.flops, o.bytes) for o in bias] == [("elementwise", 0, 4 * N * K * out**2)] * len(bias)
+    assert [(o.kind, o.flops, o.bytes) for o in bias] == [
+        ("elementwise", 0, 4 * N * K * out**2)
+    ] * len(bias)
     assert len(gradients) == 1 + needs
     positions = out**2 if kind is nn.Conv2d else size**2
     numbers = N * C * size**2 + N * K * out**2 + weights / groups

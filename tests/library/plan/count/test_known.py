@@ -35,15 +35,29 @@ class Pair(nn.Module):
 
 # No two of these behave alike.
 LAYERS: list[Callable[[], nn.Module]] = [
-    lambda: nn.Linear(6, 6), lambda: nn.Linear(6, 7), lambda: nn.Linear(6, 6, dtype=torch.float64),
-    lambda: nn.Linear(6, 6).requires_grad_(False), lambda: nn.Linear(6, 6).eval(),
-    lambda: nn.Dropout(0.1), lambda: nn.Dropout(0.2),
+    lambda: nn.Linear(6, 6),
+    lambda: nn.Linear(6, 7),
+    lambda: nn.Linear(6, 6, dtype=torch.float64),
+    lambda: nn.Linear(6, 6).requires_grad_(False),
+    lambda: nn.Linear(6, 6).eval(),
+    lambda: nn.Dropout(0.1),
+    lambda: nn.Dropout(0.2),
     lambda: Pair(lambda a, b: (a[:6], b[:6])),
     lambda: Pair(lambda a, b: (a[:6], a[:6])),
     lambda: Pair(lambda a, b: (a[:6], a[6:])),
-]  # fmt: skip
-VALUES: list[Any] = [X, (X,), (X, X), (X, X.clone()), torch.empty(5, 6), torch.empty(6, 4).t(), X.double(),
-          torch.empty(4, 6, requires_grad=True), torch.empty(8, 6)[:4], torch.empty(8, 6)[4:]]  # fmt: skip
+]
+VALUES: list[Any] = [
+    X,
+    (X,),
+    (X, X),
+    (X, X.clone()),
+    torch.empty(5, 6),
+    torch.empty(6, 4).t(),
+    X.double(),
+    torch.empty(4, 6, requires_grad=True),
+    torch.empty(8, 6)[:4],
+    torch.empty(8, 6)[4:],
+]
 
 
 def test_alike_whatever_tensors_contain() -> None:
@@ -77,7 +91,9 @@ def test_layers_that_behave_alike_are_copied_once(
     monkeypatch.setattr(Copied, "copies", 0)
     model = nn.Sequential(*(Copied(a, b) for a, b in pairwise(widths)))
     assert len(count(model, torch.empty(1, 8))) == 40
-    assert Copied.copies == 2 * (2 * different + 3)  # for two sizes; the first layer differs, and in bytes the last
+    assert Copied.copies == 2 * (
+        2 * different + 3
+    )  # for two sizes; the first layer differs, and in bytes the last
 
 
 @pytest.mark.parametrize(
@@ -116,8 +132,13 @@ SHORTCUTS: list[tuple[type, str, Callable[..., object]]] = [
 
 
 def small() -> nn.Sequential:
-    twin = [nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3)]
-    return nn.Sequential(nn.Linear(8, 8), *twin, nn.GELU(), nn.Identity(), nn.Dropout(), nn.Linear(8, 8, bias=False))
+    twin = [
+        nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 8))
+        for _ in range(3)
+    ]
+    return nn.Sequential(
+        nn.Linear(8, 8), *twin, nn.GELU(), nn.Identity(), nn.Dropout(), nn.Linear(8, 8, bias=False)
+    )
 
 
 @pytest.mark.parametrize("owner, name, replacement", SHORTCUTS, ids=["operators", "layers"])
@@ -131,7 +152,12 @@ def small() -> nn.Sequential:
     ],
 )
 def test_counts_are_the_same_without(
-    build: Any, shape: Any, owner: type, name: str, replacement: Any, monkeypatch: pytest.MonkeyPatch
+    build: Any,
+    shape: Any,
+    owner: type,
+    name: str,
+    replacement: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with torch.device("meta"):
         model = build()

@@ -31,14 +31,21 @@ def test_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here, "hand_over", lambda: 0.5)
     monkeypatch.setattr(profile, "perf_counter", perf_counter)
     found = describe_here(CPU, None, None)
-    assert (found.devices, found.memory, found.link_bandwidth, found.transfer(1e9)) == (3, 4.0, math.inf, 0.5)
+    assert (found.devices, found.memory, found.link_bandwidth, found.transfer(1e9)) == (
+        3,
+        4.0,
+        math.inf,
+        0.5,
+    )
     assert describe_here(CPU, 2, None).memory == 6.0
     assert describe_here(CPU, 2, 3.0).memory == 3.0
     assert describe_here(CPU, 1, 3.0).transfer(1e9) == 0.0, "a lone device hands nothing over"
 
 
 @pytest.mark.parametrize("others", [1, 3])
-def test_what_works_beside_others_takes_longer(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_works_beside_others_takes_longer(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now, before, at_work = [0.0], threading.active_count(), threading.Barrier(others + 1)
 
     def first() -> None:
@@ -59,13 +66,19 @@ def test_what_works_beside_others_takes_longer(others: int, monkeypatch: pytest.
 
 def test_a_system_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "perf_counter", perf_counter)
-    monkeypatch.setattr("os.sysconf", Mock(side_effect=ValueError("unrecognized configuration name")))
+    monkeypatch.setattr(
+        "os.sysconf", Mock(side_effect=ValueError("unrecognized configuration name"))
+    )
     assert describe_here(CPU, 1, 5.0).memory == 5.0
-    with pytest.raises(ValueError, match="this system does not tell its memory: say memory='16GiB'"):
+    with pytest.raises(
+        ValueError, match="this system does not tell its memory: say memory='16GiB'"
+    ):
         describe_here(CPU, 1, None)
 
 
-@pytest.mark.parametrize(("text", "limited"), [("4096\n", True), ("max\n", False), (str(2**62), False), (None, False)])
+@pytest.mark.parametrize(
+    ("text", "limited"), [("4096\n", True), ("max\n", False), (str(2**62), False), (None, False)]
+)
 def test_memory_is_what_a_container_allows(text: str | None, limited: bool, tmp_path: Path) -> None:
     file = tmp_path / "memory.max"
     if text is not None:
@@ -96,7 +109,11 @@ CASES: dict[str, tuple[list[nn.Module], list[float], list[float]]] = {
     "plain": ([Spend(1, 2), Spend(3, 5), Spend(7, 4)], [1, 3, 7], [2, 5, 4]),
     "a skip": ([Spend(2, 1), STASH, Spend(3, 5), POP], [2, 1, 3, 7], [1, 2, 5, 4]),
     "two tensors": ([Spend(2, 1), Spend(1, 2, after=pair), FIRST_OF_TWO], [2, 1, 3], [1, 2, 5]),
-    "the first ones frozen": ([frozen(1, 2), frozen(2, 3), Spend(3, 5), Spend(7, 4)], [1, 2, 3, 7], [0, 0, 5, 4]),
+    "the first ones frozen": (
+        [frozen(1, 2), frozen(2, 3), Spend(3, 5), Spend(7, 4)],
+        [1, 2, 3, 7],
+        [0, 0, 5, 4],
+    ),
     "one between frozen": ([Spend(1, 2), frozen(2, 3), Spend(3, 5)], [1, 2, 3], [2, 3, 5]),
     "in place": ([Spend(1, 2), in_place(3, 5), Spend(7, 4)], [1, 3, 7], [2, 5, 4]),
     "in place at first": ([in_place(3, 5), Spend(7, 4)], [3, 7], [5, 4]),

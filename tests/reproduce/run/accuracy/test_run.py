@@ -33,7 +33,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]
 
 def learnt(results: Mapping[str, Result]) -> dict[str, Any]:
     """Return the results that depend neither on the clock nor on interruptions."""
-    return {row: (result.status, {**result.samples, "epoch_time": None}) for row, result in results.items()}
+    return {
+        row: (result.status, {**result.samples, "epoch_time": None})
+        for row, result in results.items()
+    }
 
 
 def test_every_epoch_of_every_seed_is_in_the_record(uninterrupted: dict[str, Result]) -> None:
@@ -45,10 +48,19 @@ def test_every_epoch_of_every_seed_is_in_the_record(uninterrupted: dict[str, Res
         assert all(0 <= error <= 100 for error in result.samples["top1_error"])
         assert min(result.samples["epoch_time"]) > 0 and result.values == {"samples_per_epoch": 32}
         assert set(result.samples) | set(result.values) <= set(UNITS)
-    assert uninterrupted["plain"].samples["train_loss"][0] != uninterrupted["plain"].samples["train_loss"][2]
+    assert (
+        uninterrupted["plain"].samples["train_loss"][0]
+        != uninterrupted["plain"].samples["train_loss"][2]
+    )
 
 
-def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException, at: int, where: str = "step", row: str = "") -> None:
+def fail(
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    at: int,
+    where: str = "step",
+    row: str = "",
+) -> None:
     """Make training steps raise from number `at` on, of one row if given; or make other calls raise at their end."""
     owner: Any = AccuracyTraining if where == "step" else run_module
     call, calls = getattr(owner, where), iter(range(10**6))
@@ -67,15 +79,22 @@ def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException, at: int, where: 
 
 @pytest.mark.parametrize(
     ("where", "at", "kept"),
-    [("step", 3, 1),
-     ("save_checkpoint", 0, 1),
-     pytest.param("step", 0, 0, marks=pytest.mark.slow),
-     pytest.param("step", 2 * STEPS * EPOCHS + 3, 5, marks=pytest.mark.slow),
-     pytest.param("step", 4 * STEPS * EPOCHS - 1, 7, marks=pytest.mark.slow),
-     pytest.param("write_atomically", 2, 3, marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        ("step", 3, 1),
+        ("save_checkpoint", 0, 1),
+        pytest.param("step", 0, 0, marks=pytest.mark.slow),
+        pytest.param("step", 2 * STEPS * EPOCHS + 3, 5, marks=pytest.mark.slow),
+        pytest.param("step", 4 * STEPS * EPOCHS - 1, 7, marks=pytest.mark.slow),
+        pytest.param("write_atomically", 2, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_was_stopped_goes_on_to_the_same_results_to_the_bit(
-    where: str, at: int, kept: int, run: Any, uninterrupted: dict[str, Result], monkeypatch: pytest.MonkeyPatch
+    where: str,
+    at: int,
+    kept: int,
+    run: Any,
+    uninterrupted: dict[str, Result],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
         fail(patch, KeyboardInterrupt(), at, where)
@@ -92,34 +111,56 @@ def test_rows_and_seeds_may_be_chosen(run: Any, uninterrupted: dict[str, Result]
     first = {name: each[:EPOCHS] for name, each in uninterrupted["plain"].samples.items()}
     assert {**found["plain"].samples, "epoch_time": None} == {**first, "epoch_time": None}
     settings = run.record.run.settings
-    assert [*found] == ["plain"] and settings["seeds"] == 1 and settings[NAME]["made"]["train_size"] == 32
+    assert (
+        [*found] == ["plain"]
+        and settings["seeds"] == 1
+        and settings[NAME]["made"]["train_size"] == 32
+    )
 
 
 @pytest.mark.slow
-def test_only_a_whole_checkpoint_of_the_same_training_is_used(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_whole_checkpoint_of_the_same_training_is_used(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_module, "_put_away", lambda *_: None)
     first = learnt(run(NAME))
     assert learnt(run(NAME, "--seed=1"))["plain"] != first["plain"] and "goes on" not in run.said
     min(run.folder.glob("checkpoints/*-GPipe-*-seed0-*.pt")).write_bytes(b"not a checkpoint")
     reason = run(NAME, status=2)[GPIPE].reason
-    assert reason.endswith(" cannot be read as a checkpoint (UnpicklingError); delete it") and "\n" not in reason
+    assert (
+        reason.endswith(" cannot be read as a checkpoint (UnpicklingError); delete it")
+        and "\n" not in reason
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
-    [(torch.OutOfMemoryError("CUDA out of memory"), "out of memory", "seed 0: out of memory"),
-     (ValueError("no"), "failed", "seed 0: ValueError: no (test_run.py, line ")],
-)  # fmt: skip
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory", "seed 0: out of memory"),
+        (ValueError("no"), "failed", "seed 0: ValueError: no (test_run.py, line "),
+    ],
+)
 def test_a_row_that_fails_is_a_result_and_keeps_its_epochs(
-    error: Exception, status: str, reason: str, run: Any, uninterrupted: Any, monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    status: str,
+    reason: str,
+    run: Any,
+    uninterrupted: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
         fail(patch, error, STEPS, row=GPIPE)
         found = run(NAME, status=2 * (status == "failed"))
     assert found[GPIPE].status == status and found[GPIPE].reason.startswith(reason)
-    assert found[GPIPE].samples["epoch"] == [1] and len(found["plain"].samples["epoch"]) == 2 * EPOCHS
-    assert any(run.folder.glob("checkpoints/*")) == (status == "failed"), "without memory, it would end so again"
-    assert learnt(run(NAME)) == learnt(uninterrupted), "the next run goes on, now that the cause is gone"
+    assert (
+        found[GPIPE].samples["epoch"] == [1] and len(found["plain"].samples["epoch"]) == 2 * EPOCHS
+    )
+    assert any(run.folder.glob("checkpoints/*")) == (status == "failed"), (
+        "without memory, it would end so again"
+    )
+    assert learnt(run(NAME)) == learnt(uninterrupted), (
+        "the next run goes on, now that the cause is gone"
+    )
 
 
 def test_a_training_that_diverges_is_told(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +172,17 @@ def test_a_training_that_diverges_is_told(run: Any, monkeypatch: pytest.MonkeyPa
 
 def test_the_learning_rate_follows_the_recipe_and_wrong_classes_are_counted() -> None:
     """The state is saved to a file like a checkpoint. Random numbers drawn in between do not matter."""
-    recipe = replace(ROW.recipe, base_lr=0.1, base_batch_size=4, warmup_epochs=1, lr_decay_epochs=(2,), lr_decay=0.5)
-    first, second = (AccuracyTraining(replace(ROW, recipe=recipe), CPU, seed, STEPS) for seed in (3, 99))
+    recipe = replace(
+        ROW.recipe,
+        base_lr=0.1,
+        base_batch_size=4,
+        warmup_epochs=1,
+        lr_decay_epochs=(2,),
+        lr_decay=0.5,
+    )
+    first, second = (
+        AccuracyTraining(replace(ROW, recipe=recipe), CPU, seed, STEPS) for seed in (3, 99)
+    )
     images, labels = torch.rand(16, 3, 32, 32), torch.arange(16) % 8
     rates = []
     for _ in range(6):
@@ -149,4 +199,7 @@ def test_the_learning_rate_follows_the_recipe_and_wrong_classes_are_counted() ->
     with torch.no_grad():
         right = first.model.eval()(images).argmax(dim=1)
     right[:4] = (right[:4] + 1) % 8
-    assert second.top1_error([(images[:7], right[:7]), (images[7:], right[7:])]) == 25 and second.model.training
+    assert (
+        second.top1_error([(images[:7], right[:7]), (images[7:], right[7:])]) == 25
+        and second.model.training
+    )
