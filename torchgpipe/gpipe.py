@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchgpipe.engine.arrangement import arranged
-from torchgpipe.engine.batch import Batch, WorkersEngine, run_forward
+from torchgpipe.engine.batch import Batch, WorkersEngine
 from torchgpipe.engine.graph import GraphEngine
 from torchgpipe.partition import Init, choose_devices, shared_buffers
 from torchgpipe.partitioned import Partitioned
@@ -162,13 +162,10 @@ class GPipe(Partitioned):
 
     def _forward(self, input: TensorOrTensors) -> TensorOrTensors:
         micro_batches = self._begun(input)
-        engine, mode, observer = self._engine, self.checkpoint, self.observer
         if not self._stages:
             return input
-        if isinstance(engine, GraphEngine):
-            return gather(self._mini_batch(lambda: engine.run(micro_batches, mode, observer)))
-        batch = partial(Batch, engine, len(micro_batches), mode, observer)
-        return gather(self._mini_batch(lambda: run_forward(batch(), micro_batches)))
+        run = partial(self._engine.run, micro_batches, self.checkpoint, self.observer)
+        return gather(self._mini_batch(run))
 
     def _carry_out(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], request: StepRequest
@@ -178,10 +175,12 @@ class GPipe(Partitioned):
         if not self._stages:
             raise ValueError("there are no layers to train")
         sizes = self._sizes(micro_batches)
-        batch = partial(Batch, self._steps, len(micro_batches), self.checkpoint, self.observer)
-        return self._mini_batch(
-            lambda: run_step(batch(), micro_batches, sizes, request, self._seen)
-        )
+
+        def run() -> torch.Tensor:
+            batch = Batch(self._steps, len(micro_batches), self.checkpoint, self.observer)
+            return run_step(batch, micro_batches, sizes, request, self._seen)
+
+        return self._mini_batch(run)
 
     def _begun(self, input: TensorOrTensors) -> list[TensorOrTensors]:
         """Check an input and this pipeline; return the micro-batches of the mini-batch that begins."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -33,9 +33,8 @@ from torchgpipe.skip.layout import Crossing, verify_skippables
 from torchgpipe.step import Criterion, StepRequest
 from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.task.guards.contents import equal
-from torchgpipe.task.guards.in_place import in_its_turn
 from torchgpipe.task.guards.memory import begins_in_place
-from torchgpipe.task.guards.modes import Modes
+from torchgpipe.task.guards.modes import SetBackOnFailure
 from torchgpipe.task.guards.randomness import check_apart
 from torchgpipe.task.stage import OF_RUNS, Stage, locks_of
 from torchgpipe.tensors._autograd import averages_gradients, misses_steps
@@ -296,34 +295,40 @@ class Partitioned(nn.Module, ABC):
     def _mini_batch(self, run: Callable[[], T]) -> T:
         """Call `run` for a whole mini-batch. Deferred batch norms commit it, or forget it if it fails."""
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
-        shared = tuple([module._buffers.get(name) for module, name in self._shared_buffers])
-        # Kernels may write without counting a version. One micro-batch goes through one process in the layers' order.
-        several = self.chunks > 1 or len(self._stages) < len(self.balance)
-        copies = [x.detach().clone() for x in shared if x is not None and several]
-        before = versions(shared)
 
-        def checked() -> T:
-            with Modes():
+        def guarded() -> T:
+            with SetBackOnFailure(), self._shared_unchanged():
                 result = run()
-                if versions(shared) != before or False in map(
-                    equal, [x for x in shared if x is not None], copies
-                ):
-                    raise RuntimeError(
-                        "two partitions have layers that change the same buffer (such as one batch norm in both), not "
-                        "in the order in which the layers would; give each its own layer, or keep it in evaluation mode"
-                    )
-                commit(norms)
-                return result
+            commit(norms)
+            return result
 
         try:
             # Without gradients, a run puts nothing into the layers.
-            if not torch.is_grad_enabled():
-                return checked()
-            return in_its_turn(self._stages[0].turn, lambda: self._steps.cleared(checked))
+            return self._steps.in_turn(guarded) if torch.is_grad_enabled() else guarded()
         except BaseException:
             for norm in norms:
                 norm.discard()
             raise
+
+    @contextmanager
+    def _shared_unchanged(self) -> Iterator[None]:
+        """Refuse what changes a buffer that two partitions have, as the order would be another one."""
+        buffers = []
+        for module, name in self._shared_buffers:
+            x = module._buffers.get(name)
+            if x is not None:
+                buffers.append(x)
+        # Kernels may write without counting a version. One micro-batch goes through one process in the layers' order.
+        several = self.chunks > 1 or len(self._stages) < len(self.balance)
+        copies = [x.detach().clone() for x in buffers if several]
+        before = versions(tuple(buffers))
+        yield
+        kept = all(equal(x, copy) is not False for x, copy in zip(buffers, copies, strict=False))
+        if not kept or versions(tuple(buffers)) != before:
+            raise RuntimeError(
+                "two partitions have layers that change the same buffer (such as one batch norm in both), not in the "
+                "order in which the layers would; give each its own layer, or keep it in evaluation mode"
+            )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all partitions together, as `torch.nn.utils.clip_grad_norm_`; return their norm.

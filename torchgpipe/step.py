@@ -64,7 +64,7 @@ class Losses(BatchIO):
 
     def leave(self, i: int, output: Item) -> None:
         """Work out the loss of micro-batch i."""
-        with self._batch.draws(i, self._stage, False).first():
+        with self._batch.draws(i, self._stage, False).around():
             try:
                 loss = self._request.criterion(
                     self._shown(together(output.form, output.flat)), self._targets[i]

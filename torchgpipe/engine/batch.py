@@ -22,10 +22,10 @@ from torchgpipe.engine.seeds import Seeds, in_turn
 from torchgpipe.schedules.check import Lists
 from torchgpipe.task.entrance import mark, refuse_create_graph
 from torchgpipe.task.guards.in_place import InPlaceForRun, in_its_turn, note_stand_ins, outer_turns
-from torchgpipe.task.guards.modes import Ambient, Modes
+from torchgpipe.task.guards.modes import AmbientModes, SetBackOnFailure
 from torchgpipe.task.guards.parameters import TOKEN
 from torchgpipe.task.guards.seeded import ASKING_PRIVATE_GENERATORS
-from torchgpipe.task.guards.stage_guards import StageGuards, stand_ins_for_run
+from torchgpipe.task.stage_guards import StageGuards, stand_ins_for_run
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
@@ -48,8 +48,18 @@ class WorkersEngine:
         self.workers = Workers(max(0, arrangement.n - 1))
         self.in_place: InPlaceForRun | None = None  # what the present run has put into the layers
 
-    def cleared(self, run: Callable[[], T]) -> T:
-        """Call `run` in its turn; whatever ends it, or has ended the last one, nothing stays in the layers.
+    def run(
+        self, micro_batches: Sequence[TensorOrTensors], mode: Mode, observer: Observer | None
+    ) -> list[TensorOrTensors]:
+        """Return the last partition's output for each micro-batch."""
+        return run_forward(Batch(self, len(micro_batches), mode, observer), micro_batches)
+
+    def in_turn(self, run: Callable[[], T]) -> T:
+        """Call `run` when no other thread is in a run that takes gradients through these layers."""
+        return in_its_turn(self.stages[0].turn, lambda: self._cleared(run))
+
+    def _cleared(self, run: Callable[[], T]) -> T:
+        """Call `run`; whatever ends it, or has ended the last run, nothing stays in the layers.
 
         An interrupt can come before any line. After a second one, programs may still run until the next run begins.
         """
@@ -96,7 +106,7 @@ class Batch:
         self._overlaps = overlaps(m, arrangement.n) and engine.threads
         self._threads = self._overlaps and not distributed
         self.devices = [stage.device for stage in stages]
-        self._ambient = ambient = Ambient(self.devices, threads=self._threads)
+        self._ambient = ambient = AmbientModes(self.devices, threads=self._threads)
         refuse_transforms(forward_mode=ambient.grad)
         recomputed = checkpointed(mode, m) if ambient.grad else 0
         self._seeds = Seeds(
@@ -164,7 +174,7 @@ class Batch:
         with self._seeded:
             self._run_noted(lists, io, self._ambient.entered)
             # Layers have to have kept their parameters, and modes their state.
-            self._ambient.ended(refuse=self._threads)
+            self._ambient.all_have_run(refuse=self._threads)
             for guards in self.guards:
                 guards.after_all_forwards()
 
@@ -175,7 +185,7 @@ class Batch:
         """
         for guards in self.guards:
             guards.backward_begins(backward_id())
-        return in_its_turn(self._engine.stages[0].turn, partial(self._backward, output_grads, keep))
+        return self._engine.in_turn(partial(self._backward, output_grads, keep))
 
     def _backward(self, output_grads: list[Flat], keep: bool) -> list[Flat]:
         if any(turn not in self._outer for turn in outer_turns()):
@@ -183,11 +193,9 @@ class Batch:
                 "a hook, layer or criterion goes backward through the pipeline that runs it, in the middle of another "
                 "mini-batch; call backward() between mini-batches"
             )
-        ambient, io = Ambient(self.devices), BatchIO(output_grads=output_grads)
-        self._engine.cleared(
-            partial(self._run_noted, self.orders.rest, io, ambient.again, keep=keep)
-        )
-        ambient.ended(refuse=self._threads)
+        ambient, io = AmbientModes(self.devices), BatchIO(output_grads=output_grads)
+        self._run_noted(self.orders.rest, io, ambient.again, keep=keep)
+        ambient.all_have_run(refuse=self._threads)
         return [grads for _, grads in sorted(io.input_grads.items())]
 
 
@@ -244,7 +252,7 @@ class _Node(torch.autograd.Function):
         remaining = iter(grads)
         output_grads = [tuple(next(remaining) for _ in range(width)) for width in ctx.widths]
         keep = keeps_graph()
-        with Modes():
+        with SetBackOnFailure():
             input_grads = ctx.run(output_grads, keep=keep)
         sums = [g for guards in ctx.stages for g in guards.parameters.take(last=not keep)]
         return (*[None] * 4, *(g for flat in input_grads for g in flat), *sums, None)

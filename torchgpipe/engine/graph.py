@@ -29,8 +29,10 @@ from torchgpipe.engine.batch import one_node
 from torchgpipe.engine.seeds import in_turn
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.task.entrance import all_none, mark, refuse_create_graph
-from torchgpipe.task.guards.modes import Ambient, Modes
+from torchgpipe.task.guards.in_place import InPlaceForTask
+from torchgpipe.task.guards.modes import AmbientModes, SetBackOnFailure
 from torchgpipe.task.stage import Stage
+from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.task import TaskGraph
 from torchgpipe.task.where import note_task
 from torchgpipe.tensors._autograd import (
@@ -91,7 +93,7 @@ class _MiniBatch:
         self._stages = engine.stages
         self._engine = engine
         self._observer = observer
-        self._ambient = Ambient(
+        self._ambient = AmbientModes(
             engine.devices, threads=engine.tied
         )  # autograd has one for each GPU
         self._checkpointed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
@@ -103,16 +105,10 @@ class _MiniBatch:
         self._apart = self._ambient.grad and not self._one_graph
         if self._apart:
             refuse_transforms()
-        held = self._stages if self._apart else []
-        self.guards = [stage.guarded(recomputed=self._checkpointed > 0) for stage in held]
-        self._streams = [current_stream(stage.device) for stage in held]
-        # The parameters' node of each partition: every task takes its output, and so goes backward before it. It is on
-        # the device where the gradients will be added up.
-        empty = [torch.empty(0, device=stage.device, requires_grad=True) for stage in held]
-        self._gates = [
-            one_node([guards], lambda *_, keep: [], [1], (x,), [])[0]
-            for guards, x in zip(self.guards, empty, strict=True)
-        ]
+        # By stage, from its first task on.
+        self._guards: dict[int, StageGuards] = {}
+        self._gates: dict[int, Tensor] = {}
+        self._streams = [current_stream(stage.device) for stage in self._stages]
         # The skips that are under way, by micro-batch (torchgpipe paper, section 3.3).
         self._portals: dict[tuple[int, SkipKey], Item] = {}
         self._items = [self._item(x) for x in micro_batches]
@@ -120,7 +116,20 @@ class _MiniBatch:
         # Of each partition: the tie of its latest task.
         self._latest: list[Tensor | None] = [None] * len(self._stages)
 
+    def _begin(self, stage: Stage) -> None:
+        """Begin the mini-batch on a stage, right before its first task: earlier stages have begun to compute."""
+        guards = stage.guarded(self._ambient, recomputed=self._checkpointed > 0)
+        guards.add(InPlaceForTask(guards.parameters.changes))
+        self._guards[stage.index] = guards
+        # The parameters' node: every task takes its output, and so goes backward before it. It is on the device where
+        # the gradients will be added up.
+        empty = torch.empty(0, device=stage.device, requires_grad=True)
+        gate, *_ = one_node([guards], lambda *_, keep: [], [1], (empty,), [])
+        assert gate is not None
+        self._gates[stage.index] = gate
+
     def task(self, i: int, j: int) -> None:
+        """Issue micro-batch i on stage j."""
         # As late as possible, so that the earlier tasks of this partition do not wait for this one's inputs.
         item = self._take(i, j)
         stage, fence = self._stages[j], self._fence(j)
@@ -128,12 +137,13 @@ class _MiniBatch:
         tie: Tensor | None = None
         held: frozenset[int] = frozenset()
         if self._apart:
-            guards, recomputed = self.guards[j], i < self._checkpointed
+            if j not in self._guards:
+                self._begin(stage)
+            guards, recomputed = self._guards[j], i < self._checkpointed
             randomness = in_turn(i, stage, recomputed)
             task = _Task(
                 stage,
                 guards,
-                self._ambient,
                 randomness,
                 i,
                 self._observer,
@@ -151,12 +161,12 @@ class _MiniBatch:
             if self._engine.tied:
                 *outputs, tie = outputs
                 tie = _Recomputation.apply(task, tie) if task.checkpoint else tie
-            form, held = task.form, guards.held
+            form, held = task.output_form, guards.held
         else:
             item.fence.arrive(item.flat)
             with (
                 observed(self._observer, "forward", i, j),
-                in_turn(i, stage, False).first(),
+                in_turn(i, stage, False).around(),
                 stage.lock,
             ):
                 outputs, form = stage.run(item.flat, item.form, item.shared)
@@ -173,8 +183,8 @@ class _MiniBatch:
 
     def end(self) -> list[TensorOrTensors]:
         """Return the outputs."""
-        self._ambient.ended()
-        for guards in self.guards:
+        self._ambient.all_have_run()
+        for guards in self._guards.values():
             guards.after_all_forwards()
         if len(self._items) == 1 and self._apart:
             self._items[0].flat = unshared(self._items[0].flat, self._items[0].shared, self._given)
@@ -227,14 +237,14 @@ class _Task(TaskGraph):
     stream: torch.cuda.Stream | None
     arrival: StreamFence
     departure: StreamFence
-    form: Form = Tensor
+    output_form: Form = Tensor
 
     def recompute_now(self) -> None:
         """Recompute in the backward in progress."""
         self.guards.backward_begins(backward_id())
         if self.checkpoint:
             # Autograd runs nodes whose tensors are on the CPU with whatever streams backward() was called on.
-            with using(self.stream), Modes():
+            with using(self.stream), SetBackOnFailure():
                 try:
                     self.recompute(keep=keeps_graph())
                 except Exception as error:
@@ -262,7 +272,7 @@ class _TaskNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         task.arrival.arrive(inputs)
         let_gradients_go_forward(True)  # until this function ends
-        outputs, task.form = task.forward(inputs, item.form, item.shared)
+        outputs, task.output_form = task.forward(inputs, item.form, item.shared)
         task.departure.leave()
         mark(ctx, outputs)
         return (*outputs, torch.empty(0)) if tied else outputs
@@ -271,6 +281,7 @@ class _TaskNode(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_create_graph()
         task, grads = ctx.task, grads[:-1] if ctx.tied else grads
+        task.check_unspent()
         if all_none(grads):
             task.guards.backward_begins(backward_id())
         else:

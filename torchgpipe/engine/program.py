@@ -21,8 +21,8 @@ from torchgpipe.schedules import Action
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.entrance import leaves
 from torchgpipe.task.guards.in_place import outer_turns
-from torchgpipe.task.guards.modes import Ambient
-from torchgpipe.task.guards.stage_guards import StageGuards
+from torchgpipe.task.guards.modes import AmbientModes
+from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task import TaskGraph
 from torchgpipe.task.where import note_task
@@ -86,7 +86,7 @@ class Program:
         stages: Sequence[Stage],
         n: int,
         recomputed: int,
-        ambient: Ambient,
+        ambient: AmbientModes,
         draws: Draws,
         observer: Observer | None,
     ) -> None:
@@ -97,7 +97,7 @@ class Program:
             # Within another run, its stand-ins are in the layers, and gradients are added to these.
             outer = {each for turn in outer_turns() for each in turn.stand_ins}
             for s, stage in self.stages.items():
-                self.guards[s] = stage.guarded(recomputed=recomputed > 0, outer=outer)
+                self.guards[s] = stage.guarded(ambient, recomputed=recomputed > 0, outer=outer)
         self._n, self._recomputed = n, recomputed
         self._moves = len({stage.device for stage in stages}) > 1  # one thread for several devices
         self._draws = draws
@@ -115,105 +115,109 @@ class Program:
         """Do the actions, in this order, in this thread's modes. With `keep`, they can go backward again."""
         for graph in self._graphs.values():
             graph.check_unspent()  # before anything waits for another program
-        try:
-            for action in actions:
-                kind, i, s = action
-                self.doing = (
-                    f"{'recomputation' if kind == 'recompute' else kind} of micro-batch {i}"
-                )
-                if kind == "forward":
-                    self._forward(action, links, io)
-                elif kind in ("backward", "backward_inputs"):
-                    self._backward(action, links, io, keep)
-                elif kind == "recompute":
-                    self._begins_to_compute(links)
-                    self._graphs[i, s].recompute(keep=keep)
-                else:
-                    self._begins_to_compute(links)
-                    self._graphs[i, s].backward_weights()
-                self.computing = None
-        except Exception as error:
-            if self.computing is not None:
+        for action in actions:
+            kind, i, s = action
+            doing = "recomputation" if kind == "recompute" else kind
+            self.doing = f"{doing} of micro-batch {i}"
+            given = self._take(action, links, io)
+            links.check()
+            self.computing = self.doing
+            try:
+                result = self._compute(action, given, io, keep)
+            except Exception as error:
                 note_task(error, self.doing, s, self.stages[s].partition)
-            raise
-        finally:
-            self.computing = None
+                raise
+            finally:
+                self.computing = None
+            del given  # nothing is held while this waits
+            self._give(action, result, links)
+            del result
 
-    def _forward(self, action: Action, links: Links, io: BatchIO) -> None:
-        _, i, s = action
-        stage = self.stages[s]
-        item = self._taken(action, s - 1, links) if s else self._enter(io.inputs[i])
-        if s:  # not of the caller's micro-batches: they are views of one tensor, and share its version counter
-            item.check_handed_on(s)
-        for arrival in stage.arrivals:
-            item = item.with_skip(links.fetch(action, arrival), s)
-        if self._moves:
-            needs = [x is not None and x.requires_grad for x in item.flat]
-            item = Item(leaves(moved(item.flat, stage.device), needs), item.form, item.shared)
-
-        self._begins_to_compute(links)
-        item = self._task(i, stage, item)
-        if s + 1 == self._n:
-            return io.leave(i, item)
-        self.computing = None
-
-        for departure in reversed(stage.departures):
-            item, skip = item.parted()
-            links.leave(action, departure, skip)
-            del skip
-        self._give(action, s + 1, item, links)
-
-    def _backward(self, action: Action, links: Links, io: BatchIO, keep: bool) -> None:
+    def _take(self, action: Action, links: Links, io: BatchIO) -> Any:
+        """Wait for what an action needs of other stages: a micro-batch with its skips, or gradients."""
         kind, i, s = action
-        stage, graph = self.stages[s], self._graphs[i, s]
-        grads: Flat = self._taken(action, s + 1, links) if s + 1 < self._n else ()
-        grads = (*grads, *(links.fetch(action, departure) for departure in stage.departures))
-        grads = moved(grads, stage.device) if self._moves else grads
+        stage = self.stages[s]
+        if kind == "forward":
+            item: Item = self._taken(action, s - 1, links) if s else self._enter(io.inputs[i])
+            if s:  # the micro-batches that enter are views of one tensor, and share its version counter
+                item.check_handed_on(s)
+            for arrival in stage.arrivals:
+                item = item.with_skip(links.fetch(action, arrival), s)
+            if self._moves:
+                needs = [x is not None and x.requires_grad for x in item.flat]
+                flat = leaves(moved(item.flat, stage.device), needs)
+                item = Item(flat, item.form, item.shared)
+            return item
+        if kind in ("backward", "backward_inputs"):
+            # Those of the last stage's outputs are asked for later: that is to compute.
+            grads: Flat = self._taken(action, s + 1, links) if s + 1 < self._n else ()
+            for departure in stage.departures:
+                grads = (*grads, links.fetch(action, departure))
+            return moved(grads, stage.device) if self._moves else grads
+        return None
 
-        self._begins_to_compute(links)
-        grads = grads if s + 1 < self._n else io.output_grads(i)
+    def _compute(self, action: Action, given: Any, io: BatchIO, keep: bool) -> Any:
+        """Do a task, or a part of one; return what it hands on."""
+        kind, i, s = action
+        if kind == "forward":
+            item = self._forward(i, self.stages[s], given)
+            if s + 1 == self._n:
+                io.leave(i, item)
+            return item
+        graph = self._graphs[i, s]
+        if kind == "recompute":
+            return graph.recompute(keep=keep)
+        if kind == "backward_weights":
+            return graph.backward_weights()
+        grads = given if s + 1 < self._n else io.output_grads(i)
         grads = graph.backward(grads, keep=keep, kind=kind)
-        self.computing = None
-
-        for arrival in reversed(stage.arrivals):
-            links.leave(action, arrival, grads[-1])
-            grads = grads[:-1]
-        if s:
-            self._give(action, s - 1, grads, links)
-        else:
+        if not s:
             io.input_grads[i] = grads
+        return grads
 
-    def _begins_to_compute(self, links: Links) -> None:
-        links.check()
-        self.computing = self.doing
+    def _give(self, action: Action, result: Any, links: Links) -> None:
+        """Hand on what an action has made: outputs to the stage after, gradients to the stage before."""
+        kind, i, s = action
+        stage = self.stages[s]
+        if kind == "forward" and s + 1 < self._n:
+            for departure in reversed(stage.departures):
+                result, skip = result.parted()
+                links.leave(action, departure, skip)
+                del skip
+            target = s + 1
+        elif kind in ("backward", "backward_inputs") and s:
+            for arrival in reversed(stage.arrivals):
+                links.leave(action, arrival, result[-1])
+                result = result[:-1]
+            target = s - 1
+        else:
+            return
+        if target in self.stages:
+            self._kept[i, target] = result
+        else:
+            links.give(action, result)
 
     def _taken(self, action: Action, source: int, links: Links) -> Any:
         return self._kept.pop(action[1:]) if source in self.stages else links.take(action)
-
-    def _give(self, action: Action, target: int, item: Any, links: Links) -> None:
-        if target in self.stages:
-            self._kept[action.micro_batch, target] = item
-        else:
-            links.give(action, item)
 
     def _enter(self, micro_batch: TensorOrTensors) -> Item:
         flat = tensors_of(micro_batch)
         entered = leaves(flat, [x.requires_grad for x in flat]) if self.ambient.grad else flat
         return Item(entered, form_of(micro_batch), shared_by(flat))
 
-    def _task(self, i: int, stage: Stage, item: Item) -> Item:
+    def _forward(self, i: int, stage: Stage, item: Item) -> Item:
         flat, s = item.flat, stage.index
         if not self.guards:
             with (
                 observed(self._observer, "forward", i, s),
-                self._draws(i, stage, False).first(),
+                self._draws(i, stage, False).around(),
                 stage.lock,
             ):
                 outputs, form = stage.run(flat, item.form, item.shared)
             return Item(outputs, form, shared_by(outputs, flat, item.shared))
         recomputed, guards = i < self._recomputed, self.guards[s]
         randomness = self._draws(i, stage, recomputed)
-        graph = TaskGraph(stage, guards, self.ambient, randomness, i, self._observer, recomputed)
+        graph = TaskGraph(stage, guards, randomness, i, self._observer, recomputed)
         self._graphs[i, s] = graph
         outputs, form = graph.forward(flat, item.form, item.shared)
         return Item(outputs, form, shared_by(outputs, flat, item.shared, guards.held))

@@ -14,8 +14,9 @@ from torchgpipe.task.batchnorm import DeferredBatchNorm
 from torchgpipe.task.guards.gradients import OutputGradients
 from torchgpipe.task.guards.in_place import Lock, as_one
 from torchgpipe.task.guards.layers import modules_of
+from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.randomness import own_generators
-from torchgpipe.task.guards.stage_guards import StageGuards
+from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.halves import Halves
 from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, check, together
@@ -76,18 +77,22 @@ class Stage:
             self.device.type == "cuda" or bool(self._keys) or any(skips_of(self.partition))
         )
 
-    def guarded(self, *, recomputed: bool, outer: Set[int] = frozenset()) -> StageGuards:
-        """Return the guards of a mini-batch that begins; `recomputed` says whether some task will run the layers twice.
+    def guarded(
+        self, ambient: AmbientModes, *, recomputed: bool, outer: Set[int] = frozenset()
+    ) -> StageGuards:
+        """Return the guards of a mini-batch that begins.
 
-        `outer` are the stand-ins of a run that this one is within, by their ids.
+        Args:
+            ambient: The modes around the caller's code.
+            recomputed: Whether some task will run the layers twice.
+            outer: The stand-ins of a run that this one is within, by their ids.
         """
         with self.lock:
-            guards = StageGuards(
-                self.index, self.modules, self.lock, recomputed=recomputed, outer=outer
-            )
-        if recomputed:
-            guards.gradients = self._gradients.setdefault(guards.kind, guards.gradients)
-        return guards
+            return StageGuards(self, ambient, recomputed=recomputed, outer=outer)
+
+    def gradients_of(self, kind: tuple[bool, ...]) -> OutputGradients:
+        """Return what is known of tasks in mini-batches of one kind."""
+        return self._gradients.setdefault(kind, OutputGradients())
 
     def run(self, inputs: Flat, form: Form, shared: Shared = ()) -> tuple[Flat, Form]:
         """Run the layers on the micro-batch and the skips in `inputs`; return their outputs alike.

@@ -1,22 +1,20 @@
-"""A task: micro-batch i on a stage. Its graph is a piece of the autograd graph, cut off from the rest at both ends.
+"""A task: micro-batch i on a stage. Its graph is a piece of the autograd graph, cut off at both ends.
 
     inputs ─▶ entrance ─▶ layers ─▶ edges of the outputs
                             ▲
     stand-ins for the parameters
 
-Backward through it starts at the edges, with the outputs' gradients. It ends at the entrance, where the inputs'
-gradients are taken off, and at the stand-ins, where the parameters' gradients add up over all tasks of a mini-batch.
-Between forward and backward, inputs and outputs are kept only if a layer has saved them for its backward.
+Backward through it starts at the edges, with the outputs' gradients. It ends at the entrance, where
+the inputs' gradients are taken off, and at the stand-ins, where the parameters' gradients add up
+over all tasks of a mini-batch. Between forward and backward, inputs and outputs are kept only if a
+layer has saved them for its backward.
 
-A checkpointed task keeps its inputs instead, and builds its graph only in the recomputation (GPipe paper, section 2.3).
-That is a step of its own, so that it can start before the gradient arrives (torchgpipe paper, section 3.2.3).
+A checkpointed task keeps its inputs instead, and builds its graph only in the recomputation (GPipe
+paper, section 2.3). That is a step of its own, so that it can start before the gradient arrives
+(torchgpipe paper, section 3.2.3).
 
-    forward      the layers run on the inputs; outputs are handed on without their graph
-    recompute    the layers run on the same inputs once more, now with a graph
-    backward     from the outputs' gradients to those of the inputs and the stand-ins
-    weights      what backward has left for later
-
-What both passes have to meet alike, and what must not leak from task to task, is looked after by guards (`guards/`).
+Guards (`guards/`) look after what both passes have to meet alike, and what must not leak from task
+to task. Here they are only told when a pass begins and ends.
 """
 
 from collections.abc import Callable
@@ -27,19 +25,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge
 
 from torchgpipe.task.entrance import all_none, entered, leaves
-from torchgpipe.task.guards.buffers import HeldBuffers
-from torchgpipe.task.guards.gradients import able_to_take
-from torchgpipe.task.guards.layers import LayerStates
-from torchgpipe.task.guards.memory import KeptInputs, check_attributes, spared
-from torchgpipe.task.guards.modes import WITHOUT_FAST_ATTENTION, Ambient
+from torchgpipe.task.guards.guard import Guard
+from torchgpipe.task.guards.memory import check_attributes
 from torchgpipe.task.guards.parameters import BY_ANOTHER_WAY
 from torchgpipe.task.guards.randomness import Randomness
-from torchgpipe.task.guards.stage_guards import StageGuards
+from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.stage import Stage
-from torchgpipe.tensors._autograd import edge_of, packs_saved_tensors, run_backward
+from torchgpipe.tensors._autograd import edge_of, run_backward
 from torchgpipe.tensors.checkpoint import CheckpointPhase
 from torchgpipe.tensors.item import Shared
 from torchgpipe.tensors.microbatch import Flat, Form
@@ -48,197 +43,159 @@ from torchgpipe.tensors.observe import NOTHING, Kind, Observer, observed
 
 @dataclass(slots=True, eq=False)
 class TaskGraph:
-    """Forward, recomputation and backward of micro-batch `i` on `stage`, whose layers have `guards`."""
+    """Forward, recomputation and backward of micro-batch `i` on `stage`."""
 
     stage: Stage
     guards: StageGuards
-    ambient: Ambient
     randomness: Randomness
     i: int
     observer: Observer | None
     checkpoint: bool
-    _needs: tuple[bool, ...] = ()  # which inputs take a gradient
-    _claimed: list[bool] = field(default_factory=list)  # which outputs
-    _kept: KeptInputs | None = None
-    _shown: Flat = ()  # what the first pass has computed, if a mode may have changed that
-    _buffers: HeldBuffers = field(init=False)  # before the first pass
-    _layers: LayerStates = field(init=False)
+    inputs: Flat | None = None  # of a checkpointed task, until its last recomputation
+    form: Form = Tensor
+    needs: tuple[bool, ...] = ()  # which inputs take a gradient
+    claimed: list[bool] = field(default_factory=list)  # which outputs take one, by the first pass
+    found: list[bool] = field(default_factory=list)  # which outputs take one, in a graph
+    noted: dict[Guard, Any] = field(default_factory=dict)  # what guards have noted of a first pass
     _edges: list[GradientEdge | None] | None = None
-    # A list of its own: the entrance node holds it. If the node held this object, both would keep each other alive.
+    # The entrance node holds this list. If it held the task, each would keep the other alive.
     _input_grads: list[Tensor | None] = field(default_factory=list)
     _later: Callable[[], None] | None = None  # the second half of a backward, after the first
 
     def forward(self, inputs: Flat, form: Form, shared: Shared) -> tuple[Flat, Form]:
-        """Run the layers; return outputs that have no graph. By `requires_grad` they say which take a gradient."""
-        self._needs = tuple([x is not None and x.requires_grad for x in inputs])
-        self.checkpoint = self.checkpoint and (
-            True in self._needs or bool(self.guards.parameters.by_parameter)
-        )
-        with observed(self.observer, "forward", self.i, self.stage.index):
+        """Run the layers; return outputs without a graph, whose `requires_grad` is as with one."""
+        self.form = form
+        self.needs = tuple([x is not None and x.requires_grad for x in inputs])
+        if not (True in self.needs or self.guards.parameters.by_parameter):
+            self.checkpoint = False  # nothing will go backward
+        with observed(self.observer, "forward", self.i, self.stage.index), self.guards.lock:
             if self.checkpoint:
-                return self._first_pass(inputs, form, shared)
-            with torch.enable_grad(), self.randomness.first(), self.guards.lock:
-                outputs, form = self._build(
-                    entered(inputs, self._needs, self._input_grads), form, shared
-                )
-        return leaves(outputs, self._taken()), form
+                outputs, form = self._first_pass(inputs, shared)
+            else:
+                around = self.guards.around("before_single_pass", self)
+                with torch.enable_grad():
+                    given = entered(inputs, self.needs, self._input_grads)
+                    outputs, form = self._build(given, shared, around)
+                self.claimed = self.found
+        return leaves(outputs, self.claimed), form
 
-    def _first_pass(self, inputs: Flat, form: Form, shared: Shared) -> tuple[Flat, Form]:
+    def _first_pass(self, inputs: Flat, shared: Shared) -> tuple[Flat, Form]:
+        self.inputs = inputs
         gradients = self.guards.gradients
-        known = gradients.are_known(self._needs)
-        watching = gradients.watching(self._needs, self.guards.parameters.ids)
-        kept = KeptInputs(self.stage.index, inputs, form)
-        given = spared(inputs, form) if self.guards.begins_in_place else inputs
-        # Without the caller's graph: a layer may put hooks on its input, or ask whether it takes a gradient.
-        given = leaves(given, self._needs)
-        with self.guards.lock:
-            self._buffers = self.guards.buffers.before_first_pass()
-            self._layers = self.guards.layers.before_first_pass()
-            with (
-                torch.set_grad_enabled(not known) if torch.is_grad_enabled() == known else NOTHING,
-                self.ambient.for_first_pass(),
-                # Or what is around the pipeline, such as torch.utils.checkpoint, would count what this graph saves.
-                saved_tensors_hooks(Tensor.detach, lambda x: x)
-                if not known and packs_saved_tensors(True)
-                else NOTHING,
-                WITHOUT_FAST_ATTENTION if self.stage.attends else NOTHING,
-                CheckpointPhase(checkpointing=True),
-                self.randomness.first(),
-            ):
-                if known:
-                    outputs, out_form = self.stage.run(given, form, shared)
-                else:
-                    given = entered(given, self._needs, self._input_grads)
-                    outputs, out_form = self._build(given, form, shared, watching)
-                self.guards.parameters.check_unchanged(self.stage.index, forward=True)
-                self.guards.buffers.after_first_pass(self._buffers)
-                self.randomness.ended()
-        kept.after_first_pass()
-        self._kept = kept
-        if self.ambient.watched:
-            self._shown = tuple([None if y is None else y.detach().clone() for y in outputs])
-        # An output that is an input takes a gradient exactly if that input did; but not one that is changed in place.
-        handed_on = {id(x): need for x, need in zip(given, self._needs, strict=True)}
-        if self.guards.begins_in_place and form is Tensor:
-            handed_on.pop(id(given[0]), None)
-        able = able_to_take(outputs, handed_on)
-        self._claimed = able if known else self._taken()
-        if not known:
-            gradients.learn(self._needs, self._claimed, able, watching)
+        known = gradients.are_known(self.needs)  # otherwise a graph has to be made, and dropped
+        around = self.guards.around("before_first_pass", self)
+        # Leaves, as a layer may put hooks on its input, or ask whether it takes a gradient.
+        given = leaves(self.guards.memory.given(inputs, self.form), self.needs)
+        with CheckpointPhase(checkpointing=True), torch.set_grad_enabled(not known):
+            if known:
+                with around:
+                    outputs, form = self.stage.run(given, self.form, shared)
+            else:
+                given = entered(given, self.needs, self._input_grads)
+                outputs, form = self._build(given, shared, around)
+        self.guards.after_first_pass(self, outputs)
+        self.claimed = gradients.claim(self, given, outputs, None if known else self.found)
         self._edges = None
-        return leaves(outputs, self._claimed), out_form
+        return outputs, form
 
     def recompute(self, *, keep: bool = False) -> None:
-        """Build the graph of a checkpointed task by running its layers a second time, unless it is there.
+        """Build the graph of a checkpointed task by running its layers again, unless it is there.
 
-        Without `keep` it is the last time, and inputs are let go of that the layers have not saved. Raise
-        `RuntimeError` if the layers would not meet what they met in the first pass.
+        Without `keep` it is the last time, and inputs are let go of that layers have not saved.
+
+        Raises:
+            RuntimeError: The layers would not meet what they met in the first pass.
         """
-        if self._kept is not None and self._edges is None:
+        if self.inputs is not None and self._edges is None:
             with observed(self.observer, "recompute", self.i, self.stage.index):
-                # A copy, as other threads may recompute at the same time.
-                self.ambient.context.copy().run(self._recompute, self._kept, keep)
+                # In a copy of the caller's context, as other threads may recompute at the same time.
+                self.guards.ambient.context.copy().run(self._recompute, self.inputs, keep)
 
-    def _recompute(self, kept: KeptInputs, keep: bool) -> None:
-        kept.before_recomputation()
-        self.guards.parameters.check_unchanged(self.stage.index)
-        inputs = spared(kept.inputs, kept.form) if self.guards.begins_in_place else kept.inputs
-        with (
-            self.guards.lock,
-            torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING,
-            torch.enable_grad(),
-            self.ambient.again(),
-            CheckpointPhase(recomputing=True),
-            self.guards.layers.again(self._layers),
-            self.guards.buffers.again(self._buffers),
-            self.randomness.again(),
-        ):
-            outputs, _ = self._build(entered(inputs, self._needs, self._input_grads), kept.form)
-        if self._shown:
-            self.ambient.check_same(self.stage.index, self._shown, outputs)
-        if self._claimed != self._taken():
-            self.guards.gradients.correct(self._needs)
+    def _recompute(self, inputs: Flat, keep: bool) -> None:
+        inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
+        recomputing = CheckpointPhase(recomputing=True)
+        with self.guards.lock, inference, torch.enable_grad(), recomputing:
+            around = self.guards.around("before_recomputation", self)
+            given = self.guards.memory.given(inputs, self.form)
+            given = entered(given, self.needs, self._input_grads)
+            outputs, _ = self._build(given, (), around)
+            self.guards.after_recomputation(self, outputs)
         if not keep:
-            self._kept = None
+            self.inputs = None
 
     def _build(
-        self,
-        inputs: Flat,
-        form: Form,
-        shared: Shared = (),
-        watching: AbstractContextManager[Any] = NOTHING,
+        self, given: Flat, shared: Shared, around: AbstractContextManager[object]
     ) -> tuple[Flat, Form]:
-        with self.guards.in_place(), watching:
-            outputs, out_form = self.stage.run(inputs, form, shared)
-        if any([y is not None and y.__dict__ for y in outputs]):
-            check_attributes(self.stage.index, outputs)
-        self._edges = [None if y is None or not y.requires_grad else edge_of(y) for y in outputs]
-        return outputs, out_form
-
-    def _taken(self) -> list[bool]:
-        """Return which outputs take a gradient, once there is a graph."""
-        return [edge is not None for edge in self._edges or ()]
+        """Run the layers with a graph, and keep the edges by which gradients enter it."""
+        with around:
+            outputs, form = self.stage.run(given, self.form, shared)
+        check_attributes(self.stage.index, outputs)
+        self.found = [y is not None and y.requires_grad for y in outputs]
+        self._edges = []
+        for y in outputs:
+            self._edges.append(edge_of(y) if y is not None and y.requires_grad else None)
+        return outputs, form
 
     def backward(self, grads: Flat, *, keep: bool = False, kind: Kind = "backward") -> Flat:
-        """Add the parameters' gradients to the stand-ins; return those of the inputs, `None` where there is none.
+        """Add the parameters' gradients to the stand-ins; return the gradients of the inputs.
 
-        With `keep`, the task can go backward again. The first half of it alone has the kind `"backward_inputs"`;
-        `stage.halves` says what is left for the second.
+        Args:
+            grads: The gradients of the outputs, `None` where there is none.
+            keep: Whether the task can go backward again.
+            kind: `"backward_inputs"` for the first half alone. `stage.halves` says what that leaves
+                for the second half, `backward_weights`.
         """
-        self.check_unspent()
         if self._input_grads:
             raise RuntimeError(BY_ANOTHER_WAY)
         if self._edges is None and not all_none(grads):
             self.recompute(keep=keep)
         with observed(self.observer, kind, self.i, self.stage.index):
-            # Without gradients, a checkpointed task may have no edges.
-            pairs = [
-                (e, g)
-                for e, g in zip(self._edges or (), grads, strict=False)
-                if e is not None and g is not None
-            ]
-            if pairs:
+            edges, given = [], []
+            # Where there is no gradient, a checkpointed task may have no edges.
+            for edge, grad in zip(self._edges or (), grads, strict=False):
+                if edge is not None and grad is not None:
+                    edges.append(edge)
+                    given.append(grad)
+            if edges:
                 run = self.stage.halves.run_inputs if kind == "backward_inputs" else run_backward
                 keep_graph = keep and not self.checkpoint
-                self._later = self._go_backward(
-                    partial(run, *zip(*pairs, strict=True), keep_graph=keep_graph)
-                )
-            input_grads = tuple(self._input_grads) or (None,) * len(self._needs)
+                self._later = self._go(partial(run, edges, given, keep_graph=keep_graph))
+            input_grads = tuple(self._input_grads) or (None,) * len(self.needs)
             self._input_grads.clear()
             if self.checkpoint or not keep:
                 self._edges = None
             if not keep:
-                self._kept = None
+                self.inputs = None
         return input_grads
+
+    def backward_weights(self) -> None:
+        """Do the second half of `backward`, if the first has left something."""
+        with observed(self.observer, "backward_weights", self.i, self.stage.index):
+            later, self._later = self._later, None
+            if later is not None:
+                self._go(later)
+
+    def _go(self, backward: Callable[[], Any]) -> Any:
+        """Go backward through the layers."""
+        with self.guards.lock, self.guards.around("before_backward", self):
+            try:
+                return backward()
+            except BaseException as error:
+                # The graph is half freed. A checkpointed task can build it again.
+                if self.checkpoint:
+                    self._edges = None
+                if "through the graph a second time" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"layers of partition {self.stage.index} use a tensor in several micro-batches "
+                    "that has one graph for all, as it was made outside of them; make it a "
+                    "buffer, or in the layer's forward"
+                ) from error
 
     def check_unspent(self) -> None:
         """Raise `RuntimeError` if a backward has freed the graph."""
-        if self._edges is None and self._kept is None:
+        if self._edges is None and self.inputs is None:
             raise RuntimeError(
                 "the pipeline was already gone through backward and its activations are freed; "
                 "pass retain_graph=True to the first backward to go through it twice"
             )
-
-    def backward_weights(self) -> None:
-        """Do the second half of `backward`, if the first has left something: add that to the stand-ins."""
-        with observed(self.observer, "backward_weights", self.i, self.stage.index):
-            later, self._later = self._later, None
-            if later is not None:
-                self._go_backward(later)
-
-    def _go_backward(self, run: Callable[[], Any]) -> Any:
-        guards = self.guards
-        buffers = guards.buffers.backward() if guards.recomputed else NOTHING
-        # With the stand-ins in place: a layer may run again in backward, by torch.utils.checkpoint.
-        with guards.lock, guards.in_place(), buffers, self.randomness.backward():
-            try:
-                return run()
-            except BaseException as error:
-                # The graph is half freed. A checkpointed task can build it again.
-                self._edges = None if self.checkpoint else self._edges
-                if "through the graph a second time" not in str(error):
-                    raise
-                raise RuntimeError(
-                    f"layers of partition {self.stage.index} use a tensor in several micro-batches that has one graph "
-                    "for all, as it was made outside of them; make it a buffer, or in the layer's forward"
-                ) from error

@@ -1,28 +1,72 @@
-"""The table of guards in docs/how-it-works.md is that of the code."""
+"""The table of guards and moments in docs/how-it-works.md is that of the code."""
 
 import importlib
-import re
 from pathlib import Path
 
+import pytest
+
 import torchgpipe.task.guards
+from torchgpipe.task.guards.guard import Guard
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs/how-it-works.md").read_text()
-ROWS = re.findall(r"^\| `(\w+)\.py`: `(\w+)` \| (.*) \| (.*) \|$", PAGE, flags=re.MULTILINE)
+FOLDER = Path(torchgpipe.task.guards.__file__ or "").parent
 # What guards have in common, or one of them needs.
-BESIDE = {"__init__", "in_place", "contents", "seeded", "stage_guards"}
+BESIDE = {"__init__", "guard", "contents", "seeded"}
+# The columns of the table.
+MOMENTS = [
+    "before_single_pass",
+    "before_first_pass",
+    "after_first_pass",
+    "after_all_forwards",
+    "backward_begins",
+    "before_recomputation",
+    "after_recomputation",
+    "before_backward",
+    "ended",
+]
+
+
+def rows() -> dict[str, list[str]]:
+    """Return the cells of each guard's row, by the name of its file."""
+    page = (ROOT / "docs/how-it-works.md").read_text()
+    found = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == len(MOMENTS) + 1 and cells[0].startswith("`"):
+            found[cells[0].strip("`").removesuffix(".py")] = cells[1:]
+    return found
+
+
+def guard_of(file: str) -> type[Guard]:
+    """Return the only guard of a file."""
+    module = importlib.import_module(f"torchgpipe.task.guards.{file}")
+    guards = []
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, Guard):
+            if value.__module__ == module.__name__:
+                guards.append(value)
+    (guard,) = guards
+    return guard
 
 
 def test_each_guard_has_a_row() -> None:
-    files = {path.stem for path in Path(torchgpipe.task.guards.__file__ or "").parent.glob("*.py")}
-    assert {file for file, *_ in ROWS} == files - BESIDE
+    files = {path.stem for path in FOLDER.glob("*.py")}
+    assert rows().keys() == files - BESIDE
 
 
-def test_each_guard_has_the_moments_of_its_row() -> None:
-    for file, name, _, moments in ROWS:
-        guard = getattr(importlib.import_module(f"torchgpipe.task.guards.{file}"), name)
-        named = re.findall(r"`(\w+)`", moments)
-        assert (
-            named
-            and [moment for moment in named if not callable(getattr(guard, moment, None))] == []
-        )
+def test_each_moment_of_the_protocol_has_a_column() -> None:
+    assert {name for name in vars(Guard) if not name.startswith("_")} == set(MOMENTS)
+
+
+@pytest.mark.parametrize("file", rows())
+def test_a_guard_has_the_moments_of_its_row(file: str) -> None:
+    guard = guard_of(file)
+    told = [moment for moment, cell in zip(MOMENTS, rows()[file], strict=True) if cell]
+    overridden = [m for m in MOMENTS if getattr(guard, m) is not getattr(Guard, m)]
+    assert told == overridden
+
+
+@pytest.mark.parametrize("file", rows())
+def test_a_guard_begins_with_what_goes_wrong_without_it(file: str) -> None:
+    text = (FOLDER / f"{file}.py").read_text()
+    assert "What goes wrong without it:" in text.split('"""')[1]

@@ -14,7 +14,8 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from torchgpipe.task import halves
-from torchgpipe.task.guards.modes import Ambient
+from torchgpipe.task.guards.in_place import InPlaceForTask
+from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.randomness import Randomness
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.task import TaskGraph
@@ -177,12 +178,15 @@ class Tasks:
         self.stage = Stage(0, copy.deepcopy(layers), CPU)
         self.stage.look()
         self.stage.connect([])
-        guards = self.stage.guarded(recomputed=again)
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            ambient = AmbientModes([CPU])
+        guards = self.stage.guarded(ambient, recomputed=again)
+        guards.add(InPlaceForTask(guards.parameters.changes))
         self.stand_ins, self.each = guards.parameters, []
         for i in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=casts):
                 task = TaskGraph(
-                    self.stage, guards, Ambient([CPU]), Randomness(), i, observer, again
+                    self.stage, guards, Randomness(), i, observer, again
                 )
                 torch.manual_seed(i)
                 outputs, _ = task.forward(

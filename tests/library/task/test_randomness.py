@@ -4,6 +4,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from torchgpipe.engine.seeds import Seeds
 from torchgpipe.task.guards import seeded
-from torchgpipe.task.guards.modes import Ambient
+from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.randomness import Randomness
 from torchgpipe.task.guards.seeded import PrivateGenerator, SeededDefault
 from torchgpipe.task.stage import Stage
@@ -81,16 +83,16 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
 def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
     """As the workers of a pipeline within a layer of another pipeline do."""
     randomness, drawn = Randomness([torch.default_generator]), list[Tensor]()
-    with randomness.first():
-        pass
-    randomness.ended()
+    task: Any = None
+    randomness.before_first_pass(task)
+    randomness.after_first_pass(task, ())
 
     def work() -> None:
         with ambient.entered(), private():
             drawn.append(torch.randperm(9))
 
-    with randomness.again():
-        ambient = Ambient(())
+    with randomness.before_recomputation(task) or nullcontext():
+        ambient = AmbientModes(())
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         thread.join(60)
@@ -107,7 +109,7 @@ def numbers(
     with seeds:
         for i in range(3):
             for stage in stages:
-                with seeds.of(i, stage, True).first():
+                with seeds.of(i, stage, True).around():
                     drawn += [torch.rand(4).tolist()] if stage.index == 0 else []
         meanwhile()
     return drawn

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.task.guards.in_place import Change, InPlace, InPlaceForRun, in_its_turn, outer_turns
-from torchgpipe.task.guards.modes import Ambient
+from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.parameters import StandInParameters
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import accumulator_of
@@ -56,9 +56,9 @@ def test_which_partitions_run_one_at_a_time(
 
 def test_in_anomaly_mode_the_nodes_of_stand_ins_are_made_before_threads_run() -> None:
     """Two threads that make one at once can wait for each other for ever."""
-    assert StandInParameters([LAYER])._nodes == []
+    assert StandInParameters(0, [LAYER])._nodes == []
     with torch.autograd.set_detect_anomaly(True):
-        parameters = StandInParameters([LAYER])
+        parameters = StandInParameters(0, [LAYER])
     held = [accumulator_of(x) for x in parameters.by_parameter.values()]
     assert len(held) == 2 and all(a is b for a, b in zip(held, parameters._nodes, strict=True))
 
@@ -91,10 +91,10 @@ def test_an_interrupt_leaves_nothing_exchanged(count: int) -> None:
 def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it_had() -> None:
     layer = nn.Linear(2, 2)
     before = {**layer._parameters}
-    with InPlace(StandInParameters([layer]).changes):
+    with InPlace(StandInParameters(0, [layer]).changes):
         inner = {**layer._parameters}
         with InPlace(
-            StandInParameters([layer]).changes
+            StandInParameters(0, [layer]).changes
         ):  # as when a pipeline is called within its own layers
             layer.register_parameter("more", nn.Parameter(torch.zeros(2)))
         assert layer._parameters == inner and layer.weight is not before["weight"]
@@ -149,7 +149,7 @@ DEVICES = [
 @pytest.mark.parametrize("which", ["checkpointing", "recomputing"])
 def test_a_pipeline_among_the_layers_of_another_knows_its_pass(which: str) -> None:
     with CheckpointPhase(**{which: True}):
-        ambient, expected = Ambient(DEVICES), (is_checkpointing(), is_recomputing())
+        ambient, expected = AmbientModes(DEVICES), (is_checkpointing(), is_recomputing())
     with ambient.entered():
         with CheckpointPhase(checkpointing=True):
             assert is_checkpointing()
@@ -160,12 +160,12 @@ def test_a_pipeline_among_the_layers_of_another_knows_its_pass(which: str) -> No
 def test_a_weight_cast_without_a_graph_does_not_serve_one_with_a_graph() -> None:
     linear, x = nn.Linear(3, 3), torch.randn(2, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ambient = Ambient(DEVICES)
-        with torch.no_grad(), ambient.for_first_pass():
+        ambient = AmbientModes(DEVICES)
+        with torch.no_grad(), ambient.without_cached_casts():
             linear(x)
         linear(x).sum().backward()
         assert linear.weight.grad is not None
-        for context in (ambient.for_first_pass, ambient.again, ambient.entered):
+        for context in (ambient.without_cached_casts, ambient.again, ambient.entered):
             with context():
                 assert not torch.is_autocast_cache_enabled()
             assert torch.is_autocast_cache_enabled()

@@ -1,12 +1,10 @@
-"""Guards: what both passes of a task have to meet alike, or what must not leak from one task to another.
+"""Guards: what both passes of a task must meet alike, and what must not leak from task to task.
 
-A guard is one class in one file, which begins with an example of what goes wrong without it. Its methods are moments of
-a mini-batch; it has those that it needs:
+Each guard is one file with one class, and all have the same moments (guard.py). Which guards a stage
+has in a mini-batch is said in `torchgpipe.task.stage_guards`. A table of guards and moments is in
+the docs' page on how it works, and is checked against the code.
 
-    before_first_pass, after_first_pass     note what the layers hold, and what the pass has changed
-    again                                   a context around a recomputation, in which the layers find that again
-    backward_begins                         refuse what was changed between forward and backward
-    backward                                a context around the layers' backward
-
-docs/how-it-works.md has the table of guards and their moments.
+To add a guard, write a class with the moments that it needs, add it to `StageGuards` where a stage
+needs it, give it a row in that table, rows in the behaviours' table that name it, and a planted
+fault that leaves it out.
 """

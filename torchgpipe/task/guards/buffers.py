@@ -1,135 +1,140 @@
-"""Buffers in two passes: a recomputation finds them as its first pass found them, and changes none a second time.
+"""Buffers in two passes: the second finds them as the first has found them, and changes none again.
 
-What goes wrong without it: a layer counts its calls in a buffer, and scales its output by that. The recomputation would
-find a later count, and give another gradient; and each mini-batch would be counted twice.
+What goes wrong without it: a layer counts its calls in a buffer, and scales its output by that. The
+recomputation would find a later count, and give another gradient; and each mini-batch would be
+counted twice.
 
-Buffers that may change with every pass (the vectors of spectral norm) are copied before a first pass if they have
-changed since the last copy. Their versions do not tell, as kernels (`F.batch_norm`, observers of quantization), `.data`
-and NumPy write without counting, so what they hold is compared. A recomputation gets copies of those that have changed
-since; only its own thread finds these.
-
-Normalization layers in training update running statistics that their output does not depend on: the second pass leaves
-them alone.
+Buffers that may change with every pass (the vectors of spectral norm) are copied before a first
+pass if they have changed since the last copy. Their versions do not tell, as kernels
+(`F.batch_norm`, observers of quantization), `.data` and NumPy write without counting, so what they
+hold is compared. A recomputation gets copies of those that have changed since; only its own thread
+finds these. Buffers of a stage that has none cost one look at each module.
 """
 
+from __future__ import annotations
+
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from torchgpipe.task.batchnorm import DeferredBatchNorm
 from torchgpipe.task.guards.contents import BuffersOfThread, comparable, copied, equal
+from torchgpipe.task.guards.guard import Context, Guard
 from torchgpipe.task.guards.in_place import Change, InPlace
-from torchgpipe.tensors._autograd import is_compiled, storage_of, within_plain_checkpoint
-from torchgpipe.tensors.checkpoint import has_asked, is_recomputing
+from torchgpipe.tensors._autograd import is_compiled, storage_of
+from torchgpipe.tensors.checkpoint import has_asked
 from torchgpipe.tensors.item import versions
-from torchgpipe.tensors.observe import NOTHING
+
+if TYPE_CHECKING:
+    from torchgpipe.task.task import TaskGraph
 
 COMPARED = ["cpu", "meta"]
-"""The types of devices that compare at once. On others small buffers are copied, instead of waiting for the device, and
-large ones compared when the forward is over."""
+"""The types of devices that compare at once.
+
+On others small buffers are copied, instead of waiting for the device, and large ones are compared
+when the forward is over.
+"""
 
 SMALL = 1 << 16
 """Bytes of a small buffer."""
 
-_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
-_STATISTICS_ASIDE = {kind.forward for kind in (_BatchNorm, nn.SyncBatchNorm, DeferredBatchNorm)}
+Place = tuple[nn.Module, str]
+"""A module, and the name of one of its buffers."""
 
 
 class _Slot(NamedTuple):
-    """A buffer, or the place for one; its copy, unless it has a stand-in; whether others share its memory."""
+    """A buffer, or the place for one, before a first pass."""
 
     module: nn.Module
     name: str
     tensor: Tensor | None
     version: list[int | None]
-    copy: Tensor | None
-    shared: bool
+    copy: Tensor | None  # `None` of a buffer that has a stand-in
+    shared: bool  # whether other buffers share its memory
 
 
 class HeldBuffers(NamedTuple):
     """The buffers before a first pass, and those that it has changed in a way that PyTorch counts."""
 
-    slots: tuple[_Slot, ...]
+    slots: list[_Slot]
     changed: list[_Slot]
 
 
-_NONE = HeldBuffers((), [])
+class Buffers(Guard):
+    """The buffers of partition `index`, but not those of its `norms` (statistics.py).
 
+    Buffers with stand-ins, whose `ids` are given, need no copies.
+    """
 
-class Buffers:
-    """The buffers of partition `index` in a mini-batch. Those with stand-ins, whose `ids` are given, need no copies."""
-
-    def __init__(self, index: int, modules: list[nn.Module], ids: set[int]) -> None:
+    def __init__(
+        self, index: int, modules: list[nn.Module], norms: Set[nn.Module], ids: set[int]
+    ) -> None:
         self._index = index
-        self._modules = modules
+        self._modules = [module for module in modules if module not in norms]
         self._ids = ids
-        # Norms that track statistics, in training: there their output does not depend on the statistics.
-        norms = [m for m in modules if m.training and type(m).forward in _STATISTICS_ASIDE]
-        self._norms = {
-            norm for norm in norms if norm._buffers and norm._buffers.keys() <= _STATISTICS
-        }
-        self._slots: dict[tuple[nn.Module, str], _Slot] = {}
-        self._unsure: dict[tuple[nn.Module, str], _Slot] = {}  # used again, and not compared
+        self._slots: dict[Place, _Slot] = {}  # the latest of each buffer
+        self._unsure: dict[Place, _Slot] = {}  # of buffers that were not compared
 
-    def before_first_pass(self) -> HeldBuffers:
-        """Return what the buffers hold now, copied where they have changed. The caller holds the lock."""
-        held = [(m, name, x) for m in self._with_buffers() for name, x in m._buffers.items()]
-        if not held:
-            return _NONE
-        changed = {id(x) for m, name, x in held if self._has_changed(m, name, x)}
+    def before_first_pass(self, task: TaskGraph) -> None:
+        """Note what the buffers hold now, copied where they have changed."""
+        task.noted[self] = held = HeldBuffers([], [])
+        places: dict[Place, Tensor | None] = {}
+        changed = []
+        for module in self._modules:
+            for name, x in module._buffers.items():
+                places[module, name] = x
+                if self._has_changed(module, name, x):
+                    changed.append(x)
         if changed:
-            storages = {id(x): storage_of(x) for _, _, x in held if x is not None}
-            times = Counter[int | None](storages.values())
-            stale = {*map(storages.get, changed)}
-            # Copies share memory as the buffers do, so those that share it are copied together.
-            copies: dict[Any, Any] = {}
-            for module, name, x in held:
-                storage = storages.get(id(x))
-                if storage in stale:
-                    shared = times[storage] > 1
-                    copy = copied(None if id(x) in self._ids else x, shared, copies)
-                    self._slots[module, name] = _Slot(module, name, x, versions((x,)), copy, shared)
-        return HeldBuffers(tuple([self._slots[module, name] for module, name, _ in held]), [])
+            self._copy(places, changed)
+        for place in places:
+            held.slots.append(self._slots[place])
 
-    def after_first_pass(self, held: HeldBuffers) -> None:
+    def _copy(self, places: dict[Place, Tensor | None], changed: Sequence[Tensor | None]) -> None:
+        """Copy the buffers that have changed, and those that share memory with them."""
+        storages = {id(x): storage_of(x) for x in places.values() if x is not None}
+        times = Counter[int | None](storages.values())
+        stale = {storages.get(id(x)) for x in changed}
+        # Copies share memory as the buffers do, so those that share it are copied together.
+        copies: dict[Any, Any] = {}
+        for (module, name), x in places.items():
+            storage = storages.get(id(x))
+            if storage in stale:
+                shared = times[storage] > 1
+                copy = None if id(x) in self._ids else copied(x, shared, copies)
+                self._slots[module, name] = _Slot(module, name, x, versions((x,)), copy, shared)
+
+    def after_first_pass(self, task: TaskGraph, outputs: object) -> None:
         """Note which buffers a first pass has changed."""
+        held: HeldBuffers = task.noted[self]
         for slot in held.slots:
             now = slot.module._buffers.get(slot.name)
             if now is not slot.tensor or versions((now,)) != slot.version:
                 held.changed.append(slot)
 
-    def again(self, held: HeldBuffers) -> AbstractContextManager[object]:
-        """Return a context in which the layers find the buffers as they were before the first pass."""
-        changed = self._changed_since(held) if held.slots or self._with_buffers() else set()
-        return self._put_back(held, changed) if changed or self._norms else NOTHING
+    def before_recomputation(self, task: TaskGraph) -> Context | None:
+        """Let the layers find the buffers as they were before the first pass."""
+        held: HeldBuffers = task.noted[self]
+        changed = self._changed_since(held)
+        return self._put_back(held, changed) if changed else None
 
-    def backward(self) -> AbstractContextManager[object]:
-        """Return a context for the layers' backward, in which they may run once more, by `torch.utils.checkpoint`."""
-        changes = [
-            Change(norm.__dict__, "_buffers", _Unread(norm._buffers)) for norm in self._norms
-        ]
-        return InPlace(changes) if changes else NOTHING
-
-    def check_sure(self) -> None:
+    def backward_begins(self) -> None:
         """Raise `RuntimeError` if a buffer has changed in a way that only its content tells."""
         for (module, name), slot in self._unsure.items():
-            if (
-                slot.tensor is not None
-                and slot.copy is not None
-                and not equal(slot.tensor, slot.copy)
-            ):
-                raise RuntimeError(
-                    f"buffer {name!r} of {type(module).__name__} in partition {self._index} was changed by a kernel or "
-                    "through .data, which PyTorch does not count, so a recomputation may use another value; change "
-                    "it by an operator (copy_), or use checkpoint='never'"
-                )
+            if slot.tensor is None or slot.copy is None or equal(slot.tensor, slot.copy):
+                continue
+            raise RuntimeError(
+                f"buffer {name!r} of {type(module).__name__} in partition {self._index} was "
+                "changed by a kernel or through .data, which PyTorch does not count, so a "
+                "recomputation may use another value; change it by an operator (copy_), or use "
+                "checkpoint='never'"
+            )
 
-    def _with_buffers(self) -> list[nn.Module]:
-        return [module for module in self._modules if module._buffers and module not in self._norms]
+    def ended(self) -> None:
+        """Raise `RuntimeError` for the same reason, after a whole step."""
+        self.backward_begins()
 
     def _has_changed(self, module: nn.Module, name: str, buffer: Tensor | None) -> bool:
         """Return whether the buffer has changed since its last copy, or there is none."""
@@ -147,17 +152,18 @@ class Buffers:
 
     def _changed_since(self, held: HeldBuffers) -> set[nn.Module]:
         """Return the modules whose buffers are not what they were in the first pass, or may not be."""
-        now = {
-            (module, name): x
-            for module in self._with_buffers()
-            for name, x in module._buffers.items()
-        }
         changed = set()
+        known = set()
         for slot in held.slots:
-            place = slot.module, slot.name
-            if place not in now or not _as_held(slot, now.pop(place)):
+            known.add((slot.module, slot.name))
+            buffers = slot.module._buffers
+            if slot.name not in buffers or not _as_held(slot, buffers[slot.name]):
                 changed.add(slot.module)
-        return changed | {module for module, _ in now}
+        for module in self._modules:
+            for name in module._buffers:
+                if (module, name) not in known:
+                    changed.add(module)
+        return changed
 
     @contextmanager
     def _put_back(self, held: HeldBuffers, changed: set[nn.Module]) -> Iterator[None]:
@@ -167,64 +173,38 @@ class Buffers:
             if slot.module in changed:
                 x = copied(slot.copy, slot.shared, copies)
                 own[slot.module][slot.name] = slot.tensor if x is None else x
-        # Those that the first pass has changed, the second has to change, too.
-        expected = [
-            (slot, own[slot.module][slot.name]) for slot in held.changed if slot.module in changed
-        ]
-        before = versions(tuple([x for _, x in expected]))
-        changes = [Change(norm.__dict__, "track_running_stats", False) for norm in self._norms]
-        compiled = bool(changed) and any(map(is_compiled, self._modules))
+        # The second pass has to change the buffers that the first has changed.
+        expected = []
+        for slot in held.changed:
+            if slot.module in changed:
+                x = own[slot.module][slot.name]
+                expected.append((slot, x, versions((x,))))
+        changes = []
+        # torch.compile understands plain dictionaries only.
+        compiled = any(is_compiled(module) for module in self._modules)
         for module, buffers in own.items():
-            # torch.compile understands plain dictionaries only.
             view = buffers if compiled else BuffersOfThread(buffers, module._buffers)
             changes.append(Change(module.__dict__, "_buffers", view))
-        with self.backward(), InPlace(changes):
+        with InPlace(changes):
             yield
-            for (slot, x), version in zip(expected, before, strict=True):
-                kept = own[slot.module].get(slot.name) is x and versions((x,)) == [version]
+            for slot, x, version in expected:
+                kept = own[slot.module].get(slot.name) is x and versions((x,)) == version
                 if kept and not has_asked():
                     raise RuntimeError(
                         f"a layer of partition {self._index} changed buffer {slot.name!r} of "
-                        f"{type(slot.module).__name__} in its first pass, and not in the recomputation: it decides by "
-                        "something that is no buffer; make that a buffer, ask is_recomputing(), or use "
-                        "checkpoint='never'"
+                        f"{type(slot.module).__name__} in its first pass, and not in the "
+                        "recomputation: it decides by something that is no buffer; make that a "
+                        "buffer, ask is_recomputing(), or use checkpoint='never'"
                     )
 
 
 def _as_held(slot: _Slot, now: Tensor | None) -> bool:
-    """Return whether a buffer is for sure what it was before a first pass, so that the second may have it as it is."""
+    """Return whether a buffer is for sure what it was before a first pass.
+
+    Then the second pass may have it as it is.
+    """
     if now is not slot.tensor or versions((now,)) != slot.version:
         return False
     if now is None or slot.copy is None:
         return True
     return now.device.type in COMPARED and bool(equal(now, slot.copy))
-
-
-class _Unread(dict[str, Any]):
-    """The buffers of a batch norm in a recomputation: it normalizes by its input, and needs no statistics.
-
-    And in backward, in which a checkpoint may run it once more, and would save them in place of other tensors.
-    """
-
-    def __getitem__(self, name: str) -> Any:
-        self._refuse()
-        if name == "running_mean" and within_plain_checkpoint("unpack_hook"):
-            raise RuntimeError(
-                "torch.utils.checkpoint(use_reentrant=False) around a batch norm in training saves other tensors in a "
-                "checkpointed task; let the pipeline alone checkpoint, or use checkpoint='never' or use_reentrant=True"
-            )
-        return super().__getitem__(name)
-
-    def items(self) -> Any:
-        self._refuse()
-        return super().items()
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self.items()),)
-
-    def _refuse(self) -> None:
-        if is_recomputing():  # another thread may look at the layers meanwhile
-            raise RuntimeError(
-                "a layer uses the running statistics of a batch norm in training, which have changed since the first "
-                "pass of a checkpointed task; use checkpoint='never', or keep the norm in evaluation mode"
-            )

@@ -1,72 +1,109 @@
 """Which outputs of a task take a gradient, which a first pass without a graph does not say.
 
-What goes wrong without it: a layer returns an index beside its output, or detaches one of two outputs. The next task
-would compute gradients that plain layers do not, or autograd would wait for some that never come.
+What goes wrong without it: a layer returns an index beside its output, or detaches one of two
+outputs. The next task would compute gradients that plain layers do not compute, or autograd would
+wait for gradients that never come.
 
-So the first task of a kind makes a graph, and drops it. If all outputs that can take a gradient do, later tasks of that
-kind claim it; if not, each of them finds out. A recomputation corrects what was claimed.
+So the first task of a kind makes a graph, and drops it. If all outputs that can take a gradient do
+so, later tasks of that kind run without a graph, and claim the same. If not, each of them makes a
+graph to find out. A recomputation corrects what was claimed.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from torchgpipe.task.guards.guard import Context, Guard, Nested
 from torchgpipe.task.guards.parameters import READS_GRADIENT
+from torchgpipe.tensors._autograd import packs_saved_tensors
 from torchgpipe.tensors.microbatch import Flat
-from torchgpipe.tensors.observe import NOTHING
+
+if TYPE_CHECKING:
+    from torchgpipe.task.task import TaskGraph
 
 Needs = tuple[bool, ...]
 """Which inputs of a task take a gradient."""
 
 
-class OutputGradients:
-    """What is known of a partition's tasks, while modes of layers, and which parameters take gradients, stay alike."""
+class OutputGradients(Guard):
+    """What is known of a partition's tasks.
+
+    It is kept for as long as modes of layers, and which parameters take gradients, stay alike.
+    """
 
     def __init__(self) -> None:
-        self._all_do: dict[Needs, bool] = {}  # whether all outputs that can take a gradient do
+        # By which inputs take a gradient: whether all outputs do that can.
+        self._all_do: dict[Needs, bool] = {}
 
     def are_known(self, needs: Needs) -> bool:
-        """Return whether tasks with such inputs can run without a graph."""
+        """Return whether a task with such inputs can run without a graph."""
         return self._all_do.get(needs, False)
 
-    def watching(self, needs: Needs, ids: set[int]) -> AbstractContextManager[Any]:
-        """Return a context for the layers: for the first task with such inputs, it notes what they ask."""
-        return _Asks(ids) if needs not in self._all_do else NOTHING
+    def before_first_pass(self, task: TaskGraph) -> Context | None:
+        """Watch, in the first task with such inputs, what the layers ask."""
+        if self.are_known(task.needs):
+            return None
+        contexts: list[Context] = []
+        if packs_saved_tensors(True):
+            # Or what is around the pipeline, such as torch.utils.checkpoint, would count what the
+            # graph saves.
+            contexts.append(saved_tensors_hooks(Tensor.detach, lambda x: x))
+        if task.needs not in self._all_do:
+            task.noted[self] = _Asks(task.guards.parameters.ids)
+            contexts.append(task.noted[self])
+        return Nested(contexts) if contexts else None
 
-    def learn(
-        self, needs: Needs, found: Sequence[bool], able: Sequence[bool], watched: object
-    ) -> None:
-        """Note which outputs take a gradient, of those that can; `watched` is the context that the layers ran in."""
-        asked = getattr(watched, "asked", False)
-        self._all_do.setdefault(needs, found == able and not asked)
+    def claim(
+        self, task: TaskGraph, given: Flat, outputs: Flat, found: list[bool] | None
+    ) -> list[bool]:
+        """Return which outputs of a first pass take a gradient.
 
-    def correct(self, needs: Needs) -> None:
-        """Note that a layer does otherwise than was claimed."""
-        self._all_do[needs] = False
+        Args:
+            task: The task.
+            given: What its layers were given.
+            outputs: What they have returned.
+            found: Which outputs take a gradient in the graph of the first pass, if it had one.
+        """
+        # An output that is an input takes a gradient exactly if that input does, but not one that
+        # is changed in place.
+        handed_on: dict[int, bool] = {}
+        for x, need in zip(given, task.needs, strict=True):
+            handed_on[id(x)] = need
+        if task.guards.memory.begins_in_place and task.form is Tensor:
+            del handed_on[id(given[0])]
+        able = []
+        for y in outputs:
+            can_take = y is not None and (y.is_floating_point() or y.is_complex())
+            able.append(handed_on.get(id(y), can_take))
+        if found is None:
+            return able
+        watched = task.noted.pop(self, None)
+        if watched is not None:
+            self._all_do[task.needs] = found == able and not watched.asked
+        return found
 
-
-def able_to_take(outputs: Flat, unchanged: dict[int, bool]) -> list[bool]:
-    """Return which outputs can take a gradient; for inputs that are handed on `unchanged` has whether they do."""
-    return [
-        unchanged.get(id(y), y is not None and (y.is_floating_point() or y.is_complex()))
-        for y in outputs
-    ]
+    def after_recomputation(self, task: TaskGraph, outputs: Flat) -> None:
+        """Note that layers do otherwise than was claimed."""
+        if task.claimed != task.found:
+            self._all_do[task.needs] = False
 
 
 class _Asks(TorchFunctionMode):
-    """Note whether layers ask which tensors take gradients, or for gradients: without a graph, none would.
+    """Note whether layers ask which tensors take gradients, or for gradients.
 
-    Raise `RuntimeError` if they read the gradient of a parameter, one of `ids`.
+    Without a graph no tensor would take a gradient. Reading the gradient of a parameter, one of
+    `ids`, raises `RuntimeError`.
     """
 
     only_watches = True
-    asked, properties = (
-        False,
-        {getattr(Tensor, x).__get__ for x in ("requires_grad", "is_leaf", "grad_fn", "grad")},
-    )
+    asked = False
+    properties = {
+        getattr(Tensor, x).__get__ for x in ("requires_grad", "is_leaf", "grad_fn", "grad")
+    }
     # By name: torch.compile, which runs this, too, cannot look a function up in a set.
     functions = ("grad", "register_hook", "retain_grad", "numpy", "__deepcopy__", "__repr__")
 

@@ -1,11 +1,15 @@
-"""What is put into the layers for a while, and taken back: for one pass of a task, or for a whole run.
+"""What is put into the layers for a while, and taken back: for one pass of a task, or for a run.
 
-Programs have stand-ins of parameters in the layers from the beginning of a run to its end, so that whoever reads them
-meets the same ones: layers, the criterion, a penalty over the model's parameters. The graph engine has them there for
-each task, as nobody tells it when a backward has failed. What a recomputation needs is there for as long as it runs.
+What goes wrong without it: a criterion reads a weight of the layers, for a penalty. It would find
+the parameter, and not the stand-in that the tasks use, and add to its gradient by itself.
 
-Two runs at once, in two threads, would take each other's stand-ins for the parameters of the layers. So runs that take
-gradients through the same layers wait for each other (`in_its_turn`).
+Programs have stand-ins of parameters in the layers from the beginning of a run to its end, so that
+whoever reads them meets the same ones: layers, the criterion, a penalty over the model's
+parameters. The graph engine has them there for each task, as nobody tells it when a backward has
+failed. What a recomputation needs is there for as long as it runs.
+
+Two runs at once, in two threads, would take each other's stand-ins for the parameters of the
+layers. So runs that take gradients through the same layers wait for each other (`in_its_turn`).
 """
 
 from __future__ import annotations
@@ -14,7 +18,12 @@ import threading
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, copy_context
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from torchgpipe.task.guards.guard import Guard
+
+if TYPE_CHECKING:
+    from torchgpipe.task.task import TaskGraph
 
 Lock = AbstractContextManager[object]
 """What keeps all but one thread from running some modules; one thread may take it several times."""
@@ -90,6 +99,19 @@ class InPlaceForRun:
         for lock, part in self._parts:
             with lock:
                 part.__exit__()
+
+
+class InPlaceForTask(Guard):
+    """Make changes for each pass and backward of a task, where no run has made them."""
+
+    def __init__(self, changes: Sequence[Change]) -> None:
+        self._changes = changes
+
+    def before_single_pass(self, task: TaskGraph) -> InPlace:
+        """Return the context of any pass, and of backward, where checkpoints may run layers again."""
+        return InPlace(self._changes)
+
+    before_first_pass = before_recomputation = before_backward = before_single_pass
 
 
 class _AllOf(AbstractContextManager[object]):

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from ctypes import string_at
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.task.guards.guard import Context, Guard
 from torchgpipe.tensors.observe import NOTHING
+
+if TYPE_CHECKING:
+    from torchgpipe.task.task import TaskGraph
 
 _one_at_a_time = threading.RLock()
 
@@ -56,56 +60,75 @@ def check_apart(generators: Iterable[Sequence[torch.Generator]]) -> None:
 State = Tensor | tuple[int, int]
 """A generator's state: on a device its seed and its offset, which are read without waiting for the device."""
 
-MakeContext = Callable[[], AbstractContextManager[object]]
+MakeContext = Callable[[], Context]
 
 
-@dataclass(slots=True)
-class Randomness:
-    """What one task's passes are run in, so that both draw the same random numbers.
+class Randomness(Guard):
+    """What lets both passes of one task draw the same random numbers.
 
-    `generators` are set back, for the recomputation, to the states that they had before the first pass. `around` makes
-    a context for each pass, and `around_backward` one for the layers' backward; `None` if there is no need.
+    Args:
+        generators: Generators that are set back, for the recomputation, to the states that they had
+            before the first pass.
+        around: Makes a context for each pass, if there is need for one.
+        around_backward: Makes a context for the layers' backward, if there is need for one.
     """
 
-    generators: Sequence[torch.Generator] = ()
-    around: MakeContext | None = None
-    around_backward: MakeContext | None = None
-    _before: Sequence[State] = ()
-    _after: Sequence[State] = ()
+    def __init__(
+        self,
+        generators: Sequence[torch.Generator] = (),
+        around: MakeContext | None = None,
+        around_backward: MakeContext | None = None,
+    ) -> None:
+        self.generators = generators
+        self._around = around
+        self._around_backward = around_backward
+        self._before: Sequence[State] = ()
+        self._after: Sequence[State] = ()
 
-    def first(self) -> AbstractContextManager[object]:
-        """Note the generators' states now; return what to enter around the first pass."""
+    def around(self) -> Context:
+        """Return a context for layers that run once."""
+        return NOTHING if self._around is None else self._around()
+
+    def before_single_pass(self, task: TaskGraph) -> Context | None:
+        """Return what to enter around the only pass."""
+        return None if self._around is None else self._around()
+
+    def before_first_pass(self, task: TaskGraph) -> Context | None:
+        """Note the generators' states; return what to enter around the first pass."""
         self._before = [state_of(g) for g in self.generators]
-        return NOTHING if self.around is None else self.around()
+        return None if self._around is None else self._around()
 
-    def ended(self) -> None:
-        """Note that the first pass is over. The generators from which nothing was drawn are left alone from now on."""
-        after = [state_of(g) for g in self.generators]
-        drawn = [
-            (g, a, b)
-            for g, a, b in zip(self.generators, self._before, after, strict=True)
-            if not same(a, b)
-        ]
-        self.generators, self._before, self._after = (
-            zip(*drawn, strict=True) if drawn else ((), (), ())
-        )
+    def after_first_pass(self, task: TaskGraph, outputs: object) -> None:
+        """Forget the generators from which nothing was drawn: the recomputation leaves them alone."""
+        generators, starts, ends = [], [], []
+        for generator, start in zip(self.generators, self._before, strict=True):
+            end = state_of(generator)
+            if not same(start, end):
+                generators.append(generator)
+                starts.append(start)
+                ends.append(end)
+        self.generators, self._before, self._after = generators, starts, ends
 
-    def again(self) -> AbstractContextManager[object]:
+    def before_recomputation(self, task: TaskGraph) -> Context | None:
         """Return what to enter around the recomputation."""
-        if not self.generators:
-            return NOTHING if self.around is None else self.around()
-        return self._as_in_first()
+        if self.generators:
+            return self._as_in_first()
+        return None if self._around is None else self._around()
 
-    def backward(self) -> AbstractContextManager[object]:
+    def before_backward(self, task: TaskGraph) -> Context | None:
         """Return what to enter around the layers' backward."""
-        return NOTHING if self.around_backward is None else self.around_backward()
+        return None if self._around_backward is None else self._around_backward()
 
     @contextmanager
     def _as_in_first(self) -> Iterator[None]:
-        """Set the generators back to where the first pass began; raise `RuntimeError` if it ended elsewhere."""
-        # Autograd may recompute for several devices at once, each in a thread; the CPU's generator is one for all.
+        """Set the generators back to where the first pass began.
+
+        Raise `RuntimeError` if the recomputation ends elsewhere than the first pass.
+        """
+        # Autograd may recompute for several devices at once, each in a thread; the CPU's generator
+        # is one for all.
         alone = _one_at_a_time if len(self.generators) > 1 else NOTHING
-        with alone, NOTHING if self.around is None else self.around():
+        with alone, self.around():
             present = [state_of(g) for g in self.generators]
             try:
                 _set_all(self.generators, self._before)
@@ -113,8 +136,9 @@ class Randomness:
                 ends = [state_of(g) for g in self.generators]
             finally:
                 _set_all(self.generators, present)
-            if not all(map(same, ends, self._after)):
-                raise RuntimeError(UNLIKE)
+            for end, expected in zip(ends, self._after, strict=True):
+                if not same(end, expected):
+                    raise RuntimeError(UNLIKE)
 
 
 def state_of(g: torch.Generator) -> State:

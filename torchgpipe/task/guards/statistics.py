@@ -1,0 +1,90 @@
+"""Running statistics of normalization layers in training: only the first pass updates them.
+
+What goes wrong without it: a batch norm in a checkpointed task. Its recomputation would update the
+running statistics a second time.
+
+In training the output of such a layer does not depend on its statistics, so a recomputation leaves
+them alone, and needs no copy of them. A layer that reads them in spite of that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from torchgpipe.task.batchnorm import DeferredBatchNorm
+from torchgpipe.task.guards.guard import Guard
+from torchgpipe.task.guards.in_place import Change, InPlace
+from torchgpipe.tensors._autograd import within_plain_checkpoint
+from torchgpipe.tensors.checkpoint import is_recomputing
+
+if TYPE_CHECKING:
+    from torchgpipe.task.task import TaskGraph
+
+_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+_FORWARDS = {kind.forward for kind in (_BatchNorm, nn.SyncBatchNorm, DeferredBatchNorm)}
+
+
+def norms_in_training(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return the normalization layers whose output does not depend on their statistics now."""
+    found = set()
+    for module in modules:
+        if module.training and type(module).forward in _FORWARDS:
+            if module._buffers and module._buffers.keys() <= _STATISTICS:
+                found.add(module)
+    return found
+
+
+class Statistics(Guard):
+    """The running statistics of the `norms` of a stage."""
+
+    def __init__(self, norms: Iterable[nn.Module]) -> None:
+        self._unread = []
+        self._untracked = []
+        for norm in norms:
+            self._unread.append(Change(norm.__dict__, "_buffers", _Unread(norm._buffers)))
+            self._untracked.append(Change(norm.__dict__, "track_running_stats", False))
+
+    def before_recomputation(self, task: TaskGraph) -> InPlace:
+        """Let the layers neither update nor read the statistics."""
+        return InPlace([*self._unread, *self._untracked])
+
+    def before_backward(self, task: TaskGraph) -> InPlace:
+        """Let the layers not read the statistics, as `torch.utils.checkpoint` may run them again."""
+        return InPlace(self._unread)
+
+
+class _Unread(dict[str, Any]):
+    """The buffers of a batch norm that normalizes by its input, and needs no statistics.
+
+    It is in place in a recomputation, and in backward, in which a checkpoint may run the layer once
+    more and would save the statistics in place of other tensors.
+    """
+
+    def __getitem__(self, name: str) -> Any:
+        self._refuse()
+        if name == "running_mean" and within_plain_checkpoint("unpack_hook"):
+            raise RuntimeError(
+                "torch.utils.checkpoint(use_reentrant=False) around a batch norm in training saves "
+                "other tensors in a checkpointed task; let the pipeline alone checkpoint, or use "
+                "checkpoint='never' or use_reentrant=True"
+            )
+        return super().__getitem__(name)
+
+    def items(self) -> Any:
+        self._refuse()
+        return super().items()
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self.items()),)
+
+    def _refuse(self) -> None:
+        if is_recomputing():  # another thread may look at the layers meanwhile
+            raise RuntimeError(
+                "a layer uses the running statistics of a batch norm in training, which have "
+                "changed since the first pass of a checkpointed task; use checkpoint='never', or "
+                "keep the norm in evaluation mode"
+            )
