@@ -72,6 +72,10 @@ class BatchIO:
         return self._output_grads[i]
 
 
+_ALONE = "recompute", "backward_weights"
+"""Actions that need nothing of other stages, and hand nothing on."""
+
+
 class Program:
     """Run actions on `stages`, those of one device, out of `n`. Of micro-batches, the first `recomputed` run twice.
 
@@ -119,7 +123,7 @@ class Program:
             kind, i, s = action
             doing = "recomputation" if kind == "recompute" else kind
             self.doing = f"{doing} of micro-batch {i}"
-            given = self._take(action, links, io)
+            given = None if kind in _ALONE else self._take(action, links, io)
             links.check()
             self.computing = self.doing
             try:
@@ -130,7 +134,8 @@ class Program:
             finally:
                 self.computing = None
             del given  # nothing is held while this waits
-            self._give(action, result, links)
+            if kind not in _ALONE:
+                self._give(action, result, links)
             del result
 
     def _take(self, action: Action, links: Links, io: BatchIO) -> Any:
@@ -148,13 +153,11 @@ class Program:
                 flat = leaves(moved(item.flat, stage.device), needs)
                 item = Item(flat, item.form, item.shared)
             return item
-        if kind in ("backward", "backward_inputs"):
-            # Those of the last stage's outputs are asked for later: that is to compute.
-            grads: Flat = self._taken(action, s + 1, links) if s + 1 < self._n else ()
-            for departure in stage.departures:
-                grads = (*grads, links.fetch(action, departure))
-            return moved(grads, stage.device) if self._moves else grads
-        return None
+        # Those of the last stage's outputs are asked for later: that is to compute.
+        grads: Flat = self._taken(action, s + 1, links) if s + 1 < self._n else ()
+        for departure in stage.departures:
+            grads = (*grads, links.fetch(action, departure))
+        return moved(grads, stage.device) if self._moves else grads
 
     def _compute(self, action: Action, given: Any, io: BatchIO, keep: bool) -> Any:
         """Do a task, or a part of one; return what it hands on."""
@@ -185,7 +188,7 @@ class Program:
                 links.leave(action, departure, skip)
                 del skip
             target = s + 1
-        elif kind in ("backward", "backward_inputs") and s:
+        elif kind != "forward" and s:
             for arrival in reversed(stage.arrivals):
                 links.leave(action, arrival, result[-1])
                 result = result[:-1]

@@ -57,6 +57,7 @@ class TaskGraph:
     claimed: list[bool] = field(default_factory=list)  # which outputs take one, by the first pass
     found: list[bool] = field(default_factory=list)  # which outputs take one, in a graph
     noted: dict[Guard, Any] = field(default_factory=dict)  # what guards have noted of a first pass
+    with_graph: bool = True  # whether a first pass makes a graph
     _edges: list[GradientEdge | None] | None = None
     # The entrance node holds this list. If it held the task, each would keep the other alive.
     _input_grads: list[Tensor | None] = field(default_factory=list)
@@ -81,20 +82,20 @@ class TaskGraph:
 
     def _first_pass(self, inputs: Flat, shared: Shared) -> tuple[Flat, Form]:
         self.inputs = inputs
-        gradients = self.guards.gradients
-        known = gradients.are_known(self.needs)  # otherwise a graph has to be made, and dropped
         around = self.guards.around("before_first_pass", self)
         # Leaves, as a layer may put hooks on its input, or ask whether it takes a gradient.
-        given = leaves(self.guards.memory.given(inputs, self.form), self.needs)
-        with CheckpointPhase(checkpointing=True), torch.set_grad_enabled(not known):
-            if known:
-                with around:
-                    outputs, form = self.stage.run(given, self.form, shared)
-            else:
+        memory = self.guards.memory
+        given = memory.given(inputs, self.form) if memory.begins_in_place else inputs
+        given = leaves(given, self.needs)
+        with CheckpointPhase(checkpointing=True), torch.set_grad_enabled(self.with_graph):
+            if self.with_graph:
                 given = entered(given, self.needs, self._input_grads)
                 outputs, form = self._build(given, shared, around)
+            else:
+                with around:
+                    outputs, form = self.stage.run(given, self.form, shared)
         self.guards.after_first_pass(self, outputs)
-        self.claimed = gradients.claim(self, given, outputs, None if known else self.found)
+        self.claimed = self.guards.gradients.claim(self, given, outputs)
         self._edges = None
         return outputs, form
 
@@ -108,15 +109,17 @@ class TaskGraph:
         """
         if self.inputs is not None and self._edges is None:
             with observed(self.observer, "recompute", self.i, self.stage.index):
-                # In a copy of the caller's context, as other threads may recompute at the same time.
-                self.guards.ambient.context.copy().run(self._recompute, self.inputs, keep)
+                # A copy, as other threads may recompute at the same time.
+                context = self.guards.ambient.context.copy()
+                context.run(self._recompute, self.inputs, keep)
 
     def _recompute(self, inputs: Flat, keep: bool) -> None:
         inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
         recomputing = CheckpointPhase(recomputing=True)
         with self.guards.lock, inference, torch.enable_grad(), recomputing:
             around = self.guards.around("before_recomputation", self)
-            given = self.guards.memory.given(inputs, self.form)
+            memory = self.guards.memory
+            given = memory.given(inputs, self.form) if memory.begins_in_place else inputs
             given = entered(given, self.needs, self._input_grads)
             outputs, _ = self._build(given, (), around)
             self.guards.after_recomputation(self, outputs)
@@ -129,7 +132,8 @@ class TaskGraph:
         """Run the layers with a graph, and keep the edges by which gradients enter it."""
         with around:
             outputs, form = self.stage.run(given, self.form, shared)
-        check_attributes(self.stage.index, outputs)
+        if any([y is not None and y.__dict__ for y in outputs]):
+            check_attributes(self.stage.index, outputs)
         self.found = [y is not None and y.requires_grad for y in outputs]
         self._edges = []
         for y in outputs:

@@ -117,7 +117,17 @@ class Buffers(Guard):
     def before_recomputation(self, task: TaskGraph) -> Context | None:
         """Let the layers find the buffers as they were before the first pass."""
         held: HeldBuffers = task.noted[self]
-        changed = self._changed_since(held)
+        changed = set()  # modules whose buffers are not as in the first pass, or may not be
+        known = set()
+        for slot in held.slots:
+            known.add((slot.module, slot.name))
+            buffers = slot.module._buffers
+            if slot.name not in buffers or not _as_held(slot, buffers[slot.name]):
+                changed.add(slot.module)
+        for module in self._modules:
+            for name in module._buffers:
+                if (module, name) not in known:
+                    changed.add(module)
         return self._put_back(held, changed) if changed else None
 
     def backward_begins(self) -> None:
@@ -149,21 +159,6 @@ class Buffers(Guard):
             return True
         self._unsure[module, name] = slot
         return False
-
-    def _changed_since(self, held: HeldBuffers) -> set[nn.Module]:
-        """Return the modules whose buffers are not what they were in the first pass, or may not be."""
-        changed = set()
-        known = set()
-        for slot in held.slots:
-            known.add((slot.module, slot.name))
-            buffers = slot.module._buffers
-            if slot.name not in buffers or not _as_held(slot, buffers[slot.name]):
-                changed.add(slot.module)
-        for module in self._modules:
-            for name in module._buffers:
-                if (module, name) not in known:
-                    changed.add(module)
-        return changed
 
     @contextmanager
     def _put_back(self, held: HeldBuffers, changed: set[nn.Module]) -> Iterator[None]:

@@ -39,13 +39,10 @@ class OutputGradients(Guard):
         # By which inputs take a gradient: whether all outputs do that can.
         self._all_do: dict[Needs, bool] = {}
 
-    def are_known(self, needs: Needs) -> bool:
-        """Return whether a task with such inputs can run without a graph."""
-        return self._all_do.get(needs, False)
-
     def before_first_pass(self, task: TaskGraph) -> Context | None:
-        """Watch, in the first task with such inputs, what the layers ask."""
-        if self.are_known(task.needs):
+        """Say whether the task needs a graph, and watch what the layers of the first one ask."""
+        task.with_graph = not self._all_do.get(task.needs, False)
+        if not task.with_graph:
             return None
         contexts: list[Context] = []
         if packs_saved_tensors(True):
@@ -57,34 +54,25 @@ class OutputGradients(Guard):
             contexts.append(task.noted[self])
         return Nested(contexts) if contexts else None
 
-    def claim(
-        self, task: TaskGraph, given: Flat, outputs: Flat, found: list[bool] | None
-    ) -> list[bool]:
-        """Return which outputs of a first pass take a gradient.
-
-        Args:
-            task: The task.
-            given: What its layers were given.
-            outputs: What they have returned.
-            found: Which outputs take a gradient in the graph of the first pass, if it had one.
-        """
+    def claim(self, task: TaskGraph, given: Flat, outputs: Flat) -> list[bool]:
+        """Return which of the `outputs` of a first pass, whose layers were `given` this, take one."""
         # An output that is an input takes a gradient exactly if that input does, but not one that
         # is changed in place.
         handed_on: dict[int, bool] = {}
         for x, need in zip(given, task.needs, strict=True):
             handed_on[id(x)] = need
         if task.guards.memory.begins_in_place and task.form is Tensor:
-            del handed_on[id(given[0])]
+            handed_on.pop(id(given[0]), None)
         able = []
         for y in outputs:
             can_take = y is not None and (y.is_floating_point() or y.is_complex())
             able.append(handed_on.get(id(y), can_take))
-        if found is None:
+        if not task.with_graph:
             return able
         watched = task.noted.pop(self, None)
         if watched is not None:
-            self._all_do[task.needs] = found == able and not watched.asked
-        return found
+            self._all_do[task.needs] = task.found == able and not watched.asked
+        return task.found
 
     def after_recomputation(self, task: TaskGraph, outputs: Flat) -> None:
         """Note that layers do otherwise than was claimed."""

@@ -29,9 +29,9 @@ class KeptInputs(Guard):
         self.begins_in_place = begins_in_place(partition)
 
     def given(self, inputs: Flat, form: Form) -> Flat:
-        """Return the inputs for one pass, with a copy of a tensor that the first layer changes in place."""
+        """Return the inputs for one pass, with a copy of a tensor that the first layer changes."""
         x = inputs[0] if form is Tensor else None
-        if x is None or not self.begins_in_place:
+        if x is None:
             return inputs
         return (carrying(x.detach().clone(), x), *inputs[1:])
 

@@ -97,7 +97,7 @@ class StandInParameters(Guard):
             self._watched.append(module._parameters)
             if module._parameters:
                 self._replace_parameters(module, outer)
-        self._versions = self._versions_now()
+        self._versions = [p._version for _, p in self._all]
         self._ids = self._ids_watched()
         self.ids = {*map(id, self.by_parameter), *map(id, self.by_parameter.values())}
         self.needs = [p.requires_grad for _, p in self._all]
@@ -143,12 +143,9 @@ class StandInParameters(Guard):
     def _ids_watched(self) -> list[int]:
         return [id(x) for names in self._watched for x in names.values()]
 
-    def _versions_now(self) -> list[int]:
-        return [p._version for _, p in self._all]
-
     def after_first_pass(self, task: TaskGraph, outputs: object) -> None:
         """Raise `RuntimeError` if a layer has changed a parameter in place."""
-        if self._versions_now() != self._versions:
+        if [p._version for _, p in self._all] != self._versions:
             raise RuntimeError(
                 f"parameter {self._changed()!r} of partition {self._index} was changed in place by "
                 "a layer in forward, so the recomputation of a checkpointed task would use other "
@@ -157,7 +154,7 @@ class StandInParameters(Guard):
 
     def before_recomputation(self, task: TaskGraph) -> None:
         """Raise `RuntimeError` if a parameter was changed in place since the forward."""
-        if self._versions_now() != self._versions:
+        if [p._version for _, p in self._all] != self._versions:
             raise RuntimeError(
                 f"parameter {self._changed()!r} of partition {self._index} was changed in place "
                 "between forward and backward, so the recomputation of a checkpointed task would "
