@@ -1,7 +1,7 @@
 """GPipe pipeline parallelism for PyTorch: micro-batches, checkpointing, skip connections.
 
-Start at `GPipe`, or with any module at `pipeline` and `sequential`; `torchgpipe.balance` finds the balance,
-`torchgpipe.skip` declares skip connections.
+Start at `GPipe`, or with any module at `pipeline` and `sequential`; `torchgpipe.balance` finds the
+balance, `torchgpipe.skip` declares skip connections.
 """
 
 from torchgpipe.__version__ import __version__

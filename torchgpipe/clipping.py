@@ -26,7 +26,8 @@ def clip_gradients(
     places = own.new_tensor([stages[p] for p in given])
     found = [x.to(here).unflatten(0, (2, -1)) for x in exchange(torch.cat([own, places]))]
     all_norms, all_places = torch.cat(found, dim=1)
-    # In the model's order, so that any balance has the same norm: other ranks may have stages in between.
+    # In the model's order, so that any balance has the same norm: other ranks may have stages in
+    # between.
     order = all_places.argsort(stable=True)
     total: Tensor = torch.linalg.vector_norm(all_norms[order], norm_type)
     # One operator takes plain gradients, whose mesh is None here, or DTensors of one mesh.

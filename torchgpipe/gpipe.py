@@ -30,40 +30,46 @@ class GPipe(Partitioned):
         model = GPipe(model, balance=[2, 3], devices=["cuda:0", "cuda:1"], chunks=8)
         loss(model(input), target).backward()
 
-    The layers are split into partitions, each on a device; a mini-batch is split into micro-batches, which go
-    through the partitions at once. Output and gradients are those of the layers run on each micro-batch in turn.
+    The layers are split into partitions, each on a device; a mini-batch is split into
+    micro-batches, which go through the partitions at once. Output and gradients are those of the
+    layers run on each micro-batch in turn.
 
     Args:
-        module: the layers. Their parameters are moved to the devices.
-        balance: layers per partition; see `torchgpipe.balance`.
-        devices: one per partition, or per v of them, as the schedule says; by default all CUDA devices, or the CPU
+        module: the layers. Their parameters are moved to the devices. balance: layers per
+        partition; see `torchgpipe.balance`. devices: one per partition, or per v of them, as the
+        schedule says; by default all CUDA devices, or the CPU
             where there is none. One device may be named several times.
-        chunks: micro-batches per mini-batch, m. Dimension 0 of every input tensor is split by ⌈batch / m⌉.
-        checkpoint: keep only the inputs of tasks, and recompute the rest in backward, for `"always"` all,
+        chunks: micro-batches per mini-batch, m. Dimension 0 of every input tensor is split by
+        ⌈batch / m⌉. checkpoint: keep only the inputs of tasks, and recompute the rest in backward,
+        for `"always"` all,
             `"except_last"` all but the last, or `"never"` any of the micro-batches.
-        deferred_batch_norm: let batch norm's running statistics follow mini-batches instead of micro-batches.
-        engine: `"workers"` runs each partition in a thread of its own, on the CPU only; `"graph"` issues every task
-            from the calling thread. `"auto"` takes workers where several CPU partitions compute, and else the graph.
-            Where CPU tasks take less than a fraction of a millisecond, the graph is quicker.
-        dependency: tie micro-batches so that backward has one order (on CUDA; elsewhere it has only one).
-        copy_streams: copy between CUDA devices on streams of their own.
-        portals: send skips straight to the partition that pops them, not through those in between.
-        init: called as `init(k, layer)` for each layer k, with random numbers that depend on k and the default
+        deferred_batch_norm: let batch norm's running statistics follow mini-batches instead of
+        micro-batches. engine: `"workers"` runs each partition in a thread of its own, on the CPU
+        only; `"graph"` issues every task
+            from the calling thread. `"auto"` takes workers where several CPU partitions compute,
+            and else the graph. Where CPU tasks take less than a fraction of a millisecond, the
+            graph is quicker.
+        dependency: tie micro-batches so that backward has one order (on CUDA; elsewhere it has only
+        one). copy_streams: copy between CUDA devices on streams of their own. portals: send skips
+        straight to the partition that pops them, not through those in between. init: called as
+        `init(k, layer)` for each layer k, with random numbers that depend on k and the default
             generator's seed alone. Layers on device `meta` need it.
-        schedule: the order of tasks: `"GPipe"`, `"1F1B"`, `"Interleaved1F1B"`, `"ZBH1"`, `"ZBH2"`, `"ZBVZeroBubble"`,
-            or a `torchgpipe.schedules.Schedule`. Of those with v stages on a device, n devices take a balance of n·v
-            partitions. `step` does what it says; `model(x)` does its forwards, and a backward, which comes after the
-            last one, the rest.
+        schedule: the order of tasks: `"GPipe"`, `"1F1B"`, `"Interleaved1F1B"`, `"ZBH1"`, `"ZBH2"`,
+        `"ZBVZeroBubble"`,
+            or a `torchgpipe.schedules.Schedule`. Of those with v stages on a device, n devices take
+            a balance of n·v partitions. `step` does what it says; `model(x)` does its forwards, and
+            a backward, which comes after the last one, the rest.
         silence: does nothing any more, and will go.
 
     Attributes:
-        balance, devices, chunks, checkpoint, partitions: as above.
-        schedule: the one in use, with its `name`, `placement` and `report()`, a line for each stage.
-        observer: called with each `torchgpipe.tensors.observe.Task`, returns a context to run it in; `None` by default.
+        balance, devices, chunks, checkpoint, partitions: as above. schedule: the one in use, with
+        its `name`, `placement` and `report()`, a line for each stage. observer: called with each
+        `torchgpipe.tensors.observe.Task`, returns a context to run it in; `None` by default.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`, its skips do not match, or `devices` is no list.
-        ValueError: `chunks`, `checkpoint`, `engine` or `balance` is out of range; a layer, or a parameter on two
+        ValueError: `chunks`, `checkpoint`, `engine` or `balance` is out of range; a layer, or a
+        parameter on two
             devices, occurs twice; a layer is on `meta`, and there is no `init`.
         IndexError: there are fewer devices than the partitions need.
     """
@@ -126,7 +132,8 @@ class GPipe(Partitioned):
         threads = engine == "workers" or (engine == "auto" and len(on_cpu) > 1 and all(on_cpu))
         arrangement = arranged(self._schedule, len(self._stages), len(self.devices))
         self._engine = self._steps = WorkersEngine(self._stages, arrangement, threads=threads)
-        # Not the engine's method: the engine holds the layers, and if these hold this module, it would live forever.
+        # Not the engine's method: the engine holds the layers, and if these hold this module, it
+        # would live forever.
         weakref.finalize(self, self._steps.workers.close)
         if not threads:
             options = {"dependency": dependency, "copy_streams": copy_streams}
@@ -152,7 +159,8 @@ class GPipe(Partitioned):
             input: a tensor, or a tuple of tensors of one batch size (dimension 0), on any device.
 
         Returns:
-            What the layers return, on the last device, with the micro-batches' outputs concatenated.
+            What the layers return, on the last device, with the micro-batches' outputs
+            concatenated.
 
         Raises:
             TypeError: `input`, or the output of a partition, is something else.
@@ -193,8 +201,8 @@ class GPipe(Partitioned):
     ) -> torch.Tensor:
         """Return `criterion(output, target)` of a mini-batch; its backward begins when all forwards have ended.
 
-        `DistributedGPipe` has the same. The input of a traced module is given as its sample was: a tensor, a tuple of
-        arguments, or a dictionary of them.
+        `DistributedGPipe` has the same. The input of a traced module is given as its sample was: a
+        tensor, a tuple of arguments, or a dictionary of them.
         """
         args, kwargs = self._arguments(input)
         return criterion(self(*args, **kwargs), target)

@@ -1,8 +1,9 @@
 """Hooks on a pipeline itself, in a step: it has no output of the mini-batch that they could see.
 
-`model(x)` is a call of the module, and PyTorch runs the hooks. In `model.step`, those before the forward get the input.
-Those after it get what the criterion will get, the output of each micro-batch. PyTorch's own hooks, such as those of
-`replicate`, get the loss of the mini-batch, whose backward they prepare.
+`model(x)` is a call of the module, and PyTorch runs the hooks. In `model.step`, those before the
+forward get the input. Those after it get what the criterion will get, the output of each
+micro-batch. PyTorch's own hooks, such as those of `replicate`, get the loss of the mini-batch,
+whose backward they prepare.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ def run_with_hooks(
     """Return what `run` makes of the arguments that are `given`, and of what hooks before the forward make of them."""
     if model._backward_hooks or model._backward_pre_hooks:
         raise RuntimeError(
-            "a full backward hook on a pipeline does not see the outputs of step(); put it on the first or last layer, "
-            "or call loss.backward() on a loss of model(x)"
+            "a full backward hook on a pipeline does not see the outputs of step(); put it on the "
+            "first or last layer, or call loss.backward() on a loss of model(x)"
         )
     args, kwargs = given
     for key, hook in model._forward_pre_hooks.items():

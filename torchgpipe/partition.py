@@ -29,8 +29,9 @@ Let the library balance the layers, by the time that they take:
 
 
 AVERAGED = (
-    "a partition runs once for each micro-batch; DistributedDataParallel or replicate of it, or of its layers, would "
-    "not average gradients once; use it on the whole pipeline, or use fully_shard on partitions"
+    "a partition runs once for each micro-batch; DistributedDataParallel or replicate of it, or of "
+    "its layers, would not average gradients once; use it on the whole pipeline, or use "
+    "fully_shard on partitions"
 )
 
 MISSED_STEPS = (
@@ -42,7 +43,8 @@ MISSED_STEPS = (
 
 MOVING = (
     "a pipeline keeps each partition on the device that it was made with, and cannot be moved; "
-    "name the devices when wrapping the module: GPipe(module, balance, devices=[…]), or device=… on a rank"
+    "name the devices when wrapping the module: GPipe(module, balance, devices=[…]), or device=… "
+    "on a rank"
 )
 
 
@@ -50,8 +52,8 @@ def check_module(module: object) -> None:
     """Raise `TypeError` or `ValueError` if `module` is no `nn.Sequential` of distinct layers, or more than that."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(
-            f"GPipe wraps an nn.Sequential, but got {type(module).__name__}; make one of any module's layers: "
-            "torchgpipe.sequential(module, sample)"
+            f"GPipe wraps an nn.Sequential, but got {type(module).__name__}; make one of any "
+            "module's layers: torchgpipe.sequential(module, sample)"
         )
     # What a subclass of nn.Sequential overrides, except methods that only show it.
     classes = type(module).__mro__[: type(module).__mro__.index(nn.Sequential)]
@@ -77,16 +79,17 @@ def check_module(module: object) -> None:
     own = [what for what, found in has.items() if found]
     if own and type(module) is not Layers:
         raise TypeError(
-            f"GPipe runs the layers of {type(module).__name__} one after another, but it has {' and '.join(own)} of "
-            "its own, which would be left out; put them into layers, and wrap an nn.Sequential of these"
+            f"GPipe runs the layers of {type(module).__name__} one after another, but it has "
+            f"{' and '.join(own)} of its own, which would be left out; put them into layers, and "
+            "wrap an nn.Sequential of these"
         )
     seen: dict[nn.Module, str] = {}
     # Not `named_children`: it leaves out a layer's second place.
     for name, layer in module._modules.items():
         if layer is not None and (other := seen.setdefault(layer, name)) != name:
             raise ValueError(
-                f"layers {other!r} and {name!r} are the same module; a layer can be in one place only, "
-                "so give each place a layer of its own"
+                f"layers {other!r} and {name!r} are the same module; a layer can be in one place "
+                "only, so give each place a layer of its own"
             )
 
 
@@ -121,8 +124,8 @@ def choose_devices(
         )
     if devices is not None and len(found) > n:
         warnings.warn(
-            f"devices=[…] names {len(found)} devices, of which the pipeline uses the first {n}; name no "
-            "more than it uses, or choose a balance and a schedule for all of them",
+            f"devices=[…] names {len(found)} devices, of which the pipeline uses the first {n}; "
+            "name no more than it uses, or choose a balance and a schedule for all of them",
             stacklevel=3,
         )
     # "cuda" and "cuda:0" are one device, and have to compare equal.
@@ -137,7 +140,8 @@ class Partition(nn.Sequential):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        # DistributedDataParallel asks for it. It would wait for a forward of its own, and add up nothing without.
+        # DistributedDataParallel asks for it. It would wait for a forward of its own, and add up
+        # nothing without.
         raise TypeError(AVERAGED)
 
 
@@ -156,8 +160,8 @@ def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Seque
         )
     if sum(balance) != len(module):
         raise ValueError(
-            f"the balance {balance} sums up to {sum(balance)} layers, but the module has {len(module)}"
-            + _ADVICE
+            f"the balance {balance} sums up to {sum(balance)} layers, but the module has "
+            f"{len(module)}" + _ADVICE
         )
     layers = iter(module.named_children())
     partitions: list[nn.Sequential] = []
@@ -187,8 +191,9 @@ def check_parameters(partitions: Iterable[nn.Module], places: Iterable[object]) 
             other = owner.setdefault(parameter, (name, place))
             if other[1] != place:
                 raise ValueError(
-                    f"{other[0]!r} and {name!r} are one parameter, but would be on {other[1]} and {place}; "
-                    "choose a balance that keeps them in one partition, or give each a parameter of its own"
+                    f"{other[0]!r} and {name!r} are one parameter, but would be on {other[1]} and "
+                    f"{place}; choose a balance that keeps them in one partition, or give each a "
+                    "parameter of its own"
                 )
 
 
@@ -229,7 +234,8 @@ def place(
 ) -> None:
     """Move the partitions to their devices, except those that have none; fill their layers by `init`.
 
-    Layers on `meta` get memory. The random numbers of layer k depend on k and the default generator's seed alone.
+    Layers on `meta` get memory. The random numbers of layer k depend on k and the default
+    generator's seed alone.
     """
     placed = [
         (p, device) for p, device in zip(partitions, devices, strict=True) if device is not None
@@ -243,8 +249,8 @@ def place(
                         continue
                     if init is None:
                         raise ValueError(
-                            f"'{path}.{name}' is on device 'meta' and has no values: give init=..., which fills a "
-                            "layer, or build the layers on a real device"
+                            f"'{path}.{name}' is on device 'meta' and has no values: give "
+                            "init=..., which fills a layer, or build the layers on a real device"
                         )
                     if (x, device) not in made:
                         empty = torch.empty_like(x, device=device)

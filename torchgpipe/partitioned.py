@@ -50,8 +50,8 @@ T = TypeVar("T")
 class Partitioned(nn.Module, ABC):
     """Layers in partitions, of which this process holds all or some; `GPipe` and `DistributedGPipe` run them.
 
-    The layers that this process holds are the module's own children, by their own names: its state is that of the
-    wrapped module, or a part of it.
+    The layers that this process holds are the module's own children, by their own names: its state
+    is that of the wrapped module, or a part of it.
     """
 
     balance: list[int]
@@ -150,7 +150,8 @@ class Partitioned(nn.Module, ABC):
     def _uncompiled(self, run: Callable[..., Any], *args: Any) -> Any:
         untraced = f"a pipeline cannot be traced or exported; {self._traced_instead}"
         if torch.compiler.is_dynamo_compiling():
-            # torch.compile would follow the scheduler, and recompile for each task; layers may be compiled instead.
+            # torch.compile would follow the scheduler, and recompile for each task; layers may be
+            # compiled instead.
             return torch.compiler.disable(run, reason=untraced)(*args)
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise RuntimeError(untraced)
@@ -181,22 +182,25 @@ class Partitioned(nn.Module, ABC):
             for i, (x, t) in enumerate(zip(micro_batches(input), micro_batches(target))):
                 (criterion(model(x), t) * samples[i] / sum(samples)).backward()
 
-        Gradients are added up in the order of the schedule's backwards, and added to `.grad` once, at the end: a step
-        that fails changes none. An input that takes a gradient gets one, too.
+        Gradients are added up in the order of the schedule's backwards, and added to `.grad` once,
+        at the end: a step that fails changes none. An input that takes a gradient gets one, too.
 
-        Over ranks all of them call it. The first stage's rank gives the input, the last stage's the target and the
-        criterion; others may give `None`. The loss is the same on all.
+        Over ranks all of them call it. The first stage's rank gives the input, the last stage's the
+        target and the criterion; others may give `None`. The loss is the same on all.
 
         Args:
-            criterion: returns a scalar for a micro-batch's output and its part of the target. Whatever else it uses
-                gets its gradient, too: parameters of its own, of the layers, or a tensor that it closes over. On
-                ranks it finds the parameters of the last rank only.
-            input: as for `forward`; of a traced module, as its sample was: a tuple or dictionary of arguments.
-            target: tensors with the batch as dimension 0, in tuples, lists and dictionaries; the rest is for all parts.
-            reduction: `"mean"` weighs micro-batches by their samples, and `"sum"` adds. `"none"` adds, too, but returns
+            criterion: returns a scalar for a micro-batch's output and its part of the target.
+            Whatever else it uses
+                gets its gradient, too: parameters of its own, of the layers, or a tensor that it
+                closes over. On ranks it finds the parameters of the last rank only.
+            input: as for `forward`; of a traced module, as its sample was: a tuple or dictionary of
+            arguments. target: tensors with the batch as dimension 0, in tuples, lists and
+            dictionaries; the rest is for all parts. reduction: `"mean"` weighs micro-batches by
+            their samples, and `"sum"` adds. `"none"` adds, too, but returns
                 the losses of all micro-batches, as one tensor.
             weight: returns what a part of the target counts in a mean, in place of its samples.
-            scaler: scales what goes backward. Over ranks take `ShardedGradScaler` of `torch.distributed.fsdp`.
+            scaler: scales what goes backward. Over ranks take `ShardedGradScaler` of
+            `torch.distributed.fsdp`.
 
         Raises:
             RuntimeError: gradients are off; a layer does what a pipeline cannot follow; or
@@ -250,8 +254,9 @@ class Partitioned(nn.Module, ABC):
             *self._partitions
         ]:
             raise RuntimeError(
-                "a layer or partition was replaced after the pipeline was made; change the layers first, then wrap "
-                f"them in a {type(self).__name__} (what is inside of a layer may be replaced at any time between steps)"
+                "a layer or partition was replaced after the pipeline was made; change the layers "
+                f"first, then wrap them in a {type(self).__name__} (what is inside of a layer may "
+                "be replaced at any time between steps)"
             )
         self._look()
         check_apart([stage.generators for stage in self._stages])
@@ -270,8 +275,8 @@ class Partitioned(nn.Module, ABC):
             and isinstance(input, Tensor)
             and begins_in_place(stage.partition)
         ):
-            # Micro-batches are views of one tensor and share its version counter: a change of one looks like a change
-            # of all.
+            # Micro-batches are views of one tensor and share its version counter: a change of one
+            # looks like a change of all.
             micro_batches = [mapped(torch.clone, x) for x in micro_batches]
         return micro_batches
 
@@ -318,7 +323,8 @@ class Partitioned(nn.Module, ABC):
             x = module._buffers.get(name)
             if x is not None:
                 buffers.append(x)
-        # Kernels may write without counting a version. One micro-batch goes through one process in the layers' order.
+        # Kernels may write without counting a version. One micro-batch goes through one process in
+        # the layers' order.
         several = self.chunks > 1 or len(self._stages) < len(self.balance)
         copies = [x.detach().clone() for x in buffers if several]
         before = versions(tuple(buffers))
@@ -326,15 +332,16 @@ class Partitioned(nn.Module, ABC):
         kept = all(equal(x, copy) is not False for x, copy in zip(buffers, copies, strict=False))
         if not kept or versions(tuple(buffers)) != before:
             raise RuntimeError(
-                "two partitions have layers that change the same buffer (such as one batch norm in both), not in the "
-                "order in which the layers would; give each its own layer, or keep it in evaluation mode"
+                "two partitions have layers that change the same buffer (such as one batch norm in "
+                "both), not in the order in which the layers would; give each its own layer, or "
+                "keep it in evaluation mode"
             )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all partitions together, as `torch.nn.utils.clip_grad_norm_`; return their norm.
 
-        It is the norm of each parameter's norms in the model's order, so that any balance has the same.
-        Some gradients may be DTensors, those of sharded parameters, and others plain tensors.
+        It is the norm of each parameter's norms in the model's order, so that any balance has the
+        same. Some gradients may be DTensors, those of sharded parameters, and others plain tensors.
         """
         settings = {"max_norm": float(max_norm), "norm_type": float(norm_type)}
         with self._together("clip_grad_norm_", **settings) as exchange:

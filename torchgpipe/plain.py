@@ -1,6 +1,7 @@
 """Plain values as text, in which processes tell each other what they have: nothing of it is run when it is read.
 
-The text is JSON. What that has no word for is an object with one entry, such as `{"tuple": [1, 2]}`.
+The text is JSON. What that has no word for is an object with one entry, such as `{"tuple": [1,
+2]}`.
 """
 
 import json
@@ -47,6 +48,6 @@ def _tagged(x: Any) -> Any:
     if x is None or type(x) in (bool, int, float, str):
         return x
     raise TypeError(
-        "ranks tell each other only None, numbers, text, bytes, and tuples, lists, sets and dictionaries of these, not "
-        f"a {type(x).__name__}"
+        "ranks tell each other only None, numbers, text, bytes, and tuples, lists, sets and "
+        f"dictionaries of these, not a {type(x).__name__}"
     )

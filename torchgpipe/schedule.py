@@ -6,7 +6,8 @@ from collections.abc import Iterator
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
     """Yield, cycle by cycle, the tasks (i, j) of micro-batch i < m on partition j < n with i + j = k.
 
-    There are m + n - 1 cycles; within one, partitions are in ascending order (torchgpipe paper, section 3.2.1).
+    There are m + n - 1 cycles; within one, partitions are in ascending order (torchgpipe paper,
+    section 3.2.1).
     """
     for k in range(m + n - 1):
         yield [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]

@@ -37,11 +37,13 @@ class StepRequest(NamedTuple):
 class Losses(BatchIO):
     """Call the criterion where an output leaves; go backward through it where the output's gradient is needed.
 
-    The criterion gets what `shown` makes of an output, and the micro-batch's target. It draws random numbers as one
-    more stage would. When the last output has left, `batch` is told the mini-batch's loss, without its graph.
+    The criterion gets what `shown` makes of an output, and the micro-batch's target. It draws
+    random numbers as one more stage would. When the last output has left, `batch` is told the
+    mini-batch's loss, without its graph.
 
-    A criterion may use more than an output: parameters of its own or of the layers, or a tensor that it closes over.
-    What these get as gradients is added up here, and handed on with the others when the step ends.
+    A criterion may use more than an output: parameters of its own or of the layers, or a tensor
+    that it closes over. What these get as gradients is added up here, and handed on with the others
+    when the step ends.
     """
 
     def __init__(
@@ -80,8 +82,9 @@ class Losses(BatchIO):
         if len(self._losses) == len(self._targets):
             if torch.is_grad_enabled() and not self._has_graph:
                 raise RuntimeError(
-                    "the criterion returned a loss without a graph for every micro-batch, so there is nothing to go "
-                    "backward through; compute it from the output, without detach(), item() or no_grad()"
+                    "the criterion returned a loss without a graph for every micro-batch, so there "
+                    "is nothing to go backward through; compute it from the output, without "
+                    "detach(), item() or no_grad()"
                 )
             self._batch.tell(self._loss())
 
@@ -145,7 +148,8 @@ def run_step(
 ) -> Tensor:
     """Return the loss of a mini-batch: of forwards alone, or as the node of the caller's graph that hands on gradients.
 
-    Where there are guards for a backward, it goes backward before its last forward, if the schedule says so.
+    Where there are guards for a backward, it goes backward before its last forward, if the schedule
+    says so.
     """
     if request.backward and not torch.is_grad_enabled():
         raise RuntimeError("step() goes backward, but gradients are off here; call evaluate()")
@@ -188,7 +192,8 @@ def scalar(loss: object) -> Tensor:
 class Shares:
     """Scale each micro-batch's loss to its part of the mini-batch's loss.
 
-    The reduction "mean" weighs by samples, or by what `weight` says that a target counts; others add.
+    The reduction "mean" weighs by samples, or by what `weight` says that a target counts; others
+    add.
     """
 
     def __init__(
@@ -212,7 +217,8 @@ class Shares:
     def of(self, loss: Tensor, i: int) -> Tensor:
         """Return the share of micro-batch i: zero if it counts nothing, and NaN if none counts anything.
 
-        A zero has no graph, so that nothing goes backward through a mean of nothing, which would give NaN.
+        A zero has no graph, so that nothing goes backward through a mean of nothing, which would
+        give NaN.
         """
         if self._counts is None:
             return loss
@@ -279,8 +285,8 @@ def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
     if isinstance(target, Tensor):
         if len(sizes) > 1 and (not target.dim() or len(target) != sum(sizes)):
             raise ValueError(
-                f"every tensor of the target needs the batch size, {sum(sizes)}, as its dimension 0, but one has the "
-                f"shape {tuple(target.shape)}"
+                f"every tensor of the target needs the batch size, {sum(sizes)}, as its dimension "
+                f"0, but one has the shape {tuple(target.shape)}"
             )
         return [*target.split([*sizes])] if len(sizes) > 1 else [target]
     if not isinstance(target, dict | list | tuple) or not target:

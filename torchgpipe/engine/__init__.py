@@ -1,1 +1,1 @@
-"""What runs tasks in their order: the graph engine, and programs, which are threads here and ranks in `distributed`."""
+"""What runs tasks in their order: the graph engine, and programs in threads or ranks."""

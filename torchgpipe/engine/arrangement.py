@@ -1,4 +1,4 @@
-"""The schedule of a pipeline: which actions each program does, which tasks may run at once, and a report."""
+"""The arrangement of a pipeline: which stages and actions each device has."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,7 +10,7 @@ from torchgpipe.task.stage import Stage
 
 
 class Orders(NamedTuple):
-    """What programs do: by program, its forwards, what is after them, and all in the schedule's order.
+    """The actions of each program: its forwards, the rest, and all in the schedule's order.
 
     `placement` says which program has each stage.
     """
@@ -22,7 +22,10 @@ class Orders(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """A schedule for `n` devices, with `v` stages on each unless it says that itself, and the device of each stage."""
+    """A schedule for `n` devices, and the device of each stage.
+
+    Each device has `v` stages, unless the schedule says that itself.
+    """
 
     schedule: str | Schedule
     n: int
@@ -32,7 +35,10 @@ class Arrangement(NamedTuple):
 
 @lru_cache(maxsize=64)
 def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) -> Arrangement:
-    """Arrange so many stages, on as many devices if that is given; raise `ValueError` if the schedule has no such."""
+    """Arrange so many stages on so many devices; by default on as many as the schedule needs.
+
+    Raise `ValueError` if the schedule cannot have these numbers.
+    """
     if isinstance(schedule, Schedule):
         if (given := len(schedule.placement)) != stages:
             raise ValueError(
@@ -44,8 +50,9 @@ def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) 
     n = max(1, stages // usual if usual == 1 or devices is None else devices)
     if stages % n or 0 < stages < usual * n:
         raise ValueError(
-            f"{known.name} needs the same number of stages, at least {usual}, on each device, but there are {stages} "
-            f"partitions for {n} devices; give a balance of {usual * n} partitions"
+            f"{known.name} needs the same number of stages, at least {usual}, on each device, but "
+            f"there are {stages} partitions for {n} devices; give a balance of {usual * n} "
+            "partitions"
         )
     v = max(1, stages // n)
     return Arrangement(schedule, n, v, make(schedule, n, 1, v).placement[:stages])
@@ -55,8 +62,8 @@ def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) 
 def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
     """Return what a program for each device does, or if not `apart`, one program for all of them.
 
-    There are `m` micro-batches, and recomputations for the checkpoint mode. Raise `ValueError` if with one item at each
-    boundary between devices a program would wait for ever.
+    There are `m` micro-batches, and recomputations for the checkpoint mode. Raise `ValueError` if
+    with one item at each boundary between devices a program would wait for ever.
     """
     schedule, n, v, _ = arrangement
     made = make(schedule, n, m, v)
@@ -76,12 +83,15 @@ def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
 
 
 def overlaps(m: int, n: int) -> bool:
-    """Return whether tasks can run at once: there are several of both, `m` micro-batches and `n` devices."""
+    """Return whether tasks can run at once: of several micro-batches `m` on several devices `n`."""
     return m > 1 and n > 1
 
 
 class ScheduleView:
-    """The schedule of a pipeline, with its `name`; its `placement` is each stage's place in `devices`, or its rank."""
+    """The schedule of a pipeline: its `name`, and the `placement` of each stage.
+
+    That is its place in `devices`, or its rank.
+    """
 
     def __init__(self, arrangement: Arrangement, stages: Sequence[Stage]) -> None:
         schedule, n, v, self.placement = arrangement
@@ -89,7 +99,10 @@ class ScheduleView:
         self.name, self._splits, self._stages = made.name, made.halves, stages
 
     def report(self) -> str:
-        """Return a line for each stage here: how its backward is split, as far as steps have shown, and if not, why."""
+        """Return a line for each stage here: how its backward is split, or why it is not.
+
+        It tells what steps have shown so far.
+        """
         where = "rank" if len(self._stages) < len(self.placement) else "device"
         lines = []
         for stage in self._stages:

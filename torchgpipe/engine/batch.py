@@ -1,14 +1,16 @@
 """A mini-batch on its way through programs; it is one node of the caller's graph.
 
-PyTorch runs the CPU nodes of an autograd graph one after another in the thread that called `backward()`, so in one
-graph the partitions could not overlap. Here each task has a graph of its own, and the pipeline as a whole is a node
-whose inputs are the micro-batches and all parameters. Its forward and its backward each run the programs of all
-partitions (program.py): on CPU, a thread for each (`WorkersEngine`), or a process (torchgpipe/distributed).
+PyTorch runs the CPU nodes of an autograd graph one after another in the thread that called
+`backward()`, so in one graph the partitions could not overlap. Here each task has a graph of its
+own, and the pipeline as a whole is a node whose inputs are the micro-batches and all parameters.
+Its forward and its backward each run the programs of all partitions (program.py): on CPU, a thread
+for each (`WorkersEngine`), or a process (torchgpipe/distributed).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from torchgpipe.engine.arrangement import Arrangement, orders, overlaps
 from torchgpipe.engine.pool import Workers
-from torchgpipe.engine.program import BatchIO, Program
+from torchgpipe.engine.program import BatchIO, Common, Program
 from torchgpipe.engine.relay import Relay
 from torchgpipe.engine.seeds import Seeds, in_turn
 from torchgpipe.schedules.check import Lists
@@ -25,8 +27,8 @@ from torchgpipe.task.guards.in_place import InPlaceForRun, in_its_turn, note_sta
 from torchgpipe.task.guards.modes import AmbientModes, SetBackOnFailure
 from torchgpipe.task.guards.parameters import TOKEN
 from torchgpipe.task.guards.seeded import ASKING_PRIVATE_GENERATORS
-from torchgpipe.task.stage_guards import StageGuards, stand_ins_for_run
 from torchgpipe.task.stage import Stage
+from torchgpipe.task.stage_guards import StageGuards, stand_ins_for_run
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.item import unshared
@@ -39,7 +41,10 @@ Enter = Callable[[], AbstractContextManager[object]]
 
 
 class WorkersEngine:
-    """Run mini-batches through `stages` with a worker for each device, or without `threads` in the calling one."""
+    """Run mini-batches through `stages` by programs.
+
+    Each device has a worker thread; without `threads`, the calling thread does all.
+    """
 
     def __init__(
         self, stages: Sequence[Stage], arrangement: Arrangement, *, threads: bool = True
@@ -61,7 +66,8 @@ class WorkersEngine:
     def _cleared(self, run: Callable[[], T]) -> T:
         """Call `run`; whatever ends it, or has ended the last run, nothing stays in the layers.
 
-        An interrupt can come before any line. After a second one, programs may still run until the next run begins.
+        An interrupt can come before any line. After a second one, programs may still run until the
+        next run begins.
         """
         if outer_turns():
             return run()
@@ -81,14 +87,25 @@ class WorkersEngine:
 
 
 class Batch:
-    """One mini-batch of `m` micro-batches on arranged stages, of which this process has all or some.
+    """One mini-batch on its way through programs.
 
-    In one process, each device has a thread if tasks can overlap and the engine allows it. Else one thread does all.
-    `base` is what its seeds begin with, if another process has decided that. There are `guards` of stages
-    if there may be a backward. `last`: whether the last stage is in this process.
+    In one process, each device has a thread if tasks can overlap and the engine allows it. Else one
+    thread does all.
+
+    Args:
+        engine: The engine, whose stages are all or, on a rank, some of the pipeline's.
+        m: How many micro-batches there are.
+        mode: Which micro-batches are checkpointed.
+        observer: Called with each task.
+        base: What seeds begin with, if another process has decided that.
+
+    Attributes:
+        last: Whether the last stage is in this process.
+        loss: The mini-batch's loss, without its graph, once it is known.
+        guards: The guards of stages, if there may be a backward.
     """
 
-    loss: Tensor  # the mini-batch's, without its graph, once it is known
+    loss: Tensor
 
     def __init__(
         self,
@@ -99,36 +116,39 @@ class Batch:
         *,
         base: int | None = None,
     ) -> None:
-        self._engine, stages, arrangement = engine, engine.stages, engine.arrangement
+        stages, arrangement = engine.stages, engine.arrangement
         n = len(arrangement.placement)
-        self.last = stages[-1].index == n - 1
-        distributed = len(stages) < n  # among processes
+        distributed = len(stages) < n
+        self._engine = engine
         self._overlaps = overlaps(m, arrangement.n) and engine.threads
         self._threads = self._overlaps and not distributed
+        self.last = stages[-1].index == n - 1
         self.devices = [stage.device for stage in stages]
+
         self._ambient = ambient = AmbientModes(self.devices, threads=self._threads)
         refuse_transforms(forward_mode=ambient.grad)
         recomputed = checkpointed(mode, m) if ambient.grad else 0
+        apart = self._overlaps or distributed
+        self.orders = orders(arrangement, m, mode if recomputed else "never", apart)
+
         self._seeds = Seeds(
             n, recomputed=recomputed > 0, grad=ambient.grad, distributed=distributed, base=base
         )
-        # Not on a GPU: it has a generator for this rank alone. Not if tasks run one after another, as plain layers do.
-        seeded = self._overlaps and all(stage.device.type != "cuda" for stage in stages)
+        # Not on a GPU: it has a generator for this rank alone. Not if tasks run one after another,
+        # as plain layers do.
+        on_gpu = any(device.type == "cuda" for device in self.devices)
+        seeded = self._overlaps and not on_gpu
         self._seeded: AbstractContextManager[object] = self._seeds if seeded else NOTHING
-        self.draws = draws = self._seeds.of if seeded else in_turn
-        self.orders = orders(
-            arrangement, m, mode if recomputed else "never", self._overlaps or distributed
-        )
+        self.draws = self._seeds.of if seeded else in_turn
+
         held: dict[int, list[Stage]] = {}
         for stage in stages:
             held.setdefault(self.orders.placement[stage.index], []).append(stage)
-        self.programs = {
-            d: Program(own, n, recomputed, ambient, draws, observer)
-            for d, own in sorted(held.items())
-        }
-        self.guards = [
-            each for program in self.programs.values() for each in program.guards.values()
-        ]
+        common = Common(n, recomputed, ambient, self.draws, observer)
+        self.programs = {d: Program(held[d], common) for d in sorted(held)}
+        self.guards: list[StageGuards] = []
+        for program in self.programs.values():
+            self.guards.extend(program.guards.values())
         self._in_place = stand_ins_for_run(self.guards)
         self._outer = outer_turns()
         for guards in self.guards:
@@ -139,24 +159,30 @@ class Batch:
         self.loss = loss
 
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
-        """Let each program of this process do its list, in such modes: in a thread of its own, if there are several."""
-        if sharded(module for stage in self._engine.stages for module in stage.modules):
+        """Let each program of this process do its list.
+
+        Several programs have a thread each. `modes` makes a context for each thread.
+        """
+        if any(sharded(stage.modules) for stage in self._engine.stages):
             raise RuntimeError(
-                "layers that FSDP shards (fully_shard) talk to other ranks, which has to happen in one order on all of "
-                "them, but workers run at once; use engine='graph', and no step()"
+                "layers that FSDP shards (fully_shard) talk to other ranks, which has to happen in "
+                "one order on all of them, but workers run at once; use engine='graph', and no "
+                "step()"
             )
         relay = Relay(self.orders.placement, {action.kind == "forward" for action in lists[0]})
         threads = torch.get_num_threads()
 
         def run(d: int) -> None:
-            # PyTorch keeps this number for each thread apart. Another one would change the bits, and crowd the cores.
+            # PyTorch keeps this number for each thread apart. Another one would change the bits,
+            # and crowd the cores.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
             with self._in_place, modes():
                 self.programs[d].run(lists[d], relay, io, keep=keep)
 
         if len(self.programs) == 1:
-            return run(0)
+            run(0)
+            return
         with self._in_place, ASKING_PRIVATE_GENERATORS:
             self._engine.workers.run(relay, [partial(run, d) for d in self.programs])
 
@@ -179,9 +205,10 @@ class Batch:
                 guards.after_all_forwards()
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
-        """Do the rest, in the modes of now, as plain layers would; return the gradients of the micro-batches' inputs.
+        """Do the rest, in the modes of now, as plain layers would.
 
-        `keep` says whether that may come again.
+        Return the gradients of the micro-batches' inputs. `keep` says whether a backward may come
+        again.
         """
         for guards in self.guards:
             guards.backward_begins(backward_id())
@@ -190,8 +217,8 @@ class Batch:
     def _backward(self, output_grads: list[Flat], keep: bool) -> list[Flat]:
         if any(turn not in self._outer for turn in outer_turns()):
             raise RuntimeError(
-                "a hook, layer or criterion goes backward through the pipeline that runs it, in the middle of another "
-                "mini-batch; call backward() between mini-batches"
+                "a hook, layer or criterion goes backward through the pipeline that runs it, in "
+                "the middle of another mini-batch; call backward() between mini-batches"
             )
         ambient, io = AmbientModes(self.devices), BatchIO(output_grads=output_grads)
         self._run_noted(self.orders.rest, io, ambient.again, keep=keep)
@@ -207,17 +234,23 @@ def run_forward(batch: Batch, inputs: Sequence[TensorOrTensors]) -> list[TensorO
     io = BatchIO(inputs)
     batch.forward(batch.orders.forwards, io)
     outputs = [output for _, output in sorted(io.outputs.items())]
-    flat: Any = [y for item in outputs for y in item.flat]
+    flat: Any = _in_a_row([output.flat for output in outputs])
     if batch.guards and any(y.requires_grad for y in flat):
-        flat = one_node(
-            batch.guards, batch.backward, [len(item.flat) for item in outputs], flat, inputs
-        )
+        widths = [len(output.flat) for output in outputs]
+        flat = one_node(batch.guards, batch.backward, widths, flat, inputs)
         if len(outputs) == 1:
-            flat = unshared(
-                flat, outputs[0].shared, [x for each in inputs for x in tensors_of(each)]
-            )
-    remaining = iter(flat)
-    return [together(item.form, tuple([next(remaining) for _ in item.flat])) for item in outputs]
+            given = _in_a_row([tensors_of(each) for each in inputs])
+            flat = unshared(flat, outputs[0].shared, given)
+    results: list[TensorOrTensors] = []
+    for output in outputs:
+        width = len(output.flat)
+        results.append(together(output.form, tuple(flat[:width])))
+        flat = flat[width:]
+    return results
+
+
+def _in_a_row(flats: Iterable[Flat]) -> Flat:
+    return tuple(chain.from_iterable(flats))
 
 
 def one_node(
@@ -227,13 +260,19 @@ def one_node(
     outputs: Sequence[Tensor | None],
     inputs: Sequence[TensorOrTensors],
 ) -> Flat:
-    """Make one node of the caller's graph; `widths` are how many outputs each micro-batch has.
+    """Make one node of the caller's graph, and return its outputs.
 
-    The node's inputs are those of `inputs`, the micro-batches, and all parameters; `backward` is a batch's.
+    Args:
+        stages: The guards of the stages, whose parameters are inputs of the node.
+        backward: Called with the outputs' gradients of each micro-batch, returns those of `inputs`.
+        widths: How many outputs each micro-batch has.
+        outputs: The outputs of all micro-batches in a row.
+        inputs: The micro-batches, whose tensors are inputs of the node, too.
     """
-    given = [x for micro_batch in inputs for x in tensors_of(micro_batch)]
-    parameters = [p for guards in stages for p in guards.parameters.by_parameter]
-    return cast(Flat, _Node.apply(stages, backward, widths, outputs, *given, *parameters, TOKEN))
+    given = _in_a_row([tensors_of(each) for each in inputs])
+    parameters = _in_a_row([tuple(guards.parameters.by_parameter) for guards in stages])
+    node = _Node.apply(stages, backward, widths, outputs, *given, *parameters, TOKEN)
+    return cast(Flat, node)
 
 
 class _Node(torch.autograd.Function):
@@ -249,10 +288,15 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_create_graph()
-        remaining = iter(grads)
-        output_grads = [tuple(next(remaining) for _ in range(width)) for width in ctx.widths]
+        output_grads = []
+        for width in ctx.widths:
+            output_grads.append(grads[:width])
+            grads = grads[width:]
         keep = keeps_graph()
         with SetBackOnFailure():
             input_grads = ctx.run(output_grads, keep=keep)
-        sums = [g for guards in ctx.stages for g in guards.parameters.take(last=not keep)]
-        return (*[None] * 4, *(g for flat in input_grads for g in flat), *sums, None)
+        sums: list[Tensor | None] = []
+        for guards in ctx.stages:
+            sums.extend(guards.parameters.take(last=not keep))
+        # Nothing for what is no tensor, nor for the dummy input at the end.
+        return (None, None, None, None, *_in_a_row(input_grads), *sums, None)

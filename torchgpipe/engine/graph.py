@@ -1,19 +1,23 @@
-"""The graph engine: one thread issues every task, and one autograd graph goes backward through them.
+"""The graph engine: one thread issues every task, and one graph goes backward through them.
 
-Where nothing is recomputed and nothing copied, the graph that the layers make is all there is. Otherwise each task is
-one node of the caller's graph, with a graph of its own behind it. All tensors that go to another device are one node,
-too:
+Where nothing is recomputed and nothing copied, the graph that the layers make is all there is.
+Otherwise each task is one node of the caller's graph, with a graph of its own behind it. All
+tensors that go to another device are one node, too:
 
     gate of the parameters ─▶ task (i, j) ─▶ copy ─▶ task (i, j + 1) ─▶ …
 
-Autograd has a thread for each CUDA device, and the threads run on their own. So that the graph leaves only one order
-(torchgpipe paper, section 3.2.2), a task gives out one more tensor, an empty one, its tie:
+Autograd has a thread for each CUDA device, and the threads run on their own. So that the graph
+leaves only one order (torchgpipe paper, section 3.2.2), a task gives out one more tensor, an empty
+one, its tie:
 
-    task (i, j) ─ tie ─▶ recomputation ─▶ task (i + 1, j)        micro-batch i goes backward after i + 1
-                               ╰────────▶ copy to j + 1          and is recomputed when its gradient is on its way
+    task (i, j) ─ tie ─▶ recomputation ─▶ task (i + 1, j)
+                               ╰────────▶ copy to j + 1
 
-Ties are CPU tensors on every device, and their gradient is always `None`. For a CUDA gradient autograd would make a
-stream wait, and a tie must only order the nodes.
+Micro-batch i goes backward after micro-batch i + 1, and is recomputed when its gradient is on its
+way.
+
+Ties are CPU tensors on every device, and their gradient is always `None`. For a CUDA gradient
+autograd would make a stream wait, and a tie must only order the nodes.
 """
 
 from collections.abc import Sequence
@@ -64,7 +68,8 @@ class GraphEngine:
         self.copies = len({*devices}) > 1
         self.path = cache(partial(CopyPath, devices, own=copy_streams))
         self.fenced = [self.copies and current_stream(device) is not None for device in devices]
-        # Without CUDA copies, one thread runs the nodes, latest first. That is the right order, so no ties are needed.
+        # Without CUDA copies, one thread runs the nodes, latest first. That is the right order, so
+        # no ties are needed.
         self.tied = any(self.fenced)
         self.dependency = dependency
 
@@ -97,8 +102,8 @@ class _MiniBatch:
             engine.devices, threads=engine.tied
         )  # autograd has one for each GPU
         self._checkpointed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
-        # Under autocast, tasks have graphs of their own. In one graph all micro-batches would share autocast's copy of
-        # a weight, and their gradients would be added up in its low precision.
+        # Under autocast, tasks have graphs of their own. In one graph all micro-batches would share
+        # autocast's copy of a weight, and their gradients would be added up in its low precision.
         self._one_graph = not (
             self._checkpointed or engine.copies or observer or self._ambient.casts
         )
@@ -117,12 +122,15 @@ class _MiniBatch:
         self._latest: list[Tensor | None] = [None] * len(self._stages)
 
     def _begin(self, stage: Stage) -> None:
-        """Begin the mini-batch on a stage, right before its first task: earlier stages have begun to compute."""
-        guards = stage.guarded(self._ambient, recomputed=self._checkpointed > 0)
+        """Begin the mini-batch on a stage, right before its first task.
+
+        Earlier stages have begun to compute by then.
+        """
+        guards = StageGuards(stage, self._ambient, recomputed=self._checkpointed > 0)
         guards.add(InPlaceForTask(guards.parameters.changes))
         self._guards[stage.index] = guards
-        # The parameters' node: every task takes its output, and so goes backward before it. It is on the device where
-        # the gradients will be added up.
+        # The parameters' node: every task takes its output, and so goes backward before it. It is
+        # on the device where the gradients will be added up.
         empty = torch.empty(0, device=stage.device, requires_grad=True)
         gate, *_ = one_node([guards], lambda *_, keep: [], [1], (empty,), [])
         assert gate is not None
@@ -130,7 +138,8 @@ class _MiniBatch:
 
     def task(self, i: int, j: int) -> None:
         """Issue micro-batch i on stage j."""
-        # As late as possible, so that the earlier tasks of this partition do not wait for this one's inputs.
+        # As late as possible, so that the earlier tasks of this partition do not wait for this
+        # one's inputs.
         item = self._take(i, j)
         stage, fence = self._stages[j], self._fence(j)
         outputs: Any
@@ -152,8 +161,8 @@ class _MiniBatch:
                 arrival=item.fence,
                 departure=fence,
             )
-            # Both ties are inputs of its node, so the partition's task before it and the one that its inputs come from
-            # go backward after it.
+            # Both ties are inputs of its node, so the partition's task before it and the one that
+            # its inputs come from go backward after it.
             ties = self._latest[j], item.tie
             outputs = _TaskNode.apply(
                 task, item, self._engine.tied, self._gates[j], *ties, *item.flat
@@ -171,7 +180,8 @@ class _MiniBatch:
             ):
                 outputs, form = stage.run(item.flat, item.form, item.shared)
             fence.leave()
-        # In one graph autograd sees every alias, so a task may change a skip of its own micro-batch: note the versions.
+        # In one graph autograd sees every alias, so a task may change a skip of its own
+        # micro-batch: note the versions.
         shared = (
             (False,) * len(outputs)
             if self._one_graph
@@ -197,7 +207,8 @@ class _MiniBatch:
 
     def _take(self, i: int, j: int) -> Item:
         item = self._items[i]
-        if j:  # the micro-batches that enter are parts of one tensor, which counts the changes of all of them
+        # The micro-batches that enter are parts of one tensor, which counts all changes.
+        if j:
             item.check_handed_on(j)
         for skip in self._waiting(i):
             skip.check_handed_on(j)
@@ -214,7 +225,7 @@ class _MiniBatch:
         return [skip for (k, _), skip in self._portals.items() if k == i]
 
     def _hand_over(self, i: int, j: int, item: Item) -> None:
-        """Send a task's outputs on their way: the skips into portals, the rest to the next partition."""
+        """Send a task's outputs on: the skips into portals, the rest to the next partition."""
         for departure in reversed(self._stages[j].departures):
             item, self._portals[i, departure.key] = item.parted()
         self._latest[j] = item.tie if self._engine.dependency else None
@@ -232,7 +243,10 @@ class _MiniBatch:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Task(TaskGraph):
-    """A task as a node of the caller's graph, with its compute stream, the fences at its sides, its output's form."""
+    """A task as a node of the caller's graph.
+
+    It has its compute stream, the fences at its sides, and the form of its output.
+    """
 
     stream: torch.cuda.Stream | None
     arrival: StreamFence
@@ -243,7 +257,8 @@ class _Task(TaskGraph):
         """Recompute in the backward in progress."""
         self.guards.backward_begins(backward_id())
         if self.checkpoint:
-            # Autograd runs nodes whose tensors are on the CPU with whatever streams backward() was called on.
+            # Autograd runs nodes whose tensors are on the CPU with whatever streams backward() was
+            # called on.
             with using(self.stream), SetBackOnFailure():
                 try:
                     self.recompute(keep=keeps_graph())
@@ -258,7 +273,7 @@ class _Task(TaskGraph):
 
 class _TaskNode(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - each input of a node is an argument
         ctx: Any,
         task: _Task,
         item: Item,
@@ -297,7 +312,7 @@ class _TaskNode(torch.autograd.Function):
 
 
 class _Recomputation(torch.autograd.Function):
-    """The recomputation of a task as a node of its own, between the task's tie and those that take it."""
+    """The recomputation of a task as a node, between the task's tie and what takes it."""
 
     @staticmethod
     def forward(ctx: Any, task: _Task, tie: Tensor) -> Tensor:

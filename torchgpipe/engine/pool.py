@@ -15,13 +15,17 @@ from torchgpipe.engine.relay import Relay
 _running: contextvars.ContextVar[tuple[Workers, ...]] = contextvars.ContextVar(
     "running", default=()
 )
-"""The workers that run the present code; several where a pipeline is among the layers of another."""
+"""The workers that run the present code.
+
+There are several where a pipeline is among the layers of another pipeline.
+"""
 
 
 class Workers:
     """Threads that run programs; `count` of them, started when first needed.
 
-    A pipeline has one such object for as long as it lives. So `run` has to do with more than its threads:
+    A pipeline has one such object for as long as it lives. So `run` has to do with more than its
+    threads:
 
     - a fork, which leaves the threads behind in the parent process;
     - a layer or hook that runs the same pipeline again, while all of its threads are busy;
@@ -42,10 +46,10 @@ class Workers:
         )
 
     def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
-        """Run one program in each thread and the last one in the caller's; return when all have ended.
+        """Run one program in each thread, and the last in the caller's; return when all have ended.
 
-        Raises the first exception of any program, with its own traceback. After an interrupt, programs stop when their
-        present tasks are over; a second interrupt does not wait for that.
+        Raises the first exception of any program, with its own traceback. After an interrupt,
+        programs stop when their present tasks are over; a second interrupt does not wait for that.
         """
         if os.getpid() != self._process:
             Workers.__init__(
@@ -76,7 +80,8 @@ class Workers:
         *others, own = programs
         ends: list[threading.Lock] = []
         try:
-            # If two threads run a mini-batch each, all workers have to get the two in the same order.
+            # If two threads run a mini-batch each, all workers have to get the two in the same
+            # order.
             with self._lock:
                 self._start()
                 for inbox, program in zip(self._inboxes, others, strict=True):
@@ -104,10 +109,12 @@ class Workers:
     def close(self) -> None:
         """End the threads when their present programs have ended.
 
-        A later run starts them again, and ends them itself: an output can outlive the pipeline, and then go backward.
+        A later run starts them again, and ends them itself: an output can outlive the pipeline, and
+        then go backward.
         """
         self._closed = True
-        # This may be called during a run, even in its thread, as the pipeline is collected. Then that run ends them.
+        # This may be called during a run, even in its thread, as the pipeline is collected. Then
+        # that run ends them.
         if self._lock.acquire(blocking=False):
             try:
                 self._end()
@@ -138,7 +145,10 @@ Inbox = SimpleQueue[Callable[[], None] | None]
 
 
 def _give(inbox: Inbox, relay: Relay, program: Callable[[], None]) -> threading.Lock:
-    """Give a program to the worker that serves `inbox`; return a lock that is free when the program has ended."""
+    """Give a program to the worker that serves `inbox`.
+
+    Return a lock that is free when the program has ended.
+    """
     end = threading.Lock()
     end.acquire(blocking=False)
 
@@ -154,14 +164,20 @@ def _give(inbox: Inbox, relay: Relay, program: Callable[[], None]) -> threading.
 
 
 def _wait(ends: list[threading.Lock]) -> None:
-    """Wait until the programs have ended. If an interrupt comes at any line, this may be called again for the rest."""
+    """Wait until the programs have ended.
+
+    If an interrupt comes at any line, this may be called again for the rest.
+    """
     while ends:
         with ends[-1]:
             ends.pop()
 
 
 def _serve(inbox: Inbox) -> None:
-    """Run the programs that come, in a thread that refers to its inbox only: while it waits it keeps nothing alive."""
+    """Run the programs that come.
+
+    The thread refers to its inbox only: while it waits, it keeps nothing alive.
+    """
     while (program := inbox.get()) is not None:
         program()
         del program

@@ -1,20 +1,22 @@
-"""A program: what one device does in a mini-batch, as a list of actions on its stages, over links to other stages.
+"""A program: what one device does in a mini-batch.
 
-It is the same whether devices are threads, whose links are queues (relay.py), processes, whose links are messages
-(distributed/links.py), or all in one thread. Programs run at once and meet only at their links. Each does one action
-after another, so they need no ties as the graph engine does.
+It has a list of actions on the stages of the device, and links to other stages. It is the same
+whether devices are threads, whose links are queues (relay.py), processes, whose links are messages
+(distributed/links.py), or all in one thread. Programs run at once and meet only at their links.
+Each does one action after another, so they need no ties as the graph engine does.
 
-    forward      take (wait for the stage before), compute, give (wait until the stage after has room)
-    recompute    compute: it waits for no gradient, and so fills the time until that is there
-    backward     take (wait for the stage after), compute, give (wait until the stage before has room); of the inputs
-                 alone, it leaves the rest for later
+    forward      take (wait for the stage before), compute, give (wait for room there)
+    recompute    compute: it waits for no gradient, and fills the time until that comes
+    backward     take (wait for the stage after), compute, give (wait for room there);
+                 a backward of the inputs alone leaves the rest for later
     …_weights    compute that rest: nothing waits for it, and it waits for nothing
 
-There is room for one item at each boundary between stages, each way: what nobody needs yet only fills memory.
+There is room for one item at each boundary between stages, each way: what nobody needs yet only
+fills memory.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torchgpipe.engine.seeds import Draws
 from torchgpipe.schedules import Action
@@ -22,8 +24,8 @@ from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.entrance import leaves
 from torchgpipe.task.guards.in_place import outer_turns
 from torchgpipe.task.guards.modes import AmbientModes
-from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.stage import Stage
+from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.task import TaskGraph
 from torchgpipe.task.where import note_task
 from torchgpipe.tensors.item import Item, shared_by
@@ -32,19 +34,22 @@ from torchgpipe.tensors.observe import Observer, observed
 
 
 class Links(Protocol):
-    """A program's links to the stages before and after its own. What waits raises `Stopped` once a program has failed.
+    """A program's links to the stages before and after its own.
 
-    Items and skips belong to an action: the one that makes them, or for `take` and `fetch` the one that needs them.
+    What waits raises `Stopped` once a program has failed.
+
+    Items and skips belong to an action: the one that makes them, or for `take` and `fetch` the one
+    that needs them.
     """
 
     def check(self) -> None:
-        """Raise `Stopped` if a program has failed; called before each task, so that none starts after that."""
+        """Raise `Stopped` if a program has failed. It is called before each task."""
 
     def take(self, action: Action) -> Any:
-        """Wait for what the action needs from the stage before it, in its direction, and return that."""
+        """Wait for what the action needs from the stage before it, in its direction."""
 
     def give(self, action: Action, item: Any) -> None:
-        """Wait until there is room for another item, and hand it to the next stage in the action's direction."""
+        """Wait until there is room for another item, and hand it on in the action's direction."""
 
     def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
         """Leave a skip, or its gradient, for the stage at the crossing's other end."""
@@ -76,47 +81,59 @@ _ALONE = "recompute", "backward_weights"
 """Actions that need nothing of other stages, and hand nothing on."""
 
 
+class Common(NamedTuple):
+    """What all programs of a mini-batch have in common."""
+
+    n: int  # how many stages there are
+    recomputed: int  # how many micro-batches run twice: the first ones
+    ambient: AmbientModes
+    draws: Draws
+    observer: Observer | None
+
+
 class Program:
-    """Run actions on `stages`, those of one device, out of `n`. Of micro-batches, the first `recomputed` run twice.
+    """Run actions on the `stages` of one device.
 
     Attributes:
-        stages: by their indices; `guards`: those of each, if there may be a backward.
-        doing: what it does now or did last, as text for messages.
-        computing: the same text while it computes; `None` while it waits for other programs, and at the end.
+        stages: The stages, by their indices.
+        guards: The guards of each stage, if there may be a backward.
+        doing: What the program does now or did last, as text for messages.
+        computing: The same text while the program computes, and `None` while it waits.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        n: int,
-        recomputed: int,
-        ambient: AmbientModes,
-        draws: Draws,
-        observer: Observer | None,
-    ) -> None:
+    def __init__(self, stages: Sequence[Stage], common: Common) -> None:
         self.stages = {stage.index: stage for stage in stages}
-        self.ambient = ambient
+        self._common = common
+        self._n = common.n
         self.guards: dict[int, StageGuards] = {}
-        if ambient.grad:
-            # Within another run, its stand-ins are in the layers, and gradients are added to these.
-            outer = {each for turn in outer_turns() for each in turn.stand_ins}
-            for s, stage in self.stages.items():
-                self.guards[s] = stage.guarded(ambient, recomputed=recomputed > 0, outer=outer)
-        self._n, self._recomputed = n, recomputed
-        self._moves = len({stage.device for stage in stages}) > 1  # one thread for several devices
-        self._draws = draws
-        self._observer = observer
+        if common.ambient.grad:
+            self._make_guards()
+        # Whether one thread does the stages of several devices.
+        self._moves = len({stage.device for stage in stages}) > 1
         self._graphs: dict[tuple[int, int], TaskGraph] = {}
-        self._kept: dict[
-            tuple[int, int], Any
-        ] = {}  # what is handed from stage to stage within this program
+        # By micro-batch and stage: what is handed from stage to stage within this program.
+        self._kept: dict[tuple[int, int], Any] = {}
         self.doing = "forward"
         self.computing: str | None = None
+
+    def _make_guards(self) -> None:
+        # Within another run, its stand-ins are in the layers, and gradients are added to these.
+        outer: set[int] = set()
+        for turn in outer_turns():
+            outer |= turn.stand_ins
+        recomputed = self._common.recomputed > 0
+        for s, stage in self.stages.items():
+            self.guards[s] = StageGuards(
+                stage, self._common.ambient, recomputed=recomputed, outer=outer
+            )
 
     def run(
         self, actions: Sequence[Action], links: Links, io: BatchIO, *, keep: bool = False
     ) -> None:
-        """Do the actions, in this order, in this thread's modes. With `keep`, they can go backward again."""
+        """Do the actions, in this order, in this thread's modes.
+
+        With `keep`, the tasks can go backward again.
+        """
         for graph in self._graphs.values():
             graph.check_unspent()  # before anything waits for another program
         for action in actions:
@@ -139,12 +156,13 @@ class Program:
             del result
 
     def _take(self, action: Action, links: Links, io: BatchIO) -> Any:
-        """Wait for what an action needs of other stages: a micro-batch with its skips, or gradients."""
+        """Wait for what an action needs of other stages: a micro-batch, or gradients."""
         kind, i, s = action
         stage = self.stages[s]
         if kind == "forward":
             item: Item = self._taken(action, s - 1, links) if s else self._enter(io.inputs[i])
-            if s:  # the micro-batches that enter are views of one tensor, and share its version counter
+            # The micro-batches that enter are views of one tensor, and share its version counter.
+            if s:
                 item.check_handed_on(s)
             for arrival in stage.arrivals:
                 item = item.with_skip(links.fetch(action, arrival), s)
@@ -179,7 +197,7 @@ class Program:
         return grads
 
     def _give(self, action: Action, result: Any, links: Links) -> None:
-        """Hand on what an action has made: outputs to the stage after, gradients to the stage before."""
+        """Hand outputs on to the stage after, or gradients to the stage before."""
         kind, i, s = action
         stage = self.stages[s]
         if kind == "forward" and s + 1 < self._n:
@@ -204,23 +222,24 @@ class Program:
         return self._kept.pop(action[1:]) if source in self.stages else links.take(action)
 
     def _enter(self, micro_batch: TensorOrTensors) -> Item:
-        flat = tensors_of(micro_batch)
-        entered = leaves(flat, [x.requires_grad for x in flat]) if self.ambient.grad else flat
+        flat: Flat = tensors_of(micro_batch)
+        if self._common.ambient.grad:
+            entered = leaves(flat, [x is not None and x.requires_grad for x in flat])
+        else:
+            entered = flat
         return Item(entered, form_of(micro_batch), shared_by(flat))
 
     def _forward(self, i: int, stage: Stage, item: Item) -> Item:
+        _, recomputed, _, draws, observer = self._common
         flat, s = item.flat, stage.index
         if not self.guards:
-            with (
-                observed(self._observer, "forward", i, s),
-                self._draws(i, stage, False).around(),
-                stage.lock,
-            ):
+            randomness = draws(i, stage, False)
+            with observed(observer, "forward", i, s), randomness.around(), stage.lock:
                 outputs, form = stage.run(flat, item.form, item.shared)
             return Item(outputs, form, shared_by(outputs, flat, item.shared))
-        recomputed, guards = i < self._recomputed, self.guards[s]
-        randomness = self._draws(i, stage, recomputed)
-        graph = TaskGraph(stage, guards, randomness, i, self._observer, recomputed)
+        guards = self.guards[s]
+        checkpoint = i < recomputed
+        graph = TaskGraph(stage, guards, draws(i, stage, checkpoint), i, observer, checkpoint)
         self._graphs[i, s] = graph
         outputs, form = graph.forward(flat, item.form, item.shared)
         return Item(outputs, form, shared_by(outputs, flat, item.shared, guards.held))

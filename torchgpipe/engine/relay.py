@@ -1,4 +1,7 @@
-"""A relay: programs run at once, one for each device, and hand items to each other. If one fails, all stop."""
+"""A relay: programs run at once, one for each device, and hand items to each other.
+
+If one program fails, all stop.
+"""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -20,13 +23,15 @@ class Stopped(Exception):
 class Relay(Links):
     """Link all programs of a mini-batch by queues, and remember the first exception of any of them.
 
-    `placement` says which program has each stage; items go `forward` (`True`), gradients back, or both. Between
-    programs, a boundary has room for one item each way, so that items are taken in the order in which they are given.
+    `placement` says which program has each stage; items go `forward` (`True`), gradients back, or
+    both. Between programs, a boundary has room for one item each way, so that items are taken in
+    the order in which they are given.
     """
 
     def __init__(self, placement: Sequence[int], forward: Iterable[bool]) -> None:
-        # Whoever gives an item takes a ticket before, and whoever takes the item puts it back. Two simple queues are
-        # much quicker than one with a limit. Stages after a boundary: there forwards take, and backwards give.
+        # Whoever gives an item takes a ticket before, and whoever takes the item puts it back. Two
+        # simple queues are much quicker than one with a limit. Stages after a boundary: there
+        # forwards take, and backwards give.
         between = [s for s in range(1, len(placement)) if placement[s - 1] != placement[s]]
         self._ends: dict[tuple[bool, int], tuple[SimpleQueue[Any], SimpleQueue[Any]]] = {
             (way, s): (SimpleQueue(), SimpleQueue()) for way in forward for s in between
@@ -40,7 +45,7 @@ class Relay(Links):
         self.error: BaseException | None = None
 
     def stop(self, error: BaseException) -> None:
-        """Stop every program as soon as its present task is over; the first error is the one that counts."""
+        """Stop every program as soon as its present task is over; the first error counts."""
         with self._lock:
             if not self.stopped:
                 self.stopped, self.error = True, error
@@ -49,7 +54,10 @@ class Relay(Links):
             queue.put(_STOP)
 
     def starts(self, end: threading.Lock) -> bool:
-        """Note a program that begins, by a lock that is free when it has ended; return `False` if it must not begin."""
+        """Note a program that begins, by a lock that is free when the program has ended.
+
+        Return `False` if it must not begin.
+        """
         with self._lock:
             if not self.stopped:
                 self.running.append(end)

@@ -5,16 +5,19 @@
     the seeded default one (`SeededDefault`)    tasks of a rank, which are alone in their process
     none (`Seeds._watch`)                       tasks of a partition whose first task drew nothing
 
-For the recomputation, the first are set back to the states before the first pass. The second and third are seeded anew.
-With none, a draw is an error. A layer's own `torch.Generator` is always set back, like the first.
+For the recomputation, the first are set back to the states before the first pass. The second and
+third are seeded anew. With none, a draw is an error. A layer's own `torch.Generator` is always set
+back, like the first.
 
-The last saves time, as a private generator has to watch every operator. In each mini-batch a partition's first task has
-one. Only if that draws, the others have, too. A layer that draws in a later micro-batch alone is not seen then, but it
-leaves the default generator changed. Where that has changed, the recomputations that follow are watched, and refused if
-they draw. If only another thread of the program has drawn, they do not, and nothing follows.
+The last saves time, as a private generator has to watch every operator. In each mini-batch a
+partition's first task has one. Only if that draws, the others have, too. A layer that draws in a
+later micro-batch alone is not seen then, but it leaves the default generator changed. Where that
+has changed, the recomputations that follow are watched, and refused if they draw. If only another
+thread of the program has drawn, they do not, and nothing follows.
 
-A layer may set the default generator back by itself and draw again in backward, as checkpoint functions do. With a
-private generator it would draw other numbers. So where the first task has drawn, its backward is watched, too.
+A layer may set the default generator back by itself and draw again in backward, as checkpoint
+functions do. With a private generator it would draw other numbers. So where the first task has
+drawn, its backward is watched, too.
 
 What watches every operator also finds collectives, which all processes have to call in one order.
 Threads that run at once keep none, so a collective of a layer is refused before it is called. One
@@ -36,16 +39,24 @@ from torchgpipe.tensors._autograd import within_plain_checkpoint
 from torchgpipe.tensors.observe import NOTHING
 
 Draws = Callable[[int, Stage, bool], Randomness]
-"""Returns how micro-batch i's task on a stage draws random numbers; the last argument: whether it is recomputed."""
+"""A function that says how micro-batch i's task on a stage draws random numbers.
+
+The last argument says whether the task is recomputed.
+"""
 
 APART = 1_000_003
-"""Between the seeds of mini-batches in several threads. The CPU's generator looks at the lowest 32 bits only."""
+"""The distance between the seeds of mini-batches in several threads.
+
+The CPU's generator looks at the lowest 32 bits of a seed only.
+"""
 
 _under_way = 0  # forwards that have seeds and have not ended, in all threads
 
 
 def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
-    """Return how a task draws whose mini-batch runs task after task: from the generators as they are, as a plain run.
+    """Return how a task draws whose mini-batch runs task after task.
+
+    It draws from the generators as they are, as a plain run does.
 
     `recomputed` says whether the task will run twice.
     """
@@ -53,19 +64,22 @@ def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
     outer = PrivateGenerator.present()
     if outer is None:
         return Randomness([*default_generators(stage.device), *own] if recomputed else ())
-    # A pipeline among the layers of a worker: the worker's generator is gone in backward. So the inner tasks have
-    # generators of their own. Their seeds are drawn in each pass, so that both passes of the outer task draw alike.
+    # A pipeline among the layers of a worker: the worker's generator is gone in backward. So the
+    # inner tasks have generators of their own. Their seeds are drawn in each pass, so that both
+    # passes of the outer task draw alike.
     seed = int(torch.randint(2**62, (), device="cpu"))
     return Randomness(own, lambda: PrivateGenerator(seed, lambda: None, outer.exchanged))
 
 
 class Seeds:
-    """Seed the tasks of one mini-batch on `n` partitions, which run at once. Enter it around the forward.
+    """Seed the tasks of one mini-batch on `n` partitions, which run at once.
 
-    The default generator decides the seeds, and goes on by one number if any task has drawn. `recomputed` says whether
-    some tasks will run twice, and `distributed` whether this is a rank, whose tasks are alone in their process. They
-    begin with `base`, which is drawn on entering, unless it was given. `drew`: whether any has drawn, as far as known
-    here.
+    It is entered around the forward.
+
+    The default generator decides the seeds, and goes on by one number if any task has drawn.
+    `recomputed` says whether some tasks will run twice, and `distributed` whether this is a rank,
+    whose tasks are alone in their process. They begin with `base`, which is drawn on entering,
+    unless it was given. `drew`: whether any has drawn, as far as known here.
     """
 
     def __init__(
@@ -136,8 +150,9 @@ class Seeds:
         self._drew[j] = self.drew = True
         if self._grad and not self._distributed and within_plain_checkpoint():
             raise RuntimeError(
-                f"partition {j} draws random numbers within torch.utils.checkpoint, which cannot draw them again in a "
-                "worker thread; use engine='graph', or let the pipeline checkpoint instead"
+                f"partition {j} draws random numbers within torch.utils.checkpoint, which cannot "
+                "draw them again in a worker thread; use engine='graph', or let the pipeline "
+                "checkpoint instead"
             )
 
     def _note_exchange(self, j: int) -> None:
@@ -166,13 +181,15 @@ class Seeds:
 
 def _refuse_in_backward() -> None:
     raise RuntimeError(
-        "a layer draws random numbers in backward (by a checkpoint function of its own?); in a worker thread they are "
-        "not those that it drew in forward; use engine='graph', or let the pipeline checkpoint instead"
+        "a layer draws random numbers in backward (by a checkpoint function of its own?); in a "
+        "worker thread they are not those that it drew in forward; use engine='graph', or let the "
+        "pipeline checkpoint instead"
     )
 
 
 def _refuse() -> None:
     raise RuntimeError(
-        "a layer drew random numbers in a later micro-batch, but not in the first one, so its recomputation would draw "
-        "others; draw in every micro-batch, or use GPipe with engine='graph'"
+        "a layer drew random numbers in a later micro-batch, but not in the first one, so its "
+        "recomputation would draw others; draw in every micro-batch, or use GPipe with "
+        "engine='graph'"
     )

@@ -1,1 +1,1 @@
-"""One task: its graph, and what its layers meet in it: parameters, buffers, random numbers, modes."""
+"""One task: its graph, and the guards that look after what its layers meet."""

@@ -1,9 +1,12 @@
-"""Batch normalization whose running statistics come from the mini-batch, though it only meets micro-batches.
+"""Batch normalization whose running statistics are those of the mini-batch.
 
-A micro-batch leaves its count, mean and variance behind. They are combined when the mini-batch ends, by the
-formula of Chan, Golub and LeVeque ("Algorithms for computing the sample variance", 1983) for many parts at
-once: squared distances to a mean add up, sums of squares are never subtracted from each other. So a mean far
-from zero costs no digits. All layers of a model are combined at once: a few operators, however many layers.
+It only meets micro-batches.
+
+A micro-batch leaves its count, mean and variance behind. They are combined when the mini-batch
+ends, by the formula of Chan, Golub and LeVeque ("Algorithms for computing the sample variance",
+1983) for many parts at once: squared distances to a mean add up, sums of squares are never
+subtracted from each other. So a mean far from zero costs no digits. All layers of a model are
+combined at once: a few operators, however many layers.
 """
 
 from collections import Counter, defaultdict
@@ -23,26 +26,31 @@ __all__ = ["DeferredBatchNorm", "commit"]
 
 Module = TypeVar("Module", bound=nn.Module)
 Statistics = tuple[int, Tensor]
-"""Of a micro-batch: values per channel; their means and unbiased variances, of shape ``(2, channels)``."""
+"""How many values per channel a micro-batch has, and their means and unbiased variances.
+
+The tensor has the shape ``(2, channels)``.
+"""
 
 
 class DeferredBatchNorm(_BatchNorm):
     """Normalize micro-batches, and update the running statistics once per mini-batch.
 
-    They become what `nn.BatchNorm` would have kept for the undivided mini-batch. It ends by `commit`, which `GPipe`
-    calls after its forward, or by itself after ``chunks`` micro-batches. Nothing is tracked in evaluation mode or
-    during recomputation. A layer that is called several times in one mini-batch commits once.
+    They become what `nn.BatchNorm` would have kept for the undivided mini-batch. It ends by
+    `commit`, which `GPipe` calls after its forward, or by itself after ``chunks`` micro-batches.
+    Nothing is tracked in evaluation mode or during recomputation. A layer that is called several
+    times in one mini-batch commits once.
 
     Args:
-        num_features: channels, dimension 1 of the input; the input is ``(N, C)`` or ``(N, C, ...)``.
-        eps, momentum, affine, track_running_stats, device, dtype: as for `torch.nn.BatchNorm2d`.
-        chunks: number of micro-batches after which the mini-batch is over; None leaves this to `commit`.
+        num_features: channels, dimension 1 of the input; the input is ``(N, C)`` or ``(N, C,
+        ...)``. eps, momentum, affine, track_running_stats, device, dtype: as for
+        `torch.nn.BatchNorm2d`. chunks: number of micro-batches after which the mini-batch is over;
+        None leaves this to `commit`.
 
     Raises:
         ValueError: ``chunks`` is below 1; in training, a micro-batch with one value per channel.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - those of `torch.nn.BatchNorm2d`
         self,
         num_features: int,
         eps: float = 1e-5,
@@ -62,21 +70,23 @@ class DeferredBatchNorm(_BatchNorm):
     def _defer(self, chunks: int | None, dimensions: type[_BatchNorm] | None) -> None:
         self.chunks = _checked(chunks)
         self._dimensions = dimensions
-        # Not buffers: half() would overflow in a variance, and state_dict() must stay nn.BatchNorm's.
+        # Not buffers: half() would overflow in a variance, and state_dict() must stay
+        # nn.BatchNorm's.
         self._tracked: list[Statistics] = []
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: Module, chunks: int | None = 1) -> Module:
         """Replace every batch normalization in a module by a deferred one, and return the module.
 
-        Parameters, buffers, hooks and mode are the replaced layer's own, so that an optimizer made before
-        goes on and ``state_dict`` keeps its keys. A layer that occurs twice is replaced by one.
-        `nn.SyncBatchNorm` is left alone, and so is a layer that tracks no statistics. If the module is a batch
-        normalization itself, its replacement is returned.
+        Parameters, buffers, hooks and mode are the replaced layer's own, so that an optimizer made
+        before goes on and ``state_dict`` keeps its keys. A layer that occurs twice is replaced by
+        one. `nn.SyncBatchNorm` is left alone, and so is a layer that tracks no statistics. If the
+        module is a batch normalization itself, its replacement is returned.
 
         Raises:
             ValueError: ``chunks`` is below 1, or a layer is lazy and has not seen an input.
-            TypeError: a layer's class has a ``forward`` of its own, which the replacement would lose.
+            TypeError: a layer's class has a ``forward`` of its own, which the replacement would
+            lose.
         """
         chunks = _checked(chunks)
         # A pipeline among the layers goes by its own `deferred_batch_norm`.
@@ -86,7 +96,8 @@ class DeferredBatchNorm(_BatchNorm):
             if "_stages" in vars(each)
             for layer in each.modules()
         }
-        # All replacements come first, so that a layer which cannot be converted leaves the module as it was.
+        # All replacements come first, so that a layer which cannot be converted leaves the module
+        # as it was.
         replacements: dict[nn.Module, nn.Module] = {
             layer: cls._replacement(layer, chunks)
             for layer in module.modules()
@@ -111,7 +122,8 @@ class DeferredBatchNorm(_BatchNorm):
             dimensions = layer._dimensions
         elif isinstance(layer, LazyModuleMixin):
             raise ValueError(
-                f"cannot defer {kind.__name__} before its first input: run the module once, then convert it"
+                f"cannot defer {kind.__name__} before its first input: run the module once, then "
+                "convert it"
             )
         elif own := [
             n
@@ -119,11 +131,12 @@ class DeferredBatchNorm(_BatchNorm):
             if getattr(kind, n) is not getattr(_BatchNorm, n)
         ]:
             raise TypeError(
-                f"cannot defer {kind.__name__}, whose {own[0]}() is its own and would be lost: "
-                "use nn.BatchNorm1d, 2d or 3d in its place, or do without deferred batch normalization"
+                f"cannot defer {kind.__name__}, whose {own[0]}() is its own and would be lost: use "
+                "nn.BatchNorm1d, 2d or 3d in its place, or do without deferred batch normalization"
             )
         deferred = cls.__new__(cls)
-        # The tensors are shared, the dictionaries that hold them are not: half() on one spares the other.
+        # The tensors are shared, the dictionaries that hold them are not: half() on one spares the
+        # other.
         for name, value in vars(layer).items():
             deferred.__dict__[name] = copy(value) if isinstance(value, dict | set) else value
         deferred._defer(chunks, dimensions)
@@ -137,8 +150,8 @@ class DeferredBatchNorm(_BatchNorm):
         count = input.numel() // max(input.size(1), 1)
         if count == 1:
             raise ValueError(
-                "batch normalization needs more than 1 value per channel in every micro-batch, "
-                f"got an input of shape {tuple(input.shape)}: use fewer chunks or a larger mini-batch"
+                "batch normalization needs more than 1 value per channel in every micro-batch, got "
+                f"an input of shape {tuple(input.shape)}: use fewer chunks or a larger mini-batch"
             )
         if is_recomputing() or not _tracks(self):
             return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
@@ -154,7 +167,7 @@ class DeferredBatchNorm(_BatchNorm):
         return output
 
     def commit(self) -> None:
-        """End the mini-batch: update the running statistics from what was tracked, if anything was."""
+        """End the mini-batch: update the running statistics from what was tracked."""
         commit([self])
 
     def discard(self) -> None:
@@ -190,7 +203,9 @@ def _tracks(layer: _BatchNorm) -> bool:
 
 @torch.no_grad()
 def commit(layers: Iterable[DeferredBatchNorm]) -> None:
-    """End the mini-batch of all layers at once: update their running statistics from what they tracked.
+    """End the mini-batch of all layers at once.
+
+    It updates their running statistics from what they have tracked.
 
     The host never waits for the device.
     """
@@ -216,7 +231,10 @@ def commit(layers: Iterable[DeferredBatchNorm]) -> None:
 
 
 def _update(layers: tuple[DeferredBatchNorm, ...], tracked: tuple[list[Statistics], ...]) -> None:
-    """Update layers of one group, in float32 or better. The channels of all layers stand in one row."""
+    """Update the layers of one group, in float32 or better.
+
+    The channels of all layers stand in one row.
+    """
     running = cast(
         list[Tensor], [*(x.running_mean for x in layers), *(x.running_var for x in layers)]
     )
@@ -230,7 +248,8 @@ def _update(layers: tuple[DeferredBatchNorm, ...], tracked: tuple[list[Statistic
         [width, layer.momentum or 0.0, *(count for count, _ in parts)]
         for layer, width, parts in zip(layers, channels, tracked, strict=True)
     ]
-    # One copy takes the numbers of all layers to the device. From pinned memory, the host need not wait for it.
+    # One copy takes the numbers of all layers to the device. From pinned memory, the host need not
+    # wait for it.
     table = torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     table = table.to(device, non_blocking=True).t()
     if batches and layers[0].momentum is None:

@@ -1,4 +1,7 @@
-"""The entrance of a task: a node that cuts its graph off from the caller's, and takes the inputs' gradients off."""
+"""The entrance of a task: a node that cuts its graph off from the caller's graph.
+
+There the gradients of the inputs are taken off.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +14,7 @@ from torchgpipe.tensors.microbatch import Flat, carrying
 
 
 def entered(inputs: Flat, needs: tuple[bool, ...], input_grads: list[Tensor | None]) -> Flat:
-    """Return the inputs, as a graph's begin: their gradients will be put into the list `input_grads`."""
+    """Return the inputs as the begin of a graph; their gradients come into `input_grads`."""
     if True not in needs:
         return leaves(inputs, needs)
     outputs: Flat = _Entrance.apply(input_grads, needs, inputs, TOKEN)
@@ -43,8 +46,8 @@ def refuse_create_graph() -> None:
     """Raise `RuntimeError` if the backward in progress shall be differentiated again."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "the pipeline's backward cannot be differentiated again (create_graph=True), as its tasks have graphs of "
-            "their own; use the layers without a pipeline for that"
+            "the pipeline's backward cannot be differentiated again (create_graph=True), as its "
+            "tasks have graphs of their own; use the layers without a pipeline for that"
         )
 
 

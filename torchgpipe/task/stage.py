@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,10 @@ from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.task.batchnorm import DeferredBatchNorm
-from torchgpipe.task.guards.gradients import OutputGradients
+from torchgpipe.task.guards.gradients import Needs
 from torchgpipe.task.guards.in_place import Lock, as_one
 from torchgpipe.task.guards.layers import modules_of
-from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.randomness import own_generators
-from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.halves import Halves
 from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, check, together
@@ -27,7 +25,7 @@ _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerE
 _Locks = weakref.WeakKeyDictionary[nn.Module, Lock]
 _OF_TASKS: _Locks = weakref.WeakKeyDictionary()
 OF_RUNS: _Locks = weakref.WeakKeyDictionary()
-"""The lock that each module has, for tasks of several stages or pipelines, and for whole runs of pipelines."""
+"""The lock that each module has for tasks, and the one for whole runs of pipelines."""
 
 _making = threading.Lock()
 
@@ -35,8 +33,9 @@ _making = threading.Lock()
 class Stage:
     """Run partition `index` on a micro-batch, in one thread at a time.
 
-    Also where another partition or pipeline has layers in common with it: those tasks have the same `lock`. Whole runs
-    that take gradients through such layers wait for each other: their pipelines have a lock of their `turn` in common.
+    Also where another partition or pipeline has layers in common with it: those tasks have the same
+    `lock`. Whole runs that take gradients through such layers wait for each other: their pipelines
+    have a lock of their `turn` in common.
     """
 
     def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:
@@ -45,12 +44,12 @@ class Stage:
         self.device = device
         self.modules: list[nn.Module] = []
         self._seen: list[tuple[object, ...]] = []
-        self._gradients: dict[tuple[bool, ...], OutputGradients] = {}
+        self._gradients: dict[tuple[bool, ...], dict[Needs, bool]] = {}
         self.lock: Lock
         self.turn: frozenset[Lock]
 
     def look(self) -> bool:
-        """Find the modules and buffers of the partition now; return whether they have changed since the last time."""
+        """Find the modules and buffers of the partition; return whether they have changed."""
         modules = modules_of(self.partition)
         self.generators = own_generators(modules)
         seen: list[tuple[object, ...]] = [
@@ -77,29 +76,17 @@ class Stage:
             self.device.type == "cuda" or bool(self._keys) or any(skips_of(self.partition))
         )
 
-    def guarded(
-        self, ambient: AmbientModes, *, recomputed: bool, outer: Set[int] = frozenset()
-    ) -> StageGuards:
-        """Return the guards of a mini-batch that begins.
-
-        Args:
-            ambient: The modes around the caller's code.
-            recomputed: Whether some task will run the layers twice.
-            outer: The stand-ins of a run that this one is within, by their ids.
-        """
-        with self.lock:
-            return StageGuards(self, ambient, recomputed=recomputed, outer=outer)
-
-    def gradients_of(self, kind: tuple[bool, ...]) -> OutputGradients:
-        """Return what is known of tasks in mini-batches of one kind."""
-        return self._gradients.setdefault(kind, OutputGradients())
+    def gradients_of(self, kind: tuple[bool, ...]) -> dict[Needs, bool]:
+        """Return what is known of outputs' gradients in mini-batches of one kind."""
+        return self._gradients.setdefault(kind, {})
 
     def run(self, inputs: Flat, form: Form, shared: Shared = ()) -> tuple[Flat, Form]:
         """Run the layers on the micro-batch and the skips in `inputs`; return their outputs alike.
 
         The caller holds the lock.
 
-        `form` is the class of the micro-batch; `shared` says which inputs must not be changed in place.
+        `form` is the class of the micro-batch; `shared` says which inputs must not be changed in
+        place.
         """
         before = versions(inputs) if True in shared else []
         if not self._special:
@@ -108,18 +95,19 @@ class Stage:
         else:
             count = len(inputs) - len(self._keys)
             arrived = dict(zip(self._keys, inputs[count:], strict=True))
-            # For layers that create tensors on "the" accelerator; operators on tensors need no help.
+            # For layers that create tensors on "the" accelerator; operators on tensors need no
+            # help.
             on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else NOTHING
             with on_device, skip_scope(arrived) as scope:
                 y = self.partition(together(form, inputs[:count]))
                 skips = tuple(scope[departure.key] for departure in self.departures)
-        if before and any(
-            [s and a != b for s, a, b in zip(shared, before, versions(inputs), strict=True)]
-        ):
+        after = versions(inputs) if before else []
+        if any(s and a != b for s, a, b in zip(shared, before, after, strict=bool(before))):
             raise RuntimeError(
-                f"partition {self.index} changed an input in place that shares memory with another tensor under way: a "
-                "skip, or another input; the two would get different values or gradients on two partitions, so make "
-                "the layer that changes it out-of-place (inplace=False), or hand on a copy (x.clone())"
+                f"partition {self.index} changed an input in place that shares memory with another "
+                "tensor under way: a skip, or another input; the two would get different values or "
+                "gradients on two partitions, so make the layer that changes it out-of-place "
+                "(inplace=False), or hand on a copy (x.clone())"
             )
         if isinstance(y, Tensor):
             return (y, *skips), Tensor
@@ -130,12 +118,14 @@ class Stage:
 def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
     """Return what locks these modules: the locks that some of them have already, or a new one.
 
-    A pipeline among the layers has locks of its own. Its workers take them while the outer task waits for them.
+    A pipeline among the layers has locks of its own. Its workers take them while the outer task
+    waits for them.
     """
     inner = {
         m for pipeline in modules if "_stages" in pipeline.__dict__ for m in modules_of(pipeline)
     }
-    # A module without parameters and buffers needs no lock, so partitions may share one activation layer.
+    # A module without parameters and buffers needs no lock, so partitions may share one activation
+    # layer.
     own = [m for m in modules if (m._parameters or m._buffers) and m not in inner]
     with _making:
         found = {known[m] for m in own if m in known} or {threading.RLock()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -12,7 +12,7 @@ from torchgpipe.task.guards.attention import SlowAttention
 from torchgpipe.task.guards.autocast import UncachedAutocast
 from torchgpipe.task.guards.buffers import Buffers
 from torchgpipe.task.guards.gradients import OutputGradients
-from torchgpipe.task.guards.guard import Before, Context, Guard, Nested
+from torchgpipe.task.guards.guard import Before, Context, Guard, GuardedTask, Nested
 from torchgpipe.task.guards.in_place import InPlace, InPlaceForRun, InPlaceForTask, Lock
 from torchgpipe.task.guards.layers import Layers
 from torchgpipe.task.guards.memory import KeptInputs
@@ -20,13 +20,10 @@ from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.parameters import StandInParameters
 from torchgpipe.task.guards.stateful import StatefulModes
 from torchgpipe.task.guards.statistics import Statistics, norms_in_training
+from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import refuse_cached_parametrizations, storage_of
 from torchgpipe.tensors.microbatch import Flat
 from torchgpipe.tensors.observe import NOTHING
-
-if TYPE_CHECKING:
-    from torchgpipe.task.stage import Stage
-    from torchgpipe.task.task import TaskGraph
 
 
 class StageGuards:
@@ -35,7 +32,7 @@ class StageGuards:
     Where nothing is recomputed, these are its parameters, and the random numbers of each task.
 
     Args:
-        stage: The stage, whose lock the caller holds.
+        stage: The stage.
         ambient: The modes around the caller's code.
         recomputed: Whether some task will run the layers twice.
         outer: The stand-ins of a run that this one is within, by their ids.
@@ -43,13 +40,12 @@ class StageGuards:
     Attributes:
         parameters, memory, gradients: The guards of these names; the last two only if something is
             recomputed.
-        held: The storages of parameters and buffers.
-        kind: What `gradients` depends on, beside a task's inputs; mini-batches of one kind share it.
+        held: The storages of parameters and buffers. kind: What `gradients` depends on, beside a
+        task's inputs; mini-batches of one kind share it.
     """
 
     memory: KeptInputs
     gradients: OutputGradients
-    kind: tuple[bool, ...]
 
     def __init__(
         self,
@@ -59,24 +55,28 @@ class StageGuards:
         recomputed: bool,
         outer: Set[int] = frozenset(),
     ) -> None:
-        refuse_cached_parametrizations()
         self.lock: Lock = stage.lock
         self.ambient = ambient
         self._recomputed = recomputed
-        self.parameters = StandInParameters(stage.index, stage.modules, outer)
-        self.held = _storages(stage.modules)
         # By moment: what guards have to do then, from the outermost guard to the innermost.
         self._at: dict[str, list[Callable[..., Any]]] = {moment: [] for moment in _MOMENTS}
-        self.add(self.parameters)
-        if recomputed:
-            self._add_for_recomputations(stage)
+        with self.lock:
+            refuse_cached_parametrizations()
+            self.parameters = StandInParameters(stage.index, stage.modules, outer)
+            self.held = _storages(stage.modules)
+            self.add(self.parameters)
+            if recomputed:
+                self._add_for_recomputations(stage)
 
     def _add_for_recomputations(self, stage: Stage) -> None:
         index, modules, ambient = stage.index, stage.modules, self.ambient
         norms = norms_in_training(modules)
-        self.kind = (*[module.training for module in modules], *self.parameters.needs)
         self.memory = KeptInputs(index, stage.partition)
-        self.gradients = stage.gradients_of(self.kind)
+        # What is known of tasks depends on this, beside which of their inputs take a gradient.
+        kind = (*[module.training for module in modules], *self.parameters.needs)
+        self.gradients = OutputGradients(
+            stage.gradients_of(kind), self.parameters.ids, self.memory.begins_in_place
+        )
         self.add(self.memory)
         self.add(ambient)
         if ambient.casts:
@@ -92,12 +92,12 @@ class StageGuards:
             self.add(Statistics(norms))
 
     def add(self, guard: Guard) -> None:
-        """Add a guard within the others: its moments come last, and its contexts are the innermost."""
+        """Add a guard within the others: it is told last, and its contexts are the innermost."""
         for moment, methods in self._at.items():
             if getattr(type(guard), moment) is not getattr(Guard, moment):
                 methods.append(getattr(guard, moment))
 
-    def around(self, moment: Before, task: TaskGraph) -> Context:
+    def around(self, moment: Before, task: GuardedTask) -> Context:
         """Let the guards prepare for a pass, or a backward; return the contexts that it needs."""
         contexts = []
         for before in (*self._at[moment], getattr(task.randomness, moment)):
@@ -108,19 +108,19 @@ class StageGuards:
             return NOTHING
         return contexts[0] if len(contexts) == 1 else Nested(contexts)
 
-    def after_first_pass(self, task: TaskGraph, outputs: Flat) -> None:
-        """Let the guards check what a first pass has done, and note what the recomputation needs."""
+    def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
+        """Let the guards check a first pass, and note what the recomputation needs."""
         for after in self._at["after_first_pass"]:
             after(task, outputs)
         task.randomness.after_first_pass(task, outputs)
 
-    def after_recomputation(self, task: TaskGraph, outputs: Flat) -> None:
+    def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
         """Let the guards check that a recomputation has done the same."""
         for after in self._at["after_recomputation"]:
             after(task, outputs)
 
     def after_all_forwards(self) -> None:
-        """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter in its forward."""
+        """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter."""
         with self.lock:
             for check in self._at["after_all_forwards"]:
                 check()

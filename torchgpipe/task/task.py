@@ -1,4 +1,6 @@
-"""A task: micro-batch i on a stage. Its graph is a piece of the autograd graph, cut off at both ends.
+"""A task: micro-batch i on a stage.
+
+Its graph is a piece of the autograd graph, cut off at both ends.
 
     inputs ─▶ entrance ─▶ layers ─▶ edges of the outputs
                             ▲
@@ -32,8 +34,8 @@ from torchgpipe.task.guards.guard import Guard
 from torchgpipe.task.guards.memory import check_attributes
 from torchgpipe.task.guards.parameters import BY_ANOTHER_WAY
 from torchgpipe.task.guards.randomness import Randomness
-from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.stage import Stage
+from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.tensors._autograd import edge_of, run_backward
 from torchgpipe.tensors.checkpoint import CheckpointPhase
 from torchgpipe.tensors.item import Shared
@@ -132,7 +134,7 @@ class TaskGraph:
         """Run the layers with a graph, and keep the edges by which gradients enter it."""
         with around:
             outputs, form = self.stage.run(given, self.form, shared)
-        if any([y is not None and y.__dict__ for y in outputs]):
+        if any(y is not None and y.__dict__ for y in outputs):
             check_attributes(self.stage.index, outputs)
         self.found = [y is not None and y.requires_grad for y in outputs]
         self._edges = []

@@ -1,10 +1,10 @@
-"""Where an error was raised: a note on it, which Python prints below its message (`BaseException.add_note`)."""
+"""Where an error was raised: a note on it, which Python prints below its message."""
 
 from torch import nn
 
 
 def note(error: BaseException, place: str) -> None:
-    """Note a place on an error, unless it has one already: of a task, or of a pipeline among the layers."""
+    """Note a place on an error, unless it has one already, as of an inner pipeline."""
     # Before Python 3.11 there are no notes.
     if hasattr(error, "add_note") and not getattr(error, "__notes__", None):
         error.add_note(f"torchgpipe: in {place}")
@@ -17,7 +17,14 @@ def note_rank(error: BaseException, rank: int) -> None:
 
 
 def note_task(error: BaseException, doing: str, stage: int, partition: nn.Module) -> None:
-    """Note on an error what was done, such as "forward of micro-batch 2", on which stage, and in which layer."""
+    """Note on an error what was done, on which stage, and in which layer.
+
+    Args:
+        error: The error.
+        doing: What was done, such as "forward of micro-batch 2".
+        stage: The index of the stage.
+        partition: Its layers.
+    """
     names = {module: name for name, module in partition.named_modules() if name}
     layer = ""
     traceback = error.__traceback__

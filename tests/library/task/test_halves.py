@@ -13,11 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from torchgpipe.task import halves
+from torchgpipe.task import halves, sides
 from torchgpipe.task.guards.in_place import InPlaceForTask
 from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.randomness import Randomness
 from torchgpipe.task.stage import Stage
+from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.task import TaskGraph
 from torchgpipe.tensors.observe import Kind
 
@@ -73,7 +74,7 @@ SCALE, TIED_BIAS = (
 )
 CUSTOM = "; '1.w' has its gradient from a custom Function (ScaleBackward)"
 
-PACKED = WHOLE.format(halves.PACKED)
+PACKED = WHOLE.format(sides.PACKED)
 KEEP: Any = saved_tensors_hooks(Tensor.clone, Tensor.clone)
 
 # The layers, their input, and what the stage then says; a number is how many products have weights for later.
@@ -180,7 +181,7 @@ class Tasks:
         self.stage.connect([])
         with torch.autocast("cpu", torch.bfloat16, enabled=casts):
             ambient = AmbientModes([CPU])
-        guards = self.stage.guarded(ambient, recomputed=again)
+        guards = StageGuards(self.stage, ambient, recomputed=again)
         guards.add(InPlaceForTask(guards.parameters.changes))
         self.stand_ins, self.each = guards.parameters, []
         for i in range(2):
@@ -255,8 +256,8 @@ def test_only_inputs_and_gradients_of_products_are_kept_between_the_halves(again
 
 
 def test_each_structure_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = Mock(wraps=halves._plan)
-    monkeypatch.setattr(halves, "_plan", plans)
+    plans = Mock(wraps=halves.plan)
+    monkeypatch.setattr(halves, "plan", plans)
     x, layers = (
         torch.arange(64.0).view(4, 16),
         Do(lambda m, x: m.a(m.a(x) if x[0, 0] else x), a=linear()),

@@ -9,15 +9,10 @@ The switch is one for the whole process, and is set while any such first pass ru
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from torchgpipe.task.guards.guard import Context, Guard
+from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 from torchgpipe.task.guards.seeded import Everywhere
-
-if TYPE_CHECKING:
-    from torchgpipe.task.task import TaskGraph
 
 _WITHOUT_FAST_PATH = Everywhere(
     torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
@@ -27,6 +22,6 @@ _WITHOUT_FAST_PATH = Everywhere(
 class SlowAttention(Guard):
     """Keep PyTorch's attention from its way without gradients, in first passes."""
 
-    def before_first_pass(self, task: TaskGraph) -> Context:
+    def before_first_pass(self, task: GuardedTask) -> Context:
         """Return the context of all such passes."""
         return _WITHOUT_FAST_PATH

@@ -9,13 +9,8 @@ Where autocast is off, a stage has no such guard.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from torchgpipe.task.guards.guard import Context, Guard
+from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 from torchgpipe.task.guards.modes import AmbientModes
-
-if TYPE_CHECKING:
-    from torchgpipe.task.task import TaskGraph
 
 
 class UncachedAutocast(Guard):
@@ -24,6 +19,6 @@ class UncachedAutocast(Guard):
     def __init__(self, ambient: AmbientModes) -> None:
         self._ambient = ambient
 
-    def before_first_pass(self, task: TaskGraph) -> Context:
+    def before_first_pass(self, task: GuardedTask) -> Context:
         """Enter the same autocast, without copies."""
         return self._ambient.without_cached_casts()

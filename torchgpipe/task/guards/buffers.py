@@ -16,19 +16,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from torchgpipe.task.guards.contents import BuffersOfThread, comparable, copied, equal
-from torchgpipe.task.guards.guard import Context, Guard
+from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 from torchgpipe.task.guards.in_place import Change, InPlace
 from torchgpipe.tensors._autograd import is_compiled, storage_of
 from torchgpipe.tensors.checkpoint import has_asked
 from torchgpipe.tensors.item import versions
-
-if TYPE_CHECKING:
-    from torchgpipe.task.task import TaskGraph
 
 COMPARED = ["cpu", "meta"]
 """The types of devices that compare at once.
@@ -56,7 +53,7 @@ class _Slot(NamedTuple):
 
 
 class HeldBuffers(NamedTuple):
-    """The buffers before a first pass, and those that it has changed in a way that PyTorch counts."""
+    """The buffers before a first pass, and those that it has changed as PyTorch counts."""
 
     slots: list[_Slot]
     changed: list[_Slot]
@@ -77,7 +74,7 @@ class Buffers(Guard):
         self._slots: dict[Place, _Slot] = {}  # the latest of each buffer
         self._unsure: dict[Place, _Slot] = {}  # of buffers that were not compared
 
-    def before_first_pass(self, task: TaskGraph) -> None:
+    def before_first_pass(self, task: GuardedTask) -> None:
         """Note what the buffers hold now, copied where they have changed."""
         task.noted[self] = held = HeldBuffers([], [])
         places: dict[Place, Tensor | None] = {}
@@ -106,7 +103,7 @@ class Buffers(Guard):
                 copy = None if id(x) in self._ids else copied(x, shared, copies)
                 self._slots[module, name] = _Slot(module, name, x, versions((x,)), copy, shared)
 
-    def after_first_pass(self, task: TaskGraph, outputs: object) -> None:
+    def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
         """Note which buffers a first pass has changed."""
         held: HeldBuffers = task.noted[self]
         for slot in held.slots:
@@ -114,7 +111,7 @@ class Buffers(Guard):
             if now is not slot.tensor or versions((now,)) != slot.version:
                 held.changed.append(slot)
 
-    def before_recomputation(self, task: TaskGraph) -> Context | None:
+    def before_recomputation(self, task: GuardedTask) -> Context | None:
         """Let the layers find the buffers as they were before the first pass."""
         held: HeldBuffers = task.noted[self]
         changed = set()  # modules whose buffers are not as in the first pass, or may not be

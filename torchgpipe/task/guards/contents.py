@@ -13,7 +13,10 @@ from torchgpipe.tensors.microbatch import carrying
 
 
 def copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tensor | None:
-    """Return a copy, one for a buffer that has two places; of those that are `shared`, with memory that is, too."""
+    """Return a copy of a buffer; a buffer that has two places has one copy.
+
+    Copies of buffers that are `shared` share memory as the buffers do.
+    """
     if buffer is not None and id(buffer) not in copies:
         made = copy.deepcopy(buffer.detach(), copies) if shared else buffer.detach().clone()
         copies[id(buffer)] = carrying(made, buffer)
@@ -21,14 +24,14 @@ def copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tenso
 
 
 class BuffersOfThread(UserDict[str, Tensor | None]):
-    """The buffers of a module, in which the thread that makes this finds its `own`, and all others the module's."""
+    """The buffers of a module: in the thread that makes this, its `own`, in others the module's."""
 
     def __init__(self, own: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> None:
         self._thread = threading.get_ident()
         self._own, self._others = own, others
 
     def __reduce__(self) -> Any:
-        """Copy and pickle a plain dictionary, of what this thread finds: it stays when this is no longer needed."""
+        """Copy and pickle a plain dictionary of what this thread finds, as that outlives this."""
         return dict, (self.copy(),)
 
     def copy(self) -> dict[str, Tensor | None]:  # type: ignore[override]
@@ -47,7 +50,10 @@ def comparable(x: Tensor) -> bool:
 
 
 def equal(x: Tensor, y: Tensor) -> bool | None:
-    """Return whether two buffers hold the same bits, `None` if that is not known; of device `meta` they do."""
+    """Return whether two buffers hold the same bits, or `None` if that is not known.
+
+    On device `meta` all do.
+    """
     if x.is_meta or not comparable(x):
         return x.is_meta or None
     if x.is_cpu and x.nbytes <= 4096 and x.is_contiguous() and y.is_contiguous():

@@ -11,35 +11,38 @@ graph to find out. A recomputation corrects what was claimed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.task.guards.guard import Context, Guard, Nested
+from torchgpipe.task.guards.guard import Context, Guard, GuardedTask, Nested
 from torchgpipe.task.guards.parameters import READS_GRADIENT
 from torchgpipe.tensors._autograd import packs_saved_tensors
 from torchgpipe.tensors.microbatch import Flat
-
-if TYPE_CHECKING:
-    from torchgpipe.task.task import TaskGraph
 
 Needs = tuple[bool, ...]
 """Which inputs of a task take a gradient."""
 
 
 class OutputGradients(Guard):
-    """What is known of a partition's tasks.
+    """Which outputs of a stage's tasks take a gradient.
 
-    It is kept for as long as modes of layers, and which parameters take gradients, stay alike.
+    Args:
+        all_do: What is known of tasks, by which inputs take a gradient: whether all outputs do that
+            can. Mini-batches share it, for as long as modes of layers, and which parameters take
+            gradients, stay alike.
+        ids: The ids of parameters and stand-ins.
+        begins_in_place: Whether the first layer changes its input in place.
     """
 
-    def __init__(self) -> None:
-        # By which inputs take a gradient: whether all outputs do that can.
-        self._all_do: dict[Needs, bool] = {}
+    def __init__(self, all_do: dict[Needs, bool], ids: set[int], begins_in_place: bool) -> None:
+        self._all_do = all_do
+        self._ids = ids
+        self._begins_in_place = begins_in_place
 
-    def before_first_pass(self, task: TaskGraph) -> Context | None:
+    def before_first_pass(self, task: GuardedTask) -> Context | None:
         """Say whether the task needs a graph, and watch what the layers of the first one ask."""
         task.with_graph = not self._all_do.get(task.needs, False)
         if not task.with_graph:
@@ -50,18 +53,18 @@ class OutputGradients(Guard):
             # graph saves.
             contexts.append(saved_tensors_hooks(Tensor.detach, lambda x: x))
         if task.needs not in self._all_do:
-            task.noted[self] = _Asks(task.guards.parameters.ids)
+            task.noted[self] = _Asks(self._ids)
             contexts.append(task.noted[self])
         return Nested(contexts) if contexts else None
 
-    def claim(self, task: TaskGraph, given: Flat, outputs: Flat) -> list[bool]:
-        """Return which of the `outputs` of a first pass, whose layers were `given` this, take one."""
+    def claim(self, task: GuardedTask, given: Flat, outputs: Flat) -> list[bool]:
+        """Return which of the `outputs` of layers that were `given` inputs take a gradient."""
         # An output that is an input takes a gradient exactly if that input does, but not one that
         # is changed in place.
         handed_on: dict[int, bool] = {}
         for x, need in zip(given, task.needs, strict=True):
             handed_on[id(x)] = need
-        if task.guards.memory.begins_in_place and task.form is Tensor:
+        if self._begins_in_place and task.form is Tensor:
             handed_on.pop(id(given[0]), None)
         able = []
         for y in outputs:
@@ -74,7 +77,7 @@ class OutputGradients(Guard):
             self._all_do[task.needs] = task.found == able and not watched.asked
         return task.found
 
-    def after_recomputation(self, task: TaskGraph, outputs: Flat) -> None:
+    def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
         """Note that layers do otherwise than was claimed."""
         if task.claimed != task.found:
             self._all_do[task.needs] = False
@@ -89,9 +92,12 @@ class _Asks(TorchFunctionMode):
 
     only_watches = True
     asked = False
-    properties = {
-        getattr(Tensor, x).__get__ for x in ("requires_grad", "is_leaf", "grad_fn", "grad")
-    }
+    properties = (
+        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+        Tensor.grad_fn.__get__,  # type: ignore[union-attr]
+        Tensor.grad.__get__,  # type: ignore[union-attr]
+    )
     # By name: torch.compile, which runs this, too, cannot look a function up in a set.
     functions = ("grad", "register_hook", "retain_grad", "numpy", "__deepcopy__", "__repr__")
 

@@ -20,12 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, Protocol
 
-from torchgpipe.tensors.microbatch import Flat
-
-if TYPE_CHECKING:
-    from torchgpipe.task.task import TaskGraph
+from torchgpipe.tensors.microbatch import Flat, Form
 
 Context = AbstractContextManager[object]
 Before = Literal[
@@ -33,25 +30,41 @@ Before = Literal[
 ]
 
 
+class GuardedTask(Protocol):
+    """What guards see of a task (task.py)."""
+
+    inputs: Flat | None  # of a checkpointed task, until its last recomputation
+    form: Form  # of the inputs
+    needs: tuple[bool, ...]  # which inputs take a gradient
+    with_graph: bool  # whether the first pass makes a graph
+    found: list[bool]  # which outputs take a gradient, in the latest graph
+    claimed: list[bool]  # which outputs take one, by the first pass
+    noted: dict[Guard, Any]  # what each guard has noted of the first pass
+
+    @property
+    def randomness(self) -> Guard:
+        """The guard of the task's random numbers, which each task has for itself."""
+
+
 class Guard:
     """Do nothing at any moment. What a guard notes of a task is kept in `task.noted[self]`."""
 
-    def before_single_pass(self, task: TaskGraph) -> Context | None:
+    def before_single_pass(self, task: GuardedTask) -> Context | None:
         """Prepare for the only pass of a task that is not checkpointed."""
 
-    def before_first_pass(self, task: TaskGraph) -> Context | None:
-        """Prepare for the first pass of a checkpointed task, and note what its recomputation needs."""
+    def before_first_pass(self, task: GuardedTask) -> Context | None:
+        """Prepare for the first pass of a checkpointed task; note what its second pass needs."""
 
-    def after_first_pass(self, task: TaskGraph, outputs: Flat) -> None:
+    def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
         """Check what the layers have done, and note more. Not called if the layers have failed."""
 
-    def before_recomputation(self, task: TaskGraph) -> Context | None:
+    def before_recomputation(self, task: GuardedTask) -> Context | None:
         """Put back what was noted, or refuse the recomputation."""
 
-    def after_recomputation(self, task: TaskGraph, outputs: Flat) -> None:
+    def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
         """Check that the layers have done the same. Not called if the layers have failed."""
 
-    def before_backward(self, task: TaskGraph) -> Context | None:
+    def before_backward(self, task: GuardedTask) -> Context | None:
         """Prepare for the backward of the layers, which may run layers again."""
 
     def after_all_forwards(self) -> None:

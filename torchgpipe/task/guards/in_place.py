@@ -18,12 +18,9 @@ import threading
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, copy_context
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from torchgpipe.task.guards.guard import Guard
-
-if TYPE_CHECKING:
-    from torchgpipe.task.task import TaskGraph
+from torchgpipe.task.guards.guard import Guard, GuardedTask
 
 Lock = AbstractContextManager[object]
 """What keeps all but one thread from running some modules; one thread may take it several times."""
@@ -32,8 +29,8 @@ Lock = AbstractContextManager[object]
 class Change(NamedTuple):
     """A dictionary, such as the attributes of a module; a key; and what is put there.
 
-    Of parameters and buffers the whole dictionary is replaced, since a layer may add to it in its forward. What others
-    put there meanwhile is taken back, too, unless it `may_stay`.
+    Of parameters and buffers the whole dictionary is replaced, since a layer may add to it in its
+    forward. What others put there meanwhile is taken back, too, unless it `may_stay`.
     """
 
     place: dict[str, Any]
@@ -43,7 +40,10 @@ class Change(NamedTuple):
 
 
 class InPlace:
-    """Make changes while a thread is within this context. If Ctrl-C skips `__exit__`, `__del__` takes them back."""
+    """Make changes while a thread is within this context.
+
+    If Ctrl-C skips `__exit__`, `__del__` takes the changes back.
+    """
 
     __slots__ = ("_before", "_changes")
 
@@ -74,8 +74,8 @@ class InPlace:
 class InPlaceForRun:
     """Make changes while any program of a run is within this context, each in its thread.
 
-    The last to leave takes them back. After a second Ctrl-C, which does not wait for programs, that is not the caller.
-    Each part has the lock of the layers that it changes.
+    The last to leave takes them back. After a second Ctrl-C, which does not wait for programs, that
+    is not the caller. Each part has the lock of the layers that it changes.
     """
 
     def __init__(self, parts: Sequence[tuple[Lock, InPlace]]) -> None:
@@ -107,8 +107,8 @@ class InPlaceForTask(Guard):
     def __init__(self, changes: Sequence[Change]) -> None:
         self._changes = changes
 
-    def before_single_pass(self, task: TaskGraph) -> InPlace:
-        """Return the context of any pass, and of backward, where checkpoints may run layers again."""
+    def before_single_pass(self, task: GuardedTask) -> InPlace:
+        """Return the context of any pass, and of backward, which may run layers again."""
         return InPlace(self._changes)
 
     before_first_pass = before_recomputation = before_backward = before_single_pass
@@ -149,7 +149,10 @@ T = TypeVar("T")
 
 
 def in_its_turn(locks: frozenset[Lock], run: Callable[[], T]) -> T:
-    """Call `run` when no other thread is in a run through the layers that have these locks, and keep others out."""
+    """Call `run` when no other thread is in a run through layers with these locks.
+
+    Other threads are kept out meanwhile.
+    """
     outer = _turns.get()
     turn = Turn(locks)
 
@@ -164,7 +167,10 @@ def in_its_turn(locks: frozenset[Lock], run: Callable[[], T]) -> T:
 
 
 def _holding(locks: Sequence[Lock], run: Callable[[], T]) -> T:
-    """Call `run` while all of these are held. Of a `with` for each lock, Ctrl-C can leave none held."""
+    """Call `run` while all locks are held.
+
+    If there were a `with` for each lock, Ctrl-C could leave locks held.
+    """
     if not locks:
         return run()
     with locks[0]:
@@ -174,7 +180,8 @@ def _holding(locks: Sequence[Lock], run: Callable[[], T]) -> T:
 def outer_turns() -> list[Turn]:
     """Return the turns of runs through the same layers that the innermost turn is within.
 
-    There are some where a layer, a hook or a criterion calls the pipeline that runs it, or one that shares layers.
+    There are some where a layer, a hook or a criterion calls the pipeline that runs it, or one that
+    shares layers.
     """
     *outer, own = _turns.get() or [Turn(frozenset())]
     return [turn for turn in outer if turn.locks & own.locks]

@@ -12,15 +12,12 @@ before each pass.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchgpipe.task.guards.guard import Guard
+from torchgpipe.task.guards.guard import Guard, GuardedTask
 from torchgpipe.task.guards.in_place import Change, InPlace
-
-if TYPE_CHECKING:
-    from torchgpipe.task.task import TaskGraph
 
 _RUN = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _ABOUT = (
@@ -53,11 +50,11 @@ class Layers(Guard):
         self._modules = modules
         self._constants = _constants(modules)
 
-    def before_first_pass(self, task: TaskGraph) -> None:
+    def before_first_pass(self, task: GuardedTask) -> None:
         """Note the states of the layers."""
         task.noted[self] = self.states()
 
-    def before_recomputation(self, task: TaskGraph) -> InPlace | None:
+    def before_recomputation(self, task: GuardedTask) -> InPlace | None:
         """Put the states of the layers back that they had before the first pass."""
         before: LayerStates = task.noted[self]
         now = self.states()
@@ -74,7 +71,8 @@ class Layers(Guard):
                 changes.append(Change(module.__dict__, "training", mode))
             if hooks != present:
                 for name, items in zip(_HOOKS, hooks, strict=True):
-                    changes.append(Change(module.__dict__, name, OrderedDict(items)))  # type: ignore[arg-type]
+                    dictionary: Any = OrderedDict(items)  # type: ignore[arg-type]
+                    changes.append(Change(module.__dict__, name, dictionary))
         return InPlace(changes)
 
     def states(self) -> LayerStates:
@@ -133,9 +131,9 @@ def _constants(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
         kind: Any = type(module)
         names = ("forward", *_UNDECLARED.get(kind, ()), *getattr(kind, "__constants__", ()))
         for name in names:
-            # A recomputation in another thread may have it exchanged.
-            if name != "track_running_stats":
-                found.append((module, name, module.__dict__.get(name)))
+            if name == "track_running_stats":
+                continue  # a recomputation in another thread may have it exchanged
+            found.append((module, name, module.__dict__.get(name)))
     everywhere = [tuple(hooks.items()) for hooks in _EVERYWHERE]
     return [*found, (modules[0], "hooks of all modules", everywhere)]
 

@@ -9,16 +9,11 @@ It costs one look at the version of each input, before and after each pass.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
 
-from torchgpipe.task.guards.guard import Guard
+from torchgpipe.task.guards.guard import Guard, GuardedTask
 from torchgpipe.tensors.item import versions
 from torchgpipe.tensors.microbatch import Flat, Form, carrying
-
-if TYPE_CHECKING:
-    from torchgpipe.task.task import TaskGraph
 
 
 class KeptInputs(Guard):
@@ -35,11 +30,11 @@ class KeptInputs(Guard):
             return inputs
         return (carrying(x.detach().clone(), x), *inputs[1:])
 
-    def before_first_pass(self, task: TaskGraph) -> None:
+    def before_first_pass(self, task: GuardedTask) -> None:
         """Note how often each input was changed in place."""
         task.noted[self] = versions(task.inputs or ())
 
-    def after_first_pass(self, task: TaskGraph, outputs: Flat) -> None:
+    def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
         """Raise `RuntimeError` if the first pass has changed an input in place."""
         if versions(task.inputs or ()) != task.noted[self]:
             raise RuntimeError(
@@ -48,7 +43,7 @@ class KeptInputs(Guard):
                 "(inplace=False) or use checkpoint='never'"
             )
 
-    def before_recomputation(self, task: TaskGraph) -> None:
+    def before_recomputation(self, task: GuardedTask) -> None:
         """Raise `RuntimeError` if an input has been changed in place since the first pass."""
         if versions(task.inputs or ()) != task.noted[self]:
             raise RuntimeError(
@@ -60,7 +55,7 @@ class KeptInputs(Guard):
 
 
 def begins_in_place(partition: nn.Module) -> bool:
-    """Return whether the first layer says, by its attribute `inplace`, that it changes its input."""
+    """Return whether the first layer has the attribute `inplace`: it changes its input."""
     layers = [partition]
     while layers and isinstance(layers[0], (nn.Sequential, nn.Identity, nn.Flatten)):
         layers = [*layers[0].children(), *layers[1:]]

@@ -1,7 +1,8 @@
 """The modes around the caller's code, which PyTorch keeps for each thread apart.
 
-What goes wrong without it: the call is under autocast, and backward() outside of it. A worker thread
-would compute in float32, and a recomputation, too, though the first pass has computed in bfloat16.
+What goes wrong without it: the call is under autocast, and backward() outside of it. A worker
+thread would compute in float32, and a recomputation, too, though the first pass has computed in
+bfloat16.
 
 Worker threads enter all modes. A recomputation enters those that may have changed since the first
 pass; where none has, that costs one look at the modes of its thread.
@@ -13,12 +14,12 @@ import contextvars
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchgpipe.task.guards.guard import Context, Guard
+from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 from torchgpipe.task.guards.seeded import PrivateGenerator
 from torchgpipe.tensors._autograd import (
     NO_MODES,
@@ -31,9 +32,6 @@ from torchgpipe.tensors._autograd import (
 )
 from torchgpipe.tensors.checkpoint import CheckpointPhase, is_checkpointing, is_recomputing
 from torchgpipe.tensors.observe import NOTHING
-
-if TYPE_CHECKING:
-    from torchgpipe.task.task import TaskGraph
 
 _WITH_AUTOCAST = {"cpu", "cuda", "xpu"}
 
@@ -78,7 +76,7 @@ class AmbientModes(Guard):
         self.context = contextvars.copy_context()
 
     def again(self) -> Context:
-        """Return a context for another thread or a later time, with the modes that are others there."""
+        """Return a context with these modes, for another thread or a later time."""
         return self.before_recomputation() or NOTHING
 
     def without_cached_casts(self) -> Context:
@@ -93,7 +91,7 @@ class AmbientModes(Guard):
         with inference, torch.set_grad_enabled(self.grad), phase, self.again():
             yield
 
-    def before_recomputation(self, task: TaskGraph | None = None) -> Context | None:
+    def before_recomputation(self, task: GuardedTask | None = None) -> Context | None:
         """Return a context that sets autocast, the default type, and other modes as they were.
 
         Raises:
@@ -117,7 +115,10 @@ class AmbientModes(Guard):
 
     @contextmanager
     def _as_before(self, present: Sequence[list[Any]], turned_off: bool) -> Iterator[None]:
-        """Set modes as they were; those of functions and operators if there are others at `present`."""
+        """Set modes as they were.
+
+        Those of functions and operators are set if there are other modes, `present`, now.
+        """
         with ExitStack() as stack:
             if turned_off:
                 stack.enter_context(with_torch_function())
@@ -153,20 +154,25 @@ class AmbientModes(Guard):
             )
 
     def _to_repeat(self, stacks: Stacks) -> Stacks:
-        """Return the modes that a recomputation enters; all, until it is known which have changed."""
+        """Return which of these modes a recomputation enters.
+
+        All count, until it is known which modes have changed.
+        """
         stacks = _without_private(stacks)
         if stacks is NO_MODES or not self._all_have_run:
             return stacks
-        repeated = []
-        for modes in stacks:
-            repeated.append([m for m in modes if m not in self.changed and not _only_watches(m)])
-        return tuple(repeated)
+        function_modes, operator_modes = stacks
+        return self._without_changed(function_modes), self._without_changed(operator_modes)
+
+    def _without_changed(self, modes: list[Any]) -> list[Any]:
+        return [m for m in modes if not (m in self.changed or _only_watches(m))]
 
 
 def _without_private(stacks: Stacks) -> Stacks:
     if stacks is NO_MODES:
         return stacks
-    return tuple([[m for m in modes if type(m) is not PrivateGenerator] for modes in stacks])
+    function_modes, operator_modes = stacks
+    return function_modes, [m for m in operator_modes if type(m) is not PrivateGenerator]
 
 
 def _only_watches(mode: object) -> bool:

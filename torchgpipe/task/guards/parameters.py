@@ -4,26 +4,23 @@ What goes wrong without it: a hook clips a parameter's gradient. It would run fo
 and clip each part.
 
 If the graphs of tasks ended in the parameters, each task would add to `.grad` by itself: hooks
-would run for every task, and `autograd.grad` would find nothing. So tasks run on stand-ins, detached
-parameters, which are put into the layers (in_place.py). A node of the caller's graph that comes
-after all tasks in backward (`one_node`) returns the gradients that were added up in the stand-ins.
+would run for every task, and `autograd.grad` would find nothing. So tasks run on stand-ins,
+detached parameters, which are put into the layers (in_place.py). A node of the caller's graph that
+comes after all tasks in backward (`one_node`) returns the gradients that were added up in the
+stand-ins.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Set
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.task.guards.guard import Guard
+from torchgpipe.task.guards.guard import Guard, GuardedTask
 from torchgpipe.task.guards.in_place import Change
 from torchgpipe.tensors._autograd import accumulator_of, at_end, backward_id, sharded
-
-if TYPE_CHECKING:
-    from torchgpipe.task.task import TaskGraph
 
 BY_ANOTHER_WAY = (
     "a backward reached a partition's layers by another way than its outputs: a layer keeps a "
@@ -143,7 +140,7 @@ class StandInParameters(Guard):
     def _ids_watched(self) -> list[int]:
         return [id(x) for names in self._watched for x in names.values()]
 
-    def after_first_pass(self, task: TaskGraph, outputs: object) -> None:
+    def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
         """Raise `RuntimeError` if a layer has changed a parameter in place."""
         if [p._version for _, p in self._all] != self._versions:
             raise RuntimeError(
@@ -152,7 +149,7 @@ class StandInParameters(Guard):
                 "values; do not change it there, or use checkpoint='never'"
             )
 
-    def before_recomputation(self, task: TaskGraph) -> None:
+    def before_recomputation(self, task: GuardedTask) -> None:
         """Raise `RuntimeError` if a parameter was changed in place since the forward."""
         if [p._version for _, p in self._all] != self._versions:
             raise RuntimeError(
@@ -220,7 +217,7 @@ class StandInParameters(Guard):
         return True
 
     def _end(self) -> None:
-        """Note that the backward has ended; raise `RuntimeError` if a gradient was added after `take`."""
+        """Note that the backward has ended; refuse a gradient that came after `take`."""
         self._thread = None
         if self._idle:
             _refuse_any([stand_in.grad for stand_in in self.by_parameter.values()])

@@ -1,6 +1,9 @@
-"""How one task draws random numbers, such that its recomputation draws those of its first pass (GPipe paper, 2.3).
+"""How one task draws random numbers: its recomputation draws those of its first pass.
 
-What goes wrong without it: a dropout draws another mask in the recomputation: gradients of another output.
+The GPipe paper has this in section 2.3.
+
+What goes wrong without it: a dropout draws another mask in the recomputation: gradients of another
+output.
 
 engine/seeds.py says which task draws in which way.
 """
@@ -11,22 +14,19 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import string_at
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.task.guards.guard import Context, Guard
+from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 from torchgpipe.tensors.observe import NOTHING
-
-if TYPE_CHECKING:
-    from torchgpipe.task.task import TaskGraph
 
 _one_at_a_time = threading.RLock()
 
 UNLIKE = (
-    "a recomputation drew more or fewer random numbers than its first pass: a layer draws otherwise in it, or another "
-    "thread drew from the same generator; give that thread a torch.Generator of its own"
+    "a recomputation drew more or fewer random numbers than its first pass: a layer draws "
+    "otherwise in it, or another thread drew from the same generator; give that thread a "
+    "torch.Generator of its own"
 )
 
 
@@ -52,13 +52,16 @@ def check_apart(generators: Iterable[Sequence[torch.Generator]]) -> None:
     distinct = [g for own in generators for g in set(own)]
     if len(set(distinct)) < len(distinct):
         raise RuntimeError(
-            "several partitions draw from one torch.Generator, and not in the order in which the layers would; give "
-            "each layer a generator of its own"
+            "several partitions draw from one torch.Generator, and not in the order in which the "
+            "layers would; give each layer a generator of its own"
         )
 
 
 State = Tensor | tuple[int, int]
-"""A generator's state: on a device its seed and its offset, which are read without waiting for the device."""
+"""A generator's state.
+
+On a device, it is the seed and the offset, which are read without waiting for the device.
+"""
 
 MakeContext = Callable[[], Context]
 
@@ -89,17 +92,17 @@ class Randomness(Guard):
         """Return a context for layers that run once."""
         return NOTHING if self._around is None else self._around()
 
-    def before_single_pass(self, task: TaskGraph) -> Context | None:
+    def before_single_pass(self, task: GuardedTask) -> Context | None:
         """Return what to enter around the only pass."""
         return None if self._around is None else self._around()
 
-    def before_first_pass(self, task: TaskGraph) -> Context | None:
+    def before_first_pass(self, task: GuardedTask) -> Context | None:
         """Note the generators' states; return what to enter around the first pass."""
         self._before = [state_of(g) for g in self.generators]
         return None if self._around is None else self._around()
 
-    def after_first_pass(self, task: TaskGraph, outputs: object) -> None:
-        """Forget the generators from which nothing was drawn: the recomputation leaves them alone."""
+    def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
+        """Forget the generators that drew nothing: the recomputation leaves them alone."""
         generators, starts, ends = [], [], []
         for generator, start in zip(self.generators, self._before, strict=True):
             end = state_of(generator)
@@ -109,13 +112,13 @@ class Randomness(Guard):
                 ends.append(end)
         self.generators, self._before, self._after = generators, starts, ends
 
-    def before_recomputation(self, task: TaskGraph) -> Context | None:
+    def before_recomputation(self, task: GuardedTask) -> Context | None:
         """Return what to enter around the recomputation."""
         if self.generators:
             return self._as_in_first()
         return None if self._around is None else self._around()
 
-    def before_backward(self, task: TaskGraph) -> Context | None:
+    def before_backward(self, task: GuardedTask) -> Context | None:
         """Return what to enter around the layers' backward."""
         return None if self._around_backward is None else self._around_backward()
 
@@ -147,7 +150,10 @@ def state_of(g: torch.Generator) -> State:
 
 
 def same(a: State, b: State) -> bool:
-    """Return whether two states are equal, without an operator on tensors, which would count as a task's."""
+    """Return whether two states are equal.
+
+    No operator on tensors is called, as it would count as one of the task's.
+    """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return string_at(a.data_ptr(), a.nbytes) == string_at(b.data_ptr(), b.nbytes)
     return a == b

@@ -1,7 +1,10 @@
-"""Draw with a seed of a task's own: from a generator that only this task has, or from the default one for a while.
+"""Draw with a seed of a task's own.
 
-Both draw the same numbers. Workers need the first, as their tasks run at once and the CPU's default generator is one
-for all threads. The second is for ranks: it costs less, as it need not watch every operator.
+The task draws from a generator that only it has, or from the default generator for a while.
+
+Both draw the same numbers. Workers need the first, as their tasks run at once and the CPU's default
+generator is one for all threads. The second is for ranks: it costs less, as it need not watch every
+operator.
 """
 
 from __future__ import annotations
@@ -24,13 +27,16 @@ DEFAULT_GENERATOR_LOCK = threading.RLock()
 _set_default = torch.default_generator.set_state
 
 SET = (
-    "a layer, or another thread, has set the default generator (torch.manual_seed), which all partitions share; give "
-    "the layer a torch.Generator of its own, or use GPipe with engine='graph'"
+    "a layer, or another thread, has set the default generator (torch.manual_seed), which all "
+    "partitions share; give the layer a torch.Generator of its own, or use GPipe with "
+    "engine='graph'"
 )
 
 
 class SeededDefault:
-    """Let a task draw from the default generator, seeded for it; one object is entered around both of its passes.
+    """Let a task draw from the default generator, seeded for it.
+
+    One object is entered around both passes of the task.
 
     Afterwards the generator is as it was before. `drew` is called then, if there was a draw.
     """
@@ -67,11 +73,11 @@ _thread = _Thread()
 
 
 class PrivateGenerator(TorchDispatchMode):
-    """Let every operator within this context that draws random numbers draw from the context's own generator.
+    """Let operators within this context draw random numbers from a generator of its own.
 
-    Operators that accept a generator are given it. The few that accept none take the default generator, which is put
-    into the own one's state for as long; they run one at a time. `drew` is called at each draw. An operator to which a
-    layer gives a generator is left alone.
+    Operators that accept a generator are given it. The few that accept none take the default
+    generator, which is put into the own one's state for as long; they run one at a time. `drew` is
+    called at each draw. An operator to which a layer gives a generator is left alone.
 
     As this sees every operator, it also calls `exchanged` before each collective.
     """
@@ -97,12 +103,15 @@ class PrivateGenerator(TorchDispatchMode):
 
     @staticmethod
     def present() -> PrivateGenerator | None:
-        """Return the innermost such context that the running thread is within; `None` if it is in none."""
+        """Return the innermost such context of the running thread, if there is one."""
         return _thread.private
 
     @staticmethod
     def back_to(outer: PrivateGenerator | None) -> None:
-        """Leave all such contexts that were entered within `outer`; the caller sets back which modes the thread has."""
+        """Leave all such contexts that were entered within `outer`.
+
+        The caller sets back which modes the thread has.
+        """
         _thread.private = outer
 
     def __enter__(self) -> PrivateGenerator:
@@ -122,7 +131,7 @@ class PrivateGenerator(TorchDispatchMode):
         kwargs = kwargs or {}
         kind = _kind(func)
         # An operator on a DTensor may exchange its parts, and this would not see that.
-        if kind == "exchanges" or any([hasattr(each, "full_tensor") for each in types]):
+        if kind == "exchanges" or any(hasattr(each, "full_tensor") for each in types):
             self.exchanged()
         # Where such contexts are nested, only the innermost acts.
         quiet = kind in ("quiet", "exchanges")
@@ -200,7 +209,10 @@ ASKING_PRIVATE_GENERATORS = Everywhere(
     lambda g: vars(torch.random).update(default_generator=g),
     _OfThisThread(),
 )
-"""Let `torch.get_rng_state`, `set_rng_state`, `fork_rng` and `manual_seed` reach a task's private generator."""
+"""Let `torch.get_rng_state` and its like reach a task's private generator.
+
+These are `set_rng_state`, `fork_rng` and `manual_seed`.
+"""
 
 
 def _default_seed() -> int:

@@ -9,14 +9,9 @@ stage has no such guard.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from torchgpipe.task.guards.guard import Guard
+from torchgpipe.task.guards.guard import Guard, GuardedTask
 from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.tensors.microbatch import Flat
-
-if TYPE_CHECKING:
-    from torchgpipe.task.task import TaskGraph
 
 
 class StatefulModes(Guard):
@@ -26,11 +21,11 @@ class StatefulModes(Guard):
         self._index = index
         self._ambient = ambient
 
-    def after_first_pass(self, task: TaskGraph, outputs: Flat) -> None:
+    def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
         """Keep copies of the outputs."""
         task.noted[self] = [None if y is None else y.detach().clone() for y in outputs]
 
-    def after_recomputation(self, task: TaskGraph, outputs: Flat) -> None:
+    def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
         """Raise `RuntimeError` if the outputs are others, and a mode has changed."""
         if not self._ambient.changed:
             return

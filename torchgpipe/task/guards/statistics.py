@@ -10,19 +10,16 @@ them alone, and needs no copy of them. A layer that reads them in spite of that 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchgpipe.task.batchnorm import DeferredBatchNorm
-from torchgpipe.task.guards.guard import Guard
+from torchgpipe.task.guards.guard import Guard, GuardedTask
 from torchgpipe.task.guards.in_place import Change, InPlace
 from torchgpipe.tensors._autograd import within_plain_checkpoint
 from torchgpipe.tensors.checkpoint import is_recomputing
-
-if TYPE_CHECKING:
-    from torchgpipe.task.task import TaskGraph
 
 _STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 _FORWARDS = {kind.forward for kind in (_BatchNorm, nn.SyncBatchNorm, DeferredBatchNorm)}
@@ -32,9 +29,9 @@ def norms_in_training(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """Return the normalization layers whose output does not depend on their statistics now."""
     found = set()
     for module in modules:
-        if module.training and type(module).forward in _FORWARDS:
-            if module._buffers and module._buffers.keys() <= _STATISTICS:
-                found.add(module)
+        is_norm = module.training and type(module).forward in _FORWARDS
+        if is_norm and module._buffers and module._buffers.keys() <= _STATISTICS:
+            found.add(module)
     return found
 
 
@@ -48,12 +45,12 @@ class Statistics(Guard):
             self._unread.append(Change(norm.__dict__, "_buffers", _Unread(norm._buffers)))
             self._untracked.append(Change(norm.__dict__, "track_running_stats", False))
 
-    def before_recomputation(self, task: TaskGraph) -> InPlace:
+    def before_recomputation(self, task: GuardedTask) -> InPlace:
         """Let the layers neither update nor read the statistics."""
         return InPlace([*self._unread, *self._untracked])
 
-    def before_backward(self, task: TaskGraph) -> InPlace:
-        """Let the layers not read the statistics, as `torch.utils.checkpoint` may run them again."""
+    def before_backward(self, task: GuardedTask) -> InPlace:
+        """Let the layers not read the statistics: `torch.utils.checkpoint` may run them again."""
         return InPlace(self._unread)
 
 

@@ -1,0 +1,151 @@
+"""Which products in the graph of a task have sides, so that their weights can wait (halves.py)."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+
+from torchgpipe.tensors._autograd import reads_saved
+
+# At which of a product's inputs its two factors begin, and by which names its node has saved them.
+PRODUCTS = {
+    "MmBackward0": (0, "self", "mat2"),
+    "AddmmBackward0": (1, "mat1", "mat2"),
+    "BmmBackward0": (0, "self", "mat2"),
+    "BaddbmmBackward0": (1, "batch1", "batch2"),
+    "ConvolutionBackward0": (0, "input", "weight"),
+}
+
+Row = tuple[type, bool | None, tuple[int, ...]]
+"""A node: its class; whether what it has saved can be read; its next nodes, by their numbers.
+
+What has been saved is of interest only of a product; of other nodes, the second entry is `None`. A
+next node that is not there has the number -1.
+"""
+
+PACKED = (
+    "what a layer saves is packed (torch.utils.checkpoint, saved_tensors_hooks), or no plain tensor"
+)
+
+
+class Plan(NamedTuple):
+    """How the backward of one structure of graphs is split; nodes are given by their numbers."""
+
+    later: list[
+        tuple[int, list[int]]
+    ]  # products that have sides, with the inputs where these begin
+    now: list[int]  # the leaves of the first half
+    reasons: list[str]  # why other products have no sides
+
+
+NO_PLAN = Plan([], [], [])
+
+
+def numbered(roots: Iterable[GradientEdge]) -> tuple[list[Any], tuple[Row, ...]]:
+    """Return all nodes below `roots` in a fixed order, and the structure of the graph."""
+    nodes: list[Any] = list(dict.fromkeys([edge.node for edge in roots]))
+    numbers = {node: k for k, node in enumerate(nodes)}
+    rows = []
+    for node in nodes:  # the list grows meanwhile
+        below = []
+        for child, _ in node.next_functions:
+            k = -1 if child is None else numbers.setdefault(child, len(nodes))
+            if k == len(nodes):
+                nodes.append(child)
+            below.append(k)
+        product = PRODUCTS.get(type(node).__name__)
+        readable = None if product is None else reads_saved(node, product[1:])
+        rows.append((type(node), readable, tuple(below)))
+    return nodes, tuple(rows)
+
+
+def plan(rows: Sequence[Row], begins: Iterable[int], named: Sequence[str]) -> Plan:
+    """Find out which products of a graph have sides, and why others have none.
+
+    Args:
+        rows: The structure of the graph.
+        begins: The nodes that its backward begins at.
+        named: The name of the parameter or buffer that a node adds to, or nothing.
+    """
+    return _Planner(rows, begins, named).plan()
+
+
+class _Planner:
+    def __init__(self, rows: Sequence[Row], begins: Iterable[int], named: Sequence[str]) -> None:
+        self._rows = rows
+        self._named = named
+        self._next = []
+        for _, _, below in rows:
+            self._next.append([x for x in below if x >= 0])
+        # A custom Function may do anything, and the entrance of a task is one.
+        self._custom = [issubclass(kind, BackwardCFunction) for kind, _, _ in rows]
+        self._uses = Counter(begins)
+        for following in self._next:
+            self._uses.update(following)
+        self._reasons: dict[str, None] = {}
+
+    def plan(self) -> Plan:
+        """Return the plan."""
+        later = []
+        aside: set[int] = set()
+        for k, (kind, readable, below) in enumerate(self._rows):
+            if readable is False:
+                self._reasons[PACKED] = None
+            if self._custom[k]:
+                self._note_custom(k)
+            sides: dict[int, set[int]] = {}
+            if readable:
+                for place, begin in enumerate(below):
+                    found = self._side(begin)
+                    if found:
+                        sides[place] = found
+            if readable and _is_worth(kind.__name__, below, sides):
+                later.append((k, list(sides)))
+                aside.update(*sides.values())
+        now = []
+        for k, following in enumerate(self._next):
+            if not following and k not in aside:
+                now.append(k)
+        return Plan(later, now, list(self._reasons))
+
+    def _side(self, begin: int) -> set[int]:
+        """Return the nodes of the side that begins at a node; none if it is no side."""
+        found = [begin] if begin >= 0 else []
+        for k in found:  # the list grows meanwhile
+            _, readable, _ = self._rows[k]
+            if readable is not None or self._custom[k]:
+                return set()
+            for x in dict.fromkeys(self._next[k]):
+                if x not in found:
+                    found.append(x)
+        within = 0
+        uses = 0
+        for k in found:
+            within += len(self._next[k])
+            uses += self._uses[k]
+        if uses == within + 1:  # nothing else leads there
+            return set(found)
+        if len(found) == within + 1:  # a chain, which ends in a leaf
+            self._reasons[f"{self._named[found[-1]]!r} is used more than once"] = None
+        return set()
+
+    def _note_custom(self, k: int) -> None:
+        kind, _, _ = self._rows[k]
+        for x in self._next[k]:
+            if self._named[x]:
+                reason = f"{self._named[x]!r} has its gradient from a custom Function"
+                self._reasons[f"{reason} ({kind.__name__})"] = None
+
+
+def _is_worth(name: str, below: Sequence[int], sides: Mapping[int, object]) -> bool:
+    """Return whether a product's `sides`, by its inputs, are worth to be left for later."""
+    # To add up a bias's gradient takes less than to keep it.
+    first = PRODUCTS[name][0]
+    if first not in sides and first + 1 not in sides:
+        return False
+    if name != "ConvolutionBackward0":
+        return True
+    # One kernel gives the gradients of a filter and its bias.
+    return all(below[place] < 0 or place in sides for place in (1, 2))
