@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.distributed import DistributedGPipe, RankFailed
-from torchgpipe.partition import translate_old_state
+from torchgpipe.layers.names import translate_old_state
 from torchgpipe.task.guards.parameters import TOKEN
 from torchgpipe.tensors._autograd import keeps_graph
 from torchgpipe.tensors.microbatch import Flat

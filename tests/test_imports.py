@@ -24,11 +24,11 @@ LAYERS = [
     {"torchgpipe.plan"},
     {"torchgpipe.distributed", "torchgpipe.state", "torchgpipe.timeline", "torchgpipe.gpipe"},
     {"torchgpipe.partitioned"},
-    {"torchgpipe.step", "torchgpipe.partition"},
+    {"torchgpipe.step", "torchgpipe.layers"},
     {"torchgpipe.engine"},
     {"torchgpipe.task", "torchgpipe.balance"},
     {"torchgpipe.trace"},
-    {"torchgpipe.skip", "torchgpipe.tensors", "torchgpipe.clipping", "torchgpipe.hooks"},
+    {"torchgpipe.skip", "torchgpipe.tensors", "torchgpipe.clipping"},
     {"torchgpipe.schedules", "torchgpipe.plain", "torchgpipe.caught", "torchgpipe.patience"},
 ]
 # What they are, by other names: those that users of torchgpipe 0.0.7 import.

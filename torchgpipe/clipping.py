@@ -16,14 +16,28 @@ def clip_gradients(
     max_norm: float,
     norm_type: float,
 ) -> Tensor:
-    """Clip the gradients of `parameters`, which are on these `stages`; return the norm of those of all ranks."""
-    given = [p for p in parameters if p.grad is not None]
-    parts = [torch.linalg.vector_norm(p.grad, norm_type) for p in given if p.grad is not None]
-    # The norm of a DTensor is a DTensor.
-    norms: list[Tensor] = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in parts]
+    """Clip the gradients of all ranks together; return their norm.
+
+    Args:
+        parameters: The parameters of this rank.
+        stages: The stage of each parameter.
+        exchange: Gives a tensor to all ranks, and returns those of all.
+        max_norm: What the norm shall be at most.
+        norm_type: Which norm: 2 for the Euclidean, infinity for the largest.
+    """
+    given: list[nn.Parameter] = []
+    norms: list[Tensor] = []
+    for p in parameters:
+        if p.grad is None:
+            continue
+        norm = torch.linalg.vector_norm(p.grad, norm_type)
+        # The norm of a DTensor is a DTensor.
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        given.append(p)
     here = norms[0].device if norms else torch.device("cpu")
     own = torch.stack([x.to(here) for x in norms]) if norms else torch.zeros(0)
     places = own.new_tensor([stages[p] for p in given])
+    # From each rank two rows of one length: norms, and the stages of their parameters.
     found = [x.to(here).unflatten(0, (2, -1)) for x in exchange(torch.cat([own, places]))]
     all_norms, all_places = torch.cat(found, dim=1)
     # In the model's order, so that any balance has the same norm: other ranks may have stages in
@@ -31,8 +45,9 @@ def clip_gradients(
     order = all_places.argsort(stable=True)
     total: Tensor = torch.linalg.vector_norm(all_norms[order], norm_type)
     # One operator takes plain gradients, whose mesh is None here, or DTensors of one mesh.
-    meshes = [getattr(p.grad, "device_mesh", None) for p in given]
-    for mesh in {*meshes}:
-        alike = [p for p, of in zip(given, meshes, strict=True) if of == mesh]
+    by_mesh: dict[object, list[nn.Parameter]] = {}
+    for p in given:
+        by_mesh.setdefault(getattr(p.grad, "device_mesh", None), []).append(p)
+    for alike in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(alike, max_norm, total)
     return total

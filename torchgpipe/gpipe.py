@@ -12,11 +12,14 @@ from torch import nn
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import Batch, WorkersEngine
 from torchgpipe.engine.graph import GraphEngine
-from torchgpipe.partition import Init, choose_devices, shared_buffers
+from torchgpipe.layers.checks import shared_buffers
+from torchgpipe.layers.devices import choose_devices
+from torchgpipe.layers.split import Init
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, skip_layout
-from torchgpipe.step import StepRequest, run_step
+from torchgpipe.step.losses import run_step
+from torchgpipe.step.request import StepRequest
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors, check, gather
 
@@ -30,55 +33,60 @@ class GPipe(Partitioned):
         model = GPipe(model, balance=[2, 3], devices=["cuda:0", "cuda:1"], chunks=8)
         loss(model(input), target).backward()
 
-    The layers are split into partitions, each on a device; a mini-batch is split into
+    The layers are split into partitions, each on a device. A mini-batch is split into
     micro-batches, which go through the partitions at once. Output and gradients are those of the
     layers run on each micro-batch in turn.
 
     Args:
-        module: the layers. Their parameters are moved to the devices. balance: layers per
-        partition; see `torchgpipe.balance`. devices: one per partition, or per v of them, as the
-        schedule says; by default all CUDA devices, or the CPU
-            where there is none. One device may be named several times.
-        chunks: micro-batches per mini-batch, m. Dimension 0 of every input tensor is split by
-        ⌈batch / m⌉. checkpoint: keep only the inputs of tasks, and recompute the rest in backward,
-        for `"always"` all,
-            `"except_last"` all but the last, or `"never"` any of the micro-batches.
-        deferred_batch_norm: let batch norm's running statistics follow mini-batches instead of
-        micro-batches. engine: `"workers"` runs each partition in a thread of its own, on the CPU
-        only; `"graph"` issues every task
-            from the calling thread. `"auto"` takes workers where several CPU partitions compute,
-            and else the graph. Where CPU tasks take less than a fraction of a millisecond, the
-            graph is quicker.
-        dependency: tie micro-batches so that backward has one order (on CUDA; elsewhere it has only
-        one). copy_streams: copy between CUDA devices on streams of their own. portals: send skips
-        straight to the partition that pops them, not through those in between. init: called as
-        `init(k, layer)` for each layer k, with random numbers that depend on k and the default
-            generator's seed alone. Layers on device `meta` need it.
-        schedule: the order of tasks: `"GPipe"`, `"1F1B"`, `"Interleaved1F1B"`, `"ZBH1"`, `"ZBH2"`,
-        `"ZBVZeroBubble"`,
-            or a `torchgpipe.schedules.Schedule`. Of those with v stages on a device, n devices take
-            a balance of n·v partitions. `step` does what it says; `model(x)` does its forwards, and
-            a backward, which comes after the last one, the rest.
-        silence: does nothing any more, and will go.
+        module: The layers. Their parameters are moved to the devices.
+        balance: How many layers each partition has; see `torchgpipe.balance`.
+        devices: A device for each partition, or for several if the schedule says so; by default all
+            CUDA devices, or the CPU where there is none. A device may be named several times.
+        chunks: How many micro-batches a mini-batch is split into, m. Dimension 0 of every input
+            tensor is split by ⌈batch / m⌉.
+        checkpoint: Which micro-batches keep only the inputs of their tasks, and compute the rest
+            once more in backward: `"always"` all, `"except_last"` all but the last, `"never"` none.
+        deferred_batch_norm: Let batch norm's running statistics follow mini-batches instead of
+            micro-batches.
+        engine: `"workers"` runs each partition in a thread of its own, on the CPU only. `"graph"`
+            issues every task from the calling thread. `"auto"` takes workers where several CPU
+            partitions compute, and else the graph. Where CPU tasks take less than a fraction of a
+            millisecond, the graph is quicker.
+        dependency: Tie micro-batches so that backward has one order. This has an effect on CUDA;
+            elsewhere backward has one order anyway.
+        copy_streams: Copy between CUDA devices on streams of their own.
+        portals: Send skips straight to the partition that pops them, not through those in between.
+        init: Called as `init(k, layer)` for each layer k, with random numbers that depend on k and
+            the default generator's seed alone. Layers on device `meta` need it.
+        schedule: The order of tasks: `"GPipe"`, `"1F1B"`, `"Interleaved1F1B"`, `"ZBH1"`, `"ZBH2"`,
+            `"ZBVZeroBubble"`, or a `torchgpipe.schedules.Schedule`. If the schedule has v stages on
+            a device, n devices take a balance of n·v partitions. `step` does what the schedule
+            says. `model(x)` does its forwards, and a backward, after the last forward, the rest.
+        silence: Without effect; it will go.
 
     Attributes:
-        balance, devices, chunks, checkpoint, partitions: as above. schedule: the one in use, with
-        its `name`, `placement` and `report()`, a line for each stage. observer: called with each
-        `torchgpipe.tensors.observe.Task`, returns a context to run it in; `None` by default.
+        balance: As above.
+        devices: The device of each place in the schedule.
+        chunks: As above.
+        checkpoint: As above.
+        partitions: The partitions, each an `nn.Sequential`.
+        schedule: The schedule in use, with its `name`, `placement` and `report()`, a line for each
+            stage.
+        observer: Called with each `torchgpipe.tensors.observe.Task`, returns a context to run it
+            in; `None` by default.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`, its skips do not match, or `devices` is no list.
         ValueError: `chunks`, `checkpoint`, `engine` or `balance` is out of range; a layer, or a
-        parameter on two
-            devices, occurs twice; a layer is on `meta`, and there is no `init`.
-        IndexError: there are fewer devices than the partitions need.
+            parameter on two devices, occurs twice; a layer is on `meta`, and there is no `init`.
+        IndexError: There are fewer devices than the partitions need.
     """
 
     devices: list[torch.device]
     _engine: GraphEngine | WorkersEngine
     _traced_instead = "trace or export its layers, model[:]"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is an option of the user's
         self,
         module: nn.Sequential,
         balance: Iterable[int] | None = None,
@@ -144,9 +152,9 @@ class GPipe(Partitioned):
         return skip_layout(self.partitions, portals=self._switches[-1])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a mini-batch through the pipeline, as `forward` says; that of a traced module is called like the module.
+        """Run a mini-batch through the pipeline, as `forward` says.
 
-        See `torchgpipe.sequential`.
+        The pipeline of a traced module is called like the module (`torchgpipe.sequential`).
         """
         if self._signature is not None:
             args, kwargs = (self._signature.flat(args, kwargs),), {}
@@ -156,7 +164,7 @@ class GPipe(Partitioned):
         """Run a mini-batch through the pipeline.
 
         Args:
-            input: a tensor, or a tuple of tensors of one batch size (dimension 0), on any device.
+            input: A tensor, or a tuple of tensors of one batch size (dimension 0), on any device.
 
         Returns:
             What the layers return, on the last device, with the micro-batches' outputs
@@ -164,7 +172,7 @@ class GPipe(Partitioned):
 
         Raises:
             TypeError: `input`, or the output of a partition, is something else.
-            ValueError: the tensors of `input` have no batch dimension, or disagree on it.
+            ValueError: The tensors of `input` have no batch dimension, or disagree on it.
         """
         return cast(TensorOrTensors, self._uncompiled(self._forward, input))
 
@@ -191,7 +199,7 @@ class GPipe(Partitioned):
         return self._mini_batch(run)
 
     def _begun(self, input: TensorOrTensors) -> list[TensorOrTensors]:
-        """Check an input and this pipeline; return the micro-batches of the mini-batch that begins."""
+        """Check an input and this pipeline; return the micro-batches."""
         check(input)
         self._check()
         return self._micro_batches(input) if self._stages else []
@@ -199,10 +207,15 @@ class GPipe(Partitioned):
     def loss(
         self, criterion: Callable[[Any, Any], torch.Tensor], input: Any, target: Any
     ) -> torch.Tensor:
-        """Return `criterion(output, target)` of a mini-batch; its backward begins when all forwards have ended.
+        """Return `criterion(output, target)` of a mini-batch.
 
-        `DistributedGPipe` has the same. The input of a traced module is given as its sample was: a
-        tensor, a tuple of arguments, or a dictionary of them.
+        Its backward begins when all forwards have ended. `DistributedGPipe` has the same method.
+
+        Args:
+            criterion: Called with the output of the mini-batch and the target.
+            input: As for `forward`; of a traced module, as its sample was: a tensor, a tuple of
+                arguments, or a dictionary of them.
+            target: Handed to the criterion.
         """
         args, kwargs = self._arguments(input)
         return criterion(self(*args, **kwargs), target)

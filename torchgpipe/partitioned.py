@@ -1,10 +1,10 @@
-"""`Partitioned`: what pipelines of one process and of several have in common, which is all but running a mini-batch."""
+"""`Partitioned`: what pipelines of one process and of several have in common."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -13,42 +13,38 @@ from torch import Tensor, nn
 from torchgpipe.clipping import Exchange, clip_gradients
 from torchgpipe.engine.arrangement import ScheduleView
 from torchgpipe.engine.batch import WorkersEngine
-from torchgpipe.hooks import Arguments, run_with_hooks, seen_by_hooks
-from torchgpipe.partition import (
+from torchgpipe.layers.batches import divided, samples
+from torchgpipe.layers.checks import (
     AVERAGED,
     MISSED_STEPS,
-    MOVING,
-    Elsewhere,
-    Init,
     check_module,
     check_parameters,
     check_settings,
-    place,
     shared_buffers,
-    split,
-    translate_old_state,
+    unchanged,
 )
+from torchgpipe.layers.devices import FixedDevices
+from torchgpipe.layers.names import Elsewhere, translate_old_state
+from torchgpipe.layers.split import Init, place, split
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, verify_skippables
-from torchgpipe.step import Criterion, StepRequest
+from torchgpipe.step.hooks import Arguments, run_with_hooks, seen_by_hooks
+from torchgpipe.step.request import Criterion, StepRequest
 from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
-from torchgpipe.task.guards.contents import equal
-from torchgpipe.task.guards.memory import begins_in_place
 from torchgpipe.task.guards.modes import SetBackOnFailure
 from torchgpipe.task.guards.randomness import check_apart
 from torchgpipe.task.stage import OF_RUNS, Stage, locks_of
 from torchgpipe.tensors._autograd import averages_gradients, misses_steps
 from torchgpipe.tensors.checkpoint import Mode
-from torchgpipe.tensors.item import versions
-from torchgpipe.tensors.microbatch import TensorOrTensors, mapped, scatter, tensors_of
+from torchgpipe.tensors.microbatch import TensorOrTensors
 from torchgpipe.tensors.observe import Observer
 from torchgpipe.trace.layer import Layers, keep_names
 
 T = TypeVar("T")
 
 
-class Partitioned(nn.Module, ABC):
-    """Layers in partitions, of which this process holds all or some; `GPipe` and `DistributedGPipe` run them.
+class Partitioned(FixedDevices, ABC):
+    """Layers in partitions, all or some of which this process holds and runs.
 
     The layers that this process holds are the module's own children, by their own names: its state
     is that of the wrapped module, or a part of it.
@@ -65,7 +61,7 @@ class Partitioned(nn.Module, ABC):
     _steps: WorkersEngine
     _schedule: str | Schedule = "GPipe"  # of pickles that have none
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - those of `GPipe`
         self,
         module: nn.Sequential,
         balance: Iterable[int] | None,
@@ -85,25 +81,32 @@ class Partitioned(nn.Module, ABC):
         partitions = split(module, balance)
         # Past `__setattr__`, which would make the partitions children of this module.
         self.__dict__["_partitions"] = nn.ModuleList(partitions)
-        self.balance = list(map(len, partitions))
+        self.balance = [len(partition) for partition in partitions]
         self.chunks, self.checkpoint, self.observer = chunks, checkpoint, None
         self._schedule = schedule
         self.training = module.training
         self._signature = module.signature if isinstance(module, Layers) else None
-        self.register_load_state_dict_pre_hook(translate_old_state)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(translate_old_state)  # type: ignore
 
     def _hold(
-        self, devices: Sequence[torch.device | None], places: Iterable[object], init: Init | None
+        self,
+        devices: Sequence[torch.device | None],
+        places: Iterable[object],
+        init: Init | None,
     ) -> None:
-        """Move the partitions to their devices; drop those whose device is `None`. `places` says where each is."""
-        partitions = [
-            partition for partition in self._partitions if isinstance(partition, nn.Sequential)
-        ]
+        """Move the partitions to their devices, and keep those that have one.
+
+        Args:
+            devices: The device of each partition; `None` if another process has the partition.
+            places: Where each partition is, for messages: its device, or its rank.
+            init: Fills layers.
+        """
+        partitions = [p for p in self._partitions if isinstance(p, nn.Sequential)]
         check_parameters(partitions, places)
         self._held = [(j, device) for j, device in enumerate(devices) if device is not None]
         own = [partitions[j] for j, _ in self._held]
         self._shared_buffers = shared_buffers(partitions, own)
-        self.register_load_state_dict_pre_hook(Elsewhere(partitions, own))  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(Elsewhere(partitions, own))  # type: ignore
         keep_names(self)
         place(partitions, devices, init)
         self.__dict__["_partitions"] = nn.ModuleList(own)
@@ -112,54 +115,35 @@ class Partitioned(nn.Module, ABC):
         self._build()
 
     def _build(self) -> None:
-        """Make what cannot be copied or pickled: locks, streams, threads, and what refers to them."""
-        self._stages = [
-            Stage(j, p, device) for (j, device), p in zip(self._held, self._partitions, strict=True)
-        ]
+        """Make what cannot be copied or pickled: locks, streams, threads, and what has these."""
+        self._stages = []
+        for (j, device), partition in zip(self._held, self._partitions, strict=True):
+            self._stages.append(Stage(j, partition, device))
         self._look()
 
     def _look(self) -> None:
         """Find the modules within the layers anew: one may have been replaced inside of another."""
-        if any([stage.look() for stage in self._stages]):
-            if averages_gradients(module for stage in self._stages for module in stage.modules):
-                raise TypeError(AVERAGED)
-            crossings = self._layout()
-            turn = locks_of([module for stage in self._stages for module in stage.modules], OF_RUNS)
-            for stage in self._stages:
-                stage.turn = turn
-                stage.connect(crossings)
+        changed = [stage.look() for stage in self._stages]
+        if not any(changed):
+            return
+        modules: list[nn.Module] = []
+        for stage in self._stages:
+            modules += stage.modules
+        if averages_gradients(modules):
+            raise TypeError(AVERAGED)
+        crossings = self._layout()
+        turn = locks_of(modules, OF_RUNS)
+        for stage in self._stages:
+            stage.turn = turn
+            stage.connect(crossings)
 
     @abstractmethod
     def _layout(self) -> list[Crossing]:
         """Return the skips that cross from partition to partition."""
 
-    def _arguments(self, input: Any) -> Arguments:
-        """Return the arguments that an input stands for: of a traced module as its sample, else the input alone."""
-        return ((input,), {}) if self._signature is None else self._signature.arguments(input)
-
-    def _hooked(self, input: Any, request: Any) -> Tensor:
-        """Return what a request asks for; the hooks of this module are run, though it is not called."""
-        return run_with_hooks(
-            self, self._arguments(input), lambda given: self._carry_out(*given, request)
-        )
-
-    @abstractmethod
-    def _carry_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
-        """Return the loss that a request asks for, of a mini-batch with these arguments."""
-
-    def _uncompiled(self, run: Callable[..., Any], *args: Any) -> Any:
-        untraced = f"a pipeline cannot be traced or exported; {self._traced_instead}"
-        if torch.compiler.is_dynamo_compiling():
-            # torch.compile would follow the scheduler, and recompile for each task; layers may be
-            # compiled instead.
-            return torch.compiler.disable(run, reason=untraced)(*args)
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            raise RuntimeError(untraced)
-        return run(*args)
-
     @property
     def partitions(self) -> nn.ModuleList:
-        """The partitions of this process, each an `nn.Sequential` of consecutive layers on its device."""
+        """The partitions of this process, each an `nn.Sequential` of layers on its device."""
         return self._partitions
 
     @property
@@ -167,7 +151,7 @@ class Partitioned(nn.Module, ABC):
         """The schedule in use; its `report()` says how backwards are split."""
         return ScheduleView(self._steps.arrangement, self._stages)
 
-    def step(
+    def step(  # noqa: PLR0913 - all of them belong to one step
         self,
         criterion: Criterion,
         input: Any,
@@ -177,7 +161,7 @@ class Partitioned(nn.Module, ABC):
         weight: Callable[[Any], Any] | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
-        """Run forward and backward of every micro-batch as the schedule says; return the loss, without a graph.
+        """Run forward and backward of every micro-batch as the schedule says; return the loss.
 
             for i, (x, t) in enumerate(zip(micro_batches(input), micro_batches(target))):
                 (criterion(model(x), t) * samples[i] / sum(samples)).backward()
@@ -186,28 +170,32 @@ class Partitioned(nn.Module, ABC):
         at the end: a step that fails changes none. An input that takes a gradient gets one, too.
 
         Over ranks all of them call it. The first stage's rank gives the input, the last stage's the
-        target and the criterion; others may give `None`. The loss is the same on all.
+        target and the criterion; others may give `None`. The loss is the same on all ranks.
 
         Args:
-            criterion: returns a scalar for a micro-batch's output and its part of the target.
-            Whatever else it uses
-                gets its gradient, too: parameters of its own, of the layers, or a tensor that it
-                closes over. On ranks it finds the parameters of the last rank only.
-            input: as for `forward`; of a traced module, as its sample was: a tuple or dictionary of
-            arguments. target: tensors with the batch as dimension 0, in tuples, lists and
-            dictionaries; the rest is for all parts. reduction: `"mean"` weighs micro-batches by
-            their samples, and `"sum"` adds. `"none"` adds, too, but returns
-                the losses of all micro-batches, as one tensor.
-            weight: returns what a part of the target counts in a mean, in place of its samples.
-            scaler: scales what goes backward. Over ranks take `ShardedGradScaler` of
-            `torch.distributed.fsdp`.
+            criterion: Returns a scalar for a micro-batch's output and its part of the target.
+                Whatever else it uses gets its gradient, too: parameters of its own, of the layers,
+                or a tensor that it closes over. On ranks it finds the parameters of the last rank
+                only.
+            input: As for `forward`; of a traced module, as its sample was: a tuple or dictionary of
+                arguments.
+            target: Tensors with the batch as dimension 0, in tuples, lists and dictionaries; what
+                is no tensor is given to every micro-batch.
+            reduction: `"mean"` weighs micro-batches by their samples, and `"sum"` adds. `"none"`
+                adds, too, but returns the losses of all micro-batches, as one tensor.
+            weight: Returns what a part of the target counts in a mean, in place of its samples.
+            scaler: Scales what goes backward. Over ranks take `ShardedGradScaler` of
+                `torch.distributed.fsdp`.
+
+        Returns:
+            The loss of the mini-batch, a scalar without a graph.
 
         Raises:
-            RuntimeError: gradients are off; a layer does what a pipeline cannot follow; or
+            RuntimeError: Gradients are off; a layer does what a pipeline cannot follow; or
                 `DistributedDataParallel` is around the pipeline, and would average nothing.
-            TypeError: the criterion does not return a scalar.
-            ValueError: the target is not of the input's batch size, or `reduction` is another.
-            RankFailed: another rank has failed.
+            TypeError: The criterion does not return a scalar.
+            ValueError: The target is not of the input's batch size, or `reduction` is another.
+            RankFailed: Another rank has failed.
         """
         request = StepRequest(criterion, target, reduction, weight, scaler)
         return cast(Tensor, self._uncompiled(self._step, input, request))
@@ -230,10 +218,34 @@ class Partitioned(nn.Module, ABC):
         reduction: str = "mean",
         weight: Callable[[Any], Any] | None = None,
     ) -> Tensor:
-        """Return what `step` would return, of forwards alone, without a graph; the arguments are the same."""
+        """Return what `step` would return, of forwards alone; the arguments are those of `step`."""
         with torch.no_grad():
             request = StepRequest(criterion, target, reduction, weight, backward=False)
             return cast(Tensor, self._uncompiled(self._hooked, input, request))
+
+    def _uncompiled(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Call `run`, outside of what torch.compile compiles; refuse to be traced or exported."""
+        untraced = f"a pipeline cannot be traced or exported; {self._traced_instead}"
+        if torch.compiler.is_dynamo_compiling():
+            # torch.compile would follow the scheduler, and recompile for each task; layers may be
+            # compiled instead.
+            return torch.compiler.disable(run, reason=untraced)(*args)
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore
+            raise RuntimeError(untraced)
+        return run(*args)
+
+    def _arguments(self, input: Any) -> Arguments:
+        """Return the arguments that an input stands for: of a traced module, as in its sample."""
+        return ((input,), {}) if self._signature is None else self._signature.arguments(input)
+
+    def _hooked(self, input: Any, request: Any) -> Tensor:
+        """Return what a request asks for, and run the hooks of this module as its call would."""
+        given = self._arguments(input)
+        return run_with_hooks(self, given, lambda given: self._carry_out(*given, request))
+
+    @abstractmethod
+    def _carry_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
+        """Return the loss that a request asks for, of a mini-batch with these arguments."""
 
     def _seen(self, output: Any) -> Any:
         """Return what a criterion gets of an output, which hooks on this module see, too."""
@@ -245,14 +257,11 @@ class Partitioned(nn.Module, ABC):
     def _check(self) -> None:
         """Check, before a mini-batch, what may have been changed since the last one."""
         check_settings(self.chunks, self.checkpoint)
-        layers = {
-            name: layer
-            for stage in self._stages
-            for name, layer in stage.partition._modules.items()
-        }
-        if self._modules != layers or [stage.partition for stage in self._stages] != [
-            *self._partitions
-        ]:
+        layers: dict[str, nn.Module | None] = {}
+        for stage in self._stages:
+            layers.update(stage.partition._modules)
+        partitions = [stage.partition for stage in self._stages]
+        if self._modules != layers or partitions != [*self._partitions]:
             raise RuntimeError(
                 "a layer or partition was replaced after the pipeline was made; change the layers "
                 f"first, then wrap them in a {type(self).__name__} (what is inside of a layer may "
@@ -263,49 +272,34 @@ class Partitioned(nn.Module, ABC):
 
     def _micro_batches(self, input: TensorOrTensors) -> list[TensorOrTensors]:
         """Return the micro-batches of a mini-batch, on the device of the first stage."""
-        stage = self._stages[0]
-        device = stage.device
-        # A copy to the host must be waited for: the host could read it before it has arrived.
-        input = mapped(lambda x: x.to(device, non_blocking=device.type == "cuda"), input)
-        micro_batches = scatter(
-            input, self.chunks, None if self._signature is None else self._signature.batched
-        )
-        if (
-            len(micro_batches) > 1
-            and isinstance(input, Tensor)
-            and begins_in_place(stage.partition)
-        ):
-            # Micro-batches are views of one tensor and share its version counter: a change of one
-            # looks like a change of all.
-            micro_batches = [mapped(torch.clone, x) for x in micro_batches]
-        return micro_batches
+        return divided(input, self.chunks, self._stages[0], self._batched)
 
     def _sizes(self, micro_batches: Iterable[TensorOrTensors]) -> list[int]:
-        """Return the samples of each micro-batch."""
-        sizes = []
-        for tensors in map(tensors_of, micro_batches):
-            batched = [True] * len(tensors) if self._signature is None else self._signature.batched
-            sizes.append(
-                next(
-                    (
-                        len(x)
-                        for x, split in zip(tensors, batched, strict=True)
-                        if split and x.dim()
-                    ),
-                    1,
-                )
-            )
-        return sizes
+        """Return how many samples each micro-batch has."""
+        return [samples(micro_batch, self._batched) for micro_batch in micro_batches]
+
+    @property
+    def _batched(self) -> Sequence[bool] | None:
+        """Which tensors of the input have a batch dimension; all, where that is not known."""
+        return None if self._signature is None else self._signature.batched
 
     def _mini_batch(self, run: Callable[[], T]) -> T:
-        """Call `run` for a whole mini-batch. Deferred batch norms commit it, or forget it if it fails."""
-        norms = [norm for stage in self._stages for norm in stage.deferred_norms]
+        """Call `run` for a whole mini-batch.
+
+        Deferred batch norms commit the mini-batch, or forget it if it fails.
+        """
+        norms: list[DeferredBatchNorm] = []
+        for stage in self._stages:
+            norms += stage.deferred_norms
+        # One micro-batch goes through one process in the layers' order.
+        several = self.chunks > 1 or len(self._stages) < len(self.balance)
 
         def guarded() -> T:
-            with SetBackOnFailure(), self._shared_unchanged():
-                result = run()
-            commit(norms)
-            return result
+            with SetBackOnFailure():
+                with unchanged(self._shared_buffers, copy=several):
+                    result = run()
+                commit(norms)
+                return result
 
         try:
             # Without gradients, a run puts nothing into the layers.
@@ -315,45 +309,25 @@ class Partitioned(nn.Module, ABC):
                 norm.discard()
             raise
 
-    @contextmanager
-    def _shared_unchanged(self) -> Iterator[None]:
-        """Refuse what changes a buffer that two partitions have, as the order would be another one."""
-        buffers = []
-        for module, name in self._shared_buffers:
-            x = module._buffers.get(name)
-            if x is not None:
-                buffers.append(x)
-        # Kernels may write without counting a version. One micro-batch goes through one process in
-        # the layers' order.
-        several = self.chunks > 1 or len(self._stages) < len(self.balance)
-        copies = [x.detach().clone() for x in buffers if several]
-        before = versions(tuple(buffers))
-        yield
-        kept = all(equal(x, copy) is not False for x, copy in zip(buffers, copies, strict=False))
-        if not kept or versions(tuple(buffers)) != before:
-            raise RuntimeError(
-                "two partitions have layers that change the same buffer (such as one batch norm in "
-                "both), not in the order in which the layers would; give each its own layer, or "
-                "keep it in evaluation mode"
-            )
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of all partitions together, as `torch.nn.utils.clip_grad_norm_`; return their norm.
+        """Clip the gradients of all partitions together; return their norm.
 
-        It is the norm of each parameter's norms in the model's order, so that any balance has the
-        same. Some gradients may be DTensors, those of sharded parameters, and others plain tensors.
+        It does what `torch.nn.utils.clip_grad_norm_` does. The norm is that of the norms of all
+        parameters in the model's order, so that any balance has the same norm. Some gradients may
+        be DTensors, those of sharded parameters, and others plain tensors.
         """
         settings = {"max_norm": float(max_norm), "norm_type": float(norm_type)}
         with self._together("clip_grad_norm_", **settings) as exchange:
-            stages = {
-                p: stage.index for stage in self._stages[::-1] for p in stage.partition.parameters()
-            }
+            stages: dict[nn.Parameter, int] = {}
+            for stage in reversed(self._stages):
+                stages.update(dict.fromkeys(stage.partition.parameters(), stage.index))
             return clip_gradients([*self.parameters()], stages, exchange, max_norm, norm_type)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
-        """Return a context for what all ranks do together: a function by which each gives a tensor and gets all.
+        """Return a context for what all ranks do together.
 
-        What is `alike` has to be the same on all.
+        It is a function by which each rank gives a tensor and gets those of all. What is `alike`
+        has to be the same on all.
         """
         return nullcontext(lambda own: [own])
 
@@ -363,22 +337,6 @@ class Partitioned(nn.Module, ABC):
         for partition in self._partitions:
             partition.training = mode
         return self
-
-    def cuda(self: P, device: Any = None) -> P:
-        """Refuse: the pipeline's devices are chosen when it is made."""
-        raise TypeError(MOVING)
-
-    def cpu(self: P) -> P:
-        """Refuse: the pipeline's devices are chosen when it is made."""
-        raise TypeError(MOVING)
-
-    def to(self: P, *args: Any, **kwargs: Any) -> P:
-        """Change the type of parameters and buffers, but refuse (`TypeError`) to move them."""
-        tensors = any(isinstance(x, Tensor) for x in (*args, *kwargs.values()))
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None or tensors:
-            raise TypeError(MOVING)
-        return super().to(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in _BUILT}

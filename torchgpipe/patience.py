@@ -1,4 +1,7 @@
-"""How long ranks wait for each other until they have met: they say so after a minute, and give up after five."""
+"""How long ranks wait for each other until they have met.
+
+They say so after a minute, and give up after five.
+"""
 
 import os
 import sys
@@ -16,7 +19,11 @@ def say(line: str) -> None:
 
 @contextmanager
 def waiting_for(what: str, tell: Callable[[str], object] = say) -> Iterator[None]:
-    """Within this, `tell` after a minute what is waited for, and end the process after five, by a line of that, too."""
+    """Tell what is waited for within this context.
+
+    After a minute `tell` is called with a line. After five, it is called with another one, and the
+    process ends.
+    """
 
     def give_up() -> None:
         tell(f"gave up after {LIMIT:g} s of waiting for {what}")

@@ -1,7 +1,7 @@
-"""Plain values as text, in which processes tell each other what they have: nothing of it is run when it is read.
+"""Plain values as text, in which processes tell each other what they have.
 
-The text is JSON. What that has no word for is an object with one entry, such as `{"tuple": [1,
-2]}`.
+Nothing of the text is run when it is read. It is JSON. What JSON has no word for is an object with
+one entry, such as `{"tuple": [1, 2]}`.
 """
 
 import json
@@ -10,41 +10,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_TAGGED: dict[type, Any] = {
-    tuple: (list, tuple),
-    set: (list, set),
-    dict: (lambda x: [*x.items()], dict),
-    bytes: (bytes.hex, bytes.fromhex),
-    complex: (lambda x: [x.real, x.imag], lambda parts: complex(*parts)),
+_TO_JSON: dict[type, Any] = {
+    tuple: list,
+    set: list,
+    dict: lambda x: list(x.items()),
+    bytes: bytes.hex,
+    complex: lambda x: [x.real, x.imag],
 }
-"""What JSON lacks: how it becomes what JSON has, and how that becomes it again."""
+"""How a value that JSON lacks becomes one that it has."""
 
-_BACK = {kind.__name__: back for kind, (_, back) in _TAGGED.items()}
+_FROM_JSON: dict[str, Any] = {
+    "tuple": tuple,
+    "set": set,
+    "dict": dict,
+    "bytes": bytes.fromhex,
+    "complex": lambda parts: complex(*parts),
+}
+"""How that becomes the value again, by the name of its class."""
 
 
 def packed(value: Any) -> Tensor:
-    """Return a plain value as bytes of text, in few lengths: ranks remember the shapes that they have sent."""
+    """Return a plain value as bytes of text.
+
+    The text has few lengths, as ranks remember the shapes that they have sent.
+    """
     try:
         text = json.dumps(_tagged(value)).encode()
     except (ValueError, RecursionError) as error:
         raise TypeError(f"a value cannot be told to other ranks: {error}") from None
-    return torch.frombuffer(bytearray(text.ljust(1 << len(text).bit_length())), dtype=torch.uint8)
+    length = 1 << len(text).bit_length()
+    return torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
 
 
 def unpacked(packed: Tensor | None) -> Any:
     """Return the value that was packed."""
     assert packed is not None
     text = bytes(packed.cpu().numpy())
-    return json.loads(
-        text, object_hook=lambda tagged: next(_BACK[kind](x) for kind, x in tagged.items())
-    )
+    return json.loads(text, object_hook=_untagged)
+
+
+def _untagged(tagged: dict[str, Any]) -> Any:
+    ((kind, x),) = tagged.items()
+    return _FROM_JSON[kind](x)
 
 
 def _tagged(x: Any) -> Any:
     if type(x) is list:
-        return [*map(_tagged, x)]
-    if type(x) in _TAGGED:
-        return {type(x).__name__: _tagged(_TAGGED[type(x)][0](x))}
+        return [_tagged(each) for each in x]
+    if type(x) in _TO_JSON:
+        return {type(x).__name__: _tagged(_TO_JSON[type(x)](x))}
     if x is None or type(x) in (bool, int, float, str):
         return x
     raise TypeError(

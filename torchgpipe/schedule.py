@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield, cycle by cycle, the tasks (i, j) of micro-batch i < m on partition j < n with i + j = k.
+    """Yield, cycle by cycle, the tasks (i, j) with i + j = k: micro-batch i < m on partition j < n.
 
-    There are m + n - 1 cycles; within one, partitions are in ascending order (torchgpipe paper,
+    There are m + n - 1 cycles. Within a cycle, partitions are in ascending order (torchgpipe paper,
     section 3.2.1).
     """
     for k in range(m + n - 1):

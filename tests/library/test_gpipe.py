@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
-from torchgpipe.partition import check_module, choose_devices, split
+from torchgpipe.layers.checks import check_module
+from torchgpipe.layers.devices import choose_devices
+from torchgpipe.layers.split import split
 from torchgpipe.task.guards.seeded import PrivateGenerator
 from torchgpipe.tensors._autograd import mode_stacks
 from torchgpipe.tensors.checkpoint import CheckpointPhase

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe
 from torchgpipe.schedules import Action, Kind, Schedule, make
-from torchgpipe.step import Shares, parted
+from torchgpipe.step.shares import Shares
+from torchgpipe.step.targets import parted
 
 from ..parts import Fails
 from .layers import linears

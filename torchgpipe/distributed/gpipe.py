@@ -21,11 +21,13 @@ from torchgpipe.distributed.rank_batch import LossRequest, RankBatch
 from torchgpipe.distributed.same_data import checksums, warn_if_unlike
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import WorkersEngine
-from torchgpipe.partition import Init, choose_devices
+from torchgpipe.layers.devices import choose_devices
+from torchgpipe.layers.split import Init
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, skip_layout
-from torchgpipe.step import StepRequest, run_step
+from torchgpipe.step.losses import run_step
+from torchgpipe.step.request import StepRequest
 from torchgpipe.task.guards.layers import modules_of
 from torchgpipe.task.guards.randomness import check_apart, own_generators
 from torchgpipe.tensors._autograd import backward_id, sharded

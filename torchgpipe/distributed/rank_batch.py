@@ -13,7 +13,7 @@ from torchgpipe.engine.batch import Batch, Enter, one_node, run_forward
 from torchgpipe.engine.program import BatchIO
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules.check import Lists
-from torchgpipe.step import scalar
+from torchgpipe.step.losses import scalar
 from torchgpipe.task.entrance import leaves
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather, tensors_of
 

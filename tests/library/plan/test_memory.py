@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import torchgpipe.partitioned
+import torchgpipe.layers.batches
 from reproduce.models.built import unet
 from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
 from torchgpipe import GPipe
@@ -75,7 +75,7 @@ def real_peaks(
     """
     with pytest.MonkeyPatch.context() as patch:
         cloned = lambda change, x: mapped(change, x) if change is torch.clone else x  # noqa: E731
-        patch.setattr(torchgpipe.partitioned, "mapped", cloned)
+        patch.setattr(torchgpipe.layers.batches, "mapped", cloned)
         devices = [f"meta:{j}" for j in range(len(balance))]
         pipeline = GPipe(
             model.to("meta"), balance, devices=devices, chunks=chunks, checkpoint=checkpoint

@@ -1,0 +1,1 @@
+"""The layers of a pipeline: split into partitions, checked, and placed on devices."""

@@ -1,0 +1,45 @@
+"""A mini-batch, divided for the first stage."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchgpipe.task.guards.memory import begins_in_place
+from torchgpipe.task.stage import Stage
+from torchgpipe.tensors.microbatch import TensorOrTensors, mapped, scatter, tensors_of
+
+
+def divided(
+    input: TensorOrTensors, chunks: int, stage: Stage, batched: Sequence[bool] | None
+) -> list[TensorOrTensors]:
+    """Return the micro-batches of a mini-batch, on the device of the first stage.
+
+    Args:
+        input: The mini-batch.
+        chunks: How many micro-batches there are at most.
+        stage: The first stage.
+        batched: Which tensors of the input have a batch dimension; by default all.
+    """
+    device = stage.device
+    # A copy to the host must be waited for: the host could read it before it has arrived.
+    input = mapped(lambda x: x.to(device, non_blocking=device.type == "cuda"), input)
+    micro_batches = scatter(input, chunks, batched)
+    one_tensor = len(micro_batches) > 1 and isinstance(input, Tensor)
+    if one_tensor and begins_in_place(stage.partition):
+        # Micro-batches are views of one tensor and share its version counter: a change of one
+        # looks like a change of all.
+        micro_batches = [mapped(torch.clone, x) for x in micro_batches]
+    return micro_batches
+
+
+def samples(micro_batch: TensorOrTensors, batched: Sequence[bool] | None) -> int:
+    """Return how many samples a micro-batch has; 1 if that cannot be seen.
+
+    `batched` says which of its tensors have a batch dimension; by default all.
+    """
+    tensors = tensors_of(micro_batch)
+    for x, split in zip(tensors, batched or [True] * len(tensors), strict=True):
+        if split and x.dim():
+            return len(x)
+    return 1

@@ -1,0 +1,166 @@
+"""What layers and settings a pipeline accepts."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from torchgpipe.task.guards.contents import equal
+from torchgpipe.tensors._autograd import storage_of
+from torchgpipe.tensors.checkpoint import MODES
+from torchgpipe.tensors.item import versions
+from torchgpipe.trace.layer import Layers
+
+AVERAGED = (
+    "a partition runs once for each micro-batch; DistributedDataParallel or replicate of it, or of "
+    "its layers, would not average gradients once; use it on the whole pipeline, or use "
+    "fully_shard on partitions"
+)
+
+MISSED_STEPS = (
+    "DistributedDataParallel around a pipeline does not see step(), so gradients would differ "
+    "between replicas; wrap a module whose forward returns model.loss(criterion, input, target), "
+    "and call backward() on what that returns; or use replicate(model), of "
+    "torch.distributed._composable.replicate, in its place, and step()"
+)
+
+
+def check_module(module: object) -> None:
+    """Check that a module is a plain sequence of distinct layers.
+
+    Raises:
+        TypeError: The module is no `nn.Sequential`, or does more than to run its layers.
+        ValueError: A layer is in two places.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"GPipe wraps an nn.Sequential, but got {type(module).__name__}; make one of any "
+            "module's layers: torchgpipe.sequential(module, sample)"
+        )
+    own = _beside_layers(module)
+    if own and type(module) is not Layers:
+        raise TypeError(
+            f"GPipe runs the layers of {type(module).__name__} one after another, but it has "
+            f"{' and '.join(own)} of its own, which would be left out; put them into layers, and "
+            "wrap an nn.Sequential of these"
+        )
+    seen: dict[nn.Module, str] = {}
+    # Not `named_children`: it leaves out a layer's second place.
+    for name, layer in module._modules.items():
+        if layer is None:
+            continue
+        other = seen.setdefault(layer, name)
+        if other != name:
+            raise ValueError(
+                f"layers {other!r} and {name!r} are the same module; a layer can be in one place "
+                "only, so give each place a layer of its own"
+            )
+
+
+def _beside_layers(module: nn.Sequential) -> list[str]:
+    """Return what a sequence has that it would lose as a pipeline, in words."""
+    found = []
+    for name in _overridden(module):
+        # Methods that only show the module may be others.
+        special = name.startswith("__") and name not in ("__call__", "__getattr__")
+        if not special and name not in ("extra_repr", "_get_name"):
+            found.append(f"a method {name}")
+    if "forward" in vars(module):
+        found.append("a forward")
+    if module._compiled_call_impl:
+        found.append("a compiled forward (compile the layers instead)")
+    if module._parameters:
+        found.append("parameters")
+    if module._buffers:
+        found.append("buffers")
+    if any(value for name, value in vars(module).items() if name.endswith("_hooks")):
+        found.append("hooks")
+    return found
+
+
+def _overridden(module: nn.Sequential) -> Iterator[str]:
+    """Yield the methods of `nn.Sequential` that subclasses of it override."""
+    for kind in type(module).__mro__:
+        if kind is nn.Sequential:
+            return
+        for name in vars(kind):
+            if callable(getattr(nn.Sequential, name, None)):
+                yield name
+
+
+def check_settings(chunks: object, checkpoint: object) -> None:
+    """Raise `ValueError` if chunks or checkpoint is out of range."""
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
+    if checkpoint not in MODES:
+        raise ValueError(
+            f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got {checkpoint!r}"
+        )
+
+
+def check_parameters(partitions: Iterable[nn.Module], places: Iterable[object]) -> None:
+    """Raise `ValueError` if partitions on different devices, or ranks, share a parameter."""
+    owner: dict[nn.Parameter, tuple[str, object]] = {}
+    for partition, place in zip(partitions, places, strict=True):
+        for name, parameter in partition.named_parameters():
+            other = owner.setdefault(parameter, (name, place))
+            if other[1] != place:
+                raise ValueError(
+                    f"{other[0]!r} and {name!r} are one parameter, but would be on {other[1]} and "
+                    f"{place}; choose a balance that keeps them in one partition, or give each a "
+                    "parameter of its own"
+                )
+
+
+def shared_buffers(
+    partitions: Iterable[nn.Module], own: Iterable[nn.Module]
+) -> list[tuple[nn.Module, str]]:
+    """Return the buffers of `own` partitions that share memory with other partitions.
+
+    Each is given by its module, and its name there.
+    """
+    times = Counter[int]()
+    for partition in partitions:
+        times.update({_memory(x) for x in partition.buffers()})
+    found = []
+    for partition in own:
+        for module in partition.modules():
+            for name, x in module._buffers.items():
+                if x is not None and times[_memory(x)] > 1:
+                    found.append((module, name))
+    return found
+
+
+def _memory(x: Tensor) -> int:
+    return id(x) if nn.parameter.is_lazy(x) else storage_of(x)
+
+
+@contextmanager
+def unchanged(shared: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterator[None]:
+    """Refuse what changes a buffer that two partitions share, as the order would be another one.
+
+    Args:
+        shared: The buffers, by their modules and names.
+        copy: Whether to compare what they hold, as kernels may write without counting a version.
+
+    Raises:
+        RuntimeError: A buffer was changed.
+    """
+    buffers = []
+    for module, name in shared:
+        x = module._buffers.get(name)
+        if x is not None:
+            buffers.append(x)
+    copies = [x.detach().clone() for x in buffers if copy]
+    before = versions(tuple(buffers))
+    yield
+    kept = versions(tuple(buffers)) == before
+    for x, held in zip(buffers, copies, strict=False):
+        kept = kept and equal(x, held) is not False
+    if not kept:
+        raise RuntimeError(
+            "two partitions have layers that change the same buffer (such as one batch norm in "
+            "both), not in the order in which the layers would; give each its own layer, or keep "
+            "it in evaluation mode"
+        )

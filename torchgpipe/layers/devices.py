@@ -1,0 +1,72 @@
+"""The devices of a pipeline, which are chosen when it is made."""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+MOVING = (
+    "a pipeline keeps each partition on the device that it was made with, and cannot be moved; "
+    "name the devices when wrapping the module: GPipe(module, balance, devices=[…]), or device=… "
+    "on a rank"
+)
+
+
+M = TypeVar("M", bound="FixedDevices")
+
+
+def choose_devices(
+    devices: Iterable[int | str | torch.device] | None, n: int
+) -> list[torch.device]:
+    """Return one device for each of `n` partitions.
+
+    They are the first of those given, or of all CUDA devices, or the CPU where there is none.
+    """
+    if isinstance(devices, str | torch.device | int):
+        raise TypeError(
+            f"devices must be a list of devices, one per partition, but got {devices!r}"
+        )
+    if devices is not None:
+        found = [torch.device(device) for device in devices]
+    elif torch.cuda.is_available():
+        found = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    else:
+        found = [torch.device("cpu")] * n
+    if len(found) < n:
+        raise IndexError(
+            f"too few devices: {n} partitions, but {len(found)} devices; give a balance of at most "
+            f"{len(found)} partitions, or name a device several times in devices=[…]"
+        )
+    if devices is not None and len(found) > n:
+        warnings.warn(
+            f"devices=[…] names {len(found)} devices, of which the pipeline uses the first {n}; "
+            "name no more than it uses, or choose a balance and a schedule for all of them",
+            stacklevel=3,
+        )
+    # "cuda" and "cuda:0" are one device, and have to compare equal.
+    for k, device in enumerate(found):
+        if str(device) == "cuda":
+            found[k] = torch.device("cuda", torch.cuda.current_device())
+    return found[:n]
+
+
+class FixedDevices(nn.Module):
+    """A module that cannot be moved to other devices."""
+
+    def cuda(self: M, device: Any = None) -> M:
+        """Refuse: the pipeline's devices are chosen when it is made."""
+        raise TypeError(MOVING)
+
+    def cpu(self: M) -> M:
+        """Refuse: the pipeline's devices are chosen when it is made."""
+        raise TypeError(MOVING)
+
+    def to(self: M, *args: Any, **kwargs: Any) -> M:
+        """Change the type of parameters and buffers, but refuse (`TypeError`) to move them."""
+        tensors = any(isinstance(x, Tensor) for x in (*args, *kwargs.values()))
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device is not None or tensors:
+            raise TypeError(MOVING)
+        return super().to(*args, **kwargs)

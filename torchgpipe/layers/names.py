@@ -1,0 +1,36 @@
+"""The names in a pipeline's state: those that the layers have in the model."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+
+def translate_old_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename, in place, the keys of a state that torchgpipe 0.0.7 has saved.
+
+    They begin with `partitions.j.`, and are renamed to the model's own.
+    """
+    if any(name == "partitions" for name, _ in module.named_children()):
+        return
+    old = re.compile(re.escape(prefix) + r"partitions\.\d+\.")
+    for key in [*state]:
+        if old.match(key):
+            state[prefix + old.sub("", key)] = state.pop(key)
+
+
+class Elsewhere:
+    """A hook that leaves out what a state says of partitions that are not this process's `own`."""
+
+    def __init__(self, partitions: Iterable[nn.Module], own: Sequence[nn.Module]) -> None:
+        self._names: set[str] = set()
+        for partition in partitions:
+            self._names.update(partition.state_dict())
+        for partition in own:
+            self._names.difference_update(partition.state_dict())
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Drop their entries, before a state is loaded."""
+        for name in self._names:
+            state.pop(prefix + name, None)

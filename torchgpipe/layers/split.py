@@ -1,0 +1,130 @@
+"""Split a sequence of layers by the balance, and place the parts on devices."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.layers.checks import AVERAGED
+from torchgpipe.task.guards.randomness import default_generators
+
+Init = Callable[[int, nn.Module], object]
+"""Fills the parameters and buffers of a layer, whose index in the model is given."""
+
+_ADVICE = """
+Let the library balance the layers, by the time that they take:
+
+    from torchgpipe.balance import balance_by_time
+    partitions = 2  # the number of devices
+    balance = balance_by_time(partitions, model, sample)
+    model = GPipe(model, balance, ...)
+"""
+
+
+class Partition(nn.Sequential):
+    """Consecutive layers of a model, which run once for each micro-batch."""
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # DistributedDataParallel asks for it. It would wait for a forward of its own, and add up
+        # nothing without.
+        raise TypeError(AVERAGED)
+
+
+def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Sequential]:
+    """Split `module` into partitions of `balance[j]` consecutive layers, which keep their names."""
+    if balance is None:
+        raise ValueError("balance is required: the number of layers of each partition" + _ADVICE)
+    if not isinstance(balance, Iterable):
+        raise TypeError(
+            f"balance must be a list, the layers of each partition, but got {balance!r}" + _ADVICE
+        )
+    balance = list(balance)
+    if any(not isinstance(b, int) or isinstance(b, bool) or b <= 0 for b in balance):
+        raise ValueError(
+            f"every partition needs one layer or more, but got the balance {balance}" + _ADVICE
+        )
+    if sum(balance) != len(module):
+        raise ValueError(
+            f"the balance {balance} sums up to {sum(balance)} layers, but the module has "
+            f"{len(module)}" + _ADVICE
+        )
+    layers = iter(module.named_children())
+    partitions: list[nn.Sequential] = []
+    for count in balance:
+        partition = Partition()
+        # `add_module` would refuse a name that is an attribute of Sequential.
+        partition._modules.update(islice(layers, count))
+        partition.training = module.training
+        partitions.append(partition)
+    return partitions
+
+
+def place(
+    partitions: Sequence[nn.Sequential], devices: Sequence[torch.device | None], init: Init | None
+) -> None:
+    """Move the partitions to their devices, and fill their layers by `init`.
+
+    Partitions without a device stay as they are. Layers on `meta` get memory. The random numbers of
+    layer k depend on k and the default generator's seed alone.
+    """
+    held = []
+    first = 0
+    for partition, device in zip(partitions, devices, strict=True):
+        if device is not None:
+            held.append((first, partition, device))
+        first += len(partition)
+    made: dict[tuple[Tensor, torch.device], Tensor] = {}
+    for _, partition, device in held:
+        if device.type != "meta":
+            _give_memory(partition, device, init, made)
+    for _, partition, device in held:
+        partition.to(device)
+    if init is not None:
+        for first, partition, device in held:
+            _fill(first, partition, device, init)
+
+
+def _give_memory(
+    partition: nn.Module,
+    device: torch.device,
+    init: Init | None,
+    made: dict[tuple[Tensor, torch.device], Tensor],
+) -> None:
+    """Replace the tensors that are on `meta`; one in two places, which `made` knows, stays one."""
+    for path, tensors, name, x in _tensors_of(partition):
+        if not x.is_meta:
+            continue
+        if init is None:
+            raise ValueError(
+                f"'{path}.{name}' is on device 'meta' and has no values: give init=..., which "
+                "fills a layer, or build the layers on a real device"
+            )
+        if (x, device) not in made:
+            empty = torch.empty_like(x, device=device)
+            if isinstance(x, nn.Parameter):
+                empty = nn.Parameter(empty, x.requires_grad)
+            made[x, device] = empty
+        tensors[name] = made[x, device]
+
+
+def _tensors_of(
+    partition: nn.Module,
+) -> Iterator[tuple[str, dict[str, Tensor | None], str, Tensor]]:
+    """Yield each parameter and buffer, with its module's path, its dictionary and its name."""
+    for path, module in partition.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, x in tensors.items():
+                if x is not None:
+                    yield path, tensors, name, x
+
+
+def _fill(first: int, partition: nn.Sequential, device: torch.device, init: Init) -> None:
+    """Fill the layers of a partition, whose first layer has the index `first`."""
+    seed = torch.initial_seed()
+    for k, layer in enumerate(partition, first):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            for generator in default_generators(device):
+                generator.manual_seed(seed + k)
+            init(k, layer)

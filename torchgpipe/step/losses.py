@@ -1,0 +1,194 @@
+"""The losses of micro-batches: a mini-batch goes backward as its schedule says."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.engine.batch import Batch, one_node
+from torchgpipe.engine.program import BatchIO
+from torchgpipe.step.request import StepRequest
+from torchgpipe.step.shares import Shares, warn_of_other_means
+from torchgpipe.step.targets import parted
+from torchgpipe.task.entrance import leaves
+from torchgpipe.task.stage import Stage
+from torchgpipe.task.where import note
+from torchgpipe.tensors._autograd import leaves_behind, without_hooks
+from torchgpipe.tensors.item import Item
+from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, together
+from torchgpipe.tensors.observe import NOTHING
+
+Shown = Callable[[Any], Any]
+
+
+class Losses(BatchIO):
+    """Call the criterion where an output leaves; go backward through it where that is asked for.
+
+    The criterion gets what `shown` makes of an output, and the micro-batch's target. It draws
+    random numbers as one more stage would. When the last output has left, `batch` is told the
+    mini-batch's loss, without its graph.
+
+    A criterion may use more than an output: parameters of its own or of the layers, or a tensor
+    that it closes over. What these get as gradients is added up here, and handed on with the others
+    when the step ends.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        inputs: Sequence[TensorOrTensors],
+        sizes: Sequence[int],
+        request: StepRequest,
+        shown: Shown,
+    ) -> None:
+        super().__init__(inputs)
+        self._batch, self._request, self._shown = batch, request, shown
+        self._stage = Stage(len(batch.orders.placement), nn.Identity(), batch.devices[-1])
+        self._targets = parted(request.target, sizes)
+        self._shares = Shares(request.reduction, request.weight, sizes, self._targets)
+        self._under_way: dict[int, tuple[Flat, Tensor]] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._has_graph = False  # whether the loss of any micro-batch has one
+        self._sums: dict[Tensor, Tensor] = {}
+
+    def leave(self, i: int, output: Item) -> None:
+        """Work out the loss of micro-batch i."""
+        loss = self._shares.of(scalar(self._loss_of(i, output)), i)
+        self._losses[i] = loss.detach()
+        if torch.is_grad_enabled():
+            self._under_way[i] = output.flat, loss
+            self._has_graph |= loss.requires_grad
+        if len(self._losses) < len(self._targets):
+            return
+        if torch.is_grad_enabled() and not self._has_graph:
+            raise RuntimeError(
+                "the criterion returned a loss without a graph for every micro-batch, so there is "
+                "nothing to go backward through; compute it from the output, without detach(), "
+                "item() or no_grad()"
+            )
+        losses = [loss for _, loss in sorted(self._losses.items())]
+        apart = self._request.reduction == "none"
+        self._batch.tell(torch.stack(losses) if apart else cast(Tensor, sum(losses)))
+
+    def _loss_of(self, i: int, output: Item) -> object:
+        """Return what the criterion makes of an output."""
+        with self._batch.draws(i, self._stage, False).around():
+            try:
+                given = self._shown(together(output.form, output.flat))
+                return self._request.criterion(given, self._targets[i])
+            except Exception as error:
+                note(error, f"the criterion, micro-batch {i}")
+                raise
+
+    def output_grads(self, i: int) -> Flat:
+        """Return the gradients of micro-batch i's outputs; add up those of other leaves."""
+        outputs, loss = self._under_way.pop(i)
+        if not loss.requires_grad:
+            return _zeros(outputs)
+        if self._request.scaler is not None:
+            loss = self._request.scaler.scale(loss)
+        leaves, only_whole = leaves_behind(loss)
+        if only_whole:
+            loss.backward()
+            return tuple([None if y is None else self._shares.masked(y.grad, i) for y in outputs])
+        leaves = [x for x in leaves if x.requires_grad]  # a criterion may freeze what it has used
+        own = {id(y) for y in outputs}
+        others = [x for x in leaves if id(x) not in own]
+        # Hooks of the others run once, when the sums are handed on.
+        unhooked: AbstractContextManager[Any] = without_hooks(others) if others else NOTHING
+        with unhooked:
+            found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        masked = [self._shares.masked(grad, i) for grad in found]
+        grads = dict(zip(map(id, leaves), masked, strict=True))
+        for x in others:
+            self._add(x, grads[id(x)])
+        return tuple([grads.get(id(y)) for y in outputs])
+
+    def _add(self, leaf: Tensor, grad: Tensor | None) -> None:
+        if grad is None:
+            return
+        before = self._sums.get(leaf)
+        if before is None:
+            self._sums[leaf] = grad
+        elif before.is_sparse:
+            # A sparse tensor can be added to a dense one, not the other way round.
+            self._sums[leaf] = grad + before
+        else:
+            self._sums[leaf] = before + grad
+
+    def sums(self) -> tuple[tuple[Tensor, ...], Flat]:
+        """Return the other leaves that the criterion has used, and the sum for each.
+
+        In place of a stand-in, that is the parameter that it stands for.
+        """
+        parameters: dict[Tensor, Tensor] = {}
+        for guards in self._batch.guards:
+            by_parameter = guards.parameters.by_parameter
+            parameters.update({stand_in: p for p, stand_in in by_parameter.items()})
+        return tuple([parameters.get(x, x) for x in self._sums]), tuple(self._sums.values())
+
+
+def _zeros(outputs: Iterable[Tensor | None]) -> Flat:
+    """Return the gradients of outputs that a loss does not depend on."""
+    return tuple(
+        [None if y is None or not y.requires_grad else torch.zeros_like(y) for y in outputs]
+    )
+
+
+def run_step(
+    batch: Batch,
+    inputs: Sequence[TensorOrTensors],
+    sizes: Sequence[int],
+    request: StepRequest,
+    shown: Shown,
+) -> Tensor:
+    """Run a mini-batch, and return its loss.
+
+    With gradients, the loss is a node of the caller's graph that hands on what was added up: where
+    the schedule says so, the mini-batch has gone backward before its last forward.
+
+    Args:
+        batch: The mini-batch.
+        inputs: Its micro-batches, if the first stage is in this process.
+        sizes: How many samples each micro-batch has.
+        request: What was asked for.
+        shown: Makes of an output what the criterion gets.
+    """
+    if request.backward and not torch.is_grad_enabled():
+        raise RuntimeError("step() goes backward, but gradients are off here; call evaluate()")
+    io = BatchIO(inputs)
+    if batch.last:
+        io = Losses(batch, inputs, sizes, request, shown)
+        warn_of_other_means(request, sizes)
+    elif request.scaler is not None:
+        # Or it would not know its scale yet.
+        request.scaler.scale(torch.zeros((), device=batch.devices[0]))
+    for guards in batch.guards:
+        guards.backward_begins(0)
+    batch.forward(batch.orders.all if batch.guards else batch.orders.forwards, io)
+    for guards in batch.guards:
+        guards.ended()
+    if not batch.guards:
+        return batch.loss
+    given = [*inputs]
+    found = [grads for _, grads in sorted(io.input_grads.items())]
+    if isinstance(io, Losses):
+        used, sums = io.sums()
+        given.append(used)
+        found.append(sums)
+    leaf = leaves((batch.loss,), (True,))
+    (loss,) = one_node(batch.guards, lambda *_, keep: found, [1], leaf, given)
+    assert loss is not None
+    return loss
+
+
+def scalar(loss: object) -> Tensor:
+    """Return what a criterion has returned; raise `TypeError` if that is no scalar."""
+    if isinstance(loss, Tensor) and not loss.dim():
+        return loss
+    shape = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
+    raise TypeError(
+        f"the criterion must return a scalar tensor, but returned {shape or type(loss).__name__}"
+    )

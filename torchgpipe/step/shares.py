@@ -1,0 +1,117 @@
+"""Shares: what each micro-batch's loss counts in the mini-batch's loss."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from math import nan
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, nll_loss
+
+from torchgpipe.step.request import Criterion, StepRequest
+
+
+class Shares:
+    """Scale each micro-batch's loss to its part of the mini-batch's loss.
+
+    Args:
+        reduction: `"mean"` weighs losses by samples, or by `weight`; `"sum"` and `"none"` add them.
+        weight: Returns what a target counts.
+        sizes: How many samples each micro-batch has.
+        targets: The target of each micro-batch.
+
+    Raises:
+        ValueError: The reduction is another one, or has a weight that it does not use.
+    """
+
+    def __init__(
+        self,
+        reduction: str,
+        weight: Callable[[Any], Any] | None,
+        sizes: Sequence[int],
+        targets: Sequence[Any],
+    ) -> None:
+        self._counts: Sequence[Any] | None = None
+        if reduction in ("sum", "none") and weight is None:
+            return
+        if reduction != "mean":
+            given = repr(reduction) if weight is None else f"{reduction!r} with a weight"
+            raise ValueError(
+                "reduction must be 'mean', or 'sum' or 'none' without a weight, but got " + given
+            )
+        self._counts = sizes if weight is None else [weight(target) for target in targets]
+        self._total: Any = sum(self._counts)
+
+    def of(self, loss: Tensor, i: int) -> Tensor:
+        """Return the share of micro-batch i, or zero if that counts nothing.
+
+        If no micro-batch counts anything, all shares are NaN. A zero has no graph, so that nothing
+        goes backward through a mean of nothing, which would give NaN.
+        """
+        if self._counts is None:
+            return loss
+        if isinstance(self._total, Tensor):
+            part = (self._counts[i].double() / self._total).to(loss)
+            return torch.where(part == 0, 0.0, loss * part)
+        if not self._total:
+            return loss * nan
+        if not self._counts[i]:
+            return torch.zeros_like(loss)
+        return loss * (self._counts[i] / self._total)
+
+    def masked(self, grad: Tensor | None, i: int) -> Tensor | None:
+        """Return a gradient through micro-batch i's loss, or zeros if that counts nothing.
+
+        Of counts that are tensors, only the device knows that.
+        """
+        if grad is None or self._counts is None or not isinstance(self._total, Tensor):
+            return grad
+        empty = ((self._counts[i] == 0) & (self._total != 0)).to(grad.device)
+        if grad.is_sparse:
+            values = torch.where(empty, 0.0, grad._values())
+            return torch.sparse_coo_tensor(grad._indices(), values, grad.shape)
+        return torch.where(empty, 0.0, grad)
+
+
+def warn_of_other_means(request: StepRequest, sizes: Sequence[int]) -> None:
+    """Warn if the criterion of a mean does not return the mean over a micro-batch's samples."""
+    if request.reduction != "mean" or len(sizes) < 2:
+        return
+    options = options_of(request.criterion)
+    if options.get("reduction") == "sum":
+        warnings.warn(
+            'the criterion has reduction="sum", but micro-batches are put together as means; give '
+            'reduction="sum" to step() and evaluate(), too',
+            stacklevel=2,
+        )
+    index = options.get("ignore_index")
+    target = request.target
+    if index is None or request.weight is not None:
+        return
+    # A tensor on a GPU is not looked at: that would be to wait for it.
+    if not isinstance(target, Tensor) or target.device.type != "cpu":
+        return
+    ignored = target == index
+    shares = {float(part.double().mean()) for part in ignored.split([*sizes])}
+    if len(shares) > 1:
+        warnings.warn(
+            "micro-batches have different shares of targets that the criterion ignores, but each "
+            "counts by its samples; for the mean over what is not ignored, give step() and "
+            f"evaluate() weight=lambda target: (target != {index}).sum()",
+            stacklevel=2,
+        )
+
+
+def options_of(criterion: Criterion) -> dict[str, Any]:
+    """Return the options of a criterion of PyTorch: a module, a function, or a `partial` of it.
+
+    Of other criteria nothing is known.
+    """
+    if type(criterion).__module__ == "torch.nn.modules.loss":
+        return vars(criterion)
+    function = getattr(criterion, "func", criterion)
+    if getattr(function, "__module__", None) != "torch.nn.functional":
+        return {}
+    default = {"ignore_index": -100} if function in (cross_entropy, nll_loss) else {}
+    return {**default, **getattr(criterion, "keywords", {})}
