@@ -284,10 +284,7 @@ class Partitioned(FixedDevices, ABC):
         return None if self._signature is None else self._signature.batched
 
     def _mini_batch(self, run: Callable[[], T]) -> T:
-        """Call `run` for a whole mini-batch.
-
-        Deferred batch norms commit the mini-batch, or forget it if it fails.
-        """
+        """Call `run` for a whole mini-batch, which deferred batch norms commit, or else forget."""
         norms: list[DeferredBatchNorm] = []
         for stage in self._stages:
             norms += stage.deferred_norms
@@ -324,10 +321,9 @@ class Partitioned(FixedDevices, ABC):
             return clip_gradients([*self.parameters()], stages, exchange, max_norm, norm_type)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
-        """Return a context for what all ranks do together.
+        """Return a context for what all ranks do together: a function that exchanges a tensor.
 
-        It is a function by which each rank gives a tensor and gets those of all. What is `alike`
-        has to be the same on all.
+        What is `alike` has to be the same on all ranks.
         """
         return nullcontext(lambda own: [own])
 
