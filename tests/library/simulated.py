@@ -94,7 +94,7 @@ def backward_by_threads(
 
     def noted_apply(cls: Any, *args: Any) -> Any:
         result = super(torch.autograd.Function, cls).apply(*args)
-        device = torch.device("cpu", args[0][0]._index if cls.__name__ == "_Node" else at[0])
+        device = torch.device("cpu", args[0][0].index if cls.__name__ == "_Node" else at[0])
         stream = streams.current[-1] if streams.current else streams.of(device)
         tensors = [k for k, x in enumerate(args) if isinstance(x, Tensor)]
         for y in result if isinstance(result, tuple) else (result,):

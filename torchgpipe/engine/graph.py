@@ -98,9 +98,8 @@ class _MiniBatch:
         self._stages = engine.stages
         self._engine = engine
         self._observer = observer
-        self._ambient = AmbientModes(
-            engine.devices, threads=engine.tied
-        )  # autograd has one for each GPU
+        # Autograd has a thread for each GPU.
+        self._ambient = AmbientModes(engine.devices, threads=engine.tied)
         self._checkpointed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
         # Under autocast, tasks have graphs of their own. In one graph all micro-batches would share
         # autocast's copy of a weight, and their gradients would be added up in its low precision.
@@ -110,10 +109,13 @@ class _MiniBatch:
         self._apart = self._ambient.grad and not self._one_graph
         if self._apart:
             refuse_transforms()
-        # By stage, from its first task on.
-        self._guards: dict[int, StageGuards] = {}
-        self._gates: dict[int, Tensor] = {}
-        self._streams = [current_stream(stage.device) for stage in self._stages]
+        held = self._stages if self._apart else []
+        self._guards = [self._guarded(stage) for stage in held]
+        self._streams = [current_stream(stage.device) for stage in held]
+        # The parameters' node of each stage: every task takes its output, and so goes backward
+        # before it. As the gates are made before all tasks, they also go backward last of all, and
+        # a backward that fails changes no gradient.
+        self._gates = [self._gate(guards) for guards in self._guards]
         # The skips that are under way, by micro-batch (torchgpipe paper, section 3.3).
         self._portals: dict[tuple[int, SkipKey], Item] = {}
         self._items = [self._item(x) for x in micro_batches]
@@ -121,80 +123,76 @@ class _MiniBatch:
         # Of each partition: the tie of its latest task.
         self._latest: list[Tensor | None] = [None] * len(self._stages)
 
-    def _begin(self, stage: Stage) -> None:
-        """Begin the mini-batch on a stage, right before its first task.
-
-        Earlier stages have begun to compute by then.
-        """
+    def _guarded(self, stage: Stage) -> StageGuards:
         guards = StageGuards(stage, self._ambient, recomputed=self._checkpointed > 0)
         guards.add(InPlaceForTask(guards.parameters.changes))
-        self._guards[stage.index] = guards
-        # The parameters' node: every task takes its output, and so goes backward before it. It is
-        # on the device where the gradients will be added up.
-        empty = torch.empty(0, device=stage.device, requires_grad=True)
-        gate, *_ = one_node([guards], lambda *_, keep: [], [1], (empty,), [])
+        return guards
+
+    def _gate(self, guards: StageGuards) -> Tensor:
+        # On the device where the gradients will be added up.
+        device = self._stages[guards.index].device
+        empty = torch.empty(0, device=device, requires_grad=True)
+        (gate,) = one_node([guards], lambda *_, keep: [], [1], (empty,), [])
         assert gate is not None
-        self._gates[stage.index] = gate
+        return gate
 
     def task(self, i: int, j: int) -> None:
         """Issue micro-batch i on stage j."""
-        # As late as possible, so that the earlier tasks of this partition do not wait for this
-        # one's inputs.
+        # As late as possible, so that the earlier tasks of this stage do not wait for this one's
+        # inputs.
         item = self._take(i, j)
-        stage, fence = self._stages[j], self._fence(j)
-        outputs: Any
-        tie: Tensor | None = None
-        held: frozenset[int] = frozenset()
-        if self._apart:
-            if j not in self._guards:
-                self._begin(stage)
-            guards, recomputed = self._guards[j], i < self._checkpointed
-            randomness = in_turn(i, stage, recomputed)
-            task = _Task(
-                stage,
-                guards,
-                randomness,
-                i,
-                self._observer,
-                recomputed,
-                stream=self._streams[j],
-                arrival=item.fence,
-                departure=fence,
-            )
-            # Both ties are inputs of its node, so the partition's task before it and the one that
-            # its inputs come from go backward after it.
-            ties = self._latest[j], item.tie
-            outputs = _TaskNode.apply(
-                task, item, self._engine.tied, self._gates[j], *ties, *item.flat
-            )
-            if self._engine.tied:
-                *outputs, tie = outputs
-                tie = _Recomputation.apply(task, tie) if task.checkpoint else tie
-            form, held = task.output_form, guards.held
-        else:
-            item.fence.arrive(item.flat)
-            with (
-                observed(self._observer, "forward", i, j),
-                in_turn(i, stage, False).around(),
-                stage.lock,
-            ):
-                outputs, form = stage.run(item.flat, item.form, item.shared)
-            fence.leave()
+        run = self._run_apart if self._apart else self._run_within
+        self._hand_over(i, j, run(i, j, item))
+
+    def _run_within(self, i: int, j: int, item: Item) -> Item:
+        """Run a task within the caller's graph, if gradients are on."""
+        stage, departure = self._stages[j], self._fence(j)
+        randomness = in_turn(i, stage, False)
+        item.fence.arrive(item.flat)
+        with observed(self._observer, "forward", i, j), randomness.around(), stage.lock:
+            outputs, form = stage.run(item.flat, item.form, item.shared)
+        departure.leave()
+        if not self._one_graph:
+            shared = shared_by(outputs, item.flat, item.shared)
+            return Item(outputs, form, shared, departure)
         # In one graph autograd sees every alias, so a task may change a skip of its own
         # micro-batch: note the versions.
-        shared = (
-            (False,) * len(outputs)
-            if self._one_graph
-            else shared_by(outputs, item.flat, item.shared, held)
-        )
-        for skip in self._waiting(i) if self._one_graph else ():
+        for skip in self._waiting(i):
             skip.versions = versions(skip.flat)
-        self._hand_over(i, j, Item(tuple(outputs), form, shared, fence, tie))
+        return Item(outputs, form, (False,) * len(outputs), departure)
+
+    def _run_apart(self, i: int, j: int, item: Item) -> Item:
+        """Run a task as one node of the caller's graph, with a graph of its own behind that."""
+        stage, guards = self._stages[j], self._guards[j]
+        recomputed = i < self._checkpointed
+        task = _Task(
+            stage,
+            guards,
+            in_turn(i, stage, recomputed),
+            i,
+            self._observer,
+            recomputed,
+            stream=self._streams[j],
+            arrival=item.fence,
+            departure=self._fence(j),
+        )
+        # Both ties are inputs of its node, so the stage's task before it and the one that its
+        # inputs come from go backward after it.
+        ties = self._latest[j], item.tie
+        tied = self._engine.tied
+        outputs = _TaskNode.apply(task, item, tied, self._gates[j], *ties, *item.flat)
+        tie: Tensor | None = None
+        if tied:
+            *outputs, tie = outputs
+            if task.checkpoint:
+                tie = _Recomputation.apply(task, tie)
+        shared = shared_by(tuple(outputs), item.flat, item.shared, guards.held)
+        return Item(tuple(outputs), task.output_form, shared, task.departure, tie)
 
     def end(self) -> list[TensorOrTensors]:
         """Return the outputs."""
         self._ambient.all_have_run()
-        for guards in self._guards.values():
+        for guards in self._guards:
             guards.after_all_forwards()
         if len(self._items) == 1 and self._apart:
             self._items[0].flat = unshared(self._items[0].flat, self._items[0].shared, self._given)
@@ -222,6 +220,7 @@ class _MiniBatch:
         return item
 
     def _waiting(self, i: int) -> list[Item]:
+        """Return the skips of micro-batch i that are under way."""
         return [skip for (k, _), skip in self._portals.items() if k == i]
 
     def _hand_over(self, i: int, j: int, item: Item) -> None:

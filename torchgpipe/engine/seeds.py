@@ -53,21 +53,26 @@ The CPU's generator looks at the lowest 32 bits of a seed only.
 _under_way = 0  # forwards that have seeds and have not ended, in all threads
 
 
+_AS_THEY_ARE = Randomness()
+"""For tasks that run once, and draw from the generators as they are."""
+
+
 def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
     """Return how a task draws whose mini-batch runs task after task.
 
-    It draws from the generators as they are, as a plain run does.
-
-    `recomputed` says whether the task will run twice.
+    It draws from the generators as they are, as a plain run does. `recomputed` says whether the
+    task will run twice.
     """
-    own = stage.generators if recomputed else ()
     outer = PrivateGenerator.present()
+    if outer is None and not recomputed:
+        return _AS_THEY_ARE
     if outer is None:
-        return Randomness([*default_generators(stage.device), *own] if recomputed else ())
+        return Randomness([*default_generators(stage.device), *stage.generators])
     # A pipeline among the layers of a worker: the worker's generator is gone in backward. So the
     # inner tasks have generators of their own. Their seeds are drawn in each pass, so that both
     # passes of the outer task draw alike.
     seed = int(torch.randint(2**62, (), device="cpu"))
+    own = stage.generators if recomputed else ()
     return Randomness(own, lambda: PrivateGenerator(seed, lambda: None, outer.exchanged))
 
 

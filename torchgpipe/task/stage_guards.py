@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -38,6 +39,7 @@ class StageGuards:
         outer: The stand-ins of a run that this one is within, by their ids.
 
     Attributes:
+        index: The index of the stage.
         parameters, memory, gradients: The guards of these names; the last two only if something is
             recomputed.
         held: The storages of parameters and buffers. kind: What `gradients` depends on, beside a
@@ -55,6 +57,7 @@ class StageGuards:
         recomputed: bool,
         outer: Set[int] = frozenset(),
     ) -> None:
+        self.index = stage.index
         self.lock: Lock = stage.lock
         self.ambient = ambient
         self._recomputed = recomputed
@@ -93,9 +96,8 @@ class StageGuards:
 
     def add(self, guard: Guard) -> None:
         """Add a guard within the others: it is told last, and its contexts are the innermost."""
-        for moment, methods in self._at.items():
-            if getattr(type(guard), moment) is not getattr(Guard, moment):
-                methods.append(getattr(guard, moment))
+        for moment in _moments_of(type(guard)):
+            self._at[moment].append(getattr(guard, moment))
 
     def around(self, moment: Before, task: GuardedTask) -> Context:
         """Let the guards prepare for a pass, or a backward; return the contexts that it needs."""
@@ -142,6 +144,12 @@ class StageGuards:
 
 
 _MOMENTS = [moment for moment in vars(Guard) if not moment.startswith("_")]
+
+
+@cache
+def _moments_of(kind: type[Guard]) -> list[str]:
+    """Return the moments at which guards of a class have something to do."""
+    return [moment for moment in _MOMENTS if getattr(kind, moment) is not getattr(Guard, moment)]
 
 
 def _storages(modules: Sequence[nn.Module]) -> frozenset[int]:
