@@ -40,7 +40,8 @@ def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) 
     Raise `ValueError` if the schedule cannot have these numbers.
     """
     if isinstance(schedule, Schedule):
-        if (given := len(schedule.placement)) != stages:
+        given = len(schedule.placement)
+        if given != stages:
             raise ValueError(
                 f"{schedule.name} has {given} stages, but there are {stages} partitions"
             )
@@ -66,20 +67,31 @@ def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
     with one item at each boundary between devices a program would wait for ever.
     """
     schedule, n, v, _ = arrangement
-    made = make(schedule, n, m, v)
-    cycles = sorted(
-        made.replay(lambda action: action.kind == "forward").tasks,
-        key=lambda task: (task.start, task[2]),
-    )
+    once = make(schedule, n, m, v)
     if not apart:
-        made = Schedule(made.name, [0] * len(made.placement), [made.replay().order])
-    made = make(made, len(made.lists), m, checkpoint=mode)
-    made.replay(buffered=1)
-    # In one program as early on each device as they can be: those of GPipe are in clock cycles.
-    alone = made.lists if apart else [[Action(*task[:3]) for task in cycles]]
-    forwards = [[action for action in actions if action.kind == "forward"] for actions in alone]
-    rest = [[action for action in actions if action.kind != "forward"] for actions in made.lists]
-    return Orders(made.placement, forwards, rest, made.lists)
+        order = once.replay().order
+        merged = Schedule(once.name, [0] * len(once.placement), [order])
+        used = make(merged, 1, m, checkpoint=mode)
+    else:
+        used = make(once, len(once.lists), m, checkpoint=mode)
+    used.replay(buffered=1)
+    # In one program forwards are as early on each device as they can be: those of GPipe are in
+    # clock cycles.
+    lists = used.lists if apart else [_by_start(once)]
+    forwards = [_parted(actions, forward=True) for actions in lists]
+    rest = [_parted(actions, forward=False) for actions in used.lists]
+    return Orders(used.placement, forwards, rest, used.lists)
+
+
+def _parted(actions: Sequence[Action], *, forward: bool) -> list[Action]:
+    return [action for action in actions if (action.kind == "forward") == forward]
+
+
+def _by_start(schedule: Schedule) -> list[Action]:
+    """Return the forwards in the order in which a replay starts them."""
+    timeline = schedule.replay(lambda action: action.kind == "forward")
+    tasks = sorted(timeline.tasks, key=lambda task: (task.start, task[2]))
+    return [Action(*task[:3]) for task in tasks]
 
 
 def overlaps(m: int, n: int) -> bool:

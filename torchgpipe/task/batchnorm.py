@@ -10,7 +10,7 @@ combined at once: a few operators, however many layers.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Any, TypeVar, cast
 
@@ -90,22 +90,16 @@ class DeferredBatchNorm(_BatchNorm):
         """
         chunks = _checked(chunks)
         # A pipeline among the layers goes by its own `deferred_batch_norm`.
-        inner = {
-            layer
-            for each in module.modules()
-            if "_stages" in vars(each)
-            for layer in each.modules()
-        }
+        inner: set[nn.Module] = set()
+        for each in module.modules():
+            if "_stages" in vars(each):
+                inner.update(each.modules())
         # All replacements come first, so that a layer which cannot be converted leaves the module
         # as it was.
-        replacements: dict[nn.Module, nn.Module] = {
-            layer: cls._replacement(layer, chunks)
-            for layer in module.modules()
-            if layer not in inner
-            and isinstance(layer, _BatchNorm)
-            and not isinstance(layer, nn.SyncBatchNorm)
-            and _tracks(layer)
-        }
+        replacements: dict[nn.Module, nn.Module] = {}
+        for layer in module.modules():
+            if isinstance(layer, _BatchNorm) and layer not in inner and _can_defer(layer):
+                replacements[layer] = cls._replacement(layer, chunks)
         for parent in list(module.modules()):
             for name, layer in parent._modules.items():
                 if layer in replacements:
@@ -125,11 +119,7 @@ class DeferredBatchNorm(_BatchNorm):
                 f"cannot defer {kind.__name__} before its first input: run the module once, then "
                 "convert it"
             )
-        elif own := [
-            n
-            for n in ("forward", "train", "eval")
-            if getattr(kind, n) is not getattr(_BatchNorm, n)
-        ]:
+        elif own := _own_methods(kind):
             raise TypeError(
                 f"cannot defer {kind.__name__}, whose {own[0]}() is its own and would be lost: use "
                 "nn.BatchNorm1d, 2d or 3d in its place, or do without deferred batch normalization"
@@ -194,11 +184,21 @@ class DeferredBatchNorm(_BatchNorm):
 
 
 def _tracks(layer: _BatchNorm) -> bool:
-    return (
-        layer.track_running_stats
-        and layer.running_mean is not None
-        and layer.running_var is not None
-    )
+    has_statistics = layer.running_mean is not None and layer.running_var is not None
+    return layer.track_running_stats and has_statistics
+
+
+def _can_defer(layer: _BatchNorm) -> bool:
+    return _tracks(layer) and not isinstance(layer, nn.SyncBatchNorm)
+
+
+def _own_methods(kind: type[_BatchNorm]) -> list[str]:
+    """Return the methods of batch normalization that a class overrides."""
+    methods = "forward", "train", "eval"
+    return [name for name in methods if getattr(kind, name) is not getattr(_BatchNorm, name)]
+
+
+_Tracked = tuple[DeferredBatchNorm, list[Statistics]]
 
 
 @torch.no_grad()
@@ -209,45 +209,41 @@ def commit(layers: Iterable[DeferredBatchNorm]) -> None:
 
     The host never waits for the device.
     """
-    groups: dict[tuple[object, ...], list[tuple[DeferredBatchNorm, list[Statistics]]]] = (
-        defaultdict(list)
-    )
-    sharing: Counter[Tensor] = Counter()
+    groups: dict[tuple[object, ...], list[_Tracked]] = defaultdict(list)
+    sharing = Counter[Tensor]()
     for layer in layers:
-        tracked, layer._tracked = layer._tracked, []
-        mean, cumulative, uncounted = (
-            layer.running_mean,
-            layer.momentum is None,
-            layer.num_batches_tracked is None,
-        )
-        if tracked and mean is not None and layer.running_var is not None:
-            sharing[mean] += (
-                1  # Layers that share running statistics update them one after the other.
-            )
-            key = (mean.device, mean.dtype, len(tracked), cumulative, uncounted, sharing[mean])
-            groups[key].append((layer, tracked))
+        tracked, mean = layer._tracked, layer.running_mean
+        layer.discard()
+        if not tracked or mean is None or layer.running_var is None:
+            continue
+        # Layers that share running statistics update them one after the other.
+        sharing[mean] += 1
+        cumulative = layer.momentum is None
+        uncounted = layer.num_batches_tracked is None
+        key = (mean.device, mean.dtype, len(tracked), cumulative, uncounted, sharing[mean])
+        groups[key].append((layer, tracked))
     for group in groups.values():
-        _update(*zip(*group, strict=True))
+        _update(group)
 
 
-def _update(layers: tuple[DeferredBatchNorm, ...], tracked: tuple[list[Statistics], ...]) -> None:
+def _update(group: Sequence[_Tracked]) -> None:
     """Update the layers of one group, in float32 or better.
 
     The channels of all layers stand in one row.
     """
-    running = cast(
-        list[Tensor], [*(x.running_mean for x in layers), *(x.running_var for x in layers)]
-    )
-    device, dtype = running[0].device, torch.promote_types(running[0].dtype, torch.float32)
-    channels = [mean.numel() for mean in running[: len(layers)]]
+    layers = [layer for layer, _ in group]
+    means_before = [cast(Tensor, layer.running_mean) for layer in layers]
+    running = means_before + [cast(Tensor, layer.running_var) for layer in layers]
+    device = running[0].device
+    dtype = torch.promote_types(running[0].dtype, torch.float32)
+    channels = [mean.numel() for mean in means_before]
     batches = [x.num_batches_tracked for x in layers if x.num_batches_tracked is not None]
     if batches:
         torch._foreach_add_(batches, 1)
 
-    rows = [
-        [width, layer.momentum or 0.0, *(count for count, _ in parts)]
-        for layer, width, parts in zip(layers, channels, tracked, strict=True)
-    ]
+    rows = []
+    for (layer, parts), width in zip(group, channels, strict=True):
+        rows.append([width, layer.momentum or 0.0, *(count for count, _ in parts)])
     # One copy takes the numbers of all layers to the device. From pinned memory, the host need not
     # wait for it.
     table = torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
@@ -258,16 +254,21 @@ def _update(layers: tuple[DeferredBatchNorm, ...], tracked: tuple[list[Statistic
     table = table.repeat_interleave(table[0].long(), dim=1, output_size=sum(channels))
     momenta, counts = table[1], table[2:]
 
-    statistics = [
-        x.to(device) for micro_batch in zip(*tracked, strict=True) for _, x in micro_batch
-    ]
-    means, variances = torch.cat(statistics, 1).to(dtype).unflatten(1, counts.shape)
+    statistics = []
+    for micro_batch in zip(*[parts for _, parts in group], strict=True):
+        for _, each in micro_batch:
+            statistics.append(each.to(device))
+    found = torch.cat(statistics, 1).to(dtype)
+    means, variances = found.unflatten(1, counts.shape)
     total = counts.sum(0)
     mean = (counts * means).sum(0) / total
-    var = (counts * (means - mean).square() + (counts - 1) * variances).sum(0) / (total - 1)
+    within = (counts - 1) * variances
+    between = counts * (means - mean).square()
+    var = (between + within).sum(0) / (total - 1)
     old = torch.cat(running).to(dtype).unflatten(0, (2, -1))
-    new = old.lerp(torch.stack([mean, var]), momenta).to(running[0].dtype)
-    torch._foreach_copy_(running, new.flatten().split(channels * 2))
+    new = old.lerp(torch.stack([mean, var]), momenta)
+    new = new.to(running[0].dtype).flatten()
+    torch._foreach_copy_(running, new.split(channels * 2))
 
 
 def _checked(chunks: int | None) -> int | None:

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,38 +82,52 @@ class Stage:
         return self._gradients.setdefault(kind, {})
 
     def run(self, inputs: Flat, form: Form, shared: Shared = ()) -> tuple[Flat, Form]:
-        """Run the layers on the micro-batch and the skips in `inputs`; return their outputs alike.
+        """Run the layers on a micro-batch and the skips that enter with it.
 
         The caller holds the lock.
 
-        `form` is the class of the micro-batch; `shared` says which inputs must not be changed in
-        place.
+        Args:
+            inputs: The tensors of the micro-batch, then the skips.
+            form: The class of the micro-batch.
+            shared: Which inputs must not be changed in place.
+
+        Returns:
+            The tensors of the output, then the skips that leave; and the class of the output.
         """
         before = versions(inputs) if True in shared else []
+        skips: Flat = ()
         if not self._special:
             y = self.partition(inputs[0] if form is Tensor else together(form, inputs))
-            skips: Flat = ()
         else:
-            count = len(inputs) - len(self._keys)
-            arrived = dict(zip(self._keys, inputs[count:], strict=True))
-            # For layers that create tensors on "the" accelerator; operators on tensors need no
-            # help.
-            on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else NOTHING
-            with on_device, skip_scope(arrived) as scope:
-                y = self.partition(together(form, inputs[:count]))
-                skips = tuple(scope[departure.key] for departure in self.departures)
-        after = versions(inputs) if before else []
-        if any(s and a != b for s, a, b in zip(shared, before, after, strict=bool(before))):
-            raise RuntimeError(
-                f"partition {self.index} changed an input in place that shares memory with another "
-                "tensor under way: a skip, or another input; the two would get different values or "
-                "gradients on two partitions, so make the layer that changes it out-of-place "
-                "(inplace=False), or hand on a copy (x.clone())"
-            )
+            y, skips = self._run_with_skips(inputs, form)
+        if before:
+            self._check_shared(before, versions(inputs), shared)
         if isinstance(y, Tensor):
             return (y, *skips), Tensor
         check(y, f"output of partition {self.index}")
         return (*y, *skips), type(y)
+
+    def _run_with_skips(self, inputs: Flat, form: Form) -> tuple[Any, Flat]:
+        count = len(inputs) - len(self._keys)
+        arrived = dict(zip(self._keys, inputs[count:], strict=True))
+        # For layers that create tensors on "the" accelerator; operators on tensors need no help.
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else NOTHING
+        with on_device, skip_scope(arrived) as scope:
+            y = self.partition(together(form, inputs[:count]))
+            skips = [scope[departure.key] for departure in self.departures]
+        return y, tuple(skips)
+
+    def _check_shared(
+        self, before: list[int | None], after: list[int | None], shared: Shared
+    ) -> None:
+        for each, old, new in zip(shared, before, after, strict=True):
+            if each and old != new:
+                raise RuntimeError(
+                    f"partition {self.index} changed an input in place that shares memory with "
+                    "another tensor under way: a skip, or another input; the two would get "
+                    "different values or gradients on two partitions, so make the layer that "
+                    "changes it out-of-place (inplace=False), or hand on a copy (x.clone())"
+                )
 
 
 def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
@@ -121,9 +136,10 @@ def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
     A pipeline among the layers has locks of its own. Its workers take them while the outer task
     waits for them.
     """
-    inner = {
-        m for pipeline in modules if "_stages" in pipeline.__dict__ for m in modules_of(pipeline)
-    }
+    inner: set[nn.Module] = set()
+    for pipeline in modules:
+        if "_stages" in pipeline.__dict__:
+            inner.update(modules_of(pipeline))
     # A module without parameters and buffers needs no lock, so partitions may share one activation
     # layer.
     own = [m for m in modules if (m._parameters or m._buffers) and m not in inner]
