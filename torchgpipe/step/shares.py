@@ -58,7 +58,8 @@ class Shares:
             return loss * nan
         if not self._counts[i]:
             return torch.zeros_like(loss)
-        return loss * (self._counts[i] / self._total)
+        share: float = self._counts[i] / self._total
+        return loss * share
 
     def masked(self, grad: Tensor | None, i: int) -> Tensor | None:
         """Return a gradient through micro-batch i's loss, or zeros if that counts nothing.

@@ -101,9 +101,9 @@ class DeferredBatchNorm(_BatchNorm):
             if isinstance(layer, _BatchNorm) and layer not in inner and _can_defer(layer):
                 replacements[layer] = cls._replacement(layer, chunks)
         for parent in list(module.modules()):
-            for name, layer in parent._modules.items():
-                if layer in replacements:
-                    parent._modules[name] = replacements[layer]
+            for name, child in parent._modules.items():
+                if child in replacements:
+                    parent._modules[name] = replacements[child]
         return cast(Module, replacements.get(module, module))
 
     @classmethod

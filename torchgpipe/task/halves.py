@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from torchgpipe.task.sides import NO_PLAN, PRODUCTS, Plan, Row, numbered, plan
+from torchgpipe.task.sides import NO_PLAN, PRODUCTS, Plan, Row, numbered
+from torchgpipe.task.sides import plan as plan
 from torchgpipe.tensors._autograd import (
     averages_gradients,
     hooked_in_the_old_way,

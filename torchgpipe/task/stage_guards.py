@@ -14,7 +14,7 @@ from torchgpipe.task.guards.autocast import UncachedAutocast
 from torchgpipe.task.guards.buffers import Buffers
 from torchgpipe.task.guards.gradients import OutputGradients
 from torchgpipe.task.guards.guard import Before, Context, Guard, GuardedTask, Nested
-from torchgpipe.task.guards.in_place import InPlace, InPlaceForRun, InPlaceForTask, Lock
+from torchgpipe.task.guards.in_place import Change, InPlace, InPlaceForRun, InPlaceForTask, Lock
 from torchgpipe.task.guards.layers import Layers
 from torchgpipe.task.guards.memory import KeptInputs
 from torchgpipe.task.guards.modes import AmbientModes
@@ -147,7 +147,7 @@ _MOMENTS = [moment for moment in vars(Guard) if not moment.startswith("_")]
 
 
 @cache
-def _moments_of(kind: type[Guard]) -> list[str]:
+def _moments_of(kind: Any) -> list[str]:
     """Return the moments at which guards of a class have something to do."""
     return [moment for moment in _MOMENTS if getattr(kind, moment) is not getattr(Guard, moment)]
 
@@ -174,7 +174,8 @@ def stand_ins_for_run(stages: Sequence[StageGuards]) -> InPlaceForRun:
         times.update({id(change.place) for change in guards.parameters.changes})
     parts = []
     for guards in stages:
-        own, common = [], []
+        own: list[Change] = []
+        common: list[Change] = []
         for change in guards.parameters.changes:
             (own if times[id(change.place)] == 1 else common).append(change)
         if common:

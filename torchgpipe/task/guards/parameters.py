@@ -13,7 +13,7 @@ stand-ins.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ class StandInParameters(Guard):
         self._modules = list(modules)
         kept = sharded(self._modules)
         # The dictionaries that no layer may change in its forward.
-        self._watched: list[dict[str, Tensor | None]] = []
+        self._watched: list[Mapping[str, Tensor | None]] = []
         for module in self._modules:
             self._replace_buffers(module)
             if module in kept:
@@ -180,10 +180,11 @@ class StandInParameters(Guard):
             )
         self._frozen = [(d, name, p) for d, name, p in self._frozen if not p.requires_grad]
         for module in self._modules:
-            for x in module._buffers.values():
-                if x is not None and x.grad_fn is not None and id(x) not in self.ids:
-                    # Its graph is that of this mini-batch, and not for the next one.
-                    setattr(x, _OF_A_LAYER, True)
+            for buffer in module._buffers.values():
+                if buffer is None or buffer.grad_fn is None or id(buffer) in self.ids:
+                    continue
+                # Its graph is that of this mini-batch, and not for the next one.
+                setattr(buffer, _OF_A_LAYER, True)
 
     def begin(self, backward: int) -> bool:
         """Start the backward of this number; return `False` if it has started already.
