@@ -1,0 +1,54 @@
+"""Words: those of the glossary are used, and those that it replaces are not."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+GLOSSARY = (ROOT / "docs/glossary.md").read_text()
+TABLE, INSTEAD = GLOSSARY.split("## Not these")
+CODE = [
+    path
+    for folder in ("torchgpipe", "reproduce", "benchmarks", "examples", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+]
+PAGES = [path for path in (ROOT / "docs").glob("*.md") if path.name != "glossary.md"]
+PAGES += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+# Names that a reader of PyTorch would not know, or that had two meanings; each has a better one now.
+OLD_NAMES = {"Goal", "Ends", "InUse", "Passing", "carried_out", "alone_in_process", "Ambient"}
+
+
+def first_cells(text: str) -> list[str]:
+    """Return the first cells of a table, without markup and symbols."""
+    cells = re.findall(r"^\| ([^|]+) \|", text, flags=re.MULTILINE)
+    plain = [re.sub(r",? \*[^|]*$", "", cell) for cell in cells]
+    return [cell for cell in plain if cell not in ("word", "not", "---")]
+
+
+@pytest.mark.parametrize("word", first_cells(TABLE))
+def test_each_word_of_the_glossary_is_used(word: str) -> None:
+    word = re.sub(r" (\(.*|\*.*)$", "", word).lower()
+    where = [path for path in PAGES + CODE if word in path.read_text().lower()]
+    assert where
+
+
+def test_words_that_the_glossary_replaces_are_not_used() -> None:
+    words = [word for cell in first_cells(INSTEAD) for word in cell.split(", ")]
+    pattern = re.compile(rf"\b({'|'.join(words)})\b", flags=re.IGNORECASE)
+    found = []
+    for path in PAGES + CODE:
+        if path != Path(__file__).resolve():
+            found += [f"{path.name}: {match}" for match in pattern.findall(path.read_text())]
+    assert len(words) > 5 and not found
+
+
+def test_old_names_are_not_used() -> None:
+    found = []
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(node, "id", getattr(node, "name", getattr(node, "attr", None)))
+            if name in OLD_NAMES:
+                found.append(f"{path.name}:{getattr(node, 'lineno', 0)} {name}")
+    assert not found
