@@ -166,9 +166,9 @@ class _MiniBatch:
         stage, guards = self._stages[j], self._guards[j]
         recomputed = i < self._checkpointed
         task = _Task(
+            in_turn(i, stage, recomputed),
             stage,
             guards,
-            in_turn(i, stage, recomputed),
             i,
             self._observer,
             recomputed,

@@ -239,7 +239,7 @@ class Program:
             return Item(outputs, form, shared_by(outputs, flat, item.shared))
         guards = self.guards[s]
         checkpoint = i < recomputed
-        graph = TaskGraph(stage, guards, draws(i, stage, checkpoint), i, observer, checkpoint)
+        graph = TaskGraph(draws(i, stage, checkpoint), stage, guards, i, observer, checkpoint)
         self._graphs[i, s] = graph
         outputs, form = graph.forward(flat, item.form, item.shared)
         return Item(outputs, form, shared_by(outputs, flat, item.shared, guards.held))

@@ -1,20 +1,21 @@
-"""The entrance of a task: a node that cuts its graph off from the caller's graph.
+"""Both ends of a task's graph: the entrance node, and the edges of the outputs."""
 
-There the gradients of the inputs are taken off.
-"""
-
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from torchgpipe.task.guards.parameters import TOKEN
 from torchgpipe.tensors.microbatch import Flat, carrying
 
 
 def entered(inputs: Flat, needs: tuple[bool, ...], input_grads: list[Tensor | None]) -> Flat:
-    """Return the inputs as the begin of a graph; their gradients come into `input_grads`."""
+    """Return the inputs as the begin of a graph; their gradients come into `input_grads`.
+
+    The node holds this list. If it held the task, each would keep the other alive.
+    """
     if True not in needs:
         return leaves(inputs, needs)
     outputs: Flat = _Entrance.apply(input_grads, needs, inputs, TOKEN)
@@ -72,3 +73,34 @@ def leaves(tensors: Flat, needs: Iterable[bool]) -> Flat:
 def all_none(grads: Flat) -> bool:
     """Return whether there is no gradient."""
     return not [g for g in grads if g is not None]
+
+
+def used(
+    edges: Sequence[GradientEdge | None], grads: Flat
+) -> tuple[list[GradientEdge], list[Tensor]]:
+    """Return the edges whose outputs have gradients, and these gradients.
+
+    Where there is no gradient, a checkpointed task may have no edges.
+    """
+    found, given = [], []
+    for edge, grad in zip(edges, grads, strict=False):
+        if edge is not None and grad is not None:
+            found.append(edge)
+            given.append(grad)
+    return found, given
+
+
+SPENT = (
+    "the pipeline was already gone through backward and its activations are freed; pass "
+    "retain_graph=True to the first backward to go through it twice"
+)
+
+
+def explain(error: BaseException, partition: int) -> None:
+    """Raise a clearer error, if this one comes from a graph that micro-batches have in common."""
+    if "through the graph a second time" in str(error):
+        raise RuntimeError(
+            f"layers of partition {partition} use a tensor in several micro-batches that has one "
+            "graph for all, as it was made outside of them; make it a buffer, or in the layer's "
+            "forward"
+        ) from error

@@ -186,9 +186,7 @@ class Tasks:
         self.stand_ins, self.each = guards.parameters, []
         for i in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-                task = TaskGraph(
-                    self.stage, guards, Randomness(), i, observer, again
-                )
+                task = TaskGraph(Randomness(), self.stage, guards, i, observer, again)
                 torch.manual_seed(i)
                 outputs, _ = task.forward(
                     (x.roll(i).requires_grad_(x.dtype != torch.long),), Tensor, ()

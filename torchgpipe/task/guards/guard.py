@@ -20,7 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
 
 from torchgpipe.tensors.microbatch import Flat, Form
 
@@ -30,20 +33,21 @@ Before = Literal[
 ]
 
 
-class GuardedTask(Protocol):
+@dataclass(slots=True, eq=False)
+class GuardedTask:
     """What guards see of a task (task.py)."""
 
-    inputs: Flat | None  # of a checkpointed task, until its last recomputation
-    form: Form  # of the inputs
-    needs: tuple[bool, ...]  # which inputs take a gradient
-    with_graph: bool  # whether the first pass makes a graph
-    found: list[bool]  # which outputs take a gradient, in the latest graph
-    claimed: list[bool]  # which outputs take one, by the first pass
-    noted: dict[Guard, Any]  # what each guard has noted of the first pass
-
-    @property
-    def randomness(self) -> Guard:
-        """The guard of the task's random numbers, which each task has for itself."""
+    randomness: Guard  # each task has one of its own
+    inputs: Flat | None = field(default=None, kw_only=True)  # kept for its last recomputation
+    form: Form = field(default=Tensor, kw_only=True)  # of the inputs
+    needs: tuple[bool, ...] = field(default=(), kw_only=True)  # which inputs take a gradient
+    # Whether the first pass makes a graph; which outputs take a gradient by the latest graph, and
+    # which by the first pass.
+    with_graph: bool = field(default=True, kw_only=True)
+    found: list[bool] = field(default_factory=list, kw_only=True)
+    claimed: list[bool] = field(default_factory=list, kw_only=True)
+    # What each guard has noted of the first pass.
+    noted: dict[Guard, Any] = field(default_factory=dict, kw_only=True)
 
 
 class Guard:

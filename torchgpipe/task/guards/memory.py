@@ -26,7 +26,7 @@ class KeptInputs(Guard):
     def given(self, inputs: Flat, form: Form) -> Flat:
         """Return the inputs for one pass, with a copy of a tensor that the first layer changes."""
         x = inputs[0] if form is Tensor else None
-        if x is None:
+        if x is None or not self.begins_in_place:
             return inputs
         return (carrying(x.detach().clone(), x), *inputs[1:])
 
