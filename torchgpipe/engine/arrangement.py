@@ -100,9 +100,11 @@ def overlaps(m: int, n: int) -> bool:
 
 
 class ScheduleView:
-    """The schedule of a pipeline: its `name`, and the `placement` of each stage.
+    """The schedule of a pipeline, as its user sees it.
 
-    That is its place in `devices`, or its rank.
+    Attributes:
+        name: The name of the schedule.
+        placement: The place of each stage in `devices`, or its rank.
     """
 
     def __init__(self, arrangement: Arrangement, stages: Sequence[Stage]) -> None:

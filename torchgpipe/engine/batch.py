@@ -64,10 +64,10 @@ class WorkersEngine:
         return in_its_turn(self.stages[0].turn, lambda: self._cleared(run))
 
     def _cleared(self, run: Callable[[], T]) -> T:
-        """Call `run`; whatever ends it, or has ended the last run, nothing stays in the layers.
+        """Call `run`, and take all stand-ins out of the layers, also after an interrupt.
 
-        An interrupt can come before any line. After a second one, programs may still run until the
-        next run begins.
+        An interrupt can come before any line, so what an earlier run has left is taken out, too.
+        After a second interrupt, programs may still run until the next run begins.
         """
         if outer_turns():
             return run()
@@ -173,8 +173,8 @@ class Batch:
         threads = torch.get_num_threads()
 
         def run(d: int) -> None:
-            # PyTorch keeps this number for each thread apart. Another one would change the bits,
-            # and crowd the cores.
+            # Each thread has a number of its own in PyTorch. Another number would change results in
+            # their last bits, and more threads than cores would compute.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
             with self._in_place, modes():
@@ -187,7 +187,7 @@ class Batch:
             self._engine.workers.run(relay, [partial(run, d) for d in self.programs])
 
     def _run_noted(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
-        # An interrupt can come before any line, so it is noted first what will be in the layers.
+        # An interrupt can come before any line, so what will be in the layers is noted first.
         noted = bool(self.guards) and self._engine.in_place is None
         if noted:
             self._engine.in_place = self._in_place
@@ -196,7 +196,7 @@ class Batch:
             self._engine.in_place = None
 
     def forward(self, lists: Lists, io: BatchIO) -> None:
-        """Do the lists, which begin with forwards, as the modes were when this was made."""
+        """Run lists of actions that begin with forwards, in the modes around the call."""
         with self._seeded:
             self._run_noted(lists, io, self._ambient.entered)
             # Layers have to have kept their parameters, and modes their state.
@@ -205,10 +205,14 @@ class Batch:
                 guards.after_all_forwards()
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
-        """Do the rest, in the modes of now, as plain layers would.
+        """Run the actions after the forwards, in the modes around `backward()`, as plain layers do.
 
-        Return the gradients of the micro-batches' inputs. `keep` says whether a backward may come
-        again.
+        Args:
+            output_grads: The gradients of each micro-batch's outputs.
+            keep: Whether another backward may follow.
+
+        Returns:
+            The gradients of each micro-batch's inputs.
         """
         for guards in self.guards:
             guards.backward_begins(backward_id())

@@ -1,27 +1,29 @@
-"""Which way a task draws random numbers, and with which seed. There are four.
+"""How a task draws random numbers, and with which seed.
 
-    the generators as they are (`in_turn`)      tasks run one after another, in one thread
-    a private generator (`PrivateGenerator`)    tasks of workers, which run at once
-    the seeded default one (`SeededDefault`)    tasks of a rank, which are alone in their process
-    none (`Seeds._watch`)                       tasks of a partition whose first task drew nothing
+There are four ways:
 
-For the recomputation, the first are set back to the states before the first pass. The second and
-third are seeded anew. With none, a draw is an error. A layer's own `torch.Generator` is always set
-back, like the first.
+    generators as they are (`in_turn`)         tasks run one after another, in one thread
+    a private generator (`PrivateGenerator`)   tasks of workers, which run at once
+    the default one, seeded (`SeededDefault`)  tasks of a rank, alone in their process
+    no draw is allowed (`Seeds._watch`)        the first task of the partition drew nothing
 
-The last saves time, as a private generator has to watch every operator. In each mini-batch a
-partition's first task has one. Only if that draws, the others have, too. A layer that draws in a
-later micro-batch alone is not seen then, but it leaves the default generator changed. Where that
-has changed, the recomputations that follow are watched, and refused if they draw. If only another
-thread of the program has drawn, they do not, and nothing follows.
+For the recomputation, generators that were used as they are go back to their states before the
+first pass. Private and seeded generators are seeded once more. A layer's own `torch.Generator`
+always goes back to its state.
+
+A private generator costs time, as it has to watch every operator. So in each mini-batch only the
+first task of a partition has one, and the others have one only if the first task has drawn. A layer
+that draws in a later micro-batch only is not seen then, but it leaves the default generator changed.
+If that has changed, the recomputations that follow are watched, and are refused if they draw. If
+another thread of the program has changed it, they do not draw, and nothing happens.
 
 A layer may set the default generator back by itself and draw again in backward, as checkpoint
-functions do. With a private generator it would draw other numbers. So where the first task has
-drawn, its backward is watched, too.
+functions do. With a private generator it would draw other numbers. So if the first task has drawn,
+its backward is watched, too.
 
-What watches every operator also finds collectives, which all processes have to call in one order.
-Threads that run at once keep none, so a collective of a layer is refused before it is called. One
-that only backward calls, or only a later micro-batch, is not found.
+A mode that watches every operator also finds collectives, which all processes have to call in one
+order. Threads that run at once have no such order, so a collective of a layer is refused before it
+is called. A collective that only backward calls, or only a later micro-batch, is not found.
 """
 
 from collections.abc import Callable

@@ -21,7 +21,10 @@ def translate_old_state(module: nn.Module, state: dict[str, Any], prefix: str, *
 
 
 class Elsewhere:
-    """A hook that leaves out what a state says of partitions that are not this process's `own`."""
+    """A hook that drops the entries of other processes' partitions from a state.
+
+    `partitions` are those of the pipeline, and `own` those of this process.
+    """
 
     def __init__(self, partitions: Iterable[nn.Module], own: Sequence[nn.Module]) -> None:
         self._names: set[str] = set()
@@ -31,6 +34,6 @@ class Elsewhere:
             self._names.difference_update(partition.state_dict())
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Drop their entries, before a state is loaded."""
+        """Drop the entries before a state is loaded."""
         for name in self._names:
             state.pop(prefix + name, None)

@@ -83,7 +83,7 @@ class Losses(BatchIO):
                 raise
 
     def output_grads(self, i: int) -> Flat:
-        """Return the gradients of micro-batch i's outputs; add up those of other leaves."""
+        """Return the gradients of micro-batch i's outputs; add up the gradients of other leaves."""
         outputs, loss = self._under_way.pop(i)
         if not loss.requires_grad:
             return _zeros(outputs)
@@ -119,9 +119,9 @@ class Losses(BatchIO):
             self._sums[leaf] = before + grad
 
     def sums(self) -> tuple[tuple[Tensor, ...], Flat]:
-        """Return the other leaves that the criterion has used, and the sum for each.
+        """Return the other leaves that the criterion has used, and the sum of each one's gradients.
 
-        In place of a stand-in, that is the parameter that it stands for.
+        A stand-in is returned as the parameter that it stands for.
         """
         parameters: dict[Tensor, Tensor] = {}
         for guards in self._batch.guards:

@@ -125,8 +125,8 @@ class DeferredBatchNorm(_BatchNorm):
                 "nn.BatchNorm1d, 2d or 3d in its place, or do without deferred batch normalization"
             )
         deferred = cls.__new__(cls)
-        # The tensors are shared, the dictionaries that hold them are not: half() on one spares the
-        # other.
+        # Both layers have the same tensors, but not the same dictionaries of tensors. So half() of
+        # one layer does not change the other.
         for name, value in vars(layer).items():
             deferred.__dict__[name] = copy(value) if isinstance(value, dict | set) else value
         deferred._defer(chunks, dimensions)

@@ -62,7 +62,7 @@ PLANS = 64
 
 @dataclass(slots=True)
 class _Later:
-    """The gradients of one product's sides, still to be computed from what it has `saved`."""
+    """What is left to do for one product: the gradients of its sides, from what it has `saved`."""
 
     formula: Callable[..., Sequence[Tensor]]
     saved: Flat
@@ -127,7 +127,7 @@ class Halves:
     def run_inputs(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool
     ) -> Callable[[], None] | None:
-        """Go backward from `roots`, but for the sides of products; return what does these."""
+        """Go backward from `roots`; return a function that does the sides of products later."""
         if not self._whole and hooked_in_the_old_way(self._modules):
             self._whole = OLD_HOOK
         if self._whole:

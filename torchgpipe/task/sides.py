@@ -1,4 +1,4 @@
-"""Which products in the graph of a task have sides, so that their weights can wait (halves.py)."""
+"""Find the products in a task's graph whose weights can wait: those that have sides (halves.py)."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -32,11 +32,10 @@ _making = threading.Lock()
 
 
 class Stage:
-    """Run partition `index` on a micro-batch, in one thread at a time.
+    """A partition on its device, which runs one micro-batch at a time.
 
-    Also where another partition or pipeline has layers in common with it: those tasks have the same
-    `lock`. Whole runs that take gradients through such layers wait for each other: their pipelines
-    have a lock of their `turn` in common.
+    If another partition or pipeline has some of the same layers, tasks of both take the same
+    `lock`. Whole runs that take gradients through such layers take a lock in common, too: `turn`.
     """
 
     def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:
@@ -131,10 +130,10 @@ class Stage:
 
 
 def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
-    """Return what locks these modules: the locks that some of them have already, or a new one.
+    """Return the locks of these modules: those that `known` has, or else a new one for all.
 
-    A pipeline among the layers has locks of its own. Its workers take them while the outer task
-    waits for them.
+    A pipeline among the modules has locks of its own, which its workers take while the task that
+    runs it waits for them.
     """
     inner: set[nn.Module] = set()
     for pipeline in modules:

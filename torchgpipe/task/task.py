@@ -78,7 +78,7 @@ class TaskGraph(GuardedTask):
         return outputs, form
 
     def recompute(self, *, keep: bool = False) -> None:
-        """Run the layers once more, with a graph, unless that is there; then `keep` the inputs."""
+        """Run the layers again, with a graph, unless there is one; `keep` the inputs if asked."""
         if self.inputs is not None and self._edges is None:
             with observed(self.observer, "recompute", self.i, self.stage.index):
                 # A copy, as other threads may recompute at the same time.

@@ -128,7 +128,7 @@ class Buffers(Guard):
         return self._put_back(held, changed) if changed else None
 
     def backward_begins(self) -> None:
-        """Raise `RuntimeError` if a buffer has changed in a way that only its content tells."""
+        """Raise `RuntimeError` if a buffer has changed without a count by PyTorch."""
         for (module, name), slot in self._unsure.items():
             if slot.tensor is None or slot.copy is None or equal(slot.tensor, slot.copy):
                 continue

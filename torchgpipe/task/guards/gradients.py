@@ -78,7 +78,7 @@ class OutputGradients(Guard):
         return task.found
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """Note that layers do otherwise than was claimed."""
+        """Correct what is known, if other outputs take a gradient than the first pass claimed."""
         if task.claimed != task.found:
             self._all_do[task.needs] = False
 

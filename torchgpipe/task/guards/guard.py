@@ -35,23 +35,34 @@ Before = Literal[
 
 @dataclass(slots=True, eq=False)
 class GuardedTask:
-    """What guards see of a task (task.py)."""
+    """What guards see of a task (task.py).
 
-    randomness: Guard  # each task has one of its own
-    inputs: Flat | None = field(default=None, kw_only=True)  # kept for its last recomputation
-    form: Form = field(default=Tensor, kw_only=True)  # of the inputs
-    needs: tuple[bool, ...] = field(default=(), kw_only=True)  # which inputs take a gradient
-    # Whether the first pass makes a graph; which outputs take a gradient by the latest graph, and
-    # which by the first pass.
+    Attributes:
+        randomness: The guard of the task's own random numbers.
+        inputs: The inputs of a checkpointed task, until its last recomputation.
+        form: The class of the micro-batch that enters.
+        needs: Which inputs take a gradient.
+        with_graph: Whether the first pass makes a graph.
+        found: Which outputs take a gradient, according to the latest graph.
+        claimed: Which outputs take a gradient, according to the first pass.
+        noted: What each guard has noted of the first pass.
+    """
+
+    randomness: Guard
+    inputs: Flat | None = field(default=None, kw_only=True)
+    form: Form = field(default=Tensor, kw_only=True)
+    needs: tuple[bool, ...] = field(default=(), kw_only=True)
     with_graph: bool = field(default=True, kw_only=True)
     found: list[bool] = field(default_factory=list, kw_only=True)
     claimed: list[bool] = field(default_factory=list, kw_only=True)
-    # What each guard has noted of the first pass.
     noted: dict[Guard, Any] = field(default_factory=dict, kw_only=True)
 
 
 class Guard:
-    """Do nothing at any moment. What a guard notes of a task is kept in `task.noted[self]`."""
+    """The base of guards, which does nothing at any moment.
+
+    A guard keeps what it notes of a task in `task.noted[self]`.
+    """
 
     def before_single_pass(self, task: GuardedTask) -> Context | None:
         """Prepare for the only pass of a task that is not checkpointed."""
@@ -75,10 +86,10 @@ class Guard:
         """Check what the layers have done in the forwards of the mini-batch."""
 
     def backward_begins(self) -> None:
-        """Check what was done between forward and backward."""
+        """Check that nothing was changed between forward and backward."""
 
     def ended(self) -> None:
-        """Check what the layers have done in a whole step."""
+        """Check what the layers have done, after a whole step."""
 
 
 class Nested:

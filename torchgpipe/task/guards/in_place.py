@@ -188,6 +188,6 @@ def outer_turns() -> list[Turn]:
 
 
 def note_stand_ins(ids: set[int]) -> None:
-    """Note what the innermost turn puts into the layers."""
+    """Note the stand-ins that the innermost turn puts into the layers, by their ids."""
     if turns := _turns.get():
         turns[-1].stand_ins |= ids

@@ -141,7 +141,10 @@ class AmbientModes(Guard):
     def all_have_run(self, *, refuse: bool = False) -> None:
         """Note, after all layers have run, which modes have changed.
 
-        With `refuse`, raise `RuntimeError` if there are any, as several threads have changed them.
+        If `refuse` is set, as several threads have run, a mode that has changed is an error.
+
+        Raises:
+            RuntimeError: `refuse` is set, and a mode has changed.
         """
         self.changed = [mode for mode, before in self.watched if _state(mode) != before]
         self._all_have_run = True
@@ -154,9 +157,9 @@ class AmbientModes(Guard):
             )
 
     def _to_repeat(self, stacks: Stacks) -> Stacks:
-        """Return which of these modes a recomputation enters.
+        """Return the modes among these that a recomputation enters.
 
-        All count, until it is known which modes have changed.
+        Until all layers have run, it is not known which modes have state, and all are entered.
         """
         stacks = _without_private(stacks)
         if stacks is NO_MODES or not self._all_have_run:
