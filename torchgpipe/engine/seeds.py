@@ -13,8 +13,8 @@ always goes back to its state.
 
 A private generator costs time, as it has to watch every operator. So in each mini-batch only the
 first task of a partition has one, and the others have one only if the first task has drawn. A layer
-that draws in a later micro-batch only is not seen then, but it leaves the default generator changed.
-If that has changed, the recomputations that follow are watched, and are refused if they draw. If
+that draws in a later micro-batch only is not seen then, but it changes the default generator. If
+that has changed, the recomputations that follow are watched, and are refused if they draw. If
 another thread of the program has changed it, they do not draw, and nothing happens.
 
 A layer may set the default generator back by itself and draw again in backward, as checkpoint
