@@ -11,13 +11,13 @@ from torchgpipe.engine.batch import Batch, one_node
 from torchgpipe.engine.program import BatchIO
 from torchgpipe.step.request import StepRequest
 from torchgpipe.step.shares import Shares, warn_of_other_means
-from torchgpipe.step.targets import parted
+from torchgpipe.step.targets import parted, with_tensors
 from torchgpipe.task.entrance import leaves
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.where import note
 from torchgpipe.tensors._autograd import leaves_behind, without_hooks
 from torchgpipe.tensors.item import Item
-from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, together
+from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, carrying, together
 from torchgpipe.tensors.observe import NOTHING
 
 Shown = Callable[[Any], Any]
@@ -46,12 +46,26 @@ class Losses(BatchIO):
         super().__init__(inputs)
         self._batch, self._request, self._shown = batch, request, shown
         self._stage = Stage(len(batch.orders.placement), nn.Identity(), batch.devices[-1])
-        self._targets = parted(request.target, sizes)
+        # By the leaf that stands for it: each target that has a graph, which goes backward once.
+        self._cut: dict[Tensor, Tensor] = {}
+        self._targets = parted(self._without_graphs(request.target), sizes)
         self._shares = Shares(request.reduction, request.weight, sizes, self._targets)
         self._under_way: dict[int, tuple[Flat, Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
         self._has_graph = False  # whether the loss of any micro-batch has one
         self._sums: dict[Tensor, Tensor] = {}
+
+    def _without_graphs(self, target: Any) -> Any:
+        """Return a target with leaves in place of its tensors that have a graph."""
+
+        def cut(x: Tensor) -> Tensor:
+            if x.grad_fn is None or not torch.is_grad_enabled():
+                return x
+            leaf = x.detach().requires_grad_()
+            self._cut[leaf] = x
+            return leaf
+
+        return with_tensors(cut, target)
 
     def leave(self, i: int, output: Item) -> None:
         """Work out the loss of micro-batch i."""
@@ -76,7 +90,7 @@ class Losses(BatchIO):
         """Return what the criterion makes of an output."""
         with self._batch.draws(i, self._stage, False).around():
             try:
-                given = self._shown(together(output.form, output.flat))
+                given = self._shown(together(output.form, handed(output.flat)))
                 return self._request.criterion(given, self._targets[i])
             except Exception as error:
                 note(error, f"the criterion, micro-batch {i}")
@@ -121,13 +135,37 @@ class Losses(BatchIO):
     def sums(self) -> tuple[tuple[Tensor, ...], Flat]:
         """Return the other leaves that the criterion has used, and the sum of each one's gradients.
 
-        A stand-in is returned as the parameter that it stands for.
+        In place of a stand-in, the parameter is returned; of a leaf that stands for a target, that.
         """
-        parameters: dict[Tensor, Tensor] = {}
+        meant = {**self._cut}
         for guards in self._batch.guards:
             by_parameter = guards.parameters.by_parameter
-            parameters.update({stand_in: p for p, stand_in in by_parameter.items()})
-        return tuple([parameters.get(x, x) for x in self._sums]), tuple(self._sums.values())
+            meant.update({stand_in: p for p, stand_in in by_parameter.items()})
+        return tuple([meant.get(x, x) for x in self._sums]), tuple(self._sums.values())
+
+
+def handed(outputs: Flat) -> Flat:
+    """Return the outputs for a criterion, which may change them in place: they are no leaves."""
+    taking = [y for y in outputs if y is not None and y.requires_grad]
+    if not taking:
+        return outputs
+    remaining = iter(_Handed.apply(*taking))
+    found = [next(remaining) if y is not None and y.requires_grad else y for y in outputs]
+    for y, x in zip(found, outputs, strict=True):
+        if x is not None and y is not x:
+            carrying(y, x)
+    return tuple(found)
+
+
+class _Handed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([y.detach() for y in outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
 
 
 def _zeros(outputs: Iterable[Tensor | None]) -> Flat:

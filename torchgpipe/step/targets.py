@@ -43,6 +43,16 @@ def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
     return [make(row) for row in zip(*columns, strict=True)]
 
 
+def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
+    """Return a target like this one, with what `function` makes of each of its tensors."""
+    if isinstance(target, Tensor):
+        return function(target)
+    values, make = _taken_apart(target)
+    if not values:
+        return target
+    return make(tuple([with_tensors(function, x) for x in values]))
+
+
 def _taken_apart(target: Any) -> tuple[Sequence[Any], Callable[[tuple[Any, ...]], Any]]:
     """Return the values in a target, and what makes a target like it of other values."""
     if isinstance(target, Mapping):
