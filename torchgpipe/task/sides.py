@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from torchgpipe.tensors._autograd import reads_saved
+from torchgpipe.tensors._autograd import ONLY_WHOLE, reads_saved
 
 # At which of a product's inputs its two factors begin, and by which names its node has saved them.
 PRODUCTS = {
@@ -25,6 +25,10 @@ What has been saved is of interest only of a product; of other nodes, the second
 next node that is not there has the number -1.
 """
 
+REENTRANT = (
+    "torch.utils.checkpoint(use_reentrant=True) in a layer goes backward for all leaves at once; "
+    "use_reentrant=False can be split"
+)
 PACKED = (
     "what a layer saves is packed (torch.utils.checkpoint, saved_tensors_hooks), or no plain tensor"
 )
@@ -69,6 +73,8 @@ def plan(rows: Sequence[Row], begins: Iterable[int], named: Sequence[str]) -> Pl
         begins: The nodes that its backward begins at.
         named: The name of the parameter or buffer that a node adds to, or nothing.
     """
+    if any(kind.__name__ in ONLY_WHOLE for kind, _, _ in rows):
+        return Plan([], [], [REENTRANT])
     return _Planner(rows, begins, named).plan()
 
 

@@ -71,7 +71,7 @@ def accumulator_of(leaf: Tensor) -> Any:
     return get_gradient_edge(leaf).node
 
 
-_ONLY_WHOLE = {"CheckpointFunctionBackward", "RegisterPostBackwardFunctionBackward"}
+ONLY_WHOLE = {"CheckpointFunctionBackward", "RegisterPostBackwardFunctionBackward"}
 """Nodes that add to gradients by themselves, in a backward for all leaves only: those of a reentrant
 `torch.utils.checkpoint`, and of layers that FSDP2 (`fully_shard`) shards."""
 
@@ -87,7 +87,7 @@ def leaves_behind(y: Tensor) -> tuple[list[Tensor], bool]:
         if node in seen:
             continue
         seen.add(node)
-        only_whole |= node.name() in _ONLY_WHOLE
+        only_whole |= node.name() in ONLY_WHOLE
         if not node.next_functions and hasattr(node, "variable"):
             leaves.append(node.variable)
         unseen.extend([following for following, _ in node.next_functions])

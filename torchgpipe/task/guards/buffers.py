@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from torchgpipe.task.guards.contents import BuffersOfThread, comparable, copied, equal
 from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
@@ -62,14 +63,15 @@ class HeldBuffers(NamedTuple):
 class Buffers(Guard):
     """The buffers of partition `index`, but not those of its `norms` (statistics.py).
 
-    Buffers with stand-ins, whose `ids` are given, need no copies.
+    Buffers with stand-ins, whose `ids` are given, need no copies. Scripted modules have none here:
+    others are refused (parameters.py).
     """
 
     def __init__(
         self, index: int, modules: list[nn.Module], norms: Set[nn.Module], ids: set[int]
     ) -> None:
         self._index = index
-        self._modules = [module for module in modules if module not in norms]
+        self._modules = [m for m in modules if m not in norms and not isinstance(m, ScriptModule)]
         self._ids = ids
         self._slots: dict[Place, _Slot] = {}  # the latest of each buffer
         self._unsure: dict[Place, _Slot] = {}  # of buffers that were not compared

@@ -33,8 +33,8 @@ READS_GRADIENT = (
     "a buffer or an input"
 )
 _SCRIPTED = (
-    "a scripted layer ({}) keeps its parameters to itself, so that a pipeline cannot hand on their "
-    "gradients; use the layer that was scripted, or torch.compile it"
+    "a scripted layer ({}) keeps its parameters and buffers to itself, so that a pipeline cannot "
+    "hand on their gradients; use the layer that was scripted, or torch.compile it"
 )
 _LAZY = "{} has no shape for {!r} before its first input: run the layers once, then train"
 
@@ -88,6 +88,10 @@ class StandInParameters(Guard):
         # The dictionaries that no layer may change in its forward.
         self._watched: list[Mapping[str, Tensor | None]] = []
         for module in self._modules:
+            if isinstance(module, torch.jit.ScriptModule):
+                if len(module._parameters) or len(module._buffers):
+                    raise RuntimeError(_SCRIPTED.format(module.original_name))
+                continue
             self._replace_buffers(module)
             if module in kept:
                 continue
@@ -116,8 +120,6 @@ class StandInParameters(Guard):
             self.changes.append(change)
 
     def _replace_parameters(self, module: nn.Module, outer: Set[int]) -> None:
-        if isinstance(module, torch.jit.ScriptModule):
-            raise RuntimeError(_SCRIPTED.format(module.original_name))
         replaced: dict[str, Tensor | None] = {**module._parameters}
         for name, p in module._parameters.items():
             if p is None:

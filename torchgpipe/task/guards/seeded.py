@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.task.guards.randomness import UNLIKE, State, same
@@ -30,6 +31,12 @@ SET = (
     "a layer, or another thread, has set the default generator (torch.manual_seed), which all "
     "partitions share; give the layer a torch.Generator of its own, or use GPipe with "
     "engine='graph'"
+)
+
+
+HIGHER_ORDER = (
+    "a layer calls the operator {!r}, which runs functions of its own; a worker thread cannot see "
+    "whether they draw random numbers, so use engine='graph'"
 )
 
 
@@ -82,6 +89,8 @@ class PrivateGenerator(TorchDispatchMode):
     As this sees every operator, it also calls `exchanged` before each collective.
     """
 
+    supports_higher_order_operators = True  # to refuse them in a line of its own
+
     def __init__(
         self,
         seed: int,
@@ -129,6 +138,8 @@ class PrivateGenerator(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            raise RuntimeError(HIGHER_ORDER.format(func.__name__))
         kind = _kind(func)
         # An operator on a DTensor may exchange its parts, and this would not see that.
         if kind == "exchanges" or any(hasattr(each, "full_tensor") for each in types):

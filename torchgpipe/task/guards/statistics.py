@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -29,6 +30,8 @@ def norms_in_training(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """Return the normalization layers whose output does not depend on their statistics now."""
     found = set()
     for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its class has no forward that could be looked at
         is_norm = module.training and type(module).forward in _FORWARDS
         if is_norm and module._buffers and module._buffers.keys() <= _STATISTICS:
             found.add(module)
