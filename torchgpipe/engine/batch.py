@@ -22,7 +22,7 @@ from torchgpipe.engine.program import BatchIO, Common, Program
 from torchgpipe.engine.relay import Relay
 from torchgpipe.engine.seeds import Seeds, in_turn
 from torchgpipe.schedules.check import Lists
-from torchgpipe.task.entrance import mark, refuse_create_graph
+from torchgpipe.task.entrance import mark, refuse_unusual_backward
 from torchgpipe.task.guards.in_place import InPlaceForRun, in_its_turn, note_stand_ins, outer_turns
 from torchgpipe.task.guards.modes import AmbientModes, SetBackOnFailure
 from torchgpipe.task.guards.parameters import TOKEN
@@ -291,7 +291,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_create_graph()
+        refuse_unusual_backward(grads)
         output_grads = []
         for width in ctx.widths:
             output_grads.append(grads[:width])

@@ -32,7 +32,7 @@ from torchgpipe.engine.arrangement import Arrangement, orders
 from torchgpipe.engine.batch import one_node
 from torchgpipe.engine.seeds import in_turn
 from torchgpipe.skip.scope import SkipKey
-from torchgpipe.task.entrance import all_none, mark, refuse_create_graph
+from torchgpipe.task.entrance import all_none, mark, refuse_unusual_backward
 from torchgpipe.task.guards.in_place import InPlaceForTask
 from torchgpipe.task.guards.modes import AmbientModes, SetBackOnFailure
 from torchgpipe.task.stage import Stage
@@ -293,7 +293,7 @@ class _TaskNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_create_graph()
+        refuse_unusual_backward(grads)
         task, grads = ctx.task, grads[:-1] if ctx.tied else grads
         task.check_unspent()
         if all_none(grads):
@@ -320,7 +320,7 @@ class _Recomputation(torch.autograd.Function):
         return tie.detach()
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None]:
-        refuse_create_graph()
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
+        refuse_unusual_backward(grads)
         ctx.task.recompute_now()
         return None, None

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 MOVING = (
     "a pipeline keeps each partition on the device that it was made with, and cannot be moved; "
@@ -55,18 +55,27 @@ def choose_devices(
 class FixedDevices(nn.Module):
     """A module that cannot be moved to other devices."""
 
-    def cuda(self: M, device: Any = None) -> M:
-        """Refuse: the pipeline's devices are chosen when it is made."""
-        raise TypeError(MOVING)
+    def cuda(self: M, device: int | str | torch.device | None = None) -> M:
+        """Check that the pipeline is on that CUDA device; refuse (`TypeError`) to move it."""
+        return self.to(
+            torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
+        )
 
     def cpu(self: M) -> M:
-        """Refuse: the pipeline's devices are chosen when it is made."""
-        raise TypeError(MOVING)
+        """Check that the pipeline is on the CPU; refuse (`TypeError`) to move it."""
+        return self.to("cpu")
 
     def to(self: M, *args: Any, **kwargs: Any) -> M:
-        """Change the type of parameters and buffers, but refuse (`TypeError`) to move them."""
-        tensors = any(isinstance(x, Tensor) for x in (*args, *kwargs.values()))
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None or tensors:
+        """Change the type of parameters and buffers, but refuse (`TypeError`) to move them.
+
+        The device that all of them are on may be named, as programs for training do.
+        """
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and not self._is_on(torch.device(device)):
             raise TypeError(MOVING)
-        return super().to(*args, **kwargs)
+        return super().to(dtype=dtype, non_blocking=non_blocking, memory_format=memory_format)
+
+    def _is_on(self, device: torch.device) -> bool:
+        if str(device) == "cuda" and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        return {x.device for x in (*self.parameters(), *self.buffers())} <= {device}

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from torchgpipe.task.guards.parameters import TOKEN
+from torchgpipe.tensors._autograd import is_batched
 from torchgpipe.tensors.microbatch import Flat, carrying
 
 
@@ -43,8 +44,14 @@ class _Entrance(torch.autograd.Function):
         return None, None, None, None
 
 
-def refuse_create_graph() -> None:
-    """Raise `RuntimeError` if the backward in progress shall be differentiated again."""
+def refuse_unusual_backward(grads: Flat) -> None:
+    """Raise `RuntimeError` if the backward in progress is one that tasks cannot follow."""
+    if any(grad is not None and is_batched(grad) for grad in grads):
+        raise RuntimeError(
+            "the pipeline's backward cannot take several gradients at once (is_grads_batched=True, "
+            "jacobian(vectorize=True)), as its tasks have graphs of their own; ask for one after "
+            "the other"
+        )
     if torch.is_grad_enabled():
         raise RuntimeError(
             "the pipeline's backward cannot be differentiated again (create_graph=True), as its "

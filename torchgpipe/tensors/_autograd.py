@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -105,6 +106,10 @@ def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for x, hooks in hooked:
             x._backward_hooks = hooks
+
+
+is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+"""Return whether a gradient stands for several, as of `torch.autograd.grad(is_grads_batched=True)`."""
 
 
 def run_backward(

@@ -16,11 +16,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.task.guards.randomness import UNLIKE, State, same
-from torchgpipe.tensors._autograd import is_other_generator, pop_mode, push_mode
+from torchgpipe.tensors._autograd import (
+    HigherOrderOperator,
+    is_other_generator,
+    pop_mode,
+    push_mode,
+)
 
 DEFAULT_GENERATOR_LOCK = threading.RLock()
 """Held by whoever sets the state of the CPU's default generator, which all threads share."""
