@@ -1,0 +1,87 @@
+"""What runs in one training step: how many of the library's functions, and how many calls.
+
+A function that a step needs is one more that a reader has to know. The numbers are committed, so
+that growth is seen in a diff: `python -m tests.test_path` prints them anew.
+"""
+
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe import GPipe
+
+LIBRARY = str(Path(__file__).resolve().parents[1] / "torchgpipe")
+PYTHON = (3, 11)  # others have other frames for comprehensions
+TASKS = 8  # 4 micro-batches on 2 stages
+
+# By engine, checkpoint mode, and schedule of `step` (none: `model(x)`): functions, calls.
+EXPECTED = {
+    ("workers", "except_last", ""): (0, 0),
+    ("workers", "never", ""): (0, 0),
+    ("workers", "except_last", "1F1B"): (0, 0),
+    ("graph", "except_last", ""): (0, 0),
+    ("graph", "never", ""): (0, 0),
+    ("graph", "except_last", "1F1B"): (0, 0),
+}
+
+
+def ran(engine: Any, checkpoint: Any, schedule: str) -> tuple[int, int]:
+    """Return how many functions of the library run in a step, and how often in all."""
+    seen = Counter[CodeType]()
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        own = code.co_filename.startswith(LIBRARY) and not code.co_name.startswith("<")
+        if event == "call" and own:
+            seen[code] += 1
+
+    layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
+    options: dict[str, Any] = {"schedule": schedule} if schedule else {}
+    x, target = torch.rand(16, 8), torch.rand(16, 8)
+    devices = ["cpu", "cpu"]
+    # Threads see it that begin later, and a pipeline's threads begin with its first step.
+    threading.setprofile(watch)
+    try:
+        model = GPipe(
+            layers, [2, 2], devices=devices, chunks=4, checkpoint=checkpoint, engine=engine, **options
+        )
+
+        def step() -> None:
+            if schedule:
+                model.step(nn.functional.mse_loss, x, target)
+            else:
+                nn.functional.mse_loss(model(x), target).backward()
+
+        for _ in range(3):
+            step()
+        seen.clear()
+        sys.setprofile(watch)
+        step()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return len(seen), seen.total()
+
+
+@pytest.mark.skipif(sys.version_info[:2] != PYTHON, reason="the numbers are those of one version")
+@pytest.mark.parametrize("engine, checkpoint, schedule", EXPECTED)
+def test_what_runs_in_a_step(engine: str, checkpoint: str, schedule: str) -> None:
+    assert ran(engine, checkpoint, schedule) == EXPECTED[engine, checkpoint, schedule]
+
+
+def main() -> None:
+    """Print the numbers of today's code."""
+    for key in EXPECTED:
+        functions, calls = ran(*key)
+        print(f"    {key}: ({functions}, {calls}),  # {calls / TASKS:.0f} calls a task")
+
+
+if __name__ == "__main__":
+    main()
