@@ -4,9 +4,8 @@
     balance = balance_by_size(4, model, mini_batch)   # even bytes
     model = GPipe(model, balance, chunks=8)
 
-Both profile the layers one by one on copies, and then minimise the heaviest partition exactly. The
-module is left as it was: mode, gradients, buffers (statistics of batch normalization too) and
-random state.
+Both profile the layers one by one on copies, and then minimise the heaviest partition exactly. The module is
+left as it was: mode, gradients, buffers (statistics of batch normalization too) and random state.
 """
 
 import torch
@@ -31,15 +30,15 @@ def balance_by_time(
 ) -> list[int]:
     """Balance by the time that forward and backward of every layer take on a sample.
 
-    The layers are timed in turn, each after a warm-up, over and over until the timeout (every layer
-    at least once); a layer's cost is the median.
+    The layers are timed in turn, each after a warm-up, over and over until the timeout (every layer at least
+    once); a layer's cost is the median.
 
     Args:
-        partitions: number of partitions, from 1 to the number of layers. module: the sequence to
-        balance, on any device; one layer at a time is copied to `device`. sample: an input of the
-        size of a micro-batch, a tensor or a tuple of tensors, on any device. timeout: seconds after
-        which no further measurement starts. device: where the layers are timed; by default "cuda"
-        where there is one, otherwise "cpu".
+        partitions: number of partitions, from 1 to the number of layers.
+        module: the sequence to balance, on any device; one layer at a time is copied to `device`.
+        sample: an input of the size of a micro-batch, a tensor or a tuple of tensors, on any device.
+        timeout: seconds after which no further measurement starts.
+        device: where the layers are timed; by default "cuda" where there is one, otherwise "cpu".
 
     Returns:
         The number of layers of each partition, as `GPipe` takes it.
@@ -71,20 +70,18 @@ def balance_by_size(
 
         size = bytes for one micro-batch + param_scale * bytes of parameters
 
-    The bytes for one micro-batch are counted: the storages that the layer's forward made and that
-    backward or a later layer needs, each once; sparse tensors are not among them.
+    The bytes for one micro-batch are counted: the storages that the layer's forward made and that backward or a later
+    layer needs, each once; sparse tensors are not among them.
 
     Args:
-        partitions, module: as for `balance_by_time`. input: a mini-batch, a tensor or a tuple of
-        tensors, on any device. chunks: number of micro-batches that the mini-batch will be split
-        into. param_scale: bytes held per byte of parameters. Parameters and gradients alone make 2;
-        add the
-            optimizer's state: 2 for SGD, 3 with momentum, 4 for Adam; and 1 more where a copy is
-            kept.
+        partitions, module: as for `balance_by_time`.
+        input: a mini-batch, a tensor or a tuple of tensors, on any device.
+        chunks: number of micro-batches that the mini-batch will be split into.
+        param_scale: bytes held per byte of parameters. Parameters and gradients alone make 2; add the
+            optimizer's state: 2 for SGD, 3 with momentum, 4 for Adam; and 1 more where a copy is kept.
         device: as for `balance_by_time`; "meta" works out the sizes without computing.
 
-    Returns, and raises, what `balance_by_time` does; and `ValueError` for tensors that disagree on
-    the batch size.
+    Returns, and raises, what `balance_by_time` does; and `ValueError` for tensors that disagree on the batch size.
     """
     input, place = _check(partitions, module, input, device)
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:

@@ -1,9 +1,8 @@
 """Split a row of costs into consecutive partitions, the heaviest as light as it can be.
 
-The answer is exact: costs become integers first (every finite float is a fraction), so that the
-least bound can be bisected to the last unit. Whether a bound holds shows by filling partitions
-greedily, each with a binary search in the prefix sums (Pinar and Aykanat, "Fast optimal load
-balancing algorithms for 1D partitioning", 2004).
+The answer is exact: costs become integers first (every finite float is a fraction), so that the least bound can be
+bisected to the last unit. Whether a bound holds shows by filling partitions greedily, each with a binary search in the
+prefix sums (Pinar and Aykanat, "Fast optimal load balancing algorithms for 1D partitioning", 2004).
 """
 
 from bisect import bisect_left, bisect_right
@@ -16,8 +15,8 @@ from math import lcm
 def minimise_heaviest(costs: Iterable[float | Fraction], partitions: int) -> list[int]:
     """Return how many consecutive layers each partition takes, none empty, the heaviest as light as possible.
 
-    Between balances with the same heaviest partition, one is taken whose other partitions are about
-    even; layers that cost nothing are shared out by number.
+    Between balances with the same heaviest partition, one is taken whose other partitions are about even;
+    layers that cost nothing are shared out by number.
 
     Args:
         costs: one non-negative finite number per layer, in any unit (int, float or Fraction).
@@ -43,8 +42,8 @@ def check_partitions(partitions: int, layers: int) -> None:
         raise ValueError(f"partitions must be at least 1, got {partitions}")
     if partitions > layers:
         raise ValueError(
-            f"cannot fill {partitions} partitions with {layers} layer(s): every partition needs "
-            f"one, so ask for at most {layers}"
+            f"cannot fill {partitions} partitions with {layers} layer(s): every partition needs one, "
+            f"so ask for at most {layers}"
         )
 
 

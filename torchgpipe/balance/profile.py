@@ -1,8 +1,8 @@
 """Profile a sequence layer by layer: seconds of forward and backward, or bytes for a micro-batch.
 
-Every layer runs on what the layers before it put out, skips included, cut off from their graph. An
-input requires grad if it would in training, so that a frozen layer costs no backward. A layer runs
-as a copy, one at a time, so that the module stays untouched and need not fit the device.
+Every layer runs on what the layers before it put out, skips included, cut off from their graph. An input requires grad
+if it would in training, so that a frozen layer costs no backward. A layer runs as a copy, one at a time, so that the
+module stays untouched and need not fit the device.
 """
 
 import copy
@@ -168,8 +168,7 @@ def rehearse(
 def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.Module:
     """Copy a layer to the device, for training; nothing that the copy does reaches the original."""
     original = module[index]
-    # deepcopy refuses tensors that have a graph, which torch.nn.utils.weight_norm keeps as
-    # attributes.
+    # deepcopy refuses tensors that have a graph, which torch.nn.utils.weight_norm keeps as attributes.
     held = [
         x
         for each in original.modules()

@@ -1,10 +1,9 @@
 """All wires of one rank, and how their connections end.
 
-Every rank has a control wire to every other. On it the first stage's rank tells when a mini-batch
-begins. The last stage's tells the loss, from which a GPU would have to be read, on another one.
-Programs' items have wires of their own (links.py), and so have skips, which go straight from the
-rank that stashes to the rank that pops. What ranks tell about themselves has wires, too
-(liveness.py).
+Every rank has a control wire to every other. On it the first stage's rank tells when a mini-batch begins. The last
+stage's tells the loss, from which a GPU would have to be read, on another one. Programs' items have wires of their own
+(links.py), and so have skips, which go straight from the rank that stashes to the rank that pops. What ranks tell about
+themselves has wires, too (liveness.py).
 
 Connections end in one of three ways, after which the next call of the pipeline makes new ones:
 
@@ -12,8 +11,7 @@ Connections end in one of three ways, after which the next call of the pipeline 
     fail(error)  An error was raised on this rank. Others are told, and raise `RankFailed`.
     abort()      Another rank has failed, or there is no time. Others are told nothing.
 
-All three disconnect in the end, so that every thread of this process that waits for another rank
-raises `Stopped`.
+All three disconnect in the end, so that every thread of this process that waits for another rank raises `Stopped`.
 """
 
 import os
@@ -74,9 +72,8 @@ _beside = defaultdict[tuple[int, tuple[int, ...]], list[Activity]](
 class Connections:
     """The wires of rank `own` of a group to all others; see liveness.py for `timeout`.
 
-    `closed` says whether they have ended, `parted` whether that was by `close()`, and no rank had
-    failed. `serial` is the number of the mini-batch that this rank's call is for. `sockets` are
-    gloo's, and perhaps another thread's.
+    `closed` says whether they have ended, `parted` whether that was by `close()`, and no rank had failed. `serial` is
+    the number of the mini-batch that this rank's call is for. `sockets` are gloo's, and perhaps another thread's.
     """
 
     def __init__(self, ranks: Sequence[int], own: int, timeout: float | None) -> None:
@@ -84,8 +81,7 @@ class Connections:
         self._others = [peer for peer in range(self.n) if peer != own]
         self._transfers: dict[tuple[str, int, Stages], Transfer] = {}
         self._met, self.serial = False, 0
-        # Not by `new_group`: where groups have come and gone, ranks may give one group different
-        # names.
+        # Not by `new_group`: where groups have come and gone, ranks may give one group different names.
         which = (*ranks,)
         self._store = PrefixStore(f"torchgpipe/{which}/{_made[which]}", _get_default_store())
         before = sockets()
@@ -126,8 +122,7 @@ class Connections:
         """Enter a call for mini-batch `serial`, which may run a program. If one rank raises within, all others do."""
         if self.parted:
             raise RuntimeError(
-                "the pipeline's connections were closed by close() since this mini-batch; call "
-                "backward() first"
+                "the pipeline's connections were closed by close() since this mini-batch; call backward() first"
             )
         self.serial = serial
         with self.liveness.activity.call(serial, name, program):
@@ -172,15 +167,13 @@ class Connections:
                 ]
             waited = until
             line = (
-                f"rank {self.own} has waited for {waited.total_seconds():g} s for others to make "
-                "their pipeline, or to call it after close(), but there is no sign of rank "
-                f"{', '.join(missing)}"
+                f"rank {self.own} has waited for {waited.total_seconds():g} s for others to make their pipeline, or "
+                f"to call it after close(), but there is no sign of rank {', '.join(missing)}"
             )
             if waited < timeout:
                 say(line)
         raise RankFailed(
-            f"{line}; has it failed before? If it only takes longer, give init_process_group() a "
-            "longer timeout"
+            f"{line}; has it failed before? If it only takes longer, give init_process_group() a longer timeout"
         )
 
     def meet(
@@ -234,9 +227,9 @@ class Connections:
         message = receiver.take()
         if message.serial != self.serial:
             raise RuntimeError(
-                f"rank {receiver._rank} is in mini-batch {message.serial}, and rank {self.own} in "
-                f"{self.serial}: every rank has to call the pipeline, and then backward(), equally "
-                "often and in one order; after a failure, call close() on all of them first"
+                f"rank {receiver._rank} is in mini-batch {message.serial}, and rank {self.own} in {self.serial}: every "
+                "rank has to call the pipeline, and then backward(), equally often and in one order; after a failure, "
+                "call close() on all of them first"
             )
         return message.about, message.tensors
 
@@ -277,8 +270,8 @@ class Connections:
         for name, value in own.items():
             if repr(value) != repr(other := theirs.get(name)):  # NaN is not equal to itself
                 raise ValueError(
-                    f"every rank has to call {what} alike, but {name} is {other!r} on rank {peer} "
-                    f"and {value!r} on rank {self.own}"
+                    f"every rank has to call {what} alike, but {name} is {other!r} on rank {peer} and {value!r} on "
+                    f"rank {self.own}"
                 )
 
     def deliver(self, patience: float | None = None) -> None:
@@ -320,17 +313,17 @@ class Connections:
                 return
             self.closed = True
             threads = self.liveness.close()
-            # A thread that is in gloo when Python ends may abort the process. But one that waits
-            # for sending to end may stay there for ever.
+            # A thread that is in gloo when Python ends may abort the process. But one that waits for sending to end may
+            # stay there for ever.
             deadline = time.monotonic() + GRACE
             for thread in (*threads, *(sender.thread for sender in self._senders())):
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _disconnect(self) -> None:
         """End all waits for other ranks, in all threads."""
-        # Gloo closes the connections of a group if a wait times out. Whatever else should close
-        # them, such as `abort()`, does not wake threads that wait. On a broken connection the
-        # receive fails at once. All this works after `destroy_process_group()`, too.
+        # Gloo closes the connections of a group if a wait times out. Whatever else should close them, such as
+        # `abort()`, does not wake threads that wait. On a broken connection the receive fails at once. All this works
+        # after `destroy_process_group()`, too.
         for peer in self._others:
             with suppress(RuntimeError):
                 never = self._group.recv(

@@ -41,26 +41,23 @@ class DistributedGPipe(Partitioned):
         model = DistributedGPipe(layers, balance=[2, 3], chunks=8)             # on every rank
         loss = model.step(nn.functional.cross_entropy, x, target)             # x is used on rank 0, target on the last
 
-    Output and gradients are those of `GPipe` on one process, which has the same arguments and
-    rules. Parameters, gradients, buffers and state are those of this rank's layers, under the names
-    that they have in the model. So an optimizer on each rank updates its part, and the ranks'
-    states together are the model's.
+    Output and gradients are those of `GPipe` on one process, which has the same arguments and rules. Parameters,
+    gradients, buffers and state are those of this rank's layers, under the names that they have in the model. So an
+    optimizer on each rank updates its part, and the ranks' states together are the model's.
 
     Args:
-        module: the layers, alike on every rank. On device `meta` they take no memory, and need
-        `init`. balance: layers per partition, of which there are as many as ranks, or v times as
-        many if the schedule has v on
+        module: the layers, alike on every rank. On device `meta` they take no memory, and need `init`.
+        balance: layers per partition, of which there are as many as ranks, or v times as many if the schedule has v on
             each.
-        mesh: a dimension of a mesh, whose ranks hold the partitions; by default all ranks. device:
-        this rank's; `"cuda"` is the current GPU. Between GPUs, tensors travel by NCCL if each rank
-        has one of
+        mesh: a dimension of a mesh, whose ranks hold the partitions; by default all ranks.
+        device: this rank's; `"cuda"` is the current GPU. Between GPUs, tensors travel by NCCL if each rank has one of
             its own, or else through the host's memory.
-        init: as for `GPipe`, for the layers of this rank. timeout: after how many seconds a rank
-        counts as failed that gives no sign of life, or whose task neither ends
-            nor computes, and all ranks if all wait for each other; `None` is never. It has to be
-            longer than the largest message takes.
-        silence: the old name of `timeout`, which will go. chunks, checkpoint, deferred_batch_norm,
-        schedule: as for `GPipe`. "The last rank" is that of the last stage; of
+        init: as for `GPipe`, for the layers of this rank.
+        timeout: after how many seconds a rank counts as failed that gives no sign of life, or whose task neither ends
+            nor computes, and all ranks if all wait for each other; `None` is never. It has to be longer than the
+            largest message takes.
+        silence: the old name of `timeout`, which will go.
+        chunks, checkpoint, deferred_batch_norm, schedule: as for `GPipe`. "The last rank" is that of the last stage; of
             ZBVZeroBubble, it is rank 0.
 
     Attributes:
@@ -69,8 +66,8 @@ class DistributedGPipe(Partitioned):
         rank: this rank's index among those of the pipeline.
 
     Raises:
-        RuntimeError: there is no process group. TypeError, ValueError: as `GPipe`; ranks share a
-        parameter, a buffer that changes, or a generator; there are
+        RuntimeError: there is no process group.
+        TypeError, ValueError: as `GPipe`; ranks share a parameter, a buffer that changes, or a generator; there are
             not v partitions for each rank; a layer is on `meta`, and there is no `init`.
     """
 
@@ -107,8 +104,7 @@ class DistributedGPipe(Partitioned):
             self.timeout = silence
         if not dist.is_initialized():
             raise RuntimeError(
-                "ranks have not met: call torch.distributed.init_process_group(), in a program "
-                "that torchrun started"
+                "ranks have not met: call torch.distributed.init_process_group(), in a program that torchrun started"
             )
         if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim != 1):
             raise TypeError(
@@ -125,9 +121,8 @@ class DistributedGPipe(Partitioned):
         _, devices, _, placement = arranged(schedule, stages, n)
         if devices != n:
             raise ValueError(
-                f"the balance {self.balance} has {stages} partitions, but there are {n} ranks; "
-                f"give each rank a number of layers, or start {devices} processes (torchrun "
-                "--nproc-per-node)"
+                f"the balance {self.balance} has {stages} partitions, but there are {n} ranks; give each rank a number "
+                f"of layers, or start {devices} processes (torchrun --nproc-per-node)"
             )
         check_apart([own_generators(modules_of(partition)) for partition in self._partitions])
         self._crossings = skip_layout(self._partitions)
@@ -185,8 +180,8 @@ class DistributedGPipe(Partitioned):
         """Run a mini-batch through the pipeline; the input counts on the first rank only.
 
         Returns:
-            On the last rank, the output. On the others a zero whose `backward()` runs this rank's
-            part of the backward, or `None` where no gradient can be asked for.
+            On the last rank, the output. On the others a zero whose `backward()` runs this rank's part of the
+            backward, or `None` where no gradient can be asked for.
 
         Raises:
             RankFailed: another rank has failed.
@@ -216,15 +211,14 @@ class DistributedGPipe(Partitioned):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         raise TypeError(
-            "DistributedDataParallel would miss the calls of a pipeline's loss(); use "
-            "replicate(model, device_mesh=...) or fully_shard(model.partition, mesh=...)"
+            "DistributedDataParallel would miss the calls of a pipeline's loss(); use replicate(model, device_mesh=...)"
+            " or fully_shard(model.partition, mesh=...)"
         )
 
     def close(self) -> None:
         """Close the connections to other ranks, and count mini-batches anew; the next call connects again.
 
-        All ranks call it: in the end, or after a failure, where some may have begun one mini-batch
-        more than others.
+        All ranks call it: in the end, or after a failure, where some may have begun one mini-batch more than others.
         """
         if self._connections is not None:
             self._connections.close()
@@ -239,17 +233,16 @@ class DistributedGPipe(Partitioned):
                 )
             if not dist.is_initialized() or dist.get_rank() != self._ranks[self.rank]:
                 raise RuntimeError(
-                    f"this is the part of rank {self._ranks[self.rank]}, and runs on that rank "
-                    "only; to begin with other ranks, make a pipeline and load the state"
+                    f"this is the part of rank {self._ranks[self.rank]}, and runs on that rank only; to begin with "
+                    "other ranks, make a pipeline and load the state"
                 )
             self._connections = Connections(self._ranks, self.rank, self.timeout)
-            # Not the connections themselves, which a pipeline may close; those that are open are
-            # kept by their threads.
+            # Not the connections themselves, which a pipeline may close; those that are open are kept by their threads.
             weakref.finalize(self, _close, weakref.ref(self._connections)).atexit = False
         if self._connections.timeout != self.timeout:
             raise RuntimeError(
-                f"timeout was changed from {self._connections.timeout} to {self.timeout} while "
-                "ranks are connected; call close() on all of them first"
+                f"timeout was changed from {self._connections.timeout} to {self.timeout} while ranks are connected; "
+                "call close() on all of them first"
             )
         return self._connections
 
@@ -295,14 +288,13 @@ class DistributedGPipe(Partitioned):
         with connections.call(self._serial, "the call"):
             if backward_id() != -1:
                 raise RuntimeError(
-                    "a pipeline over ranks cannot run within a backward, which each rank reaches "
-                    "at a time of its own (by torch.utils.checkpoint around it?); let the pipeline "
-                    "checkpoint instead"
+                    "a pipeline over ranks cannot run within a backward, which each rank reaches at a time of its own "
+                    "(by torch.utils.checkpoint around it?); let the pipeline checkpoint instead"
                 )
             if sharded([self]):
                 raise TypeError(
-                    "fully_shard of a pipeline would gather parameters once for all micro-batches; "
-                    "use it on the partition: fully_shard(model.partition, mesh=...)"
+                    "fully_shard of a pipeline would gather parameters once for all micro-batches; use it on the "
+                    "partition: fully_shard(model.partition, mesh=...)"
                 )
             self._check()
             result = self._mini_batch(run)

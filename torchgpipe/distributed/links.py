@@ -31,10 +31,9 @@ _KINDS = {True: ("forward",), False: ("backward", "backward_inputs")}
 class Messages(Links):
     """A program's links for one run, over wires; see `torchgpipe.engine.program.Links`.
 
-    `placement` says which rank has each stage, and `lists` what each does. A wire has a name: its
-    direction and the two stages. With a micro-batch goes whether any stage so far has drawn random
-    numbers. With `in_order`, tasks run one after another, and the state of the default generator
-    goes with it, too.
+    `placement` says which rank has each stage, and `lists` what each does. A wire has a name: its direction and the two
+    stages. With a micro-batch goes whether any stage so far has drawn random numbers. With `in_order`, tasks run one
+    after another, and the state of the default generator goes with it, too.
     """
 
     def __init__(
@@ -103,8 +102,7 @@ class Messages(Links):
         return _item(about, tensors)
 
     def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
-        # All skips from stage to stage are one message. They are fetched in another order than they
-        # are left.
+        # All skips from stage to stage are one message. They are fetched in another order than they are left.
         forward, pair = action.kind == "forward", crossing[1:]
         if self._stays(pair):
             self._kept[forward, action.micro_batch, crossing] = skip
@@ -151,8 +149,7 @@ class Messages(Links):
         except TypeError as error:
             raise TypeError(
                 f"outputs of partition {s} have attributes "
-                f"({', '.join({}.fromkeys(chain(*attributes)))}), but {error}; return a tensor as "
-                "an output of its own"
+                f"({', '.join({}.fromkeys(chain(*attributes)))}), but {error}; return a tensor as an output of its own"
             ) from None
         needs = tuple([x is not None and x.requires_grad for x in item.flat])
         return (name, item.shared, needs), (*item.flat, told)
@@ -175,7 +172,6 @@ def _form_of(name: str) -> Form:
     )
     if not (isinstance(found, type) and issubclass(found, Tensor | tuple)):
         raise TypeError(
-            f"a layer returned a {name}, which ranks do not find; define the class at the top of a "
-            "module"
+            f"a layer returned a {name}, which ranks do not find; define the class at the top of a module"
         )
     return found

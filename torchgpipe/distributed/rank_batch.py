@@ -28,10 +28,9 @@ class LossRequest(NamedTuple):
 class RankBatch(Batch):
     """Run the partitions of one rank in a mini-batch, and tell and hear what concerns all ranks.
 
-    The first stage's rank has the `inputs`, and decides what seeds begin with. The last stage's has
-    the outputs. The `sizes` of micro-batches are the same on all. `settings` are what every rank
-    has to call the pipeline with alike, and `owner` is that pipeline. `given` are checksums of this
-    rank's data.
+    The first stage's rank has the `inputs`, and decides what seeds begin with. The last stage's has the outputs. The
+    `sizes` of micro-batches are the same on all. `settings` are what every rank has to call the pipeline with alike,
+    and `owner` is that pipeline. `given` are checksums of this rank's data.
 
     Attributes:
         given: those of the data that the first stage's rank was given.
@@ -79,8 +78,7 @@ class RankBatch(Batch):
                 result = loss = scalar(request.criterion(result, request.target))
                 self.program.computing = None
                 if loss.requires_grad and ends:
-                    # Its backward goes on to the output also where the criterion has left that out:
-                    # ranks wait.
+                    # Its backward goes on to the output also where the criterion has left that out: ranks wait.
                     def onward(grads: list[Flat], keep: bool) -> list[Flat]:
                         return [(*grads[0], *[None] * len(ends))]
 
@@ -112,8 +110,7 @@ class RankBatch(Batch):
     ) -> None:
         """Tell all others the loss, whether it takes a gradient, and whether by this pipeline.
 
-        And the state of the default generator, if that is handed on, or was not so `before`: others
-        go on there.
+        And the state of the default generator, if that is handed on, or was not so `before`: others go on there.
         """
         super().tell(loss.detach())
         after = torch.get_rng_state()

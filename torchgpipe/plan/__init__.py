@@ -6,9 +6,8 @@
     print(p)
     model = p.gpipe()
 
-`count` says what layers do and hold, `hardware` how fast that is, `predict` and `memory` what a
-step takes, and `search` which setup is the best. `planner` puts them together; `profiled` may stand
-in for counts and hardware.
+`count` says what layers do and hold, `hardware` how fast that is, `predict` and `memory` what a step takes, and
+`search` which setup is the best. `planner` puts them together; `profiled` may stand in for counts and hardware.
 """
 
 from torchgpipe.plan.hardware.hardware import Hardware, hardware_names, load_hardware

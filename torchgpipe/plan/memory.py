@@ -2,21 +2,19 @@
 
 What lives on a device during an action, with micro-batches of one size:
 
-- always: parameters, buffers, the optimizer's state; on the first stage's device the mini-batch; -
-stashed: of its tasks in flight the inputs of those that are checkpointed, what the graphs of the
-others keep, and
+- always: parameters, buffers, the optimizer's state; on the first stage's device the mini-batch;
+- stashed: of its tasks in flight the inputs of those that are checkpointed, what the graphs of the others keep, and
   what the backward of weights needs of those that wait for it;
-- the action's working set, by the traces of its layers; - copies under way: the next input, the
-gradient of the output, and that of the last input; - skips on their way to a later stage, and their
-gradients on the way back; - the gradients: the sum of this step's, from the end of the first
-backward on, and those that stay between steps; - in the optimizer's step, after the last backward,
-what it makes for itself (`optimizer`).
+- the action's working set, by the traces of its layers;
+- copies under way: the next input, the gradient of the output, and that of the last input;
+- skips on their way to a later stage, and their gradients on the way back;
+- the gradients: the sum of this step's, from the end of the first backward on, and those that stay between steps;
+- in the optimizer's step, after the last backward, what it makes for itself (`optimizer`).
 
-CPU devices share their memory, so that nothing is copied: there a tensor counts once, on one of
-them.
+CPU devices share their memory, so that nothing is copied: there a tensor counts once, on one of them.
 
-Bytes are those of tensors; what an allocator reserves beyond them, libraries' workspaces, what a
-criterion keeps, and the copies of buffers that checkpointed tasks make, come on top.
+Bytes are those of tensors; what an allocator reserves beyond them, libraries' workspaces, what a criterion keeps, and
+the copies of buffers that checkpointed tasks make, come on top.
 """
 
 from bisect import bisect_right
@@ -68,11 +66,10 @@ def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
 class Moment(NamedTuple):
     """What a device does, and what it holds then.
 
-    `stages` are the device's; of each, `coming` says whether it goes forward again, `begun` whether
-    it has gone backward, and `held` how many tasks beside this one are in flight: checkpointed
-    ones, plain ones, and those that wait for the backward of weights. For each of them and each
-    stage of all, `skips` are those on their way from here; gradients of such that have come before
-    their time; and gradients made here that are still to be taken.
+    `stages` are the device's; of each, `coming` says whether it goes forward again, `begun` whether it has gone
+    backward, and `held` how many tasks beside this one are in flight: checkpointed ones, plain ones, and those that
+    wait for the backward of weights. For each of them and each stage of all, `skips` are those on their way from here;
+    gradients of such that have come before their time; and gradients made here that are still to be taken.
     """
 
     kind: Kind
@@ -163,8 +160,7 @@ class _Stage:
             self.plain = counts.task(size, start, stop, checkpoint=False)
         self.layers = counts.low[start:stop]
         self.parameters = [float(x) for layer in self.layers for x in layer.parameter_sizes]
-        # Backwards of weights need what layers with products have saved, and their outputs'
-        # gradients.
+        # Backwards of weights need what layers with products have saved, and their outputs' gradients.
         pairs = (
             zip(counts.footprints(size)[start:stop], self.layers, strict=True)
             if setup.halves
@@ -188,9 +184,8 @@ class _Stage:
 class _Device:
     """What a device holds in a step, moment by moment.
 
-    In GPipe's the user holds the gathered output on the last device, also during the optimizer's
-    step, and its gradient throughout backward. While outputs are gathered, the micro-batches'
-    outputs and the whole are there at once.
+    In GPipe's the user holds the gathered output on the last device, also during the optimizer's step, and its gradient
+    throughout backward. While outputs are gathered, the micro-batches' outputs and the whole are there at once.
     """
 
     def __init__(
@@ -256,8 +251,7 @@ class _Device:
         elif now.kind == "backward_weights":
             working = stage.half + max(stage.parameters, default=0.0)
         else:
-            # Tasks have graphs of their own if there are copies or recomputation. If not, all share
-            # one graph.
+            # Tasks have graphs of their own if there are copies or recomputation. If not, all share one graph.
             working = task.kept + stage.grads + (task.first if first else task.later)
             if self._gathered and self._n == 1 and not self._recomputed:
                 later = task.later if self._setup.zeroed and self._m == 1 else task.first

@@ -30,13 +30,13 @@ def pipeline(
 ) -> GPipe:
     """Make a pipeline of any module: `sequential`, then `plan`, then `GPipe`.
 
-        model = pipeline(torchvision.models.resnet50(), sample, devices=["cuda:0", "cuda:1"],
-        batch_size=64) loss(model(input), target).backward()
+        model = pipeline(torchvision.models.resnet50(), sample, devices=["cuda:0", "cuda:1"], batch_size=64)
+        loss(model(input), target).backward()
 
     Args:
-        module, sample, whole, shared: as for `torchgpipe.sequential`; the sample is as large as a
-        large micro-batch. devices: the devices to use; the plan may need fewer. batch_size, memory,
-        hardware, optimizer, chunks, checkpoint: as for `torchgpipe.plan.plan`.
+        module, sample, whole, shared: as for `torchgpipe.sequential`; the sample is as large as a large micro-batch.
+        devices: the devices to use; the plan may need fewer.
+        batch_size, memory, hardware, optimizer, chunks, checkpoint: as for `torchgpipe.plan.plan`.
 
     Raises:
         TypeError, ValueError: as `sequential`, `plan` and `GPipe` do.

@@ -46,35 +46,29 @@ def plan(
 ) -> Plan:
     """Plan a pipeline for `module`.
 
-    Seconds come from a hardware description, for which the layers are counted on the `meta` device,
-    so that neither a GPU nor memory for the model is needed; or from a profile on the present
-    device, which times them in whole steps where these fit, and takes about as long as fifteen
-    steps of the sample. Bytes are counted either way.
+    Seconds come from a hardware description, for which the layers are counted on the `meta` device, so that neither a
+    GPU nor memory for the model is needed; or from a profile on the present device, which times them in whole steps
+    where these fit, and takes about as long as fifteen steps of the sample. Bytes are counted either way.
 
     Args:
-        module: the layers, on any device, `meta` too. sample: an input like those to come, a tensor
-        or a tuple of tensors. For a profile it is on the device to
-            profile on and as large as the largest micro-batch to be considered; otherwise neither
-            matters.
-        batch_size: samples of a mini-batch. devices: how many there are at most; by default the
-        node's. memory: what each has, in bytes or as text such as "24GiB"; by default the node's.
-        headroom: what to leave of it to the allocator, as a share of the tensors' bytes; by default
-        0.15 on a GPU,
-            whose caching allocator reserves more than tensors take, and nothing on a CPU. See
-            `Hardware.room`.
-        hardware: a description's name, such as "h100x8", its file, or itself; see `hardware_names`.
-        By default "here":
-            profile on the sample's device, and predict for devices like it. On a CPU a device has
-            as many cores as PyTorch has threads, and an equal share of the memory.
-        optimizer: one of "none", "sgd", "momentum", "rmsprop", "adagrad", "adam" and "adamw", for
-        its state and what
+        module: the layers, on any device, `meta` too.
+        sample: an input like those to come, a tensor or a tuple of tensors. For a profile it is on the device to
+            profile on and as large as the largest micro-batch to be considered; otherwise neither matters.
+        batch_size: samples of a mini-batch.
+        devices: how many there are at most; by default the node's.
+        memory: what each has, in bytes or as text such as "24GiB"; by default the node's.
+        headroom: what to leave of it to the allocator, as a share of the tensors' bytes; by default 0.15 on a GPU,
+            whose caching allocator reserves more than tensors take, and nothing on a CPU. See `Hardware.room`.
+        hardware: a description's name, such as "h100x8", its file, or itself; see `hardware_names`. By default "here":
+            profile on the sample's device, and predict for devices like it. On a CPU a device has as many cores as
+            PyTorch has threads, and an equal share of the memory.
+        optimizer: one of "none", "sgd", "momentum", "rmsprop", "adagrad", "adam" and "adamw", for its state and what
             its step makes, with PyTorch's defaults: on a GPU, all parameters are updated at once.
-        chunks: the numbers of micro-batches to choose from, or the only one; by default all that
-        differ. checkpoint: the modes to choose from, or the only one. schedules: what to choose
-        from, or the only one, as for `GPipe(schedule=…)`; of Interleaved1F1B with two stages
+        chunks: the numbers of micro-batches to choose from, or the only one; by default all that differ.
+        checkpoint: the modes to choose from, or the only one.
+        schedules: what to choose from, or the only one, as for `GPipe(schedule=…)`; of Interleaved1F1B with two stages
             on each device.
-        autocast: the type of numbers that training's autocast has, such as `torch.bfloat16`; by
-        default, that of the
+        autocast: the type of numbers that training's autocast has, such as `torch.bfloat16`; by default, that of the
             autocast that is enabled where `plan` is called.
         master_weights: whether the optimizer keeps a float32 copy of parameters in 16 bits.
 
@@ -114,15 +108,13 @@ def plan(
         p.element_size() != 2 for p in module.parameters() if p.requires_grad
     ):
         raise ValueError(
-            "master_weights is for parameters in 16 bits: others are updated as they are, so leave "
-            "it out"
+            "master_weights is for parameters in 16 bits: others are updated as they are, so leave it out"
         )
     given = None if memory is None else parse_amount(memory)
     number = isinstance(headroom, (int, float)) and not isinstance(headroom, bool)
     if headroom is not None and not (number and 0 <= headroom < inf):
         raise ValueError(
-            "headroom must be a share of the tensors' bytes, from 0 on, such as 0.15 for 15 %; got "
-            f"{headroom!r}"
+            f"headroom must be a share of the tensors' bytes, from 0 on, such as 0.15 for 15 %; got {headroom!r}"
         )
     cpu = node.cpu if node is not None else tensors_of(sample)[0].device.type == "cpu"
     kind = "cpu" if cpu else "cuda"

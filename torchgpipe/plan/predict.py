@@ -29,9 +29,9 @@ DEARER = 1.05
 class Setup:
     """A way to train: a mini-batch's samples, the layers per stage, micro-batches, what is recomputed, the schedule.
 
-    Without `portals`, skips go through every partition between; without `streams`, copies run among
-    the tasks, on both sides. With `zeroed`, gradients stay between steps and are set to zero, and
-    those of a step are added to them: PyTorch's way before 2.0.
+    Without `portals`, skips go through every partition between; without `streams`, copies run among the tasks, on both
+    sides. With `zeroed`, gradients stay between steps and are set to zero, and those of a step are added to them:
+    PyTorch's way before 2.0.
     """
 
     batch_size: int
@@ -160,8 +160,7 @@ class Predictor:
             list, zip(*(rows[kind] for kind in kinds), strict=True)
         )
         copies, skips = self.copies(setup)
-        # On a CPU, partitions that cannot overlap run one after another, each recomputation right
-        # before its backward.
+        # On a CPU, partitions that cannot overlap run one after another, each recomputation right before its backward.
         ahead = not self.hardware.cpu or overlaps(len(sizes), len(lists.lists))
         loss = 0.0 if setup.gathered else None
         return Costs(
@@ -237,8 +236,7 @@ class Predictor:
             return 0.0
         # GPUs update theirs at the same time; on a CPU one thread updates all, one after another.
         updated = sum(parameters) if self.hardware.cpu else max(parameters)
-        # It reads the parameter and its gradient and writes the parameter; and reads and writes
-        # each state.
+        # It reads the parameter and its gradient and writes the parameter; and reads and writes each state.
         moved = 3.0 + 2.0 * setup.optimizer.state + (1.0 if setup.zeroed else 0.0)
         return self.hardware.seconds(Operator("elementwise", "float32", 0.0, moved * updated))
 

@@ -1,7 +1,7 @@
 """Profile a model on the present device, in place of counting operators and turning them into seconds.
 
-The layers are timed for the sample, for half of it, a quarter, and so on. Other sizes of
-micro-batches follow by straight lines between these, and on beyond them.
+The layers are timed for the sample, for half of it, a quarter, and so on. Other sizes of micro-batches follow by
+straight lines between these, and on beyond them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Curve:
     def at(self, size: int) -> float:
         """Return the seconds for a micro-batch of `size` samples.
 
-        Beyond the ends the line goes on, but no steeper than in proportion: neither a fixed part
-        nor each sample takes less than nothing.
+        Beyond the ends the line goes on, but no steeper than in proportion: neither a fixed part nor each sample takes
+        less than nothing.
         """
         k = min(max(bisect(self.sizes, size), 1), len(self.sizes) - 1)
         (a, b), (x, y) = self.sizes[k - 1 : k + 1], self.seconds[k - 1 : k + 1]
@@ -112,9 +112,9 @@ def predictor_here(
 ) -> ProfiledPredictor:
     """Profile on the sample's device, and predict for devices like it: what `plan` does without `hardware`.
 
-    `memory` is each device's. The layers are timed in whole steps where one with the sample, and
-    the layers' copies for it, have room in that; each alone where not. How much CPU devices slow
-    each other down that all take steps of the model is measured in medium micro-batches.
+    `memory` is each device's. The layers are timed in whole steps where one with the sample, and the layers' copies
+    for it, have room in that; each alone where not. How much CPU devices slow each other down that all take steps of
+    the model is measured in medium micro-batches.
 
     Raises:
         ValueError: as `profile_layers` and `describe_here`.
@@ -146,8 +146,8 @@ def profile_layers(
 ) -> Profile:
     """Time the layers on the sample's device, in micro-batches as large as the sample, half as large, and so on.
 
-    They are timed as parts of `whole` steps, on a copy of the model. Without `whole`, or without
-    memory for that, each is timed alone. Layers on `meta` are timed too, with random parameters.
+    They are timed as parts of `whole` steps, on a copy of the model. Without `whole`, or without memory for that, each
+    is timed alone. Layers on `meta` are timed too, with random parameters.
 
     Raises:
         ValueError: the sample is on `meta`, or a layer does not fit the device.

@@ -16,13 +16,12 @@ Table = Sequence[Sequence[float]]
 class Costs:
     """Seconds of every task, as tables [micro-batch][partition] of one shape.
 
-    `recompute` is zero where a task is not checkpointed. `copy` is what passing a boundary takes,
-    one way: one number for all boundaries, or one for each. `skips` says the same of skips, by the
-    partitions that stash and pop them. With streams of their own, copies delay the receiver but
-    occupy nobody; `blocking` ones occupy both sides, and start when both are free. `loss` lies
-    between the last forward and all that is none; without it (None) a step does as the schedule
-    says. Without `ahead`, recomputation waits for its task's gradient. `weights` is what of a
-    backward can be done later, for the weights alone, in schedules with halves.
+    `recompute` is zero where a task is not checkpointed. `copy` is what passing a boundary takes, one way: one number
+    for all boundaries, or one for each. `skips` says the same of skips, by the partitions that stash and pop them.
+    With streams of their own, copies delay the receiver but occupy nobody; `blocking` ones occupy both sides, and
+    start when both are free. `loss` lies between the last forward and all that is none; without it (None) a step does
+    as the schedule says. Without `ahead`, recomputation waits for its task's gradient. `weights` is what of a backward
+    can be done later, for the weights alone, in schedules with halves.
     """
 
     forward: Table

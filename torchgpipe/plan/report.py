@@ -116,11 +116,10 @@ class Plan:
             x.is_meta for x in (*self.module.parameters(), *self.module.buffers())
         ):
             raise ValueError(
-                "the model is on device 'meta' and has no values to move: build it on a real "
-                f"device, and give that GPipe(model, {self.balance}, chunks={self.chunks}, "
-                f"checkpoint={self.checkpoint!r}, "
-                f"schedule={getattr(self.schedule, 'name', self.schedule)!r}); or give gpipe() "
-                "devices that are 'meta', too"
+                "the model is on device 'meta' and has no values to move: build it on a real device, and give that "
+                f"GPipe(model, {self.balance}, chunks={self.chunks}, checkpoint={self.checkpoint!r}, "
+                f"schedule={getattr(self.schedule, 'name', self.schedule)!r}); "
+                "or give gpipe() devices that are 'meta', too"
             )
         return GPipe(
             self.module,
@@ -211,8 +210,8 @@ class Plan:
             rate = figure(batch_size / other.seconds) if other.peak <= self.room else "no room"
             lines.append(f"{n:>7}  {cells:<45}  |{rate:>14}{other.peak / GiB:>7.2f}")
         words = (
-            "(GiB of the fullest device. Data parallel: the whole model and a share of the batch "
-            "on each device, nothing recomputed; on one device that is plain training)"
+            "(GiB of the fullest device. Data parallel: the whole model and a share of the batch on each device, "
+            "nothing recomputed; on one device that is plain training)"
         )
         return "\n".join([*lines, fill(words, WIDTH)])
 
@@ -238,8 +237,8 @@ class Plan:
             other = min(faster_ways, key=lambda each: each.seconds)
             gain = best.seconds / other.seconds - 1
             sentences.append(
-                f"Data parallel training on {len(other.devices)} devices has room, and is "
-                f"{gain:.0%} faster: take DistributedDataParallel in place of a pipeline."
+                f"Data parallel training on {len(other.devices)} devices has room, and is {gain:.0%} faster: take "
+                "DistributedDataParallel in place of a pipeline."
             )
         return " ".join(filter(None, sentences))
 

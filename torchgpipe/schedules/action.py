@@ -31,10 +31,9 @@ class Action(NamedTuple):
 def needs(action: Action, among: Container[Action]) -> list[Action]:
     """Return what has to be over before an action starts, `among` all actions of the schedule.
 
-    A forward needs the forward of the stage before. A recomputation needs its own forward, and no
-    gradient. A backward needs its recomputation, or its forward where there is none, and the
-    gradient, which is there when the stage after has done its backward, or the half of it for the
-    inputs.
+    A forward needs the forward of the stage before. A recomputation needs its own forward, and no gradient. A
+    backward needs its recomputation, or its forward where there is none, and the gradient, which is there when the
+    stage after has done its backward, or the half of it for the inputs.
     """
     kind, i, s = action
     if kind == "forward":

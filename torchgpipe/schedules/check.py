@@ -11,9 +11,9 @@ Lists = Sequence[Sequence[Action]]
 def in_turn(lists: Lists, room: Mapping[Action, Action] | None = None) -> list[Action]:
     """Return all actions in one order that is that of each list, and has an action behind what it needs.
 
-    Recomputations, as their backwards, are behind what these need. What `room` maps an action to
-    has to start before there is room for what the action makes. That is used as soon as it can be:
-    in GPipe, a micro-batch goes through all stages before the next.
+    Recomputations, as their backwards, are behind what these need. What `room` maps an action to has to start before
+    there is room for what the action makes. That is used as soon as it can be: in GPipe, a micro-batch goes through all
+    stages before the next.
 
     Raises:
         ValueError: there is none. The message names a device that waits for ever, and for what.
@@ -58,8 +58,7 @@ def check(placement: Sequence[int], lists: Lists) -> list[Action]:
     """Return all actions in turn, or raise what `Schedule` says."""
     if not placement or set(placement) != set(range(len(lists))):
         raise ValueError(
-            f"stages are on devices {sorted(set(placement))}, but lists are for {len(lists)} "
-            "devices"
+            f"stages are on devices {sorted(set(placement))}, but lists are for {len(lists)} devices"
         )
     at: dict[Action, int] = {}
     for d, actions in enumerate(lists):
@@ -95,7 +94,6 @@ def check(placement: Sequence[int], lists: Lists) -> list[Action]:
             action.kind == "recompute" and lists[d][k + 1][1:] != action[1:]
         ):  # that backward is behind: it goes on
             raise ValueError(
-                f"device {d} does {action} before {lists[d][k + 1]}, not directly before its "
-                "backward"
+                f"device {d} does {action} before {lists[d][k + 1]}, not directly before its backward"
             )
     return in_turn(lists)

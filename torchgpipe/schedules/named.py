@@ -1,7 +1,6 @@
 """The schedules that have names, for any number of devices and micro-batches.
 
-Names are those of `torch.distributed.pipelining`, and ZBH1 and ZBH2 of the Zero Bubble paper
-(arXiv:2401.10241).
+Names are those of `torch.distributed.pipelining`, and ZBH1 and ZBH2 of the Zero Bubble paper (arXiv:2401.10241).
 """
 
 from collections import Counter, deque
@@ -19,10 +18,9 @@ def looped(
 ) -> list[list[Action]]:
     """Return lists of v stages on each device, of which each in turn is for n micro-batches.
 
-    Device d begins with `ahead(d)` forwards; then they alternate with backwards, as far as there
-    are both. Where n does not divide m, it is the list for more micro-batches without those that
-    are too many. Larger groups would make the bubble smaller, but a boundary would have to hold
-    more than one item.
+    Device d begins with `ahead(d)` forwards; then they alternate with backwards, as far as there are both. Where n does
+    not divide m, it is the list for more micro-batches without those that are too many. Larger groups would make the
+    bubble smaller, but a boundary would have to hold more than one item.
     """
     lists = []
     for d in range(n):
@@ -58,9 +56,9 @@ def interleaved(n: int, m: int, v: int) -> Lists:
 def fill(lists: Lists, most: int) -> Lists:
     """Return lists of forwards and backwards of inputs with those of weights where devices would wait.
 
-    Nothing else waits for these but the memory that they free. Time is counted in units, one for
-    each action. A device that cannot do its next action in a unit, or that would by a forward keep
-    more than `most` tasks, does the oldest backward of weights that is left, if there is any.
+    Nothing else waits for these but the memory that they free. Time is counted in units, one for each action. A device
+    that cannot do its next action in a unit, or that would by a forward keep more than `most` tasks, does the oldest
+    backward of weights that is left, if there is any.
     """
     among = {action for actions in lists for action in actions}
     left = [deque(actions) for actions in lists]
@@ -91,8 +89,7 @@ def fill(lists: Lists, most: int) -> Lists:
 def zb_h(n: int, m: int, v: int, times: int) -> Lists:
     """1F1B, with weights where a device would wait, or would keep more than n micro-batches (arXiv:2401.10241).
 
-    With `times` as many forwards ahead: of two, no device waits but at the ends, for 2n - 1
-    micro-batches in memory.
+    With `times` as many forwards ahead: of two, no device waits but at the ends, for 2n - 1 micro-batches in memory.
     """
     lists = looped(n, m, 1, lambda d: times * (n - 1 - d), "backward_inputs")
     return fill(lists, times * (n - 1) + 1)
@@ -101,9 +98,8 @@ def zb_h(n: int, m: int, v: int, times: int) -> Lists:
 def zb_v(n: int, m: int, v: int) -> Lists:
     """The way goes down the devices and up again, so that none waits but at the ends, and none keeps more than 1F1B.
 
-    A letter is the next micro-batch's action: a large one on the way down, a small one on the way
-    up. With too few micro-batches for a steady state, weights are better put where a device would
-    wait.
+    A letter is the next micro-batch's action: a large one on the way down, a small one on the way up. With too few
+    micro-batches for a steady state, weights are better put where a device would wait.
     """
     lists: list[list[Action]] = []
     for d in range(n):
@@ -121,8 +117,7 @@ def zb_v(n: int, m: int, v: int) -> Lists:
     return lists if m >= 2 * n - 1 else fill(lists, 2 * n)
 
 
-# A name: its lists for n devices, m micro-batches and v stages a device; and which v it has, None
-# where any.
+# A name: its lists for n devices, m micro-batches and v stages a device; and which v it has, None where any.
 NAMED: dict[str, tuple[Callable[[int, int, int], Lists], int | None]] = {
     "GPipe": (gpipe, 1),
     "1F1B": (interleaved, 1),
@@ -138,21 +133,18 @@ def make(
 ) -> Schedule:
     """Return the schedule for n devices and m micro-batches: one that has a name, or what is given, cut to fit.
 
-    A name may be in small letters or large; a schedule has at least m micro-batches. Each device
-    has v stages, by default as many as the schedule has to have, or 2. `checkpoint` is 'always',
-    'except_last' or 'never'.
+    A name may be in small letters or large; a schedule has at least m micro-batches. Each device has v stages, by
+    default as many as the schedule has to have, or 2. `checkpoint` is 'always', 'except_last' or 'never'.
 
     Raises:
-        ValueError: there is no such schedule, or it is not for so many devices, stages or
-        micro-batches.
+        ValueError: there is no such schedule, or it is not for so many devices, stages or micro-batches.
     """
     if isinstance(schedule, Schedule):
         devices, stages = len(schedule.lists), len(schedule.placement)
         if devices != n or v not in (None, stages / n):
             asked = f"{n} devices" if v is None else f"{n} devices with {v} on each"
             raise ValueError(
-                f"{schedule.name} has {stages} stages on {devices} devices, which does not fit "
-                f"{asked}"
+                f"{schedule.name} has {stages} stages on {devices} devices, which does not fit {asked}"
             )
         if not 1 <= m <= schedule.micro_batches:
             raise ValueError(
@@ -164,16 +156,14 @@ def make(
     name = {name.lower(): name for name in NAMED}.get(str(schedule).lower(), "")
     if not name:
         raise ValueError(
-            f"no schedule is called {schedule!r}; there are {', '.join(NAMED)}, or a Schedule of "
-            "your own"
+            f"no schedule is called {schedule!r}; there are {', '.join(NAMED)}, or a Schedule of your own"
         )
     lists, only = NAMED[name]
     v = only or 2 if v is None else v
     if only not in (None, v) or min(n, m, v) < 1:
         some = ">= 1" if only is None else f"= {only}"
         raise ValueError(
-            f"{name} is for n >= 1 devices, m >= 1 and v {some} stages on each, not {n}, {m} and "
-            f"{v}"
+            f"{name} is for n >= 1 devices, m >= 1 and v {some} stages on each, not {n}, {m} and {v}"
         )
     placement = [*range(n), *reversed(range(n))] if name == "ZBVZeroBubble" else [*range(n)] * v
     return Schedule(name, placement, recomputing(lists(n, m, v), m, checkpoint))

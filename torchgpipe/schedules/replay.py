@@ -31,8 +31,8 @@ class Event(NamedTuple):
 class Timeline:
     """The tasks of a step that takes so many seconds, replayed or measured; copies occupy no device.
 
-    `partitions` are rows, one for each device; `placement` says in which each stage is, where some
-    have several. In a replay, no event is before one that it needs.
+    `partitions` are rows, one for each device; `placement` says in which each stage is, where some have several. In a
+    replay, no event is before one that it needs.
     """
 
     events: list[Event]

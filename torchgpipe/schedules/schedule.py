@@ -24,10 +24,8 @@ class Schedule:
         lists: the actions of each device, in order.
 
     Raises:
-        ValueError: an action is missing, twice there, on another device than its stage, before what
-        it needs, or waits
-            for ever; or a recomputation is not directly before its backward. One line names the
-            action and the device.
+        ValueError: an action is missing, twice there, on another device than its stage, before what it needs, or waits
+            for ever; or a recomputation is not directly before its backward. One line names the action and the device.
     """
 
     name: str
@@ -94,13 +92,12 @@ class Schedule:
     ) -> Timeline:
         """Return when each action runs if every device does its own in order, as soon as it can.
 
-        Recomputations that take no time are left out. `seconds` says how long an action takes;
-        `copies` those that take time, where alone they are waited for, of skips, too; `ahead`,
-        whether recomputations start before their gradients are there. With `blocking`, copies
-        occupy both devices, and start when both are free. `loss`, where given, lies between the
-        last forward and all else, in lists whose forwards come first. `buffered` is how many items
-        a boundary between stages on two devices holds each way, unlimited by default. An item
-        leaves when the action that needs it starts; a device whose item finds no room waits.
+        Recomputations that take no time are left out. `seconds` says how long an action takes; `copies` those that take
+        time, where alone they are waited for, of skips, too; `ahead`, whether recomputations start before their
+        gradients are there. With `blocking`, copies occupy both devices, and start when both are free. `loss`, where
+        given, lies between the last forward and all else, in lists whose forwards come first. `buffered` is how many
+        items a boundary between stages on two devices holds each way, unlimited by default. An item leaves when the
+        action that needs it starts; a device whose item finds no room waits.
 
         Raises:
             ValueError: with so few buffered items, a device would wait for ever.
@@ -113,8 +110,7 @@ class Schedule:
             for s in range(len(at) - 1)
             if all(copy[:2] != (s, s + 1) for copy in copies)
         }
-        # To which stages each stage sends: how far on they are, their devices, and the seconds that
-        # a copy takes.
+        # To which stages each stage sends: how far on they are, their devices, and the seconds that a copy takes.
         down, up, alone = ([list[tuple[int, int, float]]() for _ in at] for _ in range(3))
         for source, target, delay in [*copies, *at_once]:
             down[source].append((target - source, at[target], delay))

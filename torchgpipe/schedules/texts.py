@@ -4,12 +4,11 @@
     1 | . 0 B0  1 B1            A bare number is a micro-batch's forward. R is a recomputation, B a backward, I that of
                                 the inputs, W that of the weights; in a dot, the device waits.
 
-Where a device has several stages, a letter behind the number says which: a its first, b its second,
-and so on.
+Where a device has several stages, a letter behind the number says which: a its first, b its second, and so on.
 
-A file has a row for each device, of what it does as stage, kind and micro-batch: 0F1. The kinds are
-F forward, I backward of inputs, W backward of weights, B both. Recomputation is not written. Where
-an entry is empty, the device waits while others do an action.
+A file has a row for each device, of what it does as stage, kind and micro-batch: 0F1. The kinds are F forward, I
+backward of inputs, W backward of weights, B both. Recomputation is not written. Where an entry is empty, the device
+waits while others do an action.
 """
 
 import csv
@@ -70,7 +69,6 @@ def read(file: str | PathLike[str]) -> tuple[list[int], list[list[Action]]]:
                     placement.setdefault(int(found[1]), d)
                 elif entry and not _DERIVED.fullmatch(entry):
                     raise ValueError(
-                        f"{file}, device {d}: {entry!r} is not stage, F, I, W or B, and "
-                        "micro-batch: 0F1"
+                        f"{file}, device {d}: {entry!r} is not stage, F, I, W or B, and micro-batch: 0F1"
                     )
     return [placement.get(s, 0) for s in range(1 + max(placement, default=0))], lists

@@ -21,8 +21,8 @@ class Crossing(NamedTuple):
 def skip_layout(partitions: Iterable[nn.Module], *, portals: bool = True) -> list[Crossing]:
     """Lay out a model's skips over its partitions; those that stay inside of one are not listed.
 
-    With `portals`, a skip goes straight from the partition that stashes it to the one that pops it.
-    Without, it travels through every partition between them as one more tensor of the micro-batch.
+    With `portals`, a skip goes straight from the partition that stashes it to the one that pops it. Without, it
+    travels through every partition between them as one more tensor of the micro-batch.
     """
     origin: dict[SkipKey, int] = {}
     crossings: list[Crossing] = []
@@ -30,8 +30,7 @@ def skip_layout(partitions: Iterable[nn.Module], *, portals: bool = True) -> lis
         stashes, pops = skips_of(partition)
         origin.update(dict.fromkeys(stashes, j))
         for key in pops:
-            # The partitions that the skip comes to: a single one if it is stashed and popped in the
-            # same.
+            # The partitions that the skip comes to: a single one if it is stashed and popped in the same.
             stops = range(origin[key], j + 1, max(1, j - origin[key]) if portals else 1)
             crossings += [Crossing(key, source, target) for source, target in pairwise(stops)]
     return crossings
@@ -40,8 +39,8 @@ def skip_layout(partitions: Iterable[nn.Module], *, portals: bool = True) -> lis
 def verify_skippables(module: nn.Sequential) -> None:
     """Check the skips of a sequence of layers; raise `TypeError` that lists every fault.
 
-    Each skip has to be stashed by one layer and popped by one later layer. Where a class is used
-    several times, `layer.isolate(Namespace())` keeps its skips apart.
+    Each skip has to be stashed by one layer and popped by one later layer. Where a class is used several times,
+    `layer.isolate(Namespace())` keeps its skips apart.
     """
     faults: list[str] = []
     stashed: dict[SkipKey, str] = {}

@@ -14,8 +14,8 @@ from torch import Tensor
 class Namespace:
     """Set skip names apart: the same name in two namespaces is two skips.
 
-    Namespaces are compared by an identity of their own that copying and pickling keep, so that a
-    copied model still finds its skips.
+    Namespaces are compared by an identity of their own that copying and pickling keep, so that a copied model
+    still finds its skips.
     """
 
     _id: str = field(default_factory=lambda: uuid4().hex, init=False)

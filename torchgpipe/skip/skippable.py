@@ -26,8 +26,7 @@ class stash:
     def __post_init__(self) -> None:
         if not (self.tensor is None or isinstance(self.tensor, Tensor)):
             raise TypeError(
-                f"stash({self.name!r}, …) takes a tensor or None, but got "
-                f"{type(self.tensor).__name__}"
+                f"stash({self.name!r}, …) takes a tensor or None, but got {type(self.tensor).__name__}"
             )
 
 
@@ -41,10 +40,10 @@ class pop:
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
     """Make a module class able to stash and pop the named skips; decorate the class with it.
 
-    The class's `forward` may then be a generator that yields `stash(name, tensor)` and `pop(name)`,
-    and returns its output. Every declared name has to be used in every forward. Instances gain
-    `isolate(ns, *, only=None)`, which puts their skips (or those named in `only`) into a namespace
-    and returns the instance.
+    The class's `forward` may then be a generator that yields `stash(name, tensor)` and `pop(name)`, and returns
+    its output. Every declared name has to be used in every forward. Instances gain
+    `isolate(ns, *, only=None)`, which puts their skips (or those named in `only`) into a namespace and
+    returns the instance.
 
     Raises:
         TypeError: no name is declared, `stash` or `pop` is a single string, or one name is in both.
@@ -68,8 +67,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
                 result = _drive(self, result, used)
             if missing := (stashes | pops) - used:
                 raise RuntimeError(
-                    f"{type(self).__name__} declares skips {sorted(missing)}, but its forward did "
-                    "not stash or pop them"
+                    f"{type(self).__name__} declares skips {sorted(missing)}, but its forward did not stash or pop them"
                 )
             return result
 
@@ -144,8 +142,8 @@ def _drive(layer: nn.Module, steps: Generator[object, Tensor | None, Any], used:
         )
         if name not in _declared(layer)[verb]:
             raise RuntimeError(
-                f"{kind} tried to {verb} {name!r}, but is declared to {verb} "
-                f"{sorted(_declared(layer)[verb])}; add it to @skippable({verb}=[…])"
+                f"{kind} tried to {verb} {name!r}, but is declared to {verb} {sorted(_declared(layer)[verb])}; "
+                f"add it to @skippable({verb}=[…])"
             )
         if isinstance(step, pop) and key not in scope:
             raise RuntimeError(f"{kind} pops {key}, but no earlier layer stashed it")

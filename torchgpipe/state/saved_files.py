@@ -30,8 +30,7 @@ MARK = "saved-by-torchgpipe.json"
 def marked(path: Path) -> bool:
     """Return whether a folder was made here; by an older version, if it has no mark but what that has always saved.
 
-    A link to what is not there now, such as a disk, counts: not to find the newest state must not
-    go unnoticed.
+    A link to what is not there now, such as a disk, counts: not to find the newest state must not go unnoticed.
     """
     with suppress(OSError):
         if (path / MARK).is_file() or not path.exists():
@@ -158,19 +157,18 @@ def readable(path: Path) -> Iterator[None]:
     except Exception as error:
         line, *_ = str(error).splitlines() or [""]
         raise RuntimeError(
-            f"the state in {path} cannot be read ({type(error).__name__}{line and ': '}{line}); if "
-            "it is damaged, remove it, and the one before is loaded"
+            f"the state in {path} cannot be read ({type(error).__name__}{line and ': '}{line}); if it is damaged, "
+            "remove it, and the one before is loaded"
         ) from caught(error)
 
 
 class FileLock:
     """Lock a file for as long as this object lives; raise `RuntimeError` if another process has it.
 
-    The lock belongs to the open file (`flock`). One of POSIX (`lockf`) would end when this process
-    closes any descriptor of the file, such as after a copy of the folder. As a second opening of
-    the file would not get the lock, there is one object for each file, which all share
-    (`FileLock.all`). A forked process closes the file that it has inherited, or it would keep the
-    lock when this process has ended.
+    The lock belongs to the open file (`flock`). One of POSIX (`lockf`) would end when this process closes any
+    descriptor of the file, such as after a copy of the folder. As a second opening of the file would not get the lock,
+    there is one object for each file, which all share (`FileLock.all`). A forked process closes the file that it has
+    inherited, or it would keep the lock when this process has ended.
     """
 
     all: ClassVar[weakref.WeakValueDictionary[Path, FileLock]] = weakref.WeakValueDictionary()
@@ -183,8 +181,8 @@ class FileLock:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # systems differ
             raise RuntimeError(
-                f"another job saves into {path.parent} (a process of it holds the lock); give each "
-                "job a folder of its own"
+                f"another job saves into {path.parent} (a process of it holds the lock); give each job a folder of its "
+                "own"
             ) from None
         except OSError:
             pass  # a filesystem without locks

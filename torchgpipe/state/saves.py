@@ -1,11 +1,11 @@
 """Saved states of a training, from which it goes on: `Saves`.
 
-A state is whole or not there. Ranks write it into a folder of another name, and flush it to the
-disk. When all have, rank 0 renames that folder. What a rank or machine that died has left is
-removed at the next save, and an older state only when the newer one is whole.
+A state is whole or not there. Ranks write it into a folder of another name, and flush it to the disk. When all have,
+rank 0 renames that folder. What a rank or machine that died has left is removed at the next save, and an older state
+only when the newer one is whole.
 
-What is written is a checkpoint of `torch.distributed.checkpoint`. Ranks agree on it by the messages
-of the pipeline, so that a rank that fails or dies ends it for all.
+What is written is a checkpoint of `torch.distributed.checkpoint`. Ranks agree on it by the messages of the pipeline, so
+that a rank that fails or dies ends it for all.
 """
 
 import os
@@ -51,17 +51,14 @@ class Saves:
             ...
             saves.save(step, model, optimizer, data=generator.get_state())
 
-    All ranks call both, between mini-batches. A state has the layers, the optimizer, the random
-    state, and what else is given, and loads with any balance. With as many ranks as before, each
-    gets back its own state of PyTorch's default generator; with another number, all get that of
-    rank 0, which decides what the pipeline draws.
+    All ranks call both, between mini-batches. A state has the layers, the optimizer, the random state, and what else is
+    given, and loads with any balance. With as many ranks as before, each gets back its own state of PyTorch's default
+    generator; with another number, all get that of rank 0, which decides what the pipeline draws.
 
     Args:
-        folder: one that all ranks see. Each pipeline needs one of its own. A second job that saves
-        is refused, where
+        folder: one that all ranks see. Each pipeline needs one of its own. A second job that saves is refused, where
             the filesystem has locks.
-        keep: how many whole states stay, the newest. Each is a checkpoint of
-        `torch.distributed.checkpoint` in a folder
+        keep: how many whole states stay, the newest. Each is a checkpoint of `torch.distributed.checkpoint` in a folder
             `NUMBER-step-STEP`, numbered in the order in which they were saved.
     """
 
@@ -77,16 +74,16 @@ class Saves:
         """Save the state after a step. When this returns, it is whole and on the disk. Gradients are not saved.
 
         Args:
-            step: how far the training is. model: the pipeline. optimizer: that of this rank's
-            parameters; `None` if there is none. others: what else the training goes on from, such
-            as the state of a learning rate schedule, or of a
+            step: how far the training is.
+            model: the pipeline.
+            optimizer: that of this rank's parameters; `None` if there is none.
+            others: what else the training goes on from, such as the state of a learning rate schedule, or of a
                 generator of data: tensors and plain Python values, the same on all ranks.
 
         Raises:
             OSError: it cannot be written, such as for want of space; what was saved before stays.
             RuntimeError: a rank does not see the folder of rank 0, or another job saves into it.
-            ValueError: the pipeline does not have all ranks; the optimizer holds something else;
-            ranks give others
+            ValueError: the pipeline does not have all ranks; the optimizer holds something else; ranks give others
                 that differ.
             RankFailed: another rank has failed.
         """
@@ -96,9 +93,8 @@ class Saves:
             ranks = Meeting(model.rank, exchange)
             if dist.is_initialized() and dist.get_world_size() > ranks.n:
                 raise ValueError(
-                    f"the pipeline has {ranks.n} of {dist.get_world_size()} ranks, and only one of "
-                    "all ranks can be saved; where others hold replicas, use "
-                    "torch.distributed.checkpoint itself (docs/processes.md)"
+                    f"the pipeline has {ranks.n} of {dist.get_world_size()} ranks, and only one of all ranks can be "
+                    "saved; where others hold replicas, use torch.distributed.checkpoint itself (docs/processes.md)"
                 )
             state, given = State(model, optimizer, ranks.own), {"step": step, **others}
             part = cast(Path, ranks.first(self.folder, self._begin))
@@ -111,9 +107,8 @@ class Saves:
                         if not same(given.get(n, ...), theirs.get(n, ...))
                     ]:
                         raise ValueError(
-                            f"ranks {ranks.own} and {rank} give different values of "
-                            f"{', '.join(unlike)} to save; all ranks have to give the same, since "
-                            "all get back that of rank 0"
+                            f"ranks {ranks.own} and {rank} give different values of {', '.join(unlike)} to save; all "
+                            "ranks have to give the same, since all get back that of rank 0"
                         )
                 content = state.content()
                 if ranks.own == 0:
@@ -150,9 +145,8 @@ class Saves:
     def load(self, model: Partitioned, optimizer: Optimizer | None) -> dict[str, Any] | None:
         """Load the newest state; return its `step` and others in a dictionary, or `None` if there is none.
 
-        Nothing is changed before every rank has read its part. Without an optimizer, only the rest
-        is loaded. Gradients are let go of: what is left of a mini-batch that failed must not be
-        added to those of the next.
+        Nothing is changed before every rank has read its part. Without an optimizer, only the rest is loaded. Gradients
+        are let go of: what is left of a mini-batch that failed must not be added to those of the next.
 
         Raises:
             ValueError: the state is of another model or optimizer.
@@ -283,6 +277,5 @@ def _check_alike(
         raise ValueError(f"the state in {path} is of another model: {'; '.join(wrong)}")
     if optimizers and optimizers != (kinds := training["optimizer"]):
         raise ValueError(
-            f"the state in {path} is of the optimizer {', '.join(kinds)}, not of "
-            f"{', '.join(optimizers)}"
+            f"the state in {path} is of the optimizer {', '.join(kinds)}, not of {', '.join(optimizers)}"
         )

@@ -24,9 +24,9 @@ Options = dict[str, dict[str, Any]]
 class State:
     """The state of a pipeline's layers in this process, of their optimizer, and of generators.
 
-    A part of the model is named `model.NAME`, and what the optimizer holds for a parameter
-    `optimizer.state.NAME.KEY`. The generator of a layer is `generator.NAME`. Default generators are
-    `random.RANK`, and `random.device.PARTITION` where a partition's device has one of its own.
+    A part of the model is named `model.NAME`, and what the optimizer holds for a parameter `optimizer.state.NAME.KEY`.
+    The generator of a layer is `generator.NAME`. Default generators are `random.RANK`, and `random.device.PARTITION`
+    where a partition's device has one of its own.
     """
 
     def __init__(self, model: Partitioned, optimizer: Optimizer | None, rank: int) -> None:
@@ -46,16 +46,15 @@ class State:
                 else repr(held[0])
             )
             raise ValueError(
-                f"the optimizer holds {what} beside the states of parameters, which would be lost; "
-                "save the layers without the optimizer, and its state by a name of its own"
+                f"the optimizer holds {what} beside the states of parameters, which would be lost; save the layers "
+                "without the optimizer, and its state by a name of its own"
             )
         self._groups: list[list[str]] = []
         for group in optimizer.param_groups:
             if not all(p in names for p in group["params"]):
                 raise ValueError(
-                    "the optimizer has a parameter that the model does not have; give what else is "
-                    "trained an optimizer of its own, and save the states of both under names of "
-                    "their own"
+                    "the optimizer has a parameter that the model does not have; give what else is trained an "
+                    "optimizer of its own, and save the states of both under names of their own"
                 )
             self._groups.append([names[p] for p in group["params"]])
         self._names = [
@@ -123,8 +122,8 @@ class State:
                 for option, x in saved.items():
                     if not same(x, other := options[name].get(option)):
                         raise ValueError(
-                            f"the optimizer has {names[0]!r} and {name!r} in one group, but in the "
-                            f"saved state their options differ: {option} is {x} and {other}"
+                            f"the optimizer has {names[0]!r} and {name!r} in one group, but in the saved state their "
+                            f"options differ: {option} is {x} and {other}"
                         )
             groups.append(
                 group | {option: _placed(x, group.get(option)) for option, x in saved.items()}

@@ -56,8 +56,7 @@ _NODES_KEEP_GRAPHS = (*map(int, torch.__version__.split(".")[:2]),) >= (2, 13)
 def edge_of(y: Tensor) -> GradientEdge:
     """Return where the gradient of `y` enters the graph, which lives as long as this does.
 
-    The same as `get_gradient_edge`, which takes longer, and needs a view of `y` that sparse tensors
-    do not have.
+    The same as `get_gradient_edge`, which takes longer, and needs a view of `y` that sparse tensors do not have.
     """
     node = y.grad_fn
     if node is None or (
@@ -121,8 +120,7 @@ def run_backward(
 ) -> None:
     """Accumulate gradients into the leaves behind `roots`; if there are `ends`, run what leads to these, and no more.
 
-    The same as `torch.autograd.backward` without its checks, which cost more than the backward of a
-    small layer.
+    The same as `torch.autograd.backward` without its checks, which cost more than the backward of a small layer.
     """
     edges, given, inputs = tuple(roots), tuple(grads), tuple(ends)
     _engine.run_backward(
@@ -164,13 +162,13 @@ def refuse_transforms(*, forward_mode: bool = True) -> None:
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
-            "torch.func transforms (grad, vmap, jvp, …) do not reach the tasks of a pipeline; "
-            "transform the layers without a pipeline, or use torch.autograd.grad"
+            "torch.func transforms (grad, vmap, jvp, …) do not reach the tasks of a pipeline; transform the layers "
+            "without a pipeline, or use torch.autograd.grad"
         )
     if forward_mode and forward_ad._current_level >= 0:
         raise RuntimeError(
-            "forward-mode gradients (torch.autograd.forward_ad) do not reach the tasks of a "
-            "pipeline; use the layers without a pipeline for that, or torch.no_grad()"
+            "forward-mode gradients (torch.autograd.forward_ad) do not reach the tasks of a pipeline; use the layers "
+            "without a pipeline for that, or torch.no_grad()"
         )
 
 
@@ -213,8 +211,8 @@ register_module_module_registration_hook(_note_averaging)
 def misses_steps(model: nn.Module) -> bool:
     """Return whether `DistributedDataParallel` wraps `model`, so that gradients of a `step` would not be averaged.
 
-    It averages in the backward of what its own forward has returned. `replicate` takes each call of
-    the model for such a forward, so it sees a `step`.
+    It averages in the backward of what its own forward has returned. `replicate` takes each call of the
+    model for such a forward, so it sees a `step`.
     """
     if not _averaging or averages_gradients([model]):
         return False
@@ -229,9 +227,8 @@ def refuse_cached_parametrizations() -> None:
     """Raise `RuntimeError` within `torch.nn.utils.parametrize.cached()`."""
     if parametrize._cache_enabled:
         raise RuntimeError(
-            "torch.nn.utils.parametrize.cached() keeps a weight for all micro-batches, but each "
-            "needs a graph of its own; call the pipeline and backward() outside of it, or under "
-            "torch.no_grad()"
+            "torch.nn.utils.parametrize.cached() keeps a weight for all micro-batches, but each needs a graph of its "
+            "own; call the pipeline and backward() outside of it, or under torch.no_grad()"
         )
 
 

@@ -19,8 +19,8 @@ _thread = _Thread()
 def checkpointed(mode: Mode, m: int) -> int:
     """Return how many of `m` micro-batches are checkpointed: the first ones, all, all but the last, or none.
 
-    The last one's recomputation would start as soon as its forward has ended, so `except_last`
-    leaves it out (torchgpipe paper, section 3.2.3).
+    The last one's recomputation would start as soon as its forward has ended, so `except_last` leaves it out
+    (torchgpipe paper, section 3.2.3).
     """
     return {"always": m, "except_last": m - 1, "never": 0}[mode]
 

@@ -1,18 +1,17 @@
 """Copies between devices, on CUDA streams of their own (torchgpipe paper, section 3.2.4).
 
-All tensors that a task sends to another device are copied together, by one node of the autograd
-graph:
+All tensors that a task sends to another device are copied together, by one node of the autograd graph:
 
     the task ends      the source's compute stream records an event             `StreamFence.leave`
     the copy begins    a copy stream of either device waits for that event      `hold`
     the copy ends      the target's copy stream records an event                `expect`
     the next begins    the target's compute stream waits for that event         `arrive`
 
-In backward, gradients are copied back in the same way. So a copy overlaps the computation of both
-devices. Memory that is used on another stream than the one it was allocated on is recorded there.
+In backward, gradients are copied back in the same way. So a copy overlaps the computation of both devices. Memory that
+is used on another stream than the one it was allocated on is recorded there.
 
-A stream that waits holds up all later work on it. So it waits for events, not for other streams'
-later work, and no two paths share a stream.
+A stream that waits holds up all later work on it. So it waits for events, not for other streams' later work, and no two
+paths share a stream.
 """
 
 from collections.abc import Sequence
@@ -30,8 +29,8 @@ from torchgpipe.tensors.observe import NOTHING, Observer, observed
 class StreamFence:
     """The side of a task where inputs arrive, or that where outputs leave: the waits that are listed above.
 
-    Gradients of inputs leave in backward, and gradients of outputs arrive. The compute stream is
-    the one that is current when the fence is made.
+    Gradients of inputs leave in backward, and gradients of outputs arrive. The compute stream is the one that is
+    current when the fence is made.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,8 +66,7 @@ class StreamFence:
 class CopyPath:
     """The way from the device of partition `source` to that of `target`.
 
-    On CUDA it has copy streams of its `own`. Without them it uses the streams that are current when
-    it copies.
+    On CUDA it has copy streams of its `own`. Without them it uses the streams that are current when it copies.
     """
 
     def __init__(

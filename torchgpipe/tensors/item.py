@@ -1,9 +1,8 @@
 """Items: what one task hands to another, a micro-batch or a skip, and whether it shares memory.
 
-A layer may hand on one tensor in two ways: as an output and as a skip, or twice in a tuple. Without
-a pipeline, if a later layer changes one of the two in place, the other changes with it. Between
-partitions the two are copied apart, so that the other would not change. So such a change is
-refused.
+A layer may hand on one tensor in two ways: as an output and as a skip, or twice in a tuple. Without a pipeline, if a
+later layer changes one of the two in place, the other changes with it. Between partitions the two are copied apart, so
+that the other would not change. So such a change is refused.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ Shared = tuple[bool, ...]
 class Item:
     """Tensors on their way from one task to another: those of a micro-batch of this form, then its skips.
 
-    The graph engine has the streams to wait for, `fence`, and a tensor that orders backward, `tie`.
-    `versions` is how often each had been changed in place when it was handed on.
+    The graph engine has the streams to wait for, `fence`, and a tensor that orders backward, `tie`. `versions` is how
+    often each had been changed in place when it was handed on.
     """
 
     flat: Flat
@@ -56,9 +55,8 @@ class Item:
         """Raise `RuntimeError` if a tensor was changed in place since it was handed on to `partition`."""
         if versions(self.flat) != self.versions:
             raise RuntimeError(
-                f"an input of partition {partition} was changed in place before the partition took "
-                "it: a layer returns memory that it uses again (a buffer) for the next "
-                "micro-batch; return a copy (x.clone())"
+                f"an input of partition {partition} was changed in place before the partition took it: a layer returns "
+                "memory that it uses again (a buffer) for the next micro-batch; return a copy (x.clone())"
             )
 
 
@@ -67,8 +65,7 @@ def shared_by(
 ) -> Shared:
     """Return which outputs of a task share memory: with each other, or with what its layers hold.
 
-    `held` are the storages of its layers' parameters and buffers. An input that is `shared` stays
-    so as an output.
+    `held` are the storages of its layers' parameters and buffers. An input that is `shared` stays so as an output.
     """
     if len(outputs) == 1 and True not in shared:
         return (bool(held) and outputs[0] is not None and storage_of(outputs[0]) in held,)

@@ -31,8 +31,7 @@ def together(form: Form, tensors: Flat) -> Any:
     """Return the tensors in a form."""
     if form is Tensor:
         return tensors[0]
-    # As namedtuples do, in whatever way the class makes its own; PyTorch's (torch.return_types)
-    # allow no other way.
+    # As namedtuples do, in whatever way the class makes its own; PyTorch's (torch.return_types) allow no other way.
     return (
         tensors
         if form is tuple
@@ -83,10 +82,9 @@ def scatter(
 ) -> list[TensorOrTensors]:
     """Split a mini-batch along dimension 0 into at most `chunks` micro-batches.
 
-    Every tensor is split alike, into parts of ⌈batch / chunks⌉ samples; the last one may be
-    smaller, and where that covers the batch earlier there are fewer than `chunks` (13 samples in 8
-    chunks make 7). A tensor that is not `batched` has no batch dimension, and is given to every
-    micro-batch; by default all are.
+    Every tensor is split alike, into parts of ⌈batch / chunks⌉ samples; the last one may be smaller, and where
+    that covers the batch earlier there are fewer than `chunks` (13 samples in 8 chunks make 7). A tensor that is not
+    `batched` has no batch dimension, and is given to every micro-batch; by default all are.
     """
     tensors = tensors_of(value)
     split = [True] * len(tensors) if batched is None else batched
@@ -117,14 +115,14 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
     for i, y in enumerate(outputs):
         if _structure(y) != expected:
             raise TypeError(
-                "outputs of all micro-batches have to be alike, but micro-batch 0 returned "
-                f"{expected} and micro-batch {i} {_structure(y)}; return the same for every input"
+                f"outputs of all micro-batches have to be alike, but micro-batch 0 returned {expected} "
+                f"and micro-batch {i} {_structure(y)}; return the same for every input"
             )
     columns = list(zip(*map(tensors_of, outputs), strict=True))
     if any(y.dim() == 0 for column in columns for y in column):
         raise ValueError(
-            "outputs of micro-batches are concatenated along the batch dimension, but the last "
-            "partition returned a scalar; move a loss that reduces the batch out of the pipeline"
+            "outputs of micro-batches are concatenated along the batch dimension, but the last partition "
+            "returned a scalar; move a loss that reduces the batch out of the pipeline"
         )
     return together(form_of(outputs[0]), tuple([torch.cat(column) for column in columns]))  # type: ignore[no-any-return]
 

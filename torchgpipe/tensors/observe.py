@@ -10,8 +10,8 @@ from torchgpipe.schedules.action import Kind as Kind
 class Task(NamedTuple):
     """Name one piece of work: `kind` of micro-batch `micro_batch` on partition `partition`.
 
-    A copy is of all tensors, or gradients, that go from one task to one other device. It belongs to
-    the partition that sends them.
+    A copy is of all tensors, or gradients, that go from one task to one other device. It belongs to the partition that
+    sends them.
     """
 
     kind: Kind

@@ -1,8 +1,7 @@
 """Write timelines as Chrome trace JSON, which Perfetto (ui.perfetto.dev) opens.
 
-The format is the Trace Event Format's JSON object: complete events (`"ph": "X"`) in microseconds,
-arrows between them (`"s"` and `"f"`), and metadata (`"M"`) that names rows. A device is a row, and
-its copies are another.
+The format is the Trace Event Format's JSON object: complete events (`"ph": "X"`) in microseconds, arrows between them
+(`"s"` and `"f"`), and metadata (`"M"`) that names rows. A device is a row, and its copies are another.
 """
 
 import json
@@ -26,9 +25,9 @@ _NAMES = {
 def perfetto(steps: Sequence[Timeline], title: str, row: str, **more: float) -> bytes:
     """Return the JSON of mini-batches, all on one clock; `row` is what each is called, such as `device`.
 
-    Arrows lead from each task to the one that needs its result. Where one does nothing between the
-    first task and the last of a mini-batch, there is an event called `bubble`, so that Perfetto can
-    add them up. What `more` says is written beside the events, as is the share of the bubble.
+    Arrows lead from each task to the one that needs its result. Where one does nothing between the first task
+    and the last of a mini-batch, there is an event called `bubble`, so that Perfetto can add them up. What `more` says
+    is written beside the events, as is the share of the bubble.
     """
     shares = bubbles(steps)
     copying = {step.row(event) for step in steps for event in step.events if event.kind == "copy"}

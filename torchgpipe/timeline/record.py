@@ -60,8 +60,8 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
                 ...                                                       # a training step
         print(recording)                                                  # the bubble, as a share of the time
 
-    Over ranks, all of them do so at once, and the first rank writes the file. An exception within
-    is passed on, and nothing is written.
+    Over ranks, all of them do so at once, and the first rank writes the file. An exception within is passed on, and
+    nothing is written.
 
     Raises:
         ValueError: the model has an observer already.
@@ -132,17 +132,15 @@ def mini_batches(events: Iterable[Event], placement: Sequence[int]) -> list[Time
 def clocks_ahead(exchange: Callable[[Tensor], list[Tensor]]) -> tuple[list[float], float]:
     """Return by how many seconds each rank's `time.perf_counter` is ahead of rank 0's, and the largest error of that.
 
-    All ranks call this at once. `exchange` gives all ranks a tensor, and returns what each of them
-    gave.
+    All ranks call this at once. `exchange` gives all ranks a tensor, and returns what each of them gave.
 
-    In each round all ranks send a message to all others. Each notes its own clock before that, and
-    when it has heard all. Nothing is heard before it is sent. So for rank j, whose clock is ahead
-    of rank 0's by d,
+    In each round all ranks send a message to all others. Each notes its own clock before that, and when it has heard
+    all. Nothing is heard before it is sent. So for rank j, whose clock is ahead of rank 0's by d,
 
         sent by j - heard by 0  <=  d  <=  heard by j - sent by 0
 
-    The round in which messages took least time has the narrowest bounds. The middle between them is
-    taken for d, which is wrong by at most half of their distance.
+    The round in which messages took least time has the narrowest bounds. The middle between them is taken for d, which
+    is wrong by at most half of their distance.
     """
     stamps = []
     for _ in range(ROUNDS):

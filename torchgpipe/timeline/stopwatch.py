@@ -1,8 +1,7 @@
 """Note when each task, and each copy between devices, starts and ends on its device.
 
-On a CPU a task starts and ends when its thread begins and ends it. A CUDA device works on its own,
-so events are recorded on its stream before and after the task, and their times are read once
-everything has ended.
+On a CPU a task starts and ends when its thread begins and ends it. A CUDA device works on its own, so events are
+recorded on its stream before and after the task, and their times are read once everything has ended.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class Mark:
     def work_since(self, origin: Mark) -> float:
         """Return the seconds that the device worked since another mark of the same thread.
 
-        On a CPU that is the thread's CPU time, so that what other programs take of the clock does
-        not count.
+        On a CPU that is the thread's CPU time, so that what other programs take of the clock does not count.
         """
         return self.since(origin) if self.event is not None else self.work - origin.work
 

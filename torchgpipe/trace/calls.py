@@ -32,10 +32,9 @@ class Device:
 class Call(NamedTuple):
     """One call: of a function, or of the submodule of that name, with `Value`, `Held` and `Device` in its arguments.
 
-    `outputs` are the numbers of the tensors that it returns, in their order. In a layer, those in
-    `spent` are not used any more after it. `caller` names the module whose forward calls. The call
-    `since`, or -1 for an input, made what this one changes in place: both have to run on one
-    device.
+    `outputs` are the numbers of the tensors that it returns, in their order. In a layer, those in `spent` are not used
+    any more after it. `caller` names the module whose forward calls. The call `since`, or -1 for an input, made what
+    this one changes in place: both have to run on one device.
     """
 
     target: Callable[..., Any] | str
@@ -61,10 +60,9 @@ class BatchSize(NamedTuple):
 class Recording:
     """What a module did with inputs of one batch size.
 
-    `shapes` are those of all values, by number; the inputs come first. `result` is what it
-    returned, and the slots in it, for the values in `outputs`. `extra` has tensors by name that are
-    neither parameters nor buffers. `state` says in what it was unlike the first recordings, such as
-    the mode.
+    `shapes` are those of all values, by number; the inputs come first. `result` is what it returned, and the slots in
+    it, for the values in `outputs`. `extra` has tensors by name that are neither parameters nor buffers. `state` says
+    in what it was unlike the first recordings, such as the mode.
     """
 
     size: int
@@ -97,12 +95,12 @@ def cut(
 ) -> list[LayerPlan]:
     """Return the layers for calls, of which those that have `names` begin one, with the ways of all values.
 
-    What has no name joins the layer before. What is changed in place stays in one layer, from the
-    call that makes it to the last one that changes it.
+    What has no name joins the layer before. What is changed in place stays in one layer, from the call that makes it to
+    the last one that changes it.
 
-    A tensor goes to the next layer that uses it as an output if that is the following layer, and as
-    a skip if it is a later one. `GPipe` needs an output of each layer. Where all tensors would be
-    skips, one stops at the following layer, too.
+    A tensor goes to the next layer that uses it as an output if that is the following layer, and as a skip if it is a
+    later one. `GPipe` needs an output of each layer. Where all tensors would be skips, one stops at the following
+    layer, too.
 
     The values below `inputs` are the module's inputs; `outputs` are what it returns.
     """

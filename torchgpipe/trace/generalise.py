@@ -1,8 +1,7 @@
 """Make of recordings for several batch sizes one list of steps that is right for all of them.
 
-Where a number differs between the recordings, it has to grow evenly with the batch size. Anything
-else that differs means that the module does something else for other batch sizes, which a fixed
-list of steps cannot repeat.
+Where a number differs between the recordings, it has to grow evenly with the batch size. Anything else that differs
+means that the module does something else for other batch sizes, which a fixed list of steps cannot repeat.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,8 +48,8 @@ def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
         if not all(same(end, ends[0]) for end in ends):
             said = ", ".join(repr(r.result[0]) for r in recordings)[:200]
             raise _Differs(
-                f"it uses other tensors that it holds, or returns {said}; a pipeline can return "
-                "tensors alone, and what is the same for all"
+                f"it uses other tensors that it holds, or returns {said}; a pipeline can return tensors alone, and "
+                "what is the same for all"
             )
     except _Differs as error:
         shown = ", ".join(f"{recording.size}{recording.state}" for recording in recordings)
@@ -58,8 +57,8 @@ def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
             root,
             at,
             f"with batches of {shown} samples it does not do the same: {error}",
-            "keep the module with this line as one layer, whole=[ItsClass], or say which inputs "
-            "have no batch dimension, shared=[…]",
+            "keep the module with this line as one layer, whole=[ItsClass], or say which inputs have "
+            "no batch dimension, shared=[…]",
         ) from None
     return calls
 
@@ -78,12 +77,10 @@ def check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
                 raise refused(
                     module,
                     at,
-                    f"it returns a tensor of shape {shape} for {recording.size} samples, but "
-                    "outputs of micro-batches are concatenated along dimension 0, and no other "
-                    "may grow with the batch",
-                    "what compares samples or adds them up, such as a loss, belongs after the "
-                    "pipeline: return what it is made of; or say which inputs have no batch "
-                    "dimension, shared=[…]",
+                    f"it returns a tensor of shape {shape} for {recording.size} samples, but outputs of "
+                    "micro-batches are concatenated along dimension 0, and no other may grow with the batch",
+                    "what compares samples or adds them up, such as a loss, belongs after the pipeline: "
+                    "return what it is made of; or say which inputs have no batch dimension, shared=[…]",
                 )
 
 

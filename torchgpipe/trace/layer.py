@@ -1,9 +1,8 @@
 """Layers of a traced module: each makes some of its calls. Their state has the names that it has in that module.
 
-A layer holds the module's own submodules, parameters and buffers under their names, such as
-`layer1.0.conv2`; modules on the way to them are empty ones. The layer's own name in the sequence,
-such as `12:layer1/0/conv2`, is left out of the names of state: by the layer when state is read, and
-by hooks of the sequence when it is loaded.
+A layer holds the module's own submodules, parameters and buffers under their names, such as `layer1.0.conv2`; modules
+on the way to them are empty ones. The layer's own name in the sequence, such as `12:layer1/0/conv2`, is left out of the
+names of state: by the layer when state is read, and by hooks of the sequence when it is loaded.
 """
 
 from collections import OrderedDict
@@ -134,8 +133,7 @@ class Layer(nn.Module):
 
     def _filled(self, kept: Any, values: dict[int, Tensor], size: int, device: torch.device) -> Any:
         """Return arguments with tensors, numbers and the device in them."""
-        # A function within `forward` would refer to itself, and keep the tensors until they are
-        # collected.
+        # A function within `forward` would refer to itself, and keep the tensors until they are collected.
         kind = type(kept)
         if kind is Value:
             return values[kept.number]

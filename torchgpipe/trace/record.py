@@ -1,9 +1,8 @@
 """Record what a module calls: run it once on fake tensors, which have shapes and no contents.
 
-Every function of PyTorch that the module calls becomes a `Call`, and so does every call of a
-submodule that stays whole: one of PyTorch's own layers, one without submodules, or one with hooks.
-A question about a tensor (its shape, its dtype) becomes none. What needs a tensor's contents cannot
-be recorded.
+Every function of PyTorch that the module calls becomes a `Call`, and so does every call of a submodule that stays
+whole: one of PyTorch's own layers, one without submodules, or one with hooks. A question about a tensor (its shape, its
+dtype) becomes none. What needs a tensor's contents cannot be recorded.
 """
 
 import copy
@@ -47,9 +46,8 @@ def record(
 ) -> Recording:
     """Record what a module does with fake tensors like `inputs`; those with a batch dimension get `size` samples.
 
-    The module is left as it was. To `notes` those modules are added whose forward uses what a
-    recording cannot repeat. A module on `meta`, and its inputs, are taken to be on `device`. Raise
-    `Untraceable` where contents are needed.
+    The module is left as it was. To `notes` those modules are added whose forward uses what a recording cannot repeat.
+    A module on `meta`, and its inputs, are taken to be on `device`. Raise `Untraceable` where contents are needed.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(module, set(whole), fake, notes)
@@ -91,8 +89,8 @@ def record(
 class Sizes:
     """Called with a module's inputs, refuse a batch size for which it does something else than its layers.
 
-    For each new size, mode and autocast, a copy of the module without contents and hooks is
-    recorded, and compared with `recordings`.
+    For each new size, mode and autocast, a copy of the module without contents and hooks is recorded, and compared
+    with `recordings`.
     """
 
     def __init__(
@@ -109,8 +107,7 @@ class Sizes:
         ]
         self._state = module.training, _autocast(inputs[0])
         self._known = {(recording.size, *self._state) for recording in recordings}
-        # Recording changes tensors that submodules hold beside parameters and buffers, if the
-        # forward does.
+        # Recording changes tensors that submodules hold beside parameters and buffers, if the forward does.
         own = {id(x): x for x in (*module.parameters(), *module.buffers())}
         held = [
             x for m in module.modules() for x in tensors_in([*vars(m).values()]) if id(x) not in own
@@ -130,8 +127,8 @@ class Sizes:
             self._module = copy.deepcopy(module, memo)
         except Exception as error:
             raise Untraceable(
-                f"{type(module).__name__} cannot be copied, to see what it does with other batch "
-                f"sizes ({type(error).__name__}: {error}); make copy.deepcopy work on it"
+                f"{type(module).__name__} cannot be copied, to see what it does with other batch sizes "
+                f"({type(error).__name__}: {error}); make copy.deepcopy work on it"
             ) from None
 
     def __call__(self, tensors: Sequence[Tensor], training: bool) -> None:
@@ -186,10 +183,9 @@ def _autocast(x: Tensor) -> torch.dtype | None:
 def watched(recorder: Recorder) -> Iterator[None]:
     """Show the recorder what happens beside functions of PyTorch, which are all that it sees as a `TorchFunctionMode`.
 
-    That is calls of modules and of custom autograd functions, replaced buffers, and reads of the
-    mode. For it, methods of `nn.Module` and others are replaced meanwhile, in the whole process. So
-    what other threads do comes to the recorder, too. It passes that on, and records nothing of it
-    (`Recorder.passes`).
+    That is calls of modules and of custom autograd functions, replaced buffers, and reads of the mode. For it, methods
+    of `nn.Module` and others are replaced meanwhile, in the whole process. So what other threads do comes to the
+    recorder, too. It passes that on, and records nothing of it (`Recorder.passes`).
     """
     call: Any = nn.Module.__call__
     assign: Any = nn.Module.__setattr__
@@ -253,8 +249,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
         ),
         noted(torch, "from_numpy", "an array of NumPy"),
     ]
-    # What was compiled runs as it was written: a compiler does not expect the recorder, and the
-    # process would end.
+    # What was compiled runs as it was written: a compiler does not expect the recorder, and the process would end.
     with _one_at_a_time, torch.compiler.set_stance("force_eager"), ExitStack() as stack:
         for replacement in replacements:
             stack.enter_context(mock.patch.object(*replacement, create=True))

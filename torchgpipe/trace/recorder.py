@@ -26,8 +26,7 @@ Notes = dict[nn.Module, tuple[str, tuple[str, int]]]
 class Recorder(TorchFunctionMode):
     """Keep a call for each function of PyTorch that `root` calls, and for each submodule that stays whole.
 
-    As a mode it sees the functions; `watched` tells it of modules. What a recorded call does inside
-    is not recorded.
+    As a mode it sees the functions; `watched` tells it of modules. What a recorded call does inside is not recorded.
     """
 
     def __init__(
@@ -58,8 +57,7 @@ class Recorder(TorchFunctionMode):
         ] = []  # what has such an id, which is its own only for as long as it lives
         self._made: dict[int, int] = {}  # storage -> the call that made it
         self._calls_under_way = 0
-        # Modules whose forward is in progress and recorded, the innermost last; after an error
-        # still those.
+        # Modules whose forward is in progress and recorded, the innermost last; after an error still those.
         self._opened = [root]
         self.calls: list[Call] = []
         self.shapes: list[tuple[int, ...]] = []
@@ -146,8 +144,8 @@ class Recorder(TorchFunctionMode):
         """Return the number of a tensor that the module returns."""
         if id(x) not in self._numbers:
             raise Untraceable(
-                f"{type(self._root).__name__} returns a tensor that no call has made, such as a "
-                "parameter; leave it out, or return a copy (x.clone())"
+                f"{type(self._root).__name__} returns a tensor that no call has made, such as a parameter; "
+                "leave it out, or return a copy (x.clone())"
             )
         return self._numbers[id(x)]
 
@@ -167,9 +165,8 @@ class Recorder(TorchFunctionMode):
             kept = self._template(args), self._template(kwargs)
             index = len(self.calls)
             since = min((self._made.get(storage_of(x), index) for x in changed), default=index)
-            # Some calls, such as `contiguous`, may return what they were given, and for another
-            # batch a new tensor. So that their result has a number of its own in both cases, a view
-            # stands for it here.
+            # Some calls, such as `contiguous`, may return what they were given, and for another batch a new tensor.
+            # So that their result has a number of its own in both cases, a view stands for it here.
             known = {id(x): x for x in made if id(x) in self._numbers or id(x) in self._names}
             views = {i: x.view_as(x) for i, x in known.items() if not any(x is y for y in changed)}
             if views:
@@ -266,8 +263,8 @@ class Recorder(TorchFunctionMode):
             if slots.tensors or closed:
                 raise self.refusal(
                     where(),
-                    f"it passes on a {type(value).__name__} that holds tensors or a closure; if "
-                    "it is a cache, have none made (use_cache=False)",
+                    f"it passes on a {type(value).__name__} that holds tensors or a closure; if it is a cache, have "
+                    "none made (use_cache=False)",
                 )
         return value
 
@@ -295,8 +292,7 @@ _OPENED = (
     nn.TransformerEncoder,
     nn.TransformerDecoder,
 )
-# What a tensor is asked for that may be otherwise when the layers run, and what has effects beside
-# its result.
+# What a tensor is asked for that may be otherwise when the layers run, and what has effects beside its result.
 _NOTED: dict[Any, str] = {
     **{
         getattr(Tensor, name).__get__: name

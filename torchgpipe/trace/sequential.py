@@ -39,33 +39,28 @@ def sequential(
         layers = sequential(torchvision.models.resnet50(), torch.randn(2, 3, 224, 224))
         model = GPipe(layers, balance, chunks=8)
 
-    The module's forward is recorded on fake tensors, for three batch sizes, and cut where a
-    submodule with parameters is called. A tensor that is used later than by the next layer becomes
-    a skip. Submodules, parameters and buffers are the module's own, and state has its names. The
-    layers and the pipeline are called like the module, and on the sample they are compared with it:
-    outputs, and gradients.
+    The module's forward is recorded on fake tensors, for three batch sizes, and cut where a submodule with parameters
+    is called. A tensor that is used later than by the next layer becomes a skip. Submodules, parameters and buffers
+    are the module's own, and state has its names. The layers and the pipeline are called like the module, and on the
+    sample they are compared with it: outputs, and gradients.
 
-    In evaluation mode, the module's outputs for the two halves of the sample are compared with
-    those for all of it, unless parts of it are kept `whole`. A module that compares samples, or has
-    them in another dimension than the first, is refused.
+    In evaluation mode, the module's outputs for the two halves of the sample are compared with those for all of it,
+    unless parts of it are kept `whole`. A module that compares samples, or has them in another dimension than the
+    first, is refused.
 
-    Submodules whose forward reads `training`, or what no recording can repeat, stay whole, unless
-    they have more than half of the parameters. Later calls need the sample's arguments and shapes,
-    but for the batch size. A batch size, a mode or an autocast for which the module does something
-    else is refused.
+    Submodules whose forward reads `training`, or what no recording can repeat, stay whole, unless they have more than
+    half of the parameters. Later calls need the sample's arguments and shapes, but for the batch size. A batch size,
+    a mode or an autocast for which the module does something else is refused.
 
     Args:
-        module: any module, with its parameters on one device. sample: its arguments: a tensor, a
-        tuple of arguments by place, or a dictionary of them by name. whole: submodules, or classes
-        of them, that are not to be cut. They may compare the samples of a micro-batch. shared: the
-        names of arguments without a batch dimension, of which every micro-batch gets all. By
-        default this
-            is found out: a tensor has a batch dimension if its dimension 0 can grow with that of
-            the others.
+        module: any module, with its parameters on one device.
+        sample: its arguments: a tensor, a tuple of arguments by place, or a dictionary of them by name.
+        whole: submodules, or classes of them, that are not to be cut. They may compare the samples of a micro-batch.
+        shared: the names of arguments without a batch dimension, of which every micro-batch gets all. By default this
+            is found out: a tensor has a batch dimension if its dimension 0 can grow with that of the others.
 
     Raises:
-        Untraceable: a line of the module cannot be recorded; the message says which, why, and what
-        to do.
+        Untraceable: a line of the module cannot be recorded; the message says which, why, and what to do.
     """
     _check_root(module)
     signature = Signature(module, sample)
@@ -113,15 +108,13 @@ def _choices(
 ) -> Iterator[Iterable[tuple[bool, ...]]]:
     """Yield guesses which of the tensors have a batch dimension; one if the user says it.
 
-    Those for one batch size come together, and among them the one with the most tensors comes
-    first.
+    Those for one batch size come together, and among them the one with the most tensors comes first.
     """
     if shared is not None:
         names = set(shared)
         if unknown := names - set(signature.names):
             raise ValueError(
-                f"shared names {sorted(unknown)}, but the tensors are in "
-                f"{sorted(set(signature.names))}"
+                f"shared names {sorted(unknown)}, but the tensors are in {sorted(set(signature.names))}"
             )
         yield [tuple(name not in names for name in signature.names)]
         return
@@ -166,8 +159,7 @@ def _layers(
     sequence = Layers(layers, signature)
     next(iter(layers.values())).sizes = Sizes(module, signature, inputs, whole, recordings)  # type: ignore[assignment]
     sequence.training = module.training
-    # What no call uses belongs to the state, too; a second name of a parameter stays with the
-    # first.
+    # What no call uses belongs to the state, too; a second name of a parameter stays with the first.
     holds: dict[Tensor, Any] = {
         x: layer for layer in layers.values() for x in (*layer.parameters(), *layer.buffers())
     }
@@ -225,24 +217,21 @@ def _check_root(module: nn.Module) -> None:
     """Refuse a module that does more than its forward does, which no layers of it could."""
     if hooks_of(module):
         raise Untraceable(
-            f"{type(module).__name__} has hooks of its own, and its layers are not called by it; "
-            "remove them, or make it the only child of a module, where it stays whole"
+            f"{type(module).__name__} has hooks of its own, and its layers are not called by it; remove them, or make "
+            "it the only child of a module, where it stays whole"
         )
     if is_compiled(module):
         raise Untraceable(
-            f"{type(module).__name__} is compiled; give the module itself, and compile submodules "
-            "of it"
+            f"{type(module).__name__} is compiled; give the module itself, and compile submodules of it"
         )
     for name, part in module.named_modules():
         if any(map(nn.parameter.is_lazy, (*part.parameters(), *part.buffers()))):
             raise Untraceable(
-                f"{type(module).__name__} has parameters without shapes, such as in {name!r}; run "
-                "it once"
+                f"{type(module).__name__} has parameters without shapes, such as in {name!r}; run it once"
             )
         if isinstance(part, torch.jit.ScriptModule):
             raise Untraceable(
-                f"{type(module).__name__} has a scripted part, {name!r}; use the module that was "
-                "scripted"
+                f"{type(module).__name__} has a scripted part, {name!r}; use the module that was scripted"
             )
 
 
@@ -254,9 +243,8 @@ def _check_state(module: nn.Module, layers: Layers) -> None:
             n for n, x in plain.items() if ours[n] is not x
         )
         raise Untraceable(
-            f"{type(module).__name__} keeps state in a way of its own ({', '.join(names[:3])}): "
-            "modules around others can have no state_dict hooks and no extra state; keep them as "
-            "one layer, whole=[…]"
+            f"{type(module).__name__} keeps state in a way of its own ({', '.join(names[:3])}): modules around others "
+            "can have no state_dict hooks and no extra state; keep them as one layer, whole=[…]"
         )
 
 
@@ -310,8 +298,8 @@ def _outputs(run: nn.Module, signature: Signature, inputs: Sequence[Tensor]) -> 
 def _check_halves(module: nn.Module, signature: Signature, inputs: Sequence[Tensor]) -> None:
     """Refuse a module that, in evaluation mode, gives something else for the sample's halves than for all of it.
 
-    Modules with batch norms without running statistics, those that give something else each time,
-    such as by random numbers, and those that cannot run in evaluation mode are let be.
+    Modules with batch norms without running statistics, those that give something else each time, such as by random
+    numbers, and those that cannot run in evaluation mode are let be.
     """
     everything = [*module.modules()]
     if any(isinstance(m, _BatchNorm) and m.running_mean is None for m in everything):
@@ -332,12 +320,12 @@ def _check_halves(module: nn.Module, signature: Signature, inputs: Sequence[Tens
         except Exception:  # such as of a module that is only for training, or on `meta`
             return
     raise Untraceable(
-        f"{type(module).__name__} gives other outputs for the two halves of the sample than for "
-        "all of it, in evaluation mode, so it would do something else on micro-batches\n  "
-        "dimension 0 has to be the batch, but for arguments that are named in shared=[…]; what "
-        "compares samples, such as x - x.mean(0), belongs after the pipeline\n  a part that "
-        "compares those of each micro-batch on purpose, such as experts with a capacity, is let be "
-        "where it is kept as one layer, whole=[…]"
+        f"{type(module).__name__} gives other outputs for the two halves of the sample than for all of it, in "
+        "evaluation mode, so it would do something else on micro-batches\n"
+        "  dimension 0 has to be the batch, but for arguments that are named in shared=[…]; what compares samples, "
+        "such as x - x.mean(0), belongs after the pipeline\n"
+        "  a part that compares those of each micro-batch on purpose, such as experts with a capacity, is let be where "
+        "it is kept as one layer, whole=[…]"
     )
 
 

@@ -14,8 +14,8 @@ from torchgpipe.trace.parts import Slots
 class Signature:
     """What a module takes and returns, from a sample: a tensor, a tuple of arguments, or a dictionary of them by name.
 
-    For each tensor among the arguments, `names` has that of its argument, and `batched` whether it
-    has a batch dimension.
+    For each tensor among the arguments, `names` has that of its argument, and `batched` whether it has a batch
+    dimension.
     """
 
     def __init__(self, module: nn.Module, sample: Any) -> None:
@@ -64,18 +64,17 @@ class Signature:
             taken = slots.taken(value)
             if taken != self._given[name] and not same(taken, self._given[name]):
                 raise ValueError(
-                    f"{name} is {taken!r}, but was {self._given[name]!r} in the sample that the "
-                    "module was traced with; call sequential again with a sample like this"
+                    f"{name} is {taken!r}, but was {self._given[name]!r} in the sample that the module was traced "
+                    "with; call sequential again with a sample like this"
                 )
         for name, x, batched, (shape, dtype) in zip(
             self.names, slots.tensors, self.batched, self._like, strict=True
         ):
             if tuple(x.shape)[batched:] != shape[batched:] or x.dtype != dtype:
                 raise ValueError(
-                    f"{name} has shape {tuple(x.shape)} and type {x.dtype}, but {shape} and "
-                    f"{dtype} in the sample that the module was traced "
-                    f"with{' (the first is the batch size)' if batched else ''}; call sequential "
-                    "again with a sample like this"
+                    f"{name} has shape {tuple(x.shape)} and type {x.dtype}, but {shape} and {dtype} in the sample "
+                    f"that the module was traced with{' (the first is the batch size)' if batched else ''}; "
+                    "call sequential again with a sample like this"
                 )
         return slots.tensors[0] if len(slots.tensors) == 1 else tuple(slots.tensors)
 

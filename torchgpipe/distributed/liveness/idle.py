@@ -1,12 +1,11 @@
 """Idleness: a task that neither ends nor computes for a long time hangs; and where a thread is.
 
-A task that is only slow uses CPU, its own or that of processes that it waits for, such as
-compilers. What counts is the CPU time of all threads and descendants together, since nobody can
-tell for which of them a task waits: threads of operators, a pipeline among its layers. So a task
-that hangs is found only once nothing else in the process computes.
+A task that is only slow uses CPU, its own or that of processes that it waits for, such as compilers. What counts is the
+CPU time of all threads and descendants together, since nobody can tell for which of them a task waits: threads of
+operators, a pipeline among its layers. So a task that hangs is found only once nothing else in the process computes.
 
-A thread that waits for a GPU spins, by CUDA's default, and so uses CPU. A task that hangs there is
-not found. Neither is one that keeps Python's lock (the GIL), since then nobody can look.
+A thread that waits for a GPU spins, by CUDA's default, and so uses CPU. A task that hangs there is not found. Neither
+is one that keeps Python's lock (the GIL), since then nobody can look.
 """
 
 import os
@@ -63,8 +62,8 @@ class Idle:
 def cpu_time_of_descendants() -> float:
     """Return the seconds of CPU of the processes that this one has started, and these in turn.
 
-    What a process has spent that has ended counts on, as its parent's, if that waited for its end.
-    Those that live are found on Linux only.
+    What a process has spent that has ended counts on, as its parent's, if that waited for its end. Those that live are
+    found on Linux only.
     """
     return sum(os.times()[2:4]) + sum(map(_cpu_time_of, _children("self")))
 
@@ -72,8 +71,8 @@ def cpu_time_of_descendants() -> float:
 def place(ident: int) -> str:
     """Return where a thread is now, such as "forward of Linear, linear.py:134".
 
-    It names what the thread has called last: a layer's method, or a function of the user's and the
-    layer's method that it was called in.
+    It names what the thread has called last: a layer's method, or a function of the user's and the layer's method that
+    it was called in.
     """
     frame = sys._current_frames().get(ident)
     inner = ""

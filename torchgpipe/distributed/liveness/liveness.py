@@ -1,8 +1,7 @@
 """What ranks tell each other about themselves: what they do, again and again (monitor.py), and in the end a last word.
 
-The last word of a rank is that it has ended, or by which failure: its own, or one that it was told
-of. It disconnects only when others have heard that. So where a connection breaks without a last
-word, a process has died.
+The last word of a rank is that it has ended, or by which failure: its own, or one that it was told of. It disconnects
+only when others have heard that. So where a connection breaks without a last word, a process has died.
 """
 
 import threading
@@ -37,9 +36,9 @@ def gist(error: BaseException) -> str:
 class Liveness:
     """Tell all other ranks how rank `own` is, hear how they are, and keep the first failure of any rank: `stopped`.
 
-    Each other rank has a wire both ways, by `address`, and a thread that listens to it. `timeout`
-    and `beside` are the monitor's, and `disconnect` breaks all connections of this rank, not only
-    these. `pending` says whether a message of a program is on its way to a rank.
+    Each other rank has a wire both ways, by `address`, and a thread that listens to it. `timeout` and
+    `beside` are the monitor's, and `disconnect` breaks all connections of this rank, not only these. `pending` says
+    whether a message of a program is on its way to a rank.
     """
 
     def __init__(
@@ -133,9 +132,8 @@ class Liveness:
             line = self._lost.get(peer) if peer not in self._monitor.others else None
         if line is not None:
             self.fail(
-                f"rank {peer} has ended, or called close(), but rank {self._own} needs more from "
-                "it: every rank has to call the pipeline, and then backward(), equally often "
-                f"({line})"
+                f"rank {peer} has ended, or called close(), but rank {self._own} needs more from it: every rank has to "
+                f"call the pipeline, and then backward(), equally often ({line})"
             )
 
     def _tell(self, peer: int, told: Label | tuple[int, str | None]) -> None:
@@ -168,8 +166,7 @@ class Liveness:
             with self._changed:
                 self._monitor.forget(peer)
             self._check_not_needed(peer)
-            # A message that gloo sends as the connection breaks may get lost, and the wait for it
-            # to end goes on.
+            # A message that gloo sends as the connection breaks may get lost, and the wait for it to end goes on.
             while not self._monitor.ended.wait(GRACE):
                 if (
                     self._pending(peer)

@@ -6,8 +6,8 @@ It ends the pipeline where nothing else would, when one of these has lasted for 
     a hang    this rank's own task has neither ended nor computed
     a circle  all ranks wait, and none has got any further: one has left out a call
 
-A rank that is outside of the pipeline, or whose task computes, may take as long as it likes. Time
-in which the monitor itself did not run, such as between Ctrl-Z and `fg`, does not count.
+A rank that is outside of the pipeline, or whose task computes, may take as long as it likes. Time in which the monitor
+itself did not run, such as between Ctrl-Z and `fg`, does not count.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class Label(NamedTuple):
 class Activity:
     """What this rank does now: a call in which it may wait for other ranks, or something outside of the pipeline.
 
-    `fail` is called with a line that says what is wrong. `beside` are those of all pipelines that
-    this process has over the same ranks, this one included. `hears`: whether the call waits for a
-    rank apart from its program's links.
+    `fail` is called with a line that says what is wrong. `beside` are those of all pipelines that this process has over
+    the same ranks, this one included. `hears`: whether the call waits for a rank apart from its program's links.
     """
 
     def __init__(self, fail: Callable[[str], None], beside: list[Activity]) -> None:
@@ -98,9 +97,9 @@ class Activity:
 class RankMonitor:
     """Monitor all ranks for rank `own`, in a thread, until it is `ended` or something is wrong.
 
-    With a `timeout` of `None` nothing is wrong for it. `tell` sends this rank's label to another
-    one, and does not wait. What is wrong ends all pipelines that this process has over these ranks:
-    it may wait in any of them. Of `others`, those that have ended are left out.
+    With a `timeout` of `None` nothing is wrong for it. `tell` sends this rank's label to another one, and does not
+    wait. What is wrong ends all pipelines that this process has over these ranks: it may wait in any of them. Of
+    `others`, those that have ended are left out.
     """
 
     def __init__(
@@ -197,9 +196,9 @@ class RankMonitor:
         silent = {peer: label for peer, (at, label) in heard.items() if at < begin}
         one = len(silent) == 1
         return (
-            f"{_named([*silent])} {'has' if one else 'have'} given no sign of life for "
-            f"{self._timeout:g} s: {'is its process' if one else 'are their processes'} stopped, "
-            f"or is the network cut? When last heard of, {_each(silent)}"
+            f"{_named([*silent])} {'has' if one else 'have'} given no sign of life for {self._timeout:g} s: "
+            f"{'is its process' if one else 'are their processes'} stopped, or is the network cut? "
+            f"When last heard of, {_each(silent)}"
         )
 
     def _hang(self) -> str | None:
@@ -212,8 +211,8 @@ class RankMonitor:
                 None  # sharded layers may wait for a rank of another pipeline, which is only slow
             )
         return (
-            f"rank {self._own} hangs in {task[1]}: for {self._timeout:g} s it has neither ended "
-            f"nor used the CPU, in {place(self._activity.thread)}"
+            f"rank {self._own} hangs in {task[1]}: for {self._timeout:g} s it has neither ended nor used the "
+            f"CPU, in {place(self._activity.thread)}"
         )
 
     def _circle(self, own: Label) -> str | None:
@@ -225,9 +224,9 @@ class RankMonitor:
             return None
         gone = self._all - self.others
         return (
-            f"all ranks wait for each other, and none has got any further for {self._timeout:g} s: "
-            f"{_each(labels)}{f'; {_named(gone)} had ended' if gone else ''}. Has a rank left out "
-            "a call of the pipeline, or a backward()?"
+            f"all ranks wait for each other, and none has got any further for {self._timeout:g} s: {_each(labels)}"
+            f"{f'; {_named(gone)} had ended' if gone else ''}. "
+            "Has a rank left out a call of the pipeline, or a backward()?"
         )
 
 

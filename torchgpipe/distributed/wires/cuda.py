@@ -5,14 +5,12 @@ Descriptions of messages always go over gloo. The tensors go one of two ways, th
     NCCL      from GPU to GPU, by a process group of two ranks for each wire
     staging   through pinned memory of the hosts, and over gloo with their description
 
-NCCL needs a GPU for each rank. Either way a wire has a stream of its own, so that tensors travel
-while tasks compute. This waits for the program's stream, and the program's stream for what arrives.
-Only threads of wires wait for streams.
+NCCL needs a GPU for each rank. Either way a wire has a stream of its own, so that tensors travel while tasks compute.
+This waits for the program's stream, and the program's stream for what arrives. Only threads of wires wait for streams.
 
-An operation of NCCL keeps a part of its GPU busy until the other rank has begun its own. So a rank
-receives only when a description has arrived: by then the other rank has given the sending to its
-stream. And in GPipe's schedule stage s sends a skip for stage p not before it has run p - s - 1
-more tasks, when stage p is about to need it.
+An operation of NCCL keeps a part of its GPU busy until the other rank has begun its own. So a rank receives only when
+a description has arrived: by then the other rank has given the sending to its stream. And in GPipe's schedule stage s
+sends a skip for stage p not before it has run p - s - 1 more tasks, when stage p is about to need it.
 """
 
 import os
@@ -53,8 +51,8 @@ class Departure(NamedTuple):
 class Transfer:
     """Let the tensors of a wire leave this rank's GPU, or arrive there: by NCCL with rank `peer` of `group`, or staged.
 
-    In a group, rank 0 sends and rank 1 receives. Each message leaves `late` messages later. `pins`:
-    whether what comes over gloo shall be in pinned memory.
+    In a group, rank 0 sends and rank 1 receives. Each message leaves `late` messages later. `pins`: whether what comes
+    over gloo shall be in pinned memory.
     """
 
     def __init__(
@@ -166,9 +164,8 @@ def connect(
 ) -> None:
     """Add a transfer for each wire of rank `own`, by its kind, the other rank, and the two stages; all ranks do so.
 
-    They use NCCL if every rank has a GPU of its own, and staging otherwise; off CUDA none is
-    needed. Groups meet at `store`; `exchange` returns what every rank gives it. `late` says whether
-    skips leave late.
+    They use NCCL if every rank has a GPU of its own, and staging otherwise; off CUDA none is needed. Groups meet at
+    `store`; `exchange` returns what every rank gives it. `late` says whether skips leave late.
     """
     gpu = _identity(device)
     gpus = [bytes(x.tolist()) for x in exchange(torch.tensor([*gpu], device="cpu"))]
@@ -189,8 +186,7 @@ def connect(
         made[kind, source + target - own, (low, high)] = transfer = Transfer(
             device, group, int(own == source), tasks
         )
-        # A first tensor connects the two. Every rank comes to its groups in this one order, and so
-        # in no circle.
+        # A first tensor connects the two. Every rank comes to its groups in this one order, and so in no circle.
         with using(transfer._stream):
             transfer._move([torch.zeros(1, device=device)])
         transfer.finish()

@@ -1,7 +1,7 @@
 """How tensors are placed in memory, and what of that a wire sends.
 
-A received tensor is placed as the sent one was, gaps and repetitions included, since PyTorch adds
-up in another order where it is not. Neither gaps nor repetitions travel.
+A received tensor is placed as the sent one was, gaps and repetitions included, since PyTorch adds up in another order
+where it is not. Neither gaps nor repetitions travel.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """What travels by a wire: a message is a description and the tensors' contents.
 
-The description says everything else: shapes, types, and whatever the sender adds. It is sent once,
-and has a number from then on. So a message is
+The description says everything else: shapes, types, and whatever the sender adds. It is sent once, and has a number
+from then on. So a message is
 
     a slot of at most 1 MiB:    serial | number of the description | its length, if it is new | it | small tensors
     large parts, one by one     what does not fit into the slot
@@ -67,9 +67,9 @@ def sizes(description: Description) -> list[int]:
 class Predicted:
     """The descriptions of a wire, and which of them the next message is predicted to have.
 
-    Message k of a mini-batch is predicted to have the description that message k had in the
-    mini-batch before. Each end of the wire has a `Predicted` of its own. Both ends call `begin` and
-    `note` in the same order, so both predict the same, and need not tell each other.
+    Message k of a mini-batch is predicted to have the description that message k had in the mini-batch before. Each end
+    of the wire has a `Predicted` of its own. Both ends call `begin` and `note` in the same order, so both predict the
+    same, and need not tell each other.
 
     Attributes:
         known: all descriptions so far; the number of one is its index.

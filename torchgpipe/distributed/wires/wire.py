@@ -1,16 +1,14 @@
 """A wire: messages from one process to another, in order, over gloo.
 
-Gloo asks for receives of the right size: a buffer that is too small ends the process, and one that
-is too large is filled in part without a word. So the receiver always has a receive posted for a
-slot, which says what else comes (message.py). To post the receives of large tensors only then would
-cost time in which nothing moves. So both ends predict the next message, and the receiver posts the
-receives for its large tensors at once, while a task runs. Where the prediction turns out wrong, the
-sender first sends an empty tensor to each of these receives.
+Gloo asks for receives of the right size: a buffer that is too small ends the process, and one that is too large is
+filled in part without a word. So the receiver always has a receive posted for a slot, which says what else comes
+(message.py). To post the receives of large tensors only then would cost time in which nothing moves. So both ends
+predict the next message, and the receiver posts the receives for its large tensors at once, while a task runs. Where
+the prediction turns out wrong, the sender first sends an empty tensor to each of these receives.
 
-Sending returns at once, and whoever takes a message waits for gloo. Such a wait ends when
-connections are closed (see connections.py), and not by Ctrl-C. One that times out closes all
-connections of its group. A wait for sending to end may go on even when the connection has broken,
-so each sender has a thread for it, and programs wait for a queue.
+Sending returns at once, and whoever takes a message waits for gloo. Such a wait ends when connections are closed (see
+connections.py), and not by Ctrl-C. One that times out closes all connections of its group. A wait for sending to end
+may go on even when the connection has broken, so each sender has a thread for it, and programs wait for a queue.
 """
 
 import threading
@@ -49,9 +47,8 @@ LARGE = 1 << 30
 class WireAddress(NamedTuple):
     """Where a wire goes: to or from `rank` of a group, by messages with this tag, and their tensors by `transfer`.
 
-    `broken` is called with what gloo raises if the connection breaks. What comes with a slot may
-    take as long as `limit`: gloo wakes nobody who waits for a tensor of which a part has arrived
-    when its connection closes.
+    `broken` is called with what gloo raises if the connection breaks. What comes with a slot may take as long as
+    `limit`: gloo wakes nobody who waits for a tensor of which a part has arrived when its connection closes.
     """
 
     group: dist.ProcessGroup
@@ -153,8 +150,7 @@ class Sender(_End):
             else self._transfer.depart(message.tensors)
         )
         leaving = message._replace(tensors=departure.tensors)
-        # From a GPU it is sent when a stream has got there, for which the thread of the program
-        # must not wait.
+        # From a GPU it is sent when a stream has got there, for which the thread of the program must not wait.
         works = self._post(leaving) if self._transfer is None else None
         self._under_way += 1
         self._departed.put(
@@ -192,9 +188,8 @@ class Sender(_End):
         if versions(tensors) == before:
             return None
         return RuntimeError(
-            f"an input of partition {self._rank} was changed in place before it was sent: a layer "
-            "returns memory that it uses again (a buffer) for the next micro-batch; return a copy "
-            "(x.clone())"
+            f"an input of partition {self._rank} was changed in place before it was sent: a layer returns memory "
+            "that it uses again (a buffer) for the next micro-batch; return a copy (x.clone())"
         )
 
     def _post(self, message: Message) -> list[Any]:
@@ -233,8 +228,7 @@ class Receiver(_End):
         super().__init__(address)
         pinned = self._transfer is not None and self._transfer.pins
         self._row = partial(torch.empty, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        # Two, so that a receive is posted while this rank works, and none has to be before its next
-        # task.
+        # Two, so that a receive is posted while this rank works, and none has to be before its next task.
         self._slots = deque(
             (content, self._receive(_bytes(content)))
             for content in (bytearray(SLOT), bytearray(SLOT))
@@ -297,8 +291,7 @@ class Receiver(_End):
         except (
             RuntimeError
         ) as error:  # the connection is closed: no matter, if nothing more is to come
-            # Its text: the error would keep the frames that it has come through alive, and so all
-            # of the mini-batch.
+            # Its text: the error would keep the frames that it has come through alive, and so all of the mini-batch.
             return partial(_fail, str(error))
 
     def _wait(self, posted: Sequence[tuple[Tensor, Callable[..., Any]]]) -> None:

@@ -1,8 +1,7 @@
 """Let operators on `meta` run as they would on a device: with its fused kernels, and under its autocast.
 
-`meta` follows no autocast of its own. The lists of what is cast are those of PyTorch's
-documentation ("Autocast Op Reference"), by the names of operators. What is in none runs in the type
-of its inputs, the widest where they differ.
+`meta` follows no autocast of its own. The lists of what is cast are those of PyTorch's documentation ("Autocast Op
+Reference"), by the names of operators. What is in none runs in the type of its inputs, the widest where they differ.
 """
 
 import functools
@@ -21,24 +20,22 @@ WRITTEN_IN_PYTHON = ("torch.nn.functional", "torch.functional")
 CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 PRODUCTS = (
-    "matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm einsum linear prelu conv1d conv2d "
-    "conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution "
-    "scaled_dot_product_attention "
+    "matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm einsum linear prelu conv1d conv2d conv3d conv_tbc "
+    "conv_transpose1d conv_transpose2d conv_transpose3d convolution scaled_dot_product_attention "
 )
 MORE_PRODUCTS = (
-    "mv addmv addr chain_matmul linalg_multi_dot linalg_vecdot lstm gru rnn_tanh rnn_relu "
-    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
+    "mv addmv addr chain_matmul linalg_multi_dot linalg_vecdot lstm gru rnn_tanh rnn_relu lstm_cell gru_cell "
+    "rnn_tanh_cell rnn_relu_cell"
 )
 LOSSES = (
-    "binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss l1_loss "
-    "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d "
-    "nll_loss_nd cross_entropy_loss poisson_nll_loss smooth_l1_loss soft_margin_loss "
-    "triplet_margin_loss kl_div "
+    "binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss l1_loss margin_ranking_loss mse_loss "
+    "multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d nll_loss_nd cross_entropy_loss poisson_nll_loss "
+    "smooth_l1_loss soft_margin_loss triplet_margin_loss kl_div "
 )
 SENSITIVE = (
-    "pow __pow__ __rpow__ acos asin cosh sinh tan erfinv exp expm1 log log10 log1p log2 logsumexp "
-    "reciprocal rsqrt softmax log_softmax softmin softplus layer_norm group_norm rms_norm norm "
-    "renorm sum prod cumsum cumprod dist cdist pdist cosine_similarity"
+    "pow __pow__ __rpow__ acos asin cosh sinh tan erfinv exp expm1 log log10 log1p log2 logsumexp reciprocal rsqrt "
+    "softmax log_softmax softmin softplus layer_norm group_norm rms_norm norm renorm sum prod cumsum cumprod dist "
+    "cdist pdist cosine_similarity"
 )
 LOWER = {"cpu": frozenset(PRODUCTS.split()), "cuda": frozenset((PRODUCTS + MORE_PRODUCTS).split())}
 """By type of device, those that run in autocast's type."""
@@ -62,8 +59,7 @@ FULL = {
 def as_on(device: str, autocast: torch.dtype | None = None) -> Iterator[None]:
     """Follow, in this thread, what PyTorch does on a type of device: "cuda" or "cpu".
 
-    Operators are cast while autocast is enabled for that type; `autocast` enables it, with this
-    type of numbers.
+    Operators are cast while autocast is enabled for that type; `autocast` enables it, with this type of numbers.
     """
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     if autocast is not None:  # not by `torch.autocast`, which refuses a device that is not here
@@ -107,8 +103,8 @@ def _drops(input: Tensor, p: float, train: bool) -> bool:
 def _body(func: Any) -> Callable[..., Any] | None:
     """Return a function of these modules, which are written in Python, without its check for modes; or `None`.
 
-    `torch.nn.functional.multi_head_attention_forward` is one. It asks the modes first. If a mode
-    answers by calling it, that mode does not see the operators within.
+    `torch.nn.functional.multi_head_attention_forward` is one. It asks the modes first. If a mode answers by calling it,
+    that mode does not see the operators within.
     """
     if not isinstance(func, FunctionType) or func.__globals__["__name__"] not in WRITTEN_IN_PYTHON:
         return None

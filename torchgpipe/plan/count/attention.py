@@ -1,8 +1,7 @@
 """Run fused attention on `meta` as a device would, and count it as one operator.
 
-On each kind of device PyTorch has its own kernels for `scaled_dot_product_attention`. On `meta` it
-has none, and takes several plain operators instead, which keep the matrix of all scores. No fused
-kernel ever writes that to memory.
+On each kind of device PyTorch has its own kernels for `scaled_dot_product_attention`. On `meta` it has none, and takes
+several plain operators instead, which keep the matrix of all scores. No fused kernel ever writes that to memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,8 +39,8 @@ def attention(
 ) -> Tensor | None:
     """Return what `scaled_dot_product_attention` would by the fused kernel that it takes on a type of device.
 
-    `None` where it takes none. Which one it takes is PyTorch's rule for CPUs, and for GPUs since
-    Ampere; older ones have no flash kernels, but the others keep and move as much.
+    `None` where it takes none. Which one it takes is PyTorch's rule for CPUs, and for GPUs since Ampere; older ones
+    have no flash kernels, but the others keep and move as much.
     """
     aten, mask = torch.ops.aten, attn_mask
     heads = (query, key, value)

@@ -1,12 +1,11 @@
 """Count what convolutions do: as matrix products, and as Winograd kernels where there are any.
 
-A 3 x 3 convolution at stride 1 need not multiply as often as its formula says. Winograd's F(m x m,
-3 x 3) gets a tile of m x m results from (m + 2) x (m + 2) values, with one multiplication for each
-of those instead of nine for each result (Lavin and Gray, Fast Algorithms for Convolutional Neural
-Networks, arXiv:1509.09308). Images are padded to whole tiles, and images and weights are
-transformed, which costs traffic: with few tiles to a weight it does not pay. The count is for m =
-4, with transformed images written to memory, as cuDNN's unfused kernels do. Its fused kernels keep
-them on the chip; they are left out, as published timings are described as well without them.
+A 3 x 3 convolution at stride 1 need not multiply as often as its formula says. Winograd's F(m x m, 3 x 3) gets a tile
+of m x m results from (m + 2) x (m + 2) values, with one multiplication for each of those instead of nine for each
+result (Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, arXiv:1509.09308). Images are padded to
+whole tiles, and images and weights are transformed, which costs traffic: with few tiles to a weight it does not pay.
+The count is for m = 4, with transformed images written to memory, as cuDNN's unfused kernels do. Its fused kernels
+keep them on the chip; they are left out, as published timings are described as well without them.
 """
 
 import math
@@ -22,8 +21,8 @@ from torchgpipe.plan.hardware.operators import Grid, Operator, OperatorClass, by
 def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
     """Return what `aten.convolution` does, which has made a result, or `aten.convolution_backward`: three gradients.
 
-    Backward is one operator for each gradient that is asked for. Those of image and weight take as
-    many operations as the result.
+    Backward is one operator for each gradient that is asked for. Those of image and weight take as many operations as
+    the result.
     """
     image, weight, bias, stride, _, dilation, transposed, _, groups = (
         args[-10:-1] if len(made) == 3 else args
@@ -43,9 +42,9 @@ def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
     def operator(grid: Grid, tiled: Tensor, more: float = 0.0) -> Operator:
         """Return what computes one of the three, as matrices of `grid`, with `more` bytes.
 
-        Winograd kernels cut `tiled` into tiles: what is computed, or of a weight's gradient the
-        result's. They are transforms of what comes in and of the result, and a product for each of
-        36 values, whose shape depends on which of the three is computed.
+        Winograd kernels cut `tiled` into tiles: what is computed, or of a weight's gradient the result's. They are
+        transforms of what comes in and of the result, and a product for each of 36 values, whose shape depends on which
+        of the three is computed.
         """
         other: tuple[Operator, ...] = ()
         if small and plain and all(d == 1 for d in dilation):

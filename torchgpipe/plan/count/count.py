@@ -3,10 +3,9 @@
     counts = count(model, sample)     # a sample of any batch size: only its shape matters
     layers = counts.at(16)            # of micro-batches of 16
 
-Layers run one by one as copies (see `torchgpipe.balance.profile`). What they do grows along a
-straight line with the micro-batch's size: a fixed part for the parameters, and as much again for
-each sample. So two sizes are counted, and any other follows. Layers that multiply samples with each
-other are an exception (see `growth`).
+Layers run one by one as copies (see `torchgpipe.balance.profile`). What they do grows along a straight line with the
+micro-batch's size: a fixed part for the parameters, and as much again for each sample. So two sizes are counted, and
+any other follows. Layers that multiply samples with each other are an exception (see `growth`).
 """
 
 import functools
@@ -34,9 +33,8 @@ from torchgpipe.trace.layer import batched
 SIZES = (2, 4)
 """The micro-batch sizes that are counted; not 1, which batch normalization may refuse."""
 ADVICE = (
-    "check the sample's shape and type; layers are counted on device 'meta', where tensors have no "
-    "values, so one that needs values cannot be: find the balance with torchgpipe.balance, which "
-    "runs the layers"
+    "check the sample's shape and type; layers are counted on device 'meta', where tensors have no values, so one that "
+    "needs values cannot be: find the balance with torchgpipe.balance, which runs the layers"
 )
 
 
@@ -98,18 +96,17 @@ def count(
 ) -> Counts:
     """Count the layers of `module` for inputs like `sample`, whose batch size does not matter.
 
-    Counted are the kernels of a type of device, "cuda" or "cpu". They run under `autocast` to this
-    type of numbers; by default, under what is enabled for that device where it is called. With one
-    `alike` for several models, layers that are in two of them are counted once.
+    Counted are the kernels of a type of device, "cuda" or "cpu". They run under `autocast` to this type of numbers; by
+    default, under what is enabled for that device where it is called. With one `alike` for several models, layers that
+    are in two of them are counted once.
 
     Raises:
-        TypeError: a layer cannot be copied. ValueError: a layer fails, is compiled, or runs
-        different operators for different batch sizes; the message
+        TypeError: a layer cannot be copied.
+        ValueError: a layer fails, is compiled, or runs different operators for different batch sizes; the message
             names it.
 
     Warns:
-        UserWarning: a layer does more for every further sample, so that larger micro-batches are
-        counted too low.
+        UserWarning: a layer does more for every further sample, so that larger micro-batches are counted too low.
     """
     _refuse_compiled(module)
     alike = alike or Alike()
@@ -150,8 +147,8 @@ def _refuse_compiled(module: nn.Sequential) -> None:
         for part in layer.modules():
             if is_compiled(part):
                 raise ValueError(
-                    f"layer {name!r} is compiled by torch.compile, and how it fuses operators "
-                    "cannot be counted: count or plan the layers before they are compiled"
+                    f"layer {name!r} is compiled by torch.compile, and how it fuses operators cannot be counted: "
+                    "count or plan the layers before they are compiled"
                 )
 
 
@@ -201,8 +198,8 @@ def _count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
 class _Entry(torch.autograd.Function):
     """Let a tensor enter a layer; note that its gradient arrives, and drop that.
 
-    If the tensor were a leaf instead, PyTorch would copy a gradient that the layer passes on
-    unchanged, and the copy would be counted, though no step of a pipeline makes it.
+    If the tensor were a leaf instead, PyTorch would copy a gradient that the layer passes on unchanged, and the copy
+    would be counted, though no step of a pipeline makes it.
     """
 
     @staticmethod

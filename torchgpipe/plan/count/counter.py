@@ -1,7 +1,7 @@
 """Notice the operators that run, and count each: its class, floating-point operations, and bytes.
 
-Floating-point operations come from PyTorch's own formulas (`torch.utils.flop_counter`); whatever
-has none is bound by memory.
+Floating-point operations come from PyTorch's own formulas (`torch.utils.flop_counter`); whatever has none is bound by
+memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,12 @@ from torchgpipe.plan.hardware.operators import Operator, OperatorClass, bytes_of
 from torchgpipe.tensors._autograd import without_torch_function
 from torchgpipe.trace.parts import tensors_in
 
-# Names of operators -> their class; others are elementwise, unless they do floating-point
-# operations by a formula.
+# Names of operators -> their class; others are elementwise, unless they do floating-point operations by a formula.
 KINDS: dict[OperatorClass, Sequence[str]] = {
     "norm": ("batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm", "softmax"),
     "pool": ("pool", "upsample"),
 }
-# Operators that read of their first tensor only as much as they put out, and those that only
-# overwrite it.
+# Operators that read of their first tensor only as much as they put out, and those that only overwrite it.
 LOOKUPS = ("embedding", "index_select", "gather", "index")
 WRITE_ONLY = ("fill_", "zero_", "copy_")
 

@@ -1,7 +1,7 @@
 """Work out from two sizes of micro-batches what others cost, by a straight line, and check that there is one.
 
-An operator that does more than twice as much for twice the samples would, on such a line, do less
-than nothing for none: it multiplies samples with each other.
+An operator that does more than twice as much for twice the samples would, on such a line, do less than nothing for
+none: it multiplies samples with each other.
 """
 
 import warnings
@@ -42,24 +42,22 @@ def check_growth(
         ValueError: a layer runs different operators for them.
 
     Warns:
-        UserWarning: an operator does more for every further sample, so that larger micro-batches
-        are counted too low.
+        UserWarning: an operator does more for every further sample, so that larger micro-batches are counted too low.
     """
     steeper = []
     for a, b in zip(low, high, strict=True):
         first, second = ((*x.forward, *x.backward) for x in (a, b))
         if [(o.kind, o.dtype) for o in first] != [(o.kind, o.dtype) for o in second]:
             raise ValueError(
-                f"layer {a.name!r} runs different operators for micro-batches of {sizes[0]} and of "
-                f"{sizes[1]} samples, so its cost cannot be worked out for others"
+                f"layer {a.name!r} runs different operators for micro-batches of {sizes[0]} and of {sizes[1]} samples, "
+                "so its cost cannot be worked out for others"
             )
         for_none = between(first, second, sizes[0] / (sizes[0] - sizes[1]), {})
         steeper += [a.name] if any(o.flops < 0 or o.bytes < 0 for o in for_none) else []
     if steeper:
         more = f" and {len(steeper) - 1} more" if len(steeper) > 1 else ""
         warnings.warn(
-            f"layer {steeper[0]!r}{more}: every further sample costs more than the one before, as "
-            f"where samples are multiplied with each other; micro-batches of more than {sizes[1]} "
-            "samples are counted too low",
+            f"layer {steeper[0]!r}{more}: every further sample costs more than the one before, as where samples are "
+            f"multiplied with each other; micro-batches of more than {sizes[1]} samples are counted too low",
             stacklevel=3,
         )

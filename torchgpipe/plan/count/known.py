@@ -1,7 +1,6 @@
 """What was counted already: layers that behave alike are measured once, and operators on alike tensors run once.
 
-PyTorch works out many shapes in Python, which takes most of the time of counting, and the layers of
-a model are alike.
+PyTorch works out many shapes in Python, which takes most of the time of counting, and the layers of a model are alike.
 """
 
 import io

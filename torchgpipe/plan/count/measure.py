@@ -74,8 +74,8 @@ class _Head(torch.autograd.Function):
 def measure_footprint(gives: Needs, takes: Needs, rehearsal: Rehearsal) -> Footprint:
     """Measure a layer, which counts storages from 0: those that enter it first, then those that it makes.
 
-    `gives` says which of its inputs get a gradient. Only those of its outputs get one to which the
-    layer after it gives one, as `takes` says; of the last layer all.
+    `gives` says which of its inputs get a gradient. Only those of its outputs get one to which the layer after it gives
+    one, as `takes` says; of the last layer all.
     """
     layer = rehearsal.layer
     held = [*layer.parameters(), *layer.buffers()]

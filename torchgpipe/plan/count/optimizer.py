@@ -1,12 +1,12 @@
 """What an optimizer holds on a device beside parameters and gradients: its state, and what its step makes for itself.
 
-There are two kinds of steps: one parameter after another, as by default on a CPU, and all of a
-device at once (`foreach`), as by default on CUDA. The first makes tensors as large as the parameter
-at hand, while those of the one before may still be there; the second as large as all.
+There are two kinds of steps: one parameter after another, as by default on a CPU, and all of a device at once
+(`foreach`), as by default on CUDA. The first makes tensors as large as the parameter at hand, while those of the one
+before may still be there; the second as large as all.
 
-Where parameters are in 16 bits, an optimizer may keep a copy of them in float32, the master
-weights, and work on that: its state is as large as the copy, and so are the gradients that its step
-makes for it. Under autocast none is needed, for there the parameters themselves are in float32.
+Where parameters are in 16 bits, an optimizer may keep a copy of them in float32, the master weights, and work on that:
+its state is as large as the copy, and so are the gradients that its step makes for it. Under autocast none is needed,
+for there the parameters themselves are in float32.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,7 @@ OPTIMIZERS = {
     "adamw": (2.0, 2.0, 1.0, 1.0),
 }
 """Those that are known by name, with PyTorch's defaults: in bytes for each byte of parameters the state, what a step
-makes and what is left of the parameter before, and what a step for all at once makes. Tests compare
-it with real steps.
+makes and what is left of the parameter before, and what a step for all at once makes. Tests compare it with real steps.
 """
 
 MASTER = 2

@@ -40,13 +40,12 @@ def task_bytes(
 ) -> TaskBytes:
     """Return the bytes of one micro-batch's work on the partition of layers `start` … `stop` - 1.
 
-    `copied` says that it gets copies of what other partitions hand it. If not, what the graphs of
-    those before keep is counted there.
+    `copied` says that it gets copies of what other partitions hand it. If not, what the graphs of those before keep is
+    counted there.
     """
     inputs = set(footprints[start].inputs)
     cloned = checkpoint and len(inputs) == 1 and _begins_in_place(footprints[start:stop])
-    # What others hold takes nothing, and nobody frees it before the end: for the first partition
-    # the mini-batch.
+    # What others hold takes nothing, and nobody frees it before the end: for the first partition the mini-batch.
     others: set[int] = set(inputs) if start == 0 and not cloned else set()
     if not copied and not checkpoint:
         others |= {number for layer in footprints[:start] for number in layer.saves}
@@ -78,8 +77,8 @@ def task_bytes(
     def backward(*, later: bool, apart: bool = True) -> float:
         """Return the peak of a backward beyond what lives when it begins, `later` with gradients to add to.
 
-        `apart` says that the task has a graph of its own, and adds to the parameters' gradients in
-        place; where all micro-batches share one graph, autograd makes a new sum each time.
+        `apart` says that the task has a graph of its own, and adds to the parameters' gradients in place; where all
+        micro-batches share one graph, autograd makes a new sum each time.
         """
         live = most = 0.0
         held = True  # whoever asks for a backward holds the gradients that it starts from

@@ -4,12 +4,11 @@
     seconds = hardware.seconds(operator)       # of one operator on one device
     seconds = hardware.transfer(nbytes)        # between two devices
 
-A file is JSON. Every figure is an object with a `value` and a `source`. An efficiency belongs to a
-class of operators: the share of the peak rate (those that have floating-point operations) or of the
-memory bandwidth that it reaches. A compute efficiency as `conv.float16` is that of a class in one
-type of numbers. Where an operator can be computed in two ways, the faster counts. Fused attention
-without an efficiency is taken to be as efficient as `matmul`, and TF32 without a peak rate as fast
-as float32. `sharing` matters on CPUs: by which share of its time a task takes longer for each other
+A file is JSON. Every figure is an object with a `value` and a `source`. An efficiency belongs to a class of operators:
+the share of the peak rate (those that have floating-point operations) or of the memory bandwidth that it reaches. A
+compute efficiency as `conv.float16` is that of a class in one type of numbers. Where an operator can be computed in two
+ways, the faster counts. Fused attention without an efficiency is taken to be as efficient as `matmul`, and TF32 without
+a peak rate as fast as float32. `sharing` matters on CPUs: by which share of its time a task takes longer for each other
 device that is at work.
 """
 
@@ -25,8 +24,8 @@ FOLDER = Path(__file__).parent
 
 HEADROOM = 0.15
 """What a GPU's allocator is taken to reserve beyond tensors, as a share of these. In the papers' tables of memory it
-reserved 2 to 22 % more than is predicted for tensors (results/predicted), libraries' workspaces
-included: the median, 14 %, rounded up."""
+reserved 2 to 22 % more than is predicted for tensors (results/predicted), libraries' workspaces included: the median,
+14 %, rounded up."""
 
 SCALARS = ("devices", "memory", "memory_bandwidth", "link_bandwidth", "link_latency", "launch")
 OPTIONAL = ("workspace", "processors", "sharing")
@@ -43,8 +42,7 @@ FUSED = ("attention", "attention_backward")
 class Hardware:
     """A node of equal devices, and how fast they are.
 
-    Units: bytes, bytes per second, seconds, and operations per second for `peak`, by type of
-    floating-point number.
+    Units: bytes, bytes per second, seconds, and operations per second for `peak`, by type of floating-point number.
     """
 
     name: str
@@ -78,8 +76,8 @@ class Hardware:
     def seconds(self, operator: Operator) -> float:
         """Return the seconds of one operator, the faster way.
 
-        A GPU computes, moves bytes and issues the next operator at the same time, so that the
-        longest counts. A core of a CPU does one after another.
+        A GPU computes, moves bytes and issues the next operator at the same time, so that the longest counts. A core of
+        a CPU does one after another.
         """
         work = self._work(operator)
         if operator.other and WINOGRAD in self.compute_efficiency:
@@ -93,9 +91,8 @@ class Hardware:
     def room(self, memory: float, headroom: float | None = None) -> float:
         """Return the bytes that tensors may take of a device's `memory`, so that its allocator has room beside them.
 
-        PyTorch's caching allocator on a GPU keeps what it has asked for: freed blocks that are too
-        small or too large for the next tensor stay reserved, `HEADROOM` unless said otherwise. On a
-        CPU, freed memory goes back.
+        PyTorch's caching allocator on a GPU keeps what it has asked for: freed blocks that are too small or too large
+        for the next tensor stay reserved, `HEADROOM` unless said otherwise. On a CPU, freed memory goes back.
         """
         if headroom is None:
             headroom = 0.0 if self.cpu else HEADROOM
@@ -117,8 +114,7 @@ class Hardware:
         if dtype not in self.peak:
             known = ", ".join(self.peak)
             raise ValueError(
-                f"hardware {self.name!r} has no peak rate for {dtype}; it has {known}: add it to "
-                "its file"
+                f"hardware {self.name!r} has no peak rate for {dtype}; it has {known}: add it to its file"
             )
         return self.peak[dtype] * (shares.get(f"{operator.kind}.{dtype}") or shares[operator.kind])
 
@@ -180,8 +176,7 @@ def _decoded(name: str, data: Any) -> Hardware:
             shares.keys() - {*CLASSES, *(f"{kind}.{dtype}" for kind in CLASSES for dtype in dtypes)}
         ):
             raise ValueError(
-                f"{key}.{wrong[0]} is no class of operators, nor one in a type of numbers that has "
-                "a peak"
+                f"{key}.{wrong[0]} is no class of operators, nor one in a type of numbers that has a peak"
             )
         if lacking := [kind for kind in needed if kind not in shares]:
             raise ValueError(f"{key}.{lacking[0]} is missing")

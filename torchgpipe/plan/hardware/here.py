@@ -29,9 +29,9 @@ MOST_AT_WORK = 4
 def describe_here(device: torch.device, devices: int | None, memory: float | None) -> Hardware:
     """Describe what is here: memory and links, which are measured. How fast it computes is left to profiled layers.
 
-    On a CPU a device is as many cores as PyTorch has threads, and has its share of the memory. CPU
-    devices share memory, so nothing is copied between them; threads hand tensors over. With a
-    single GPU, links are taken as fast as copies to the host.
+    On a CPU a device is as many cores as PyTorch has threads, and has its share of the memory. CPU devices share
+    memory, so nothing is copied between them; threads hand tensors over. With a single GPU, links are taken as fast as
+    copies to the host.
 
     Raises:
         ValueError: `memory` is not given, and the system does not tell.
@@ -71,8 +71,7 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
 def _measure_link(source: torch.Tensor) -> tuple[float, str]:
     """Copy a tensor from its device to another: return bytes per second, and which copy it was.
 
-    With a single GPU, the copy is to the host; CPU devices share memory, so nothing is copied and
-    that is infinite.
+    With a single GPU, the copy is to the host; CPU devices share memory, so nothing is copied and that is infinite.
     """
     device = source.device
     if device.type != "cuda":

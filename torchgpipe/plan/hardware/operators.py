@@ -1,12 +1,11 @@
 """What an operator is to prediction: its class, floating-point operations, and bytes read and written.
 
-An operator is what reaches PyTorch's dispatcher below autograd: on a GPU about one kernel each.
-Libraries cut what a product of matrices puts out into tiles of fixed sizes, and each is one
-processor's work. A tile that sticks out over the edge takes as long as a full one, and so does the
-last round, in which some processors have none.
+An operator is what reaches PyTorch's dispatcher below autograd: on a GPU about one kernel each. Libraries cut what a
+product of matrices puts out into tiles of fixed sizes, and each is one processor's work. A tile that sticks out over
+the edge takes as long as a full one, and so does the last round, in which some processors have none.
 
-This is the one place that touches PyTorch's table of floating-point operations, which it does not
-promise to keep: `tests/library/plan/count/test_counter.py` fails, by name, when it moves.
+This is the one place that touches PyTorch's table of floating-point operations, which it does not promise to keep:
+`tests/library/plan/count/test_counter.py` fails, by name, when it moves.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ OperatorClass = Literal[
     "elementwise",
 ]
 """The classes that have efficiencies of their own: `conv3x3` are those convolutions for which libraries have Winograd
-kernels, 3 x 3 at stride 1, when they are computed like any other, and `winograd` when they are not
-(convolution.py); `attention` is that of fused kernels (attention.py), and `elementwise` is whatever
-reads and writes memory and has no class of its own."""
+kernels, 3 x 3 at stride 1, when they are computed like any other, and `winograd` when they are not (convolution.py);
+`attention` is that of fused kernels (attention.py), and `elementwise` is whatever reads and writes memory and has no
+class of its own."""
 CLASSES: tuple[str, ...] = get_args(OperatorClass)
 
 TILES = ((128, 128), (128, 64), (64, 128), (128, 32), (32, 128))

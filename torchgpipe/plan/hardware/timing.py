@@ -1,8 +1,8 @@
 """Time a model's layers on the present device: as parts of whole steps, or each alone where a step does not fit.
 
-In a step a layer finds in the caches what the layer before has left there, and the graph of all
-layers is kept: memory that is touched for the first time takes longer than memory that was just
-freed. A layer that runs alone, over and over, knows neither.
+In a step a layer finds in the caches what the layer before has left there, and the graph of all layers is kept:
+memory that is touched for the first time takes longer than memory that was just freed. A layer that runs alone, over
+and over, knows neither.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ class Seconds(NamedTuple):
 def time_step(module: nn.Sequential, sample: TensorOrTensors, device: torch.device) -> Seconds:
     """Run all layers forward without a graph, then forward and backward, and time each of them on the way.
 
-    A layer's backward lasts from when its output's gradient is there until that of the layer before
-    is. Adding up gradients of parameters is counted, not timed: they are freed first.
+    A layer's backward lasts from when its output's gradient is there until that of the layer before is. Adding up
+    gradients of parameters is counted, not timed: they are freed first.
     """
     module.zero_grad()
     with torch.no_grad(), skip_scope({}):
@@ -53,8 +53,8 @@ def time_step(module: nn.Sequential, sample: TensorOrTensors, device: torch.devi
     torch.autograd.backward(roots, gradients)
     synchronize(device)
     end = perf_counter()
-    # A layer without a gradient counts as reached at the end. Layers with next to no backward may
-    # be reached out of order, so the times are made to increase.
+    # A layer without a gradient counts as reached at the end. Layers with next to no backward may be reached out of
+    # order, so the times are made to increase.
     marks = [*(arrived.get(i, end) for i in range(len(module) - 1)), start]
     marks = [*accumulate(reversed(marks), max)][::-1]
     return Seconds(forward, graph, [a - b for a, b in pairwise([end, *marks])])
@@ -78,8 +78,8 @@ def _forward(
         synchronize(device)
         seconds.append(perf_counter() - start)
         if notice is not None:
-            # PyTorch crashes where a tensor gets a hook before an older view of it has noticed a
-            # change in place, which it does when asked for its node.
+            # PyTorch crashes where a tensor gets a hook before an older view of it has noticed a change in place, which
+            # it does when asked for its node.
             nodes = [(y, y.grad_fn) for y in tensors_of(value) if y.requires_grad]
             for y, _ in nodes:
                 y.register_hook(partial(notice, i))
@@ -109,8 +109,7 @@ def time_alone(
         layers.extend(rehearse(module, sample, device, measure))
     except torch.OutOfMemoryError as error:
         raise ValueError(
-            f"layer {len(layers)} cannot be profiled on {device} with {len(tensors_of(sample)[0])} "
-            "samples, for which it has no memory: give a smaller sample, or name the hardware to "
-            "predict for"
+            f"layer {len(layers)} cannot be profiled on {device} with {len(tensors_of(sample)[0])} samples, for which "
+            "it has no memory: give a smaller sample, or name the hardware to predict for"
         ) from error
     return [Seconds(*map(list, zip(*run, strict=True))) for run in zip(*layers, strict=True)]

@@ -17,11 +17,10 @@ SAFE = 1 - 1e-9
 class Work:
     """What layers take with the micro-batches, checkpoint mode and schedule of `setup`, and balances that share it out.
 
-    In GPipe's schedule a partition waits while one micro-batch is in other partitions: the first,
-    on its way forward to it and backward from it, and the last, in the partitions behind it. So a
-    step takes at least what one micro-batch takes in all layers, and what any partition's layers
-    take beyond that, their `seconds`. In others the most of both is known: of a micro-batch's way
-    without what may be done later, and of what a partition's layers take in all.
+    In GPipe's schedule a partition waits while one micro-batch is in other partitions: the first, on its way forward to
+    it and backward from it, and the last, in the partitions behind it. So a step takes at least what one micro-batch
+    takes in all layers, and what any partition's layers take beyond that, their `seconds`. In others the most of both
+    is known: of a micro-batch's way without what may be done later, and of what a partition's layers take in all.
     """
 
     def __init__(self, predictor: Predictor, setup: Setup) -> None:
@@ -32,8 +31,7 @@ class Work:
             predictor.layers(setup.sizes[-1]),
         )  # the last may be smaller
         again = min(recomputed, m - 1)
-        # Of each layer: the first micro-batch's forward and backward, the last one's both, and all
-        # but the last one's.
+        # Of each layer: the first micro-batch's forward and backward, the last one's both, and all but the last one's.
         forward = full.forward if again else full.graph
         backward = [a + b for a, b in zip(full.backward, full.accumulate, strict=True)]
         last_forward = last.forward if recomputed == m else last.graph

@@ -29,8 +29,7 @@ def refuse_hopeless(
 ) -> None:
     """Raise `Impossible` where every setup is: a layer fits no device, or the devices have no room for all of them."""
     layers = predictor.layers(1).layers
-    # A single micro-batch makes each gradient once; of several, each but the first has gradients
-    # beside those summed.
+    # A single micro-batch makes each gradient once; of several, each but the first has gradients beside those summed.
     needs = _alone(predictor, batch_size, optimizer, summed=False)
     if batch_size > 1:
         needs = [
@@ -40,9 +39,8 @@ def refuse_hopeless(
     heaviest = max(range(len(needs)), key=needs.__getitem__)
     if needs[heaviest] > memory:
         raise Impossible(
-            f"layer {heaviest} ({layers[heaviest].name}) alone needs {amount(needs[heaviest])} of "
-            f"{amount(memory)}, with micro-batches of any size: split the layer, or use devices "
-            "with more memory"
+            f"layer {heaviest} ({layers[heaviest].name}) alone needs {amount(needs[heaviest])} of {amount(memory)}, "
+            "with micro-batches of any size: split the layer, or use devices with more memory"
         )
     static = sum(layer.parameters * (2 + optimizer.state) + layer.frozen for layer in layers)
     what = "parameters, gradients and optimizer state"
@@ -51,8 +49,8 @@ def refuse_hopeless(
         what = "parameters, gradients, optimizer state and what its step makes"
     if static > devices * memory:
         raise Impossible(
-            f"{what} need {amount(static)}, and {devices} device(s) have "
-            f"{amount(devices * memory)}: use more devices, or an optimizer with less state"
+            f"{what} need {amount(static)}, and {devices} device(s) have {amount(devices * memory)}: "
+            "use more devices, or an optimizer with less state"
         )
 
 
@@ -102,8 +100,8 @@ def least(
             setups.append(replace(setup, balance=tuple(minimise_heaviest(needed, stages))))
     if not setups:
         raise Impossible(
-            f"no schedule that was asked for is for {partitions} device(s), {len(needed)} layers "
-            f"and {chunks[0]} micro-batches or more: choose from others"
+            f"no schedule that was asked for is for {partitions} device(s), {len(needed)} layers and {chunks[0]} "
+            "micro-batches or more: choose from others"
         )
     return min([assess(predictor, setup) for setup in setups], key=lambda x: x.peak)
 
@@ -119,11 +117,11 @@ def why(
     least_of_all, what = told(free.setup), "balanced by parameters"
     if free.peak <= memory:
         return (
-            f"what was asked for is in the way: with {told(allowed.setup)}, {what}, the fullest "
-            f"device needs {amount(allowed.peak)} of {amount(memory)}; on {partitions} device(s), "
-            f"{least_of_all} needs {amount(free.peak)}"
+            f"what was asked for is in the way: with {told(allowed.setup)}, {what}, the fullest device needs "
+            f"{amount(allowed.peak)} of {amount(memory)}; on {partitions} device(s), {least_of_all} needs "
+            f"{amount(free.peak)}"
         )
     return (
-        f"no balance fits {devices} device(s) of {amount(memory)}: even with {least_of_all}, "
-        f"{what}, the fullest needs {amount(free.peak)}; use more devices, or a smaller batch"
+        f"no balance fits {devices} device(s) of {amount(memory)}: even with {least_of_all}, {what}, "
+        f"the fullest needs {amount(free.peak)}; use more devices, or a smaller batch"
     )

@@ -1,10 +1,9 @@
 """Search balance x chunks x checkpoint x schedule for the shortest predicted step whose devices all have room.
 
-For each number of micro-batches and each mode there is a lower bound on the step with any balance
-(`balances`). Those with the lowest come first, and those whose bound is no better than the best
-setup so far are left out. The others begin with a balance that evens out seconds, or bytes. Where
-it comes near the best, layers are moved across boundaries for as long as the replay says that it
-helps (`trial`). Whatever is returned was replayed, in seconds and exactly in bytes.
+For each number of micro-batches and each mode there is a lower bound on the step with any balance (`balances`). Those
+with the lowest come first, and those whose bound is no better than the best setup so far are left out. The others begin
+with a balance that evens out seconds, or bytes. Where it comes near the best, layers are moved across boundaries for as
+long as the replay says that it helps (`trial`). Whatever is returned was replayed, in seconds and exactly in bytes.
 """
 
 from collections.abc import Sequence
@@ -63,8 +62,7 @@ def search(
 ) -> dict[int, Found]:
     """Return the best setup for each number of partitions; `memory` is each device's, in bytes, for tensors alone.
 
-    No better one is looked for where one is as `close` to what none can beat: 0.01 is 1 %, infinity
-    is any that fits.
+    No better one is looked for where one is as `close` to what none can beat: 0.01 is 1 %, infinity is any that fits.
 
     Raises:
         Impossible: none fits; the message says what is in the way.

@@ -103,11 +103,10 @@ def data_parallel(
 ) -> Candidate:
     """Predict data parallel training: every device has the model, and a share of the batch; nothing is recomputed.
 
-    Gradients are summed over the devices by a ring all-reduce, which sends 2 (k - 1) / k of their
-    bytes from each of k devices to the next (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations", 2009). It overlaps with backward, as in
-    `DistributedDataParallel`, which keeps a second copy of the gradients for it. On one device this
-    is plain training.
+    Gradients are summed over the devices by a ring all-reduce, which sends 2 (k - 1) / k of their bytes from each of k
+    devices to the next (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+    2009). It overlaps with backward, as in `DistributedDataParallel`, which keeps a second copy of the gradients for
+    it. On one device this is plain training.
     """
     setup = Setup(ceil(batch_size / devices), (len(predictor.counts),), 1, "never", optimizer)
     step, (device,) = predictor.step(setup), setup_memory(predictor.counts, setup)
