@@ -123,8 +123,7 @@ class Partitioned(FixedDevices, ABC):
 
     def _look(self) -> None:
         """Find the modules within the layers anew: one may have been replaced inside of another."""
-        changed = [stage.look() for stage in self._stages]
-        if not any(changed):
+        if not any([stage.look() for stage in self._stages]):  # noqa: C419 - each has to look
             return
         modules: list[nn.Module] = []
         for stage in self._stages:
@@ -334,6 +333,11 @@ class Partitioned(FixedDevices, ABC):
             partition.training = mode
         return self
 
+    def __repr__(self) -> str:
+        settings = f"balance={self.balance}, chunks={self.chunks}, checkpoint={self.checkpoint!r}"
+        first = f"{type(self).__name__}({settings}, schedule={self.schedule.name!r}):"
+        return "\n  ".join([first, *map(str, self._stages)])
+
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in _BUILT}
 
@@ -344,5 +348,4 @@ class Partitioned(FixedDevices, ABC):
 
 P = TypeVar("P", bound=Partitioned)
 
-# What `_build` makes anew in a copy.
-_BUILT = ("_engine", "_steps", "_stages", "_connections")
+_BUILT = ("_engine", "_steps", "_stages", "_connections")  # what `_build` makes anew in a copy

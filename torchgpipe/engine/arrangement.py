@@ -112,6 +112,9 @@ class ScheduleView:
         made = schedule if isinstance(schedule, Schedule) else make(schedule, n, 1, v)
         self.name, self._splits, self._stages = made.name, made.halves, stages
 
+    def __repr__(self) -> str:
+        return f"{self.name}, stages on {[*self.placement]}\n{self.report()}"
+
     def report(self) -> str:
         """Return a line for each stage here: how its backward is split, or why it is not.
 

@@ -48,6 +48,11 @@ class Stage:
         self.lock: Lock
         self.turn: frozenset[Lock]
 
+    def __str__(self) -> str:
+        parameters = sum(p.numel() for p in self.partition.parameters())
+        layers = len([*self.partition.children()])
+        return f"stage {self.index} on {self.device}: {layers} layers, {parameters:,} parameters"
+
     def look(self) -> bool:
         """Find the modules and buffers of the partition; return whether they have changed."""
         modules = modules_of(self.partition)
