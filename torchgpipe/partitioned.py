@@ -46,8 +46,7 @@ T = TypeVar("T")
 class Partitioned(FixedDevices, ABC):
     """Layers in partitions, all or some of which this process holds and runs.
 
-    The layers that this process holds are the module's own children, by their own names: its state
-    is that of the wrapped module, or a part of it.
+    These layers are its children, by their own names: its state is that of the model, or a part.
     """
 
     balance: list[int]
