@@ -4,9 +4,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -281,34 +279,6 @@ def test_targets_are_parted_as_deep_as_they_go() -> None:
         and last["b"].other == ()
         and last["c"] is None
     )
-
-
-@dataclass
-class Boxes:
-    corners: Tensor
-    unit: str = "pixels"
-
-
-@pytest.mark.parametrize("sizes", [[2, 1], [3]])
-def test_any_mapping_a_dataclass_and_arrays_are_parted(sizes: list[int]) -> None:
-    x = torch.arange(3)
-    target = UserDict({"mask": x.numpy(), "boxes": Boxes(x * 2)})
-    parts = parted(target, sizes)
-    assert [type(part) for part in parts] == [UserDict] * len(sizes)
-    assert torch.cat([part["mask"] for part in parts]).equal(x)
-    assert torch.cat([part["boxes"].corners for part in parts]).equal(x * 2)
-    assert {part["boxes"].unit for part in parts} == {"pixels"}
-
-
-def test_a_list_with_an_entry_for_each_sample_is_parted_by_entries() -> None:
-    """As of detection: an image may have as many boxes as there are images."""
-    images = [{"boxes": torch.full((3, 4), float(i))} for i in range(3)]
-    first, last = parted(images, [2, 1])
-    assert first == images[:2] and last == images[2:]
-    columns = [torch.arange(3), torch.arange(3.0)]
-    assert [part[1].tolist() for part in parted(columns, [2, 1])] == [[0.0, 1.0], [2.0]]
-    with pytest.raises(ValueError, match="split in two ways; give a tuple"):
-        parted([torch.zeros(2), torch.ones(2)], [1, 1])
 
 
 ACTIONS = [

@@ -1,0 +1,106 @@
+"""Targets of a step: how they are split, and what a criterion may do with them and with outputs."""
+
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from torchgpipe import GPipe
+from torchgpipe.step.targets import parted
+
+SCHEDULES = ["GPipe", "1F1B", "ZBH1"]
+
+
+@dataclass
+class Boxes:
+    corners: Tensor
+    unit: str = "pixels"
+
+
+@pytest.mark.parametrize("sizes", [[2, 1], [3]])
+def test_any_mapping_a_dataclass_and_arrays_are_parted(sizes: list[int]) -> None:
+    x = torch.arange(3)
+    target = UserDict({"mask": x.numpy(), "boxes": Boxes(x * 2)})
+    parts = parted(target, sizes)
+    assert [type(part) for part in parts] == [UserDict] * len(sizes)
+    assert torch.cat([part["mask"] for part in parts]).equal(x)
+    assert torch.cat([part["boxes"].corners for part in parts]).equal(x * 2)
+    assert {part["boxes"].unit for part in parts} == {"pixels"}
+
+
+def test_a_list_with_an_entry_for_each_sample_is_parted_by_entries() -> None:
+    """As of detection: an image may have as many boxes as there are images."""
+    images = [{"boxes": torch.full((3, 4), float(i))} for i in range(3)]
+    first, last = parted(images, [2, 1])
+    assert first == images[:2] and last == images[2:]
+    columns = [torch.arange(3), torch.arange(3.0)]
+    assert [part[1].tolist() for part in parted(columns, [2, 1])] == [[0.0, 1.0], [2.0]]
+    with pytest.raises(ValueError, match="split in two ways; give a tuple"):
+        parted([torch.zeros(2), torch.ones(2)], [1, 1])
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+def pipeline(module: nn.Sequential, schedule: str, engine: Any) -> GPipe:
+    devices = ["cpu", "cpu"]
+    return GPipe(module, [2, 1], devices=devices, chunks=4, schedule=schedule, engine=engine)
+
+
+def check_gradients(parameters: list[nn.Parameter], expected: list[Tensor]) -> None:
+    for p, grad in zip(parameters, expected, strict=True):
+        assert p.grad is not None
+        # The order of summation is another one.
+        torch.testing.assert_close(p.grad, grad)
+
+
+@pytest.mark.parametrize("engine", ["workers", "graph"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_target_may_have_a_graph_which_goes_backward_once(schedule: str, engine: str) -> None:
+    """As the second of two towers has."""
+    module, tower = layers(), nn.Linear(6, 5)
+    parameters = [*module.parameters(), *tower.parameters()]
+    x = torch.randn(8, 6)
+    expected = torch.autograd.grad(mse_loss(module(x), tower(x)), parameters)
+    calls: list[Tensor] = []
+    tower.weight.register_hook(calls.append)
+
+    def criterion(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        return mse_loss(output, target["other tower"])
+
+    pipeline(module, schedule, engine).step(criterion, x, {"other tower": tower(x)})
+    check_gradients(parameters, list(expected))
+    assert len(calls) == 1
+
+
+def tempered(output: Tensor, target: Tensor) -> Tensor:
+    output /= 0.7
+    return cross_entropy(output, target)
+
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
+CRITERIA: dict[str, Callable[[], Criterion]] = {
+    "changes its output in place": lambda: tempered,
+    "is scripted": lambda: torch.jit.script(nn.CrossEntropyLoss()),  # type: ignore[no-any-return]
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", CRITERIA)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_criterion_that(name: str, schedule: str) -> None:
+    module, criterion = layers(), CRITERIA[name]()
+    parameters = [*module.parameters()]
+    x, target = torch.randn(8, 6), torch.randint(5, (8,))
+    loss = criterion(module(x), target)
+    expected = torch.autograd.grad(loss, parameters)
+    found = pipeline(module, schedule, "workers").step(criterion, x, target)
+    torch.testing.assert_close(found, loss.detach())
+    check_gradients(parameters, list(expected))
