@@ -1,5 +1,6 @@
 """`compare`: it compares absolute numbers if that is fair, else ratios, and names missing rows."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,9 +33,9 @@ def only(*sides: Record, **options: Any) -> Comparison:
 def ratios(comparison: Comparison, side: int = 1) -> dict[str, Any]:
     """Return each row's ratio and verdict, or `None` for a row without a decision."""
     found: dict[str, Any] = {}
-    for row in comparison.rows:
-        decision = row.decisions[side]
-        label = row.line.label
+    for each in comparison.rows:
+        decision = each.decisions[side]
+        label = each.line.label
         found[label] = None
         if decision is not None:
             found[label] = round(decision.ratio, 3), verdict(decision, comparison.metric)
@@ -110,8 +111,8 @@ class Case(NamedTuple):
     sides: list[Record]
     expected: dict[str, Any]
     """The ratio and the verdict of each row."""
-    notes: list[str] = []
-    options: dict[str, Any] = {}
+    notes: Sequence[str] = ()
+    options: Mapping[str, Any] = {}
     relative: bool = False
     """Whether each side's numbers are divided by those of its own row."""
 
@@ -195,7 +196,7 @@ def test_what_is_fair_to_compare(name: str) -> None:
     comparison = only(*sides, **options)
 
     assert ratios(comparison) == expected
-    assert comparison.notes == notes
+    assert comparison.notes == list(notes)
     assert comparison.relative == relative
     if sides is TWO_MACHINES and relative:
         mean, count = comparison.mean(1) or (0.0, 0)
