@@ -62,7 +62,7 @@ def run(
     text: str,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Any]:
-    """Open the page on a screen, in a colour scheme; return a function that runs JavaScript in it."""
+    """Open the page on a screen, in a colour scheme; return a function that runs JavaScript."""
     screen, scheme = request.param
     page = tmp_path_factory.mktemp("report") / "report.html"
     page.write_text(text, encoding="utf-8")
@@ -123,10 +123,8 @@ def luminance(color: str) -> float:
     total = 0.0
     for part, weight in zip(parts, (0.2126, 0.7152, 0.0722), strict=False):
         value = int(part) / 255
-        if value <= 0.04045:
-            linear = value / 12.92
-        else:
-            linear = ((value + 0.055) / 1.055) ** 2.4
+        dark, light = value / 12.92, ((value + 0.055) / 1.055) ** 2.4
+        linear = dark if value <= 0.04045 else light
         total += weight * linear
     return total
 
