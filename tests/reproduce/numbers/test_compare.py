@@ -189,7 +189,7 @@ for change, notes in SAME_MACHINE:
     COMPARED[str(change)] = Case([ONE, record(X, **change)], {"x": (1.0, "~")}, notes)
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", COMPARED, ids=COMPARED)
 def test_what_is_fair_to_compare(name: str) -> None:
     sides, expected, notes, options, relative = COMPARED[name]
 
