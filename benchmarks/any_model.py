@@ -91,10 +91,10 @@ def check(experiment: str, models: Mapping[str, Callable[[], Case]]) -> Found:
 
 
 def check_model(experiment: str, name: str, case: Case) -> Result:
-    """Compare the model with its pipelines in all configurations; if one differs, use float64.
+    """Compare the model with its pipelines in all configurations.
 
-    A gradient that should be zero, such as that of a bias before a norm, is rounding noise, which
-    is small in float64.
+    If a pipeline differs, compare again in float64. A gradient that should be zero, such as that
+    of a bias before a norm, is rounding noise, which is small in float64.
 
     Raises:
         Unequal: A pipeline differs in float64, too. The message says where.

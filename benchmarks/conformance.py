@@ -1,4 +1,4 @@
-"""Check which pipelines get right what training needs.
+"""Check which pipelines do correctly what training needs.
 
     python -m benchmarks.conformance --json results/benchmarks/conformance.json
 

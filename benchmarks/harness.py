@@ -88,7 +88,10 @@ def start(
 
 
 def continued(record: Record, before: Record) -> Record:
-    """Return a record with the results of an earlier one. A note gives their git revision."""
+    """Return a record with the results of an earlier record.
+
+    A note names the git revision of these results.
+    """
     assert record.run is not None
     assert before.run is not None
     notes = list(before.notes)

@@ -53,25 +53,31 @@ def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
         failure = f"the block from benchmarks/{name} cannot be made ({path}: {error!r})"
         raise Error(f"{page}: {failure}") from error
     kind = record.kind.capitalize()
-    return f"{rendered}\n\n{kind} {conditions}; [record]({link(page, path)})\n\n"
+    source = f"[record]({link(page, path)})"
+    return f"{rendered}\n\n{kind} {conditions}; {source}\n\n"
 
 
 def _conditions(run: Run) -> Iterator[str]:
     """Yield the date, the versions and the machine of a run, and how busy the machine was."""
+    machine, versions, load, git = run.machine, run.versions, run.load, run.git
     yield run.started[:10]
-    yield f"torch {run.versions['torch']}"
-    yield f"Python {run.versions['python']}"
-    machine = run.machine
+    yield f"torch {versions['torch']}"
+    yield f"Python {versions['python']}"
     if machine.gpus:
-        yield machine.gpus[0].name
+        first, *_ = machine.gpus
+        yield first.name
     yield machine.cpu
     yield f"{machine.cores} cores"
     if run.settings.get(FREED_MEMORY) == "kept":
         yield "freed memory kept"
-    if run.load is not None:
-        yield f"load {run.load[0]:.2f} before the start"
-    git = run.git
-    yield "no revision" if git is None else f"revision {git.name(9, ', with changes ')}"
+    if load is not None:
+        last_minute, *_ = load
+        yield f"load {last_minute:.2f} before the start"
+    if git is None:
+        yield "no revision"
+    else:
+        name = git.name(9, ", with changes ")
+        yield f"revision {name}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of docs/works-with.md: PyTorch's tools with a pipeline, and what training needs.
+"""The table of docs/works-with.md: PyTorch's tools with a pipeline, and checks of training.
 
 The tools are rows of this library's tests (`TOOLS`). The checks of what training needs are in the
 record of `benchmarks.conformance`.
@@ -20,9 +20,9 @@ TOOLS += tools.REPLICAS
 
 def table(record: Record, style: str) -> str:
     """Render a count of results per engine, and one table of all tools and checks."""
-    lines = [["**tools of PyTorch**", "", "", ""]]
-    lines += [[row.name, answer(row), row.note, ""] for row in TOOLS]
-    return conformance.table(record, style, lines)
+    heading = ["**tools of PyTorch**", "", "", ""]
+    lines = [[row.name, answer(row), row.note, ""] for row in TOOLS]
+    return conformance.table(record, style, [heading, *lines])
 
 
 def answer(row: Row) -> str:

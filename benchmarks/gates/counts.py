@@ -133,7 +133,8 @@ def _step(model: Callable[[Tensor], Tensor], layers: Module, x: Tensor, tally: T
         tally.clear()
         loss = model(x).square().mean()
         loss.backward()
-    return Counts(Counter(tally.operators), sum(tally.nodes), len(tally.waits))
+    operators = Counter(tally.operators)
+    return Counts(operators, sum(tally.nodes), len(tally.waits))
 
 
 def differences(file: Mapping[str, Totals], counted: Mapping[str, Counts]) -> list[str]:

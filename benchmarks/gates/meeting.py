@@ -8,7 +8,7 @@ not, no time would be enough, and a line names the task and one that did not beg
 after a number of looks, not of seconds, and a scene with a missing task is run again with many more
 looks. So a busy machine makes this program slower, but changes no answer.
 
-On simulated devices no task waits: there the graph engine's work has the times of its streams.
+On simulated devices no task waits. There, the clocks of the streams say when tasks begin and end.
 """
 
 import faulthandler
@@ -92,9 +92,9 @@ def spans(scene: Scene, copy: float = 0.0) -> Times:
     schedule = make(scene.schedule, N, M, checkpoint=scene.mode)
     sent: set[Action] = set()
     for action in schedule.actions:
-        sent.update(
-            other for other in needs(action, schedule.actions) if other.stage != action.stage
-        )
+        for other in needs(action, schedule.actions):
+            if other.stage != action.stage:
+                sent.add(other)
     copies = [(s, s + 1, copy) for s in range(len(schedule.placement) - 1)]
     room = None if copy else 1
     loss = 0.0 if scene.schedule == "GPipe" else None

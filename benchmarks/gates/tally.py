@@ -5,9 +5,10 @@
     waits       calls with which a thread may wait for another: it puts an item into a queue,
                 takes a lock, waits for an event, or starts a thread
 
-It is chance whether a thread really waits, and how often a loop reads from a queue. It is no chance
-how many items are put into the queue. A thread is counted if it is started while the tally runs. A
-queue (`SimpleQueue`) or a lock is counted if the library's own modules create it meanwhile.
+It is chance whether a thread really waits, and how often a loop reads from a queue. But the number
+of items that are put into the queue is always the same. A thread is counted if it is started while
+the tally runs. A queue (`SimpleQueue`) or a lock is counted if the library's own modules create it
+meanwhile.
 """
 
 import sys

@@ -1,4 +1,7 @@
-"""DeepSpeed's `PipelineModule`. Its step is `train_batch`, which also steps the optimizer."""
+"""The adapter for DeepSpeed's `PipelineModule`.
+
+Its step is `train_batch`, which also steps the optimizer.
+"""
 
 from bisect import bisect_right
 from itertools import accumulate
@@ -53,15 +56,18 @@ class DeepSpeed(Pipe):
 
     def _criterion(self, output: Any, target: Any) -> Tensor:
         loss = self.row.criterion(output, target)
-        return loss if self.row.mean else loss * self.engine.gradient_accumulation_steps()
+        if self.row.mean:
+            return loss
+        return loss * self.engine.gradient_accumulation_steps()
 
     def step(self, *given: Any) -> Pipe:
         if self._kept:
             raise NotOffered("train_batch always steps the optimizer and clears the gradients")
+        engine = self.engine
         batch = micro_batches(given or self.row.given(), self.row.chunks)
-        if len(batch) != self.engine.gradient_accumulation_steps():
-            self.engine.set_train_batch_size(len(batch))
-        loss = self.engine.train_batch(iter(batch))
+        if len(batch) != engine.gradient_accumulation_steps():
+            engine.set_train_batch_size(len(batch))
+        loss = engine.train_batch(iter(batch))
         self.losses.append(loss)
         return self
 
@@ -72,8 +78,9 @@ class DeepSpeed(Pipe):
 
     def evaluate(self, *given: Any) -> Pipe:
         # `eval_batch` returns only the last micro-batch's output, so use one micro-batch.
-        whole = iter([given or self.row.given()])
-        _, output = self.engine.eval_batch(whole, return_logits=True, num_micro_batches=1)
+        whole = given or self.row.given()
+        one = {"return_logits": True, "num_micro_batches": 1}
+        _, output = self.engine.eval_batch(iter([whole]), **one)
         if output is not None:
             self.outputs.append(output)
         return self

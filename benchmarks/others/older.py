@@ -1,6 +1,7 @@
-"""torchgpipe 0.0.7.
+"""The adapter for torchgpipe 0.0.7.
 
-It has the same name as this library, so it runs in a process that does not import this library.
+That package has the same name as this library, so it runs in a process that does not import this
+library.
 """
 
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""The plain layers, and this library's pipelines: threads and ranks."""
+"""Adapters for the plain layers, and for this library's pipelines of threads and of ranks."""
 
 from typing import Any
 

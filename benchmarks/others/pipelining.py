@@ -1,4 +1,4 @@
-"""PyTorch's `torch.distributed.pipelining`: `ScheduleGPipe` and `Schedule1F1B`."""
+"""Adapters for `ScheduleGPipe` and `Schedule1F1B` of PyTorch's `torch.distributed.pipelining`."""
 
 from typing import Any
 

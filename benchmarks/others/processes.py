@@ -109,7 +109,10 @@ def compared(ranks: list[Found], plain: Found) -> Outcome:
 
 
 def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Outcome:
-    """Run a row on a rank per partition; return the result of each rank, or how the row failed."""
+    """Run a row on a rank for each partition.
+
+    Return the results of all ranks, or the outcome if the row failed.
+    """
     get_context("forkserver").set_forkserver_preload(PRELOADED)
     ranks = row.partitions if adapter.ranks else 1
     results: dict[int, Found] = {}
@@ -148,7 +151,10 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
 
 
 def _failure(errors: list[Outcome], ends: list[str]) -> Outcome | None:
-    """Return the original failure, not the error of a rank that only learned of it."""
+    """Return the original failure, or `None`.
+
+    An error that the failure of another rank has caused is not original.
+    """
     first = min(errors, key=_after_another, default=None)
     if not ends:
         return first

@@ -49,7 +49,7 @@ def test_throughput_is_of_each_step_or_of_the_median_epoch() -> None:
 def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
     """Divide emulated by measured throughput.
 
-    Of the emulated times, only `here_time` counts, which has no links.
+    Of the emulated times, only `here_time` counts, which is the time without links.
     """
     emulated = timed([99.0, 99.0], [0, 1])
     samples = {**emulated.samples, "here_time": here}

@@ -26,7 +26,7 @@ from ..conftest import Runner
 pytest.importorskip("torchvision", exc_type=Exception)  # type: ignore[arg-type]
 NAME = "tiny-accuracy"
 GPIPE = "GPipe n8m4"
-# Of each training. There are two rows, with two seeds each.
+# The steps of an epoch, and the epochs of a training. Two rows are trained with two seeds each.
 STEPS, EPOCHS = 2, 2
 ROW: Any = TINY[NAME].scale("small").rows[0]
 CPU = Devices("cpu", 2, threads=1)
