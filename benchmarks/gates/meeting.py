@@ -32,7 +32,7 @@ from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.schedules import Action, make
 from torchgpipe.schedules.action import needs
 from torchgpipe.tensors.checkpoint import MODES, Mode
-from torchgpipe.tensors.observe import Task
+from torchgpipe.tensors.observe import Kind, Task
 
 N, M = 4, 6  # devices, micro-batches
 LOOKS = 250  # how often a task looks at which tasks have begun
@@ -61,7 +61,7 @@ class Scene(NamedTuple):
     schedule: str = "GPipe"
 
     def __str__(self) -> str:
-        parts = [self.mode]
+        parts: list[str] = [self.mode]
         if self.schedule != "GPipe":
             parts.insert(0, self.schedule)
         if self.ahead:
@@ -183,7 +183,7 @@ def pipeline(scene: Scene, devices: Sequence[Any], engine: Any) -> GPipe:
         devices=devices,
         chunks=M,
         checkpoint=scene.mode,
-        schedule=scene.schedule,  # type: ignore[arg-type]
+        schedule=scene.schedule,
         engine=engine,
     )
 
@@ -256,7 +256,7 @@ def on_devices(scene: Scene, looks: int = 0) -> str | None:
 def _times_on_devices(scene: Scene) -> Times:
     found: Times = {}
     devices = [torch.device("cpu", j) for j in range(N)]
-    direction = "forward"
+    direction: Kind = "forward"
 
     @contextmanager
     def observe(task: Task) -> Iterator[None]:

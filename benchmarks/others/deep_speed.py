@@ -56,9 +56,9 @@ class DeepSpeed(Pipe):
 
     def _criterion(self, output: Any, target: Any) -> Tensor:
         loss = self.row.criterion(output, target)
-        if self.row.mean:
-            return loss
-        return loss * self.engine.gradient_accumulation_steps()
+        if not self.row.mean:
+            loss = loss * self.engine.gradient_accumulation_steps()
+        return loss
 
     def step(self, *given: Any) -> Pipe:
         if self._kept:

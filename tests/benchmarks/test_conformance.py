@@ -107,7 +107,7 @@ FOUND: list[tuple[list[Found], str]] = [
 
 @pytest.mark.parametrize("ranks, said", FOUND)
 def test_all_ranks_together_are_compared(ranks: list[Found], said: str) -> None:
-    plain = {"x": ONE, "y": ONE, "so": True}
+    plain: Found = {"x": ONE, "y": ONE, "so": True}
     outcome = compared(list(ranks), plain)
     assert outcome.said == said
 

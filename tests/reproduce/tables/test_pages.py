@@ -48,9 +48,8 @@ def observed(
     def one_gib(row: Row) -> list[int]:
         return [GiB] * row.devices
 
-    given = {"utilization": full, "bubble": 0.5, "peak_allocated": one_gib}
-    given |= values
-    return record(*ran(name, scale, lambda row: steps, **given))
+    given: dict[str, Any] = {"utilization": full, "bubble": 0.5, "peak_allocated": one_gib}
+    return record(*ran(name, scale, lambda row: steps, **{**given, **values}))
 
 
 def memory(scale: str, device: str, peak: Callable[[int], list[int]], **values: Any) -> Record:
