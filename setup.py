@@ -1,4 +1,4 @@
-"""Put the records of results/ into the wheel, as reproduce/results; all else is in setup.cfg."""
+"""Put the records of results/ into the wheel, as reproduce/results; setup.cfg has all the rest."""
 
 import shutil
 from pathlib import Path
@@ -8,20 +8,21 @@ from setuptools.command.build_py import build_py
 
 
 class BuildPy(build_py):
-    """Copy the packages, then the records. An editable install reads them where they are."""
+    """The build command that copies the packages, and then the records.
+
+    An editable install reads the records in results/, so it copies none.
+    """
 
     def run(self) -> None:
         """Build."""
         super().run()
-        if not self.editable_mode:
-            for folder in ("paper", "measured", "predicted"):
-                to = Path(self.build_lib, "reproduce", "results", folder)
-                shutil.copytree(
-                    Path("results", folder),
-                    to,
-                    ignore=shutil.ignore_patterns("*.md"),
-                    dirs_exist_ok=True,
-                )
+        if self.editable_mode:
+            return
+        pages = shutil.ignore_patterns("*.md")
+        for folder in ("paper", "measured", "predicted"):
+            source = Path("results", folder)
+            target = Path(self.build_lib, "reproduce", "results", folder)
+            shutil.copytree(source, target, ignore=pages, dirs_exist_ok=True)
 
 
 setup(cmdclass={"build_py": BuildPy})

@@ -1,9 +1,9 @@
-"""Which models can become pipelines, and whether the pipelines compute the same.
+"""Check which models can become pipelines, and whether the pipelines compute the same.
 
     python -m benchmarks.any_model torchvision --json results/benchmarks/any_model.json
 
-What is compared, and how, is in docs/any-model.md. Without `--again`, models that the record has already are skipped,
-so a stopped run can be resumed.
+docs/any-model.md says what is compared, and how. Without `--again`, the program skips each model
+that the record already has, so a stopped run can be resumed.
 """
 
 import gc
@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from benchmarks.any_model_lists import LISTS, Case
 from benchmarks.harness import Found, by_case, cell, collect, command, continued, start
@@ -31,7 +32,12 @@ from torchgpipe.trace.parts import tensors_in
 PARTITIONS = (1, 2, 4)
 CHUNKS = 2
 TOLERANCE = 1e-4
-"""Relative to the largest value of a tensor. A pipeline may add up gradients of a reused tensor in another order."""
+"""The tolerance relative to the largest value of a tensor.
+
+A pipeline may add up the gradients of a reused tensor in another order.
+"""
+
+Named = dict[str, Tensor | None]
 
 
 class Unequal(Exception):
@@ -46,23 +52,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--again", action="store_true", help="also models that the record has")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    record = start(
-        options, "any_model", "models that become pipelines", {}, devices=max(PARTITIONS)
-    )
-    record = replace(record, software={options.list: version(options.list)})
-    if options.json is not None and options.json.exists():
-        record = continued(record, load(options.json))
-    models = LISTS[options.list]()
-    there = by_case(record).get(options.list, {})
-    missing = [Result(options.list, name, "not run") for name in models if name not in there]
+    title = "models that become pipelines"
+    record = start(options, "any_model", title, {}, devices=max(PARTITIONS))
+    listed = options.list
+    record = replace(record, software={listed: version(listed)})
+    path = options.json
+    if path is not None and path.exists():
+        record = continued(record, load(path))
+
+    models = LISTS[listed]()
+    known = by_case(record).get(listed, {})
+    missing = [Result(listed, name, "not run") for name in models if name not in known]
     record = replace(record, results=[*record.results, *missing])
-    todo = {
-        name: models[name]
-        for name in options.only or models
-        if options.again or name not in there or there[name].status == "not run"
-    }
-    path = options.json if todo else None
-    collect(record, path, check(options.list, todo), len(todo), table)
+
+    todo = {}
+    for name in options.only or models:
+        if options.again or name not in known or known[name].status == "not run":
+            todo[name] = models[name]
+    if not todo:
+        path = None
+    collect(record, path, check(listed, todo), len(todo), table)
 
 
 def check(experiment: str, models: Mapping[str, Callable[[], Case]]) -> Found:
@@ -72,55 +81,62 @@ def check(experiment: str, models: Mapping[str, Callable[[], Case]]) -> Found:
         try:
             yield [check_model(experiment, name, build())]
         except Exception as error:  # models and their pipelines may raise anything
-            said = str(error) if isinstance(error, Unequal) else f"{type(error).__name__}: {error}"
-            said = re.sub(
-                r"/\S*/(site|dist)-packages/", "", said
-            )  # the path of this machine's packages
-            yield [Result(experiment, name, "failed", reason=said[:600])]
+            reason = str(error)
+            if not isinstance(error, Unequal):
+                reason = f"{type(error).__name__}: {reason}"
+            # A record must not hold the folder in which this machine has its packages.
+            reason = re.sub(r"/\S*/(site|dist)-packages/", "", reason)
+            yield [Result(experiment, name, "failed", reason=reason[:600])]
         gc.collect()
 
 
 def check_model(experiment: str, name: str, case: Case) -> Result:
-    """Compare the model's pipelines in all configurations with the model; if one differs, repeat in float64.
+    """Compare the model with its pipelines in all configurations.
 
-    Gradients that should be zero, such as of a bias before a norm, are rounding noise, which is small in float64.
+    If a pipeline differs, compare again in float64. A gradient that should be zero, such as that
+    of a bias before a norm, is rounding noise, which is small in float64.
 
     Raises:
-        Unequal: it differs; the message says where.
+        Unequal: A pipeline differs in float64, too. The message says where.
     """
     try:
         return _check_model(experiment, name, case)
     except Unequal:
-        sample = each(lambda x: x.double() if x.is_floating_point() else x, case.sample)
+        sample = each(_double, case.sample)
         found = _check_model(experiment, name, Case(case.module.double(), sample))
         return replace(found, config={**found.config, "dtype": "float64"})
 
 
+def _double(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
 def _check_model(experiment: str, name: str, case: Case) -> Result:
-    before = {name: x.clone() for name, x in case.module.state_dict().items()}
+    module, sample = case
+    before = {key: x.clone() for key, x in module.state_dict().items()}
     random = torch.get_rng_state()
-    layers = sequential(case.module, case.sample)
-    after = case.module.state_dict()
-    if not torch.equal(random, torch.get_rng_state()) or any(
-        not torch.equal(x, after[k]) for k, x in before.items()
-    ):
+    layers = sequential(module, sample)
+    equal = torch.equal(random, torch.get_rng_state())
+    after = module.state_dict()
+    for key, x in before.items():
+        equal = equal and torch.equal(x, after[key])
+    if not equal:
         raise Unequal("sequential has changed the model or the random numbers")
-    micro_batches = [each(lambda x, i=i: x.chunk(CHUNKS)[i], case.sample) for i in range(CHUNKS)]
-    plain = outputs_and_gradients(case, case.module, micro_batches)
-    case.module.load_state_dict(before)
+
+    micro_batches = [each(lambda x, i=i: x.chunk(CHUNKS)[i], sample) for i in range(CHUNKS)]
+    plain = outputs_and_gradients(case, module, micro_batches)
+    module.load_state_dict(before)
     for n in PARTITIONS:
         for mode in MODES:
             balance = evenly(layers, min(n, len(layers)))
-            pipeline = GPipe(
-                layers, balance, devices=["cpu"] * len(balance), chunks=CHUNKS, checkpoint=mode
-            )
+            devices = ["cpu"] * len(balance)
+            pipeline = GPipe(layers, balance, devices=devices, chunks=CHUNKS, checkpoint=mode)
             if pipeline.state_dict().keys() != before.keys():
                 raise Unequal("the names of the state differ")
-            if said := differences(
-                outputs_and_gradients(case, pipeline, [case.sample]), plain, TOLERANCE
-            ):
-                raise Unequal(f"{n} partitions, {mode}: {said[0]}")
-            case.module.load_state_dict(before)
+            piped = outputs_and_gradients(case, pipeline, [sample])
+            if lines := differences(piped, plain, TOLERANCE):
+                raise Unequal(f"{n} partitions, {mode}: {lines[0]}")
+            module.load_state_dict(before)
     config: dict[str, Any] = {
         "partitions": list(PARTITIONS),
         "chunks": CHUNKS,
@@ -129,31 +145,39 @@ def _check_model(experiment: str, name: str, case: Case) -> Result:
     return Result(experiment, name, "measured", config=config)
 
 
-def each(does: Callable[..., Tensor], sample: Any) -> Any:
+def each(function: Callable[..., Tensor], sample: Any) -> Any:
     """Apply a function to a sample's tensors."""
-    return (
-        {name: does(x) for name, x in sample.items()} if isinstance(sample, dict) else does(sample)
-    )
+    if isinstance(sample, dict):
+        return {name: function(x) for name, x in sample.items()}
+    return function(sample)
 
 
-def outputs_and_gradients(
-    case: Case, model: nn.Module, samples: list[Any]
-) -> dict[str, Tensor | None]:
-    """Run forward on each sample, then one backward; return outputs, gradients and buffers by name."""
+def outputs_and_gradients(case: Case, model: Module, samples: list[Any]) -> Named:
+    """Run forward on each sample, then one backward; return outputs, gradients and buffers."""
     case.module.zero_grad()
-    called = [model(**sample) if isinstance(sample, dict) else model(sample) for sample in samples]
-    columns = zip(*([*tensors_in(result)] for result in called), strict=True)
-    outputs = [torch.cat(column) for column in columns]
-    total = sum(
-        (y * torch.linspace(1, 2, y.numel(), dtype=y.dtype).view_as(y)).mean()
-        for y in outputs
-        if y.requires_grad
-    )
-    assert isinstance(total, Tensor)
+    results = []
+    for sample in samples:
+        result = model(**sample) if isinstance(sample, dict) else model(sample)
+        results.append(list(tensors_in(result)))
+    outputs = [torch.cat(column) for column in zip(*results, strict=True)]
+
+    total: Tensor | None = None
+    for y in outputs:
+        if y.requires_grad:
+            weights = torch.linspace(1, 2, y.numel(), dtype=y.dtype).view_as(y)
+            mean = (y * weights).mean()
+            total = mean if total is None else total + mean
+    assert total is not None
     total.backward()
-    found: dict[str, Tensor | None] = {f"output {k}": y.detach() for k, y in enumerate(outputs)}
-    found |= {f"gradient of {name}": p.grad for name, p in case.module.named_parameters()}
-    return found | {f"buffer {name}": b.clone() for name, b in case.module.named_buffers()}
+
+    found: Named = {}
+    for k, y in enumerate(outputs):
+        found[f"output {k}"] = y.detach()
+    for name, p in case.module.named_parameters():
+        found[f"gradient of {name}"] = p.grad
+    for name, b in case.module.named_buffers():
+        found[f"buffer {name}"] = b.clone()
+    return found
 
 
 def table(record: Record, style: str = "simple") -> str:
@@ -161,28 +185,36 @@ def table(record: Record, style: str = "simple") -> str:
     cases = by_case(record)
     summary, lists = [], []
     for name in LISTS:
-        if not (models := cases.get(name, {})):
+        models = cases.get(name)
+        if not models:
             continue
         statuses = [result.status for result in models.values()]
-        counts = [str(statuses.count(status)) for status in ("measured", "failed")]
-        summary.append([name, str((record.software or {})[name]), str(len(models)), *counts])
-        ends = {model: _said(models[model]) for model in sorted(models)}
-        equal = ", ".join(model for model, said in ends.items() if said == "equal")
-        lists.append("\n".join(wrap(f"Equal, of {name}: {equal or 'none'}.", 160)))
-        if others := [[model, said] for model, said in ends.items() if said != "equal"]:
+        measured, failed = statuses.count("measured"), statuses.count("failed")
+        software = (record.software or {})[name]
+        summary.append([name, str(software), str(len(models)), str(measured), str(failed)])
+        equal, others = [], []
+        for model in sorted(models):
+            said = _said(models[model])
+            if said == "equal":
+                equal.append(model)
+            else:
+                others.append([model, said])
+        names = ", ".join(equal) or "none"
+        lists.append("\n".join(wrap(f"Equal, of {name}: {names}.", 160)))
+        if others:
             lists.append(grid(["other models", "result"], others, style))
-    return "\n\n".join(
-        [
-            grid(["list", "version", "models", "equal", "refused or not equal"], summary, style),
-            *lists,
-        ]
-    )
+    heads = ["list", "version", "models", "equal", "refused or not equal"]
+    return "\n\n".join([grid(heads, summary, style), *lists])
 
 
 def _said(result: Result) -> str:
     """Return the result of a model's check, in about 100 characters."""
-    equal = f"equal, {result.config['dtype']}" if "dtype" in result.config else "equal"
-    return {"not run": "not run", "measured": equal}.get(result.status) or cell(result.reason)
+    if result.status == "not run":
+        return "not run"
+    if result.status == "measured":
+        dtype = result.config.get("dtype")
+        return "equal" if dtype is None else f"equal, {dtype}"
+    return cell(result.reason)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The models of `benchmarks.any_model`: for each name, a function that builds the model and a sample of five.
+"""The models of `benchmarks.any_model`: for each name, a function that builds it and a batch.
 
-Weights are random, and nothing is loaded. Dropout is off, so that two runs are comparable; everything else is as in
-training. Images are small where the model allows it.
+Weights are random, and nothing is loaded. Dropout is off, so that two runs are comparable;
+everything else is as in training. Images are small where the model allows it.
 """
 
 from collections.abc import Callable
@@ -10,11 +10,14 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch.nn import Module
 from torchvision import models
 
 SAMPLES = 5
-"""Two micro-batches have three and two samples. So a batch size that became a constant in tracing is detected."""
+"""The size of a batch, of which one micro-batch has three samples and the other has two.
+
+So a batch size that became a constant in tracing is detected.
+"""
 IMAGES = (64, 56, 96, 128, 160, 192, 224, 256)
 """Image sizes to try for timm's models, before a model's default."""
 
@@ -22,37 +25,52 @@ IMAGES = (64, 56, 96, 128, 160, 192, 224, 256)
 class Case(NamedTuple):
     """A model, and the arguments that it is called with."""
 
-    module: nn.Module
+    module: Module
     sample: Any
 
 
-def torchvision_models() -> dict[str, Callable[[], Case]]:
+Build = Callable[[], Case]
+Options = dict[str, Any]
+
+_IMAGE_SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 56}
+
+
+def torchvision_models() -> dict[str, Build]:
     """Return torchvision's classification and segmentation models."""
-    names = [*models.list_models(module=models), *models.list_models(module=models.segmentation)]
-    return {name: partial(_without_dropout, partial(_torchvision, name)) for name in names}
+    names = models.list_models(module=models)
+    names += models.list_models(module=models.segmentation)
+    found: dict[str, Build] = {}
+    for name in names:
+        build = partial(_torchvision, name)
+        found[name] = partial(_without_dropout, build)
+    return found
 
 
 def _torchvision(name: str) -> Case:
-    size = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 56}.get(name, 64)
-    options: dict[str, Any] = {"weights": None, "num_classes": 10}
+    size = _IMAGE_SIZES.get(name, 64)
+    options: Options = {"weights": None, "num_classes": 10}
     if name.startswith("vit"):
         options["image_size"] = size
     if name in models.list_models(module=models.segmentation):
         options["weights_backbone"] = None
     if name in ("googlenet", "inception_v3"):
         options["init_weights"] = False
-    return Case(models.get_model(name, **options), torch.randn(SAMPLES, 3, size, size))
+    module = models.get_model(name, **options)
+    return Case(module, torch.randn(SAMPLES, 3, size, size))
 
 
-def timm_models() -> dict[str, Callable[[], Case]]:
+def timm_models() -> dict[str, Build]:
     """Return a small model from each family of timm."""
     import timm
 
-    families = {
-        family: timm.list_models(module=family, pretrained=False) for family in timm.list_modules()
-    }
-    chosen = [min(names, key=_size) for names in families.values() if names]
-    return {name: partial(_without_dropout, partial(_timm, name)) for name in chosen}
+    found: dict[str, Build] = {}
+    for family in timm.list_modules():
+        names = timm.list_models(module=family, pretrained=False)
+        if names:
+            name = min(names, key=_size)
+            build = partial(_timm, name)
+            found[name] = partial(_without_dropout, build)
+    return found
 
 
 _SMALL = (
@@ -76,7 +94,10 @@ _SMALL = (
 
 def _size(name: str) -> tuple[int, int, str]:
     """Return a sort key: the size of a model, guessed from its name."""
-    return next((k for k, hint in enumerate(_SMALL) if hint in name), len(_SMALL)), len(name), name
+    for k, hint in enumerate(_SMALL):
+        if hint in name:
+            return k, len(name), name
+    return len(_SMALL), len(name), name
 
 
 def _timm(name: str) -> Case:
@@ -84,19 +105,24 @@ def _timm(name: str) -> Case:
     import timm
 
     for size, option in product(IMAGES, ("img_size", None)):
-        options = {"pretrained": False, "num_classes": 10} | ({option: size} if option else {})
+        options: Options = {"pretrained": False, "num_classes": 10}
+        if option is not None:
+            options[option] = size
         try:
             with torch.device("meta"):
-                timm.create_model(name, **options)(torch.empty(2, 3, size, size))
+                module = timm.create_model(name, **options)
+                module(torch.empty(2, 3, size, size))
         except Exception:  # an unknown option or an unsuitable size may raise anything
             continue
-        return Case(timm.create_model(name, **options), torch.randn(SAMPLES, 3, size, size))
+        module = timm.create_model(name, **options)
+        return Case(module, torch.randn(SAMPLES, 3, size, size))
     module = timm.create_model(name, pretrained=False, num_classes=10)
-    return Case(module, torch.randn(SAMPLES, *module.default_cfg["input_size"]))
+    shape = module.default_cfg["input_size"]
+    return Case(module, torch.randn(SAMPLES, *shape))
 
 
 # Sizes by their names in configurations. A configuration ignores names that it does not know.
-_TINY: dict[str, Any] = {
+_TINY: Options = {
     "vocab_size": 97,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -129,16 +155,14 @@ _AUDIO = {
     "num_conv_pos_embedding_groups": 4,
     "mask_time_prob": 0.0,
 }
-_CLIP = {part: {**_TINY, "projection_dim": 16} for part in ("text_config", "vision_config")}
+_CLIP_PART = {**_TINY, "projection_dim": 16}
+_CLIP = {"text_config": _CLIP_PART.copy(), "vision_config": _CLIP_PART.copy()}
 
-_OWN_SIZES = {
-    "text_config",
-    "depths",
-    "block_sizes",
-}  # configurations with these do not use the names above
+# A configuration with one of these options does not use the names above.
+_OWN_SIZES = {"text_config", "depths", "block_sizes"}
 
 # Configuration class, model class, further options, kind of sample.
-TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+TRANSFORMERS: dict[str, tuple[str, str, Options, str]] = {
     "albert": ("AlbertConfig", "AlbertModel", {"embedding_size": 16}, "text"),
     "bart": ("BartConfig", "BartModel", _BART, "pair"),
     "beit": ("BeitConfig", "BeitModel", {}, "image"),
@@ -245,30 +269,35 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
 }
 
 
-def transformers_models() -> dict[str, Callable[[], Case]]:
+def transformers_models() -> dict[str, Build]:
     """Return tiny models of transformers, with random weights."""
-    return {
-        name: partial(_without_dropout, partial(_transformers, *row))
-        for name, row in TRANSFORMERS.items()
-    }
+    found: dict[str, Build] = {}
+    for name, row in TRANSFORMERS.items():
+        build = partial(_transformers, *row)
+        found[name] = partial(_without_dropout, build)
+    return found
 
 
-def _transformers(config: str, model: str, more: dict[str, Any], kind: str) -> Case:
+def _transformers(config_name: str, model_name: str, more: Options, kind: str) -> Case:
     import transformers
 
-    sizes = {} if _OWN_SIZES & more.keys() else _TINY
-    made = getattr(transformers, config)(**{**sizes, **more})
+    options = {} if _OWN_SIZES & more.keys() else _TINY
+    make_config = getattr(transformers, config_name)
+    config = make_config(**{**options, **more})
     ids = torch.randint(1, 97, (SAMPLES, 12))
     mask = torch.ones_like(ids)
     image = torch.randn(SAMPLES, 3, 32, 32)
-    sample = {
+    sound = torch.randn(SAMPLES, 800)
+    samples = {
         "text": {"input_ids": ids, "attention_mask": mask},
         "pair": {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids.flip(1)},
         "image": {"pixel_values": image},
         "clip": {"input_ids": ids, "attention_mask": mask, "pixel_values": image},
-        "audio": {"input_values": torch.randn(SAMPLES, 800)},
-    }[kind]
-    return Case(getattr(transformers, model)(made).train(), sample)
+        "audio": {"input_values": sound},
+    }
+    make_model = getattr(transformers, model_name)
+    model = make_model(config)
+    return Case(model.train(), samples[kind])
 
 
 LISTS = {
@@ -278,14 +307,17 @@ LISTS = {
 }
 
 
-def _without_dropout(build: Callable[[], Case]) -> Case:
+def _without_dropout(build: Build) -> Case:
     """Set all dropout and drop-path probabilities to zero, in modules and configurations."""
     case = build()
-    for m in case.module.modules():
-        kind = type(m).__name__
-        for holder in filter(None, (m, getattr(m, "config", None))):
-            for name, value in [*vars(holder).items()]:
-                named = "drop" in name or (name == "p" and ("Drop" in kind or "Depth" in kind))
+    for module in case.module.modules():
+        kind = type(module).__name__
+        drops = "Drop" in kind or "Depth" in kind
+        for holder in (module, getattr(module, "config", None)):
+            if not holder:
+                continue
+            for name, value in list(vars(holder).items()):
+                named = "drop" in name or (name == "p" and drops)
                 if named and isinstance(value, float):
                     setattr(holder, name, 0.0)
     return case

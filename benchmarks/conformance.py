@@ -1,16 +1,20 @@
-"""What a pipeline must get right, and which pipelines do.
+"""Check which pipelines do correctly what training needs.
 
     python -m benchmarks.conformance --json results/benchmarks/conformance.json
 
-Each row of tests/behaviours/rows/training.py trains or evaluates a small pipeline on CPUs with each engine, and is
-compared with the plain layers. Two engines need a separate folder of packages:
+Each row of tests/behaviours/rows/training.py trains or evaluates a small pipeline on CPUs with
+each engine, and the result is compared with that of the plain layers. Two engines need a separate
+folder of packages:
 
-    pip install --no-deps --target FOLDER torchgpipe==0.0.7     # and then --older FOLDER
-    pip install --target FOLDER deepspeed                       # and then --deepspeed FOLDER, unless it is installed
+    pip install --no-deps --target FOLDER torchgpipe==0.0.7     # then pass --older FOLDER
+    pip install --target FOLDER deepspeed                       # then pass --deepspeed FOLDER
+
+`--deepspeed` is not needed if DeepSpeed is installed.
 """
 
 import importlib.util
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import distributions
@@ -45,47 +49,56 @@ CHECKS = {row.name: row for row in ROWS}
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run checks with engines, record the results, and print a table."""
+    options = _options(arguments)
+    engines = _engines(options)
+    options.engine = list(engines)
+    checks = options.check or list(CHECKS)
+    record = start(options, "conformance", "what pipelines get right", {}, devices=2)
+    software = {}
+    for name, adapter in engines.items():
+        if name in PACKAGES:
+            package = PACKAGES[name]
+            path = [adapter.folder] if adapter.folder else sys.path
+            software[package] = next(iter(distributions(name=package, path=path))).version
+    record = replace(record, software=software)
+    collect(record, options.json, check(checks, engines), len(checks), table)
+
+
+def _options(arguments: Sequence[str] | None) -> Namespace:
     parser = command("conformance", __doc__ or "")
-    parser.add_argument("check", nargs="*", metavar="CHECK", help="these checks only, by name")
-    parser.add_argument(
-        "--engine", nargs="+", choices=ENGINES, default=[*ENGINES], help="these engines only"
-    )
-    parser.add_argument("--older", type=Path, metavar="FOLDER", help="where torchgpipe 0.0.7 is")
-    parser.add_argument(
-        "--deepspeed",
-        type=Path,
-        metavar="FOLDER",
-        help="where DeepSpeed is, if it is not installed",
-    )
+    add = parser.add_argument
+    add("check", nargs="*", metavar="CHECK", help="these checks only, by name")
+    names = list(ENGINES)
+    add("--engine", nargs="+", choices=names, default=names, help="these engines only")
+    add("--older", type=Path, metavar="FOLDER", help="where torchgpipe 0.0.7 is")
+    deepspeed = "where DeepSpeed is, if it is not installed"
+    add("--deepspeed", type=Path, metavar="FOLDER", help=deepspeed)
     options = parser.parse_args(arguments)
-    if unknown := [name for name in options.check if name not in CHECKS]:
-        parser.error(f"there is no check {unknown[0]!r}; the checks are {', '.join(CHECKS)}")
+    for name in options.check:
+        if name not in CHECKS:
+            parser.error(f"there is no check {name!r}; the checks are {', '.join(CHECKS)}")
+    return options
+
+
+def _engines(options: Namespace) -> dict[str, Adapter]:
+    """Return the engines that are installed, and let their processes find their packages."""
     engines = {name: ENGINES[name] for name in options.engine}
-    sys.path += [str(options.deepspeed)] if options.deepspeed else []
-    there = {
+    if options.deepspeed:
+        sys.path.append(str(options.deepspeed))
+    installed = {
         "0.0.7": options.older is not None,
         "DeepSpeed": importlib.util.find_spec("deepspeed") is not None,
     }
-    for name in [name for name in engines if not there.get(name, True)]:
-        print(f"{name} is left out: it is not installed, see --help", file=sys.stderr)
-        del engines[name]
+    for name in list(engines):
+        if not installed.get(name, True):
+            print(f"{name} is left out: it is not installed, see --help", file=sys.stderr)
+            del engines[name]
     if "0.0.7" in engines:
-        engines["0.0.7"] = engines["0.0.7"]._replace(folder=str(options.older.absolute()))
-    PRELOADED.extend(["deepspeed.pipe"] * ("DeepSpeed" in engines))
-    options.engine = [*engines]
-    checks = options.check or [*CHECKS]
-    record = start(options, "conformance", "what pipelines get right", {}, devices=2)
-    paths = {
-        PACKAGES[name]: [each.folder] if each.folder else sys.path
-        for name, each in engines.items()
-        if name in PACKAGES
-    }
-    software = {
-        name: next(found.version for found in distributions(name=name, path=path))
-        for name, path in paths.items()
-    }
-    record = replace(record, software=software)
-    collect(record, options.json, check(checks, engines), len(checks), table)
+        folder = options.older.absolute()
+        engines["0.0.7"] = engines["0.0.7"]._replace(folder=str(folder))
+    if "DeepSpeed" in engines:
+        PRELOADED.append("deepspeed.pipe")
+    return engines
 
 
 def check(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
@@ -94,53 +107,67 @@ def check(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
         results = []
         for engine, adapter in engines.items():
             kind, said = run(CHECKS[name], adapter)
-            results.append(
-                Result(name, engine, "measured", values={"outcome": kind}, reason=said or None)
-            )
+            outcome = {"outcome": kind}
+            result = Result(name, engine, "measured", values=outcome, reason=said or None)
+            results.append(result)
         yield results
 
 
 def table(record: Record, style: str = "simple", first: Sequence[list[str]] = ()) -> str:
-    """Render a count of results per engine, and a table of all checks: what works here, and elsewhere.
+    """Render a count of results per engine, and a table of all checks.
 
-    The lines `first` come before those of the record.
+    The second table says what this library does, and what other pipelines do. The lines `first`
+    come before those of the record.
     """
     cases = by_case(record)
     engines = list(dict.fromkeys(result.row for result in record.results))
     summary = []
     for engine in engines:
-        counts = Counter(
-            str(cases[name][engine].values["outcome"]) for name in cases if engine in cases[name]
-        )
+        counts: Counter[str] = Counter()
+        for ends in cases.values():
+            if engine in ends:
+                outcome = str(ends[engine].values["outcome"])
+                counts[outcome] += 1
         package = PACKAGES.get(engine)
-        of = "this library" if package is None else f"{package} {(record.software or {})[package]}"
-        summary.append([engine, of, *(str(counts[kind] or "") for kind in KINDS)])
-    rows = [*first]
+        version = "this library"
+        if package is not None:
+            version = f"{package} {(record.software or {})[package]}"
+        summary.append([engine, version, *(str(counts[kind] or "") for kind in KINDS)])
+    rows = list(first)
     group = ""
     for name, ends in cases.items():
         check = CHECKS[name]
         if check.group != group:
             group = check.group
             rows.append([f"**{group}**", "", "", ""])
-        here, there = (
-            [ends[e] for e in engines if e in ends and (e in PACKAGES) == other]
-            for other in (False, True)
-        )
-        rows.append([name, ended(here), check.why, ended(there)])
+        here: list[Result] = []
+        elsewhere: list[Result] = []
+        for engine in engines:
+            if engine in ends:
+                side = elsewhere if engine in PACKAGES else here
+                side.append(ends[engine])
+        rows.append([name, ended(here), check.why, ended(elsewhere)])
+    counted = grid(["engine", "version", *KINDS], summary, style)
     heads = ["", "here", "why it matters, or what to know", "elsewhere"]
-    return "\n\n".join(
-        [grid(["engine", "version", *KINDS], summary, style), grid(heads, rows, style)]
-    )
+    checked = grid(heads, rows, style)
+    return f"{counted}\n\n{checked}"
 
 
 def ended(results: Sequence[Result]) -> str:
-    """Summarize the results of a check. Engines that are not named are equal."""
-    said: dict[tuple[str, str], list[str]] = {}
+    """Summarize the results of a check, with the names of the engines that are not equal."""
+    if not results:
+        return ""
+    engines_by_end: dict[tuple[str, str], list[str]] = {}
     for result in results:
-        if (kind := str(result.values["outcome"])) != "equal":
-            said.setdefault((kind, cell(result.reason)), []).append(result.row)
-    ends = [f"{kind} ({', '.join(who)}): {what}" for (kind, what), who in said.items()]
-    return "; ".join(ends) or ("right" if results else "")
+        kind = str(result.values["outcome"])
+        if kind != "equal":
+            end = kind, cell(result.reason)
+            engines_by_end.setdefault(end, []).append(result.row)
+    ends = []
+    for (kind, reason), engines in engines_by_end.items():
+        names = ", ".join(engines)
+        ends.append(f"{kind} ({names}): {reason}")
+    return "; ".join(ends) or "right"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What all benchmarks share: options, and a record that is rewritten after each result.
 
-A benchmark has cases. In each case, several *ways* to do the same work run in turn: engines, versions, a plain loop.
-The record has a result for each case and way: the case is its `experiment`, the way its `row`. Samples are kept as a
-summary.
+A benchmark has cases. In each case, several *ways* to do the same work run in turn: engines,
+versions, or a plain loop. The record has a result for each case and way: the case is the result's
+`experiment`, and the way is its `row`. The record keeps a summary of the samples.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -22,28 +23,30 @@ from reproduce.records.record import FREED_MEMORY, Record, Result
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import Recorder, new_run, prepare_folder
 
+OPTIONS = {"rounds": "turns of each way", "steps": "steps of a turn"}
+
 Found = Generator[Sequence[Result], None, None]
-"""Yields results during the benchmark. A result is yielded again when it has more samples."""
+"""A generator of the results. It yields a result again when the result has more samples."""
 
 
 def command(name: str, doc: str, *, json: bool = True, **defaults: int) -> argparse.ArgumentParser:
-    """Return the parser of the benchmark of that name, such as `gates.machinery`.
+    """Return the parser of a benchmark's command line.
 
-    It has the option `--json`, and `--rounds` and `--steps` if `defaults` has them.
+    Args:
+        name: The name of the benchmark's module, such as `gates.machinery`.
+        doc: The docstring of the module. Its first line is the description.
+        json: Whether the benchmark has the option `--json`.
+        defaults: The defaults of the options `rounds` and `steps` that the benchmark has.
     """
     sys.excepthook = fail
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0]
-    )
+    description = doc.splitlines()[0]
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     for option, default in defaults.items():
-        what = {"rounds": "turns of each way", "steps": "steps of a turn"}[option]
-        parser.add_argument(
-            f"--{option}", type=positive, default=default, help=f"{what} (default {default})"
-        )
+        text = f"{OPTIONS[option]} (default {default})"
+        parser.add_argument(f"--{option}", type=positive, default=default, help=text)
     if json:
-        parser.add_argument(
-            "--json", type=Path, metavar="FILE", help="write a record to FILE, as results come"
-        )
+        text = "write a record to FILE, as results come"
+        parser.add_argument("--json", type=Path, metavar="FILE", help=text)
     return parser
 
 
@@ -59,35 +62,40 @@ def start(
     name: str,
     title: str,
     unit: dict[str, str],
-    *,
     devices: int,
-    device: str = "cpu",
 ) -> Record:
-    """Return an empty record with machine and options. From now on each CPU device has one thread."""
+    """Return an empty record of this machine and the options.
+
+    The kind of the devices is the option `device`, or `cpu` if the benchmark has no such option.
+    From now on each CPU device has one thread.
+    """
     if options.json is not None:
-        prepare_folder(options.json.absolute().parent, "--json")
-    given = {
-        key: value
-        for key, value in vars(options).items()
-        if not isinstance(value, Path) and value is not None
+        folder = options.json.absolute().parent
+        prepare_folder(folder, "--json")
+    given = vars(options)
+    settings: dict[str, Any] = {
+        key: x for key, x in given.items() if x is not None and not isinstance(x, Path)
     }
-    run = new_run(
-        Devices(device, devices, 1 if device == "cpu" else None),
-        seed=0,
-        command=["python", "-m", f"benchmarks.{name}"],  # settings have its options
-        settings={
-            **given,
-            FREED_MEMORY: "kept" if freed_memory_is_kept() else "as the C library does",
-        },
-    )
+    settings[FREED_MEMORY] = "kept" if freed_memory_is_kept() else "as the C library does"
+    device = given.get("device", "cpu")
+    threads = 1 if device == "cpu" else None
+    used = Devices(device, devices, threads)
+    command = ["python", "-m", f"benchmarks.{name}"]  # its options are in the settings
+    run = new_run(used, seed=0, command=command, settings=settings)
     torch.set_num_threads(1)
-    return Record(name.rpartition(".")[2], title, "measured", unit, [], run=run)
+    short_name = name.rpartition(".")[2]
+    return Record(short_name, title, "measured", unit, [], run=run)
 
 
 def continued(record: Record, before: Record) -> Record:
-    """Return a record with the results of an earlier one. A note gives their git revision."""
-    assert record.run is not None and before.run is not None
-    notes, git = list(before.notes), before.run.git
+    """Return a record with the results of an earlier record.
+
+    A note names the git revision of these results.
+    """
+    assert record.run is not None
+    assert before.run is not None
+    notes = list(before.notes)
+    git = before.run.git
     if git is not None and git != record.run.git:
         notes.append(f"what was found before {record.run.started} is of revision {git.revision}")
     software = {**(before.software or {}), **(record.software or {})}
@@ -104,7 +112,9 @@ def by_case(record: Record) -> dict[str, dict[str, Result]]:
 
 def cell(reason: str | None) -> str:
     """Return a reason as a cell of a table, of at most 100 characters."""
-    text = " ".join((reason or "").split()).replace("|", "\\|").replace("<", "&lt;")
+    words = (reason or "").split()
+    text = " ".join(words)
+    text = text.replace("|", "\\|").replace("<", "&lt;")
     return text if len(text) <= 100 else f"{text[:99]}…"
 
 
@@ -114,47 +124,66 @@ def summarized(result: Result) -> Result:
         return result
     medians, spread = {}, {}
     for name, series in result.samples.items():
-        parts = statistics.quantiles(series, n=4) if len(series) > 1 else [*series] * 3
-        low, medians[name], high = (float(f"{part:.6g}") for part in parts)
+        quartiles = statistics.quantiles(series, n=4) if len(series) > 1 else list(series) * 3
+        low, median, high = [float(f"{quartile:.6g}") for quartile in quartiles]
+        medians[name] = median
         spread[name] = [low, high, len(series)]
-    return replace(result, samples={}, values={**result.values, **medians, "spread": spread})
+    values = {**result.values, **medians, "spread": spread}
+    return replace(result, samples={}, values=values)
 
 
 def collect(
     record: Record, path: Path | None, found: Found, total: int, table: Callable[[Record], str]
 ) -> Record:
-    """Run the generator `found`, of `total` parts; rewrite the record's file after each; at the end print the table.
+    """Run a benchmark, rewrite the record's file after each part, and print the table at the end.
 
-    Ctrl-C, or an error of a measuring process, ends the program. Results so far are printed and recorded nevertheless.
+    Ctrl-C, or an error of a measuring process, ends the program. Even then, the results so far are
+    printed and recorded.
+
+    Args:
+        record: The record to which results are added.
+        path: The record's file; `None` writes no file.
+        found: The generator of the results, a part at a time.
+        total: The number of parts.
+        table: The function that renders the record.
     """
     recorder = Recorder(path or Path(), record)
     for result in record.results:
         recorder.put(result)
-    save = recorder.save if path is not None else lambda: None
     progress = Progress()
-    why: tuple[int, str] | None = None  # exit code and reason, if it does not finish
+    failure: tuple[int, str] | None = None  # exit code and reason
     try:
         with interruptible() as check, closing(found):
             progress.show(f"0 of {total}")
             for number, part in enumerate(found, 1):
                 for result in part:
                     recorder.put(summarized(result))
-                save()
+                if path is not None:
+                    recorder.save()
                 progress.show(f"{number} of {total}")
                 check()
     except KeyboardInterrupt:
-        why = INTERRUPTED, "interrupted"
+        failure = INTERRUPTED, "interrupted"
     except Error as error:
-        why = error.exit_code, str(error)
+        failure = error.exit_code, str(error)
     progress.clear()
-    recorder.close("finished" if why is None else "interrupted")
+    recorder.close("finished" if failure is None else "interrupted")
     record = recorder.record
     if record.results:
         print(table(record))
-        save()
-    if why is not None:
-        where = "shown above" if path is None else f"in {path}"
-        left = f"what is finished is {where}" if record.results else "nothing is finished"
-        print(f"{record.name}: {why[1]}; {left}", file=sys.stderr)
-        raise SystemExit(why[0])
+        if path is not None:
+            recorder.save()
+    if failure is not None:
+        exit_code, reason = failure
+        print(f"{record.name}: {reason}; {_finished(record, path)}", file=sys.stderr)
+        raise SystemExit(exit_code)
     return record
+
+
+def _finished(record: Record, path: Path | None) -> str:
+    """Say where the results of a benchmark that has not finished are."""
+    if not record.results:
+        return "nothing is finished"
+    if path is None:
+        return "what is finished is shown above"
+    return f"what is finished is in {path}"

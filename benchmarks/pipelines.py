@@ -1,4 +1,7 @@
-"""Build pipelines on CPU devices with a chosen engine, also with the graph engine as it works on several GPUs."""
+"""Build pipelines on CPU devices with a chosen engine.
+
+One of the engines is the graph engine as it works on several GPUs.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,15 +16,22 @@ ENGINES = ("graph", "across", "workers")
 
 def evenly(layers: nn.Sequential, n: int) -> list[int]:
     """Return a balance with about as many layers in each of `n` partitions."""
-    return [len(part) for part in torch.arange(len(layers)).tensor_split(n)]
+    parts = torch.arange(len(layers)).tensor_split(n)
+    return [len(part) for part in parts]
 
 
 def on_cpu(
     layers: nn.Sequential, balance: Sequence[int], engine: str | None = None, **options: Any
 ) -> GPipe:
-    """Return a pipeline. `engine` is as in `GPipe`, `None` for its default, or `"across"`.
+    """Return a pipeline on CPU devices.
 
-    `"across"` is the graph engine as it works on several devices, but without copies: each task is a node, with ties.
+    Args:
+        layers: The layers of the pipeline.
+        balance: The number of layers of each partition.
+        engine: An engine of `GPipe`, `None` for its default, or `"across"`: the graph engine as it
+            works on several devices, but without copies. There, each task is a node of the
+            autograd graph, with ties between the nodes.
+        options: Further options of `GPipe`.
     """
     if engine is not None:
         options["engine"] = "graph" if engine == "across" else engine
@@ -32,5 +42,5 @@ def on_cpu(
         if used.copies is False:
             used.copies = True
         else:
-            used.copies.needed = True  # of older versions
+            used.copies.needed = True  # older versions have an object here
     return model

@@ -1,12 +1,14 @@
-"""Rewrite the tables that are made from records, as `python -m reproduce render` does, and those of benchmarks.
+"""Rewrite the tables that `python -m reproduce render` makes from records, and those of benchmarks.
 
     python -m benchmarks.render            # or make results
     python -m benchmarks.render --check    # as make lint does
 
-Benchmarks import `reproduce`, not the reverse. So they pass it the function that makes their blocks.
+`reproduce` must not import benchmarks. So this program passes it the function that makes the
+blocks of benchmarks.
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import any_model, schedules, works_with
@@ -14,7 +16,7 @@ from benchmarks.gates import machinery
 from reproduce.cli.main import main
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
-from reproduce.records.record import FREED_MEMORY, load
+from reproduce.records.record import FREED_MEMORY, Run, load
 from reproduce.tables.render import NOTHING, link
 
 BENCHMARKS = ROOT / "results" / "benchmarks"
@@ -27,10 +29,16 @@ TABLES = {
 
 
 def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
-    """Return the table of the benchmark's record `name` and a line about its run, or that there is no record yet.
+    """Return the table of a benchmark's record and a line about its run.
+
+    Args:
+        page: The page that holds the block.
+        name: The name of the record's file in `folder`, without its suffix. If there is no such
+            file, the block says so.
+        folder: The folder of the records.
 
     Raises:
-        Error: the record is broken, or no benchmark has that name.
+        Error: The record is broken, or no benchmark has that name.
     """
     path = folder / f"{name}.json"
     try:
@@ -39,21 +47,37 @@ def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
             return NOTHING
         record = load(path)
         assert record.run is not None
-        made, run = table(record, "pipe"), record.run
-        machine, git = run.machine, run.git
-        gpu = f"{machine.gpus[0].name}, " if machine.gpus else ""
-        freed = ", freed memory kept" if run.settings.get(FREED_MEMORY) == "kept" else ""
-        before = "" if run.load is None else f", load {run.load[0]:.2f} before the start"
-        under = (
-            f"{run.started[:10]}, torch {run.versions['torch']}, Python {run.versions['python']}, "
-        )
-        under += f"{gpu}{machine.cpu}, {machine.cores} cores{freed}{before}, "
-        under += "no revision" if git is None else f"revision {git.name(9, ', with changes ')}"
+        rendered = table(record, "pipe")
+        conditions = ", ".join(_conditions(record.run))
     except (AssertionError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Error(
-            f"{page}: the block from benchmarks/{name} cannot be made ({path}: {error!r})"
-        ) from error
-    return f"{made}\n\n{record.kind.capitalize()} {under}; [record]({link(page, path)})\n\n"
+        failure = f"the block from benchmarks/{name} cannot be made ({path}: {error!r})"
+        raise Error(f"{page}: {failure}") from error
+    kind = record.kind.capitalize()
+    source = f"[record]({link(page, path)})"
+    return f"{rendered}\n\n{kind} {conditions}; {source}\n\n"
+
+
+def _conditions(run: Run) -> Iterator[str]:
+    """Yield the date, the versions and the machine of a run, and how busy the machine was."""
+    machine, versions, load, git = run.machine, run.versions, run.load, run.git
+    yield run.started[:10]
+    yield f"torch {versions['torch']}"
+    yield f"Python {versions['python']}"
+    if machine.gpus:
+        first, *_ = machine.gpus
+        yield first.name
+    yield machine.cpu
+    yield f"{machine.cores} cores"
+    if run.settings.get(FREED_MEMORY) == "kept":
+        yield "freed memory kept"
+    if load is not None:
+        last_minute, *_ = load
+        yield f"load {last_minute:.2f} before the start"
+    if git is None:
+        yield "no revision"
+    else:
+        name = git.name(9, ", with changes ")
+        yield f"revision {name}"
 
 
 if __name__ == "__main__":

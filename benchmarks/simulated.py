@@ -1,8 +1,8 @@
 """Simulated devices: streams with clocks, as stand-ins for those of GPUs.
 
-`cpu:0`, `cpu:1`, … are devices. A stream logs its calls and executes work in the order of submission. Its clock is the
-time at which all submitted work has ended; the host takes no time, and may wait. A copy occupies the current streams of
-both its devices.
+`cpu:0`, `cpu:1`, … are the devices. A stream logs its calls and executes work in the order of
+submission. Its clock is the time at which all submitted work has ended; the host takes no time, and
+may wait. A copy occupies the current streams of both its devices.
 """
 
 import threading
@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import torchgpipe.distributed.wires.cuda
-import torchgpipe.engine.graph
-import torchgpipe.tensors.copy
+from torchgpipe.distributed.wires import cuda
+from torchgpipe.engine import graph
+from torchgpipe.tensors import copy
 
 
 class Event(NamedTuple):
@@ -26,7 +26,7 @@ class Event(NamedTuple):
     work: Any = None
 
     def synchronize(self) -> None:
-        """Wait on the host, only for work that two ranks do together: other work takes no real time."""
+        """Wait on the host for work that two ranks do together. Other work takes no real time."""
         if self.work is not None:
             self.work.wait()
 
@@ -44,7 +44,7 @@ class Stream:
 
     def synchronize(self) -> None:
         self.streams.log.append(f"the host waits for {self.name}")
-        if threading.current_thread() is self.streams.host:  # threads of ranks do not hold it up
+        if threading.current_thread() is self.streams.host:  # a rank's thread is not the host
             self.streams.wait(self)
 
     def wait_event(self, event: Event) -> None:
@@ -52,13 +52,20 @@ class Stream:
         self.clock = max(self.clock, event.clock)
 
     def run(self, seconds: float) -> tuple[float, float]:
+        """Occupy the stream for some seconds; return when the work starts and ends."""
         self.clock += seconds
-        return self.clock - seconds, self.clock
+        start = self.clock - seconds
+        return start, self.clock
 
 
 @dataclass
 class Streams:
-    """All streams by device, and the seconds of a copy by pair of device indices, the lower one first."""
+    """All streams by device.
+
+    Args:
+        patch: The patch of the library's streams, which is undone at its end.
+        seconds: The seconds of a copy by the indices of its two devices, the lower one first.
+    """
 
     patch: pytest.MonkeyPatch
     seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
@@ -70,10 +77,7 @@ class Streams:
 
     def __post_init__(self) -> None:
         """Patch the library's streams with simulated ones. Only copies of tensors are real."""
-        to, modules = (
-            Tensor.to,
-            (torchgpipe.tensors.copy, torchgpipe.engine.graph, torchgpipe.distributed.wires.cuda),
-        )
+        to = Tensor.to
 
         def copied(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self.current and args and isinstance(args[0], torch.device):
@@ -82,19 +86,18 @@ class Streams:
                     self.wait(*self.current[-2:])
             return to(x, *args, **kwargs)
 
-        for name, ours in (
-            ("new_stream", self.new),
-            ("current_stream", self.of),
-            ("using", self.using),
-        ):
-            for module in modules:
-                self.patch.setattr(module, name, ours, raising=False)
-        self.patch.setattr(torch.cuda, "Event", lambda **_: None)
-        self.patch.setattr(torch.cuda, "synchronize", lambda device=None: self.synchronize())
-        self.patch.setattr(Tensor, "to", copied)
-        self.patch.setattr(
-            Tensor, "record_stream", lambda x, s: self.log.append(f"memory is used by {s.name}")
-        )
+        def used(x: Tensor, stream: Stream) -> None:
+            self.log.append(f"memory is used by {stream.name}")
+
+        replace = self.patch.setattr
+        for module in (copy, graph, cuda):
+            replace(module, "new_stream", self.new, raising=False)
+            replace(module, "current_stream", self.of, raising=False)
+            replace(module, "using", self.using, raising=False)
+        replace(torch.cuda, "Event", lambda **_: None)
+        replace(torch.cuda, "synchronize", lambda device=None: self.synchronize())
+        replace(Tensor, "to", copied)
+        replace(Tensor, "record_stream", used)
 
     @property
     def current(self) -> list[Stream]:
@@ -105,28 +108,39 @@ class Streams:
         """Return the device's current stream."""
         if device.type == "cpu" and device not in self.compute:
             self.compute[device] = Stream(f"{device} compute", device, self)
-        return next(
-            (s for s in reversed(self.current) if s.device == device), self.compute.get(device)
-        )
+        for stream in reversed(self.current):
+            if stream.device == device:
+                return stream
+        return self.compute.get(device)
 
     def new(self, device: torch.device) -> Stream | None:
+        """Return a new stream of the device for copies."""
         if device.type != "cpu":
             return None
-        self.others.append(Stream(f"{device} copies", device, self))
-        return self.others[-1]
+        stream = Stream(f"{device} copies", device, self)
+        self.others.append(stream)
+        return stream
 
     @contextmanager
     def using(self, *streams: Stream | None) -> Iterator[None]:
+        """Let the streams be the current ones of this thread."""
         before = self.current
-        self.thread.current = [*before, *(stream for stream in streams if stream is not None)]
+        used = [stream for stream in streams if stream is not None]
+        self.thread.current = before + used
         yield
         self.thread.current = before
 
     def copy(self, target: torch.device) -> None:
+        """Let a copy occupy the two innermost current streams."""
         ends = self.current[-2:]
-        self.log.append(f"copy to {target} on {' and '.join(stream.name for stream in ends)}")
-        one, *_, other = sorted([stream.device.index for stream in ends] * 2)
-        end = max(stream.clock for stream in ends) + self.seconds.get((one, other), 0.0)
+        names, devices, clocks = [], [], []
+        for stream in ends:
+            names.append(stream.name)
+            devices.append(stream.device.index)
+            clocks.append(stream.clock)
+        self.log.append(f"copy to {target} on {' and '.join(names)}")
+        pair = min(devices), max(devices)
+        end = max(clocks) + self.seconds.get(pair, 0.0)
         for stream in ends:
             stream.clock = end
 
@@ -135,7 +149,7 @@ class Streams:
         self.wait(*self.compute.values(), *self.others)
 
     def wait(self, *streams: Stream) -> None:
-        """Wait on the host for some streams: all that it submits later starts after that."""
+        """Wait on the host for some streams; work that the host submits later starts after that."""
         end = max(stream.clock for stream in streams)
         for stream in (*self.compute.values(), *self.others):
             stream.clock = max(stream.clock, end)

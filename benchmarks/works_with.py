@@ -1,7 +1,10 @@
-"""The table of docs/works-with.md: PyTorch's tools combined with a pipeline, and the checks of what training needs.
+"""The table of docs/works-with.md: PyTorch's tools with a pipeline, and checks of training.
 
-The tools are rows of this library's tests (`TOOLS`); the checks are in the record of `benchmarks.conformance`.
+The tools are rows of this library's tests (`TOOLS`). The checks of what training needs are in the
+record of `benchmarks.conformance`.
 """
+
+from itertools import product
 
 from benchmarks import conformance
 from reproduce.records.record import Record
@@ -9,39 +12,32 @@ from tests.behaviours.row import MODES, Row
 from tests.behaviours.rows import between, buffers, gradients, passed, random, tools, unusual
 
 ENGINES = ("graph", "workers")
-TOOLS = [
-    *tools.ROWS,
-    *(
-        row
-        for group in (passed, gradients, buffers, between, random, unusual)
-        for row in group.ROWS
-        if row.note
-    ),
-    *tools.REPLICAS,
-]
+TOOLS = list(tools.ROWS)
+for group in (passed, gradients, buffers, between, random, unusual):
+    TOOLS += [row for row in group.ROWS if row.note]
+TOOLS += tools.REPLICAS
 
 
 def table(record: Record, style: str) -> str:
     """Render a count of results per engine, and one table of all tools and checks."""
     heading = ["**tools of PyTorch**", "", "", ""]
-    return conformance.table(
-        record, style, [heading, *([row.name, answer(row), row.note, ""] for row in TOOLS)]
-    )
+    lines = [[row.name, answer(row), row.note, ""] for row in TOOLS]
+    return conformance.table(record, style, [heading, *lines])
 
 
 def answer(row: Row) -> str:
     """Say with which engines and modes of `GPipe` a row works."""
-    right = [
-        (engine, mode) for engine in ENGINES for mode in MODES if row.refusal(engine, mode) is None
-    ]
+    right = []
+    for engine, mode in product(ENGINES, MODES):
+        if row.refusal(engine, mode) is None:
+            right.append((engine, mode))
     rounded = ", up to rounding" if row.tolerance else ""
     if len(right) == len(ENGINES) * len(MODES):
         return f"right{rounded}"
     if not right:
         return "refused"
-    engines, modes = sorted({engine for engine, _ in right}), sorted({mode for _, mode in right})
-    assert len(right) == len(modes) and len(engines) == 1, (
-        f"{row.name}: there are no words for this"
-    )
-    only = "" if len(modes) == len(MODES) else f' and `checkpoint="{modes[0]}"`'
-    return f'right with `engine="{engines[0]}"`{only}{rounded}'
+    engines, modes = zip(*right, strict=True)
+    engine, mode = engines[0], min(modes)
+    assert len(set(engines)) == 1, f"{row.name}: there are no words for this"
+    only = "" if len(modes) == len(MODES) else f' and `checkpoint="{mode}"`'
+    return f'right with `engine="{engine}"`{only}{rounded}'

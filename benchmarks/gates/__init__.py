@@ -1,2 +1,4 @@
-"""Questions about the library's speed, each a program whose answer is a record or an exit status.
-They may import `benchmarks.harness`, `benchmarks.pipelines`, `reproduce` and `torchgpipe`."""
+"""Questions about the library's speed: each program answers by a record or an exit status.
+
+They may import `benchmarks.harness`, `benchmarks.pipelines`, `reproduce` and `torchgpipe`.
+"""

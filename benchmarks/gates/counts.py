@@ -3,18 +3,20 @@
     python -m benchmarks.gates.counts             # exit with 1 if a count differs from the file's
     python -m benchmarks.gates.counts --update    # write the file, if the change is intended
 
-Counts have no noise. `Counts` says what is counted, `tally` how. A lower count must be written to the file, too: or it
-could grow back unnoticed.
+Counts have no noise. `Counts` says what is counted, and `tally` says how. A lower count must be
+written to the file, too, or else the count could grow back unnoticed.
 """
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import BatchNorm1d, Linear, Module, Sequential, Tanh
 
 from benchmarks.gates.tally import Tally, tallied
 from benchmarks.harness import command
@@ -27,67 +29,89 @@ from torchgpipe.tensors.checkpoint import MODES, Mode, checkpointed
 
 FILE = Path(__file__).with_name("counts.json")
 
-ADVICE = f"If this is meant, run python -m benchmarks.gates.counts --update, and commit benchmarks/gates/{FILE.name}."
+ADVICE = (
+    "If this is meant, run python -m benchmarks.gates.counts --update, "
+    f"and commit benchmarks/gates/{FILE.name}."
+)
 
 
-def _four_times(*layers: Callable[[], nn.Module]) -> nn.Sequential:
-    return nn.Sequential(*(layer() for _ in range(4) for layer in layers))
+class Model(NamedTuple):
+    """A function that builds layers, the shape of a sample, and further options of `GPipe`."""
+
+    build: Callable[[], Sequential]
+    shape: tuple[int, ...]
+    options: Mapping[str, Any] = {}
 
 
-# Layers, the shape of a sample, further options of `GPipe`.
-MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], dict[str, Any]]] = {
-    "linear": (lambda: _four_times(lambda: nn.Linear(8, 8), nn.Tanh), (8,), {}),
-    # It has skips across partitions, and dropout.
-    "U-Net": (lambda: unet(depth=2, num_convs=1, base_channels=2), (3, 8, 8), {}),
-    "batch norm": (
-        lambda: _four_times(lambda: nn.Linear(8, 8), lambda: nn.BatchNorm1d(8)),
-        (8,),
-        {"deferred_batch_norm": True},
-    ),
+def _linear(activation: Callable[[], Module]) -> Sequential:
+    layers = Sequential()
+    for _ in range(4):
+        layers.append(Linear(8, 8))
+        layers.append(activation())
+    return layers
+
+
+def _norm() -> Module:
+    return BatchNorm1d(8)
+
+
+MODELS = {
+    "linear": Model(lambda: _linear(Tanh), (8,)),
+    # The U-Net has skips across partitions, and dropout.
+    "U-Net": Model(lambda: unet(depth=2, num_convs=1, base_channels=2), (3, 8, 8)),
+    "batch norm": Model(lambda: _linear(_norm), (8,), {"deferred_batch_norm": True}),
 }
 SAMPLES = 2  # in a micro-batch
 STEPS = 2  # the first starts the workers, the last is counted
 
-# name -> model, n partitions on CPU devices, m micro-batches, checkpoint mode, engine (of `benchmarks.pipelines`).
-CONFIGURATIONS: dict[str, Any] = {
-    f"{model} n{n}m{m} {checkpoint} {engine}": (model, n, m, checkpoint, engine)
-    for model, n, m, modes, engines in (
-        ("linear", 1, 4, ("except_last",), ("graph",)),
-        ("linear", 2, 4, MODES, ENGINES),
-        ("linear", 4, 1, ("never",), ENGINES),
-        ("U-Net", 4, 4, ("except_last",), ENGINES),
-        ("batch norm", 2, 4, ("except_last",), ENGINES),
-    )
-    for checkpoint in modes
-    for engine in engines
-}
+
+# Model, n partitions on CPU devices, m micro-batches, checkpoint modes, engines.
+_TABLE: list[tuple[str, int, int, tuple[Mode, ...], tuple[str, ...]]] = [
+    ("linear", 1, 4, ("except_last",), ("graph",)),
+    ("linear", 2, 4, MODES, ENGINES),
+    ("linear", 4, 1, ("never",), ENGINES),
+    ("U-Net", 4, 4, ("except_last",), ENGINES),
+    ("batch norm", 2, 4, ("except_last",), ENGINES),
+]
+# By name: the arguments of `count`.
+CONFIGURATIONS: dict[str, tuple[str, int, int, Mode, str]] = {}
+for model, n, m, modes, engines in _TABLE:
+    for mode, engine in product(modes, engines):
+        name = f"{model} n{n}m{m} {mode} {engine}"
+        CONFIGURATIONS[name] = model, n, m, mode, engine
+
+
+Totals = dict[str, int]
 
 
 class Counts(NamedTuple):
     """The counts of one training step, forward and backward, that starts with `.grad` of None.
 
-    `operators` (by name) and `nodes` are the pipeline's counts minus those of a plain loop over the same layers and
-    micro-batches, with two forwards of checkpointed ones. So what layers do in a version of PyTorch does not count.
+    `operators` (by name) and `nodes` are the pipeline's counts minus those of a plain loop over the
+    same layers and micro-batches. The loop runs two forwards of a checkpointed micro-batch. So the
+    operators within layers, which differ between versions of PyTorch, do not count.
     """
 
     operators: Counter[str]
     nodes: int
     waits: int
 
-    def totals(self) -> dict[str, int]:
+    def totals(self) -> Totals:
         """Return a number for each count."""
-        return {**self._asdict(), "operators": self.operators.total()}
+        return {"operators": self.operators.total(), "nodes": self.nodes, "waits": self.waits}
 
 
 def count(model: str, n: int, m: int, checkpoint: Mode, engine: str) -> Counts:
-    """Count the last of `STEPS` steps of the pipeline, minus that of the plain loop."""
+    """Count the last of `STEPS` steps of the pipeline, minus the counts of the plain loop."""
     build, shape, options = MODELS[model]
     x = torch.randn(m * SAMPLES, *shape)
-    layers, recomputed = build(), checkpointed(checkpoint, m)
+    layers = build()
+    recomputed = checkpointed(checkpoint, m)
 
     def plain(x: Tensor) -> Tensor:
+        micro_batches = x.chunk(m) if m > 1 else [x]
         outputs = []
-        for i, micro_batch in enumerate(x.chunk(m) if m > 1 else [x]):
+        for i, micro_batch in enumerate(micro_batches):
             if i < recomputed:
                 with torch.no_grad():
                     layers(micro_batch)
@@ -96,63 +120,75 @@ def count(model: str, n: int, m: int, checkpoint: Mode, engine: str) -> Counts:
 
     with tallied() as tally:
         expected = _step(plain, layers, x, tally)
-        pipeline = on_cpu(
-            layers, evenly(layers, n), engine, chunks=m, checkpoint=checkpoint, **options
-        )
+        balance = evenly(layers, n)
+        pipeline = on_cpu(layers, balance, engine, chunks=m, checkpoint=checkpoint, **options)
         counts = _step(pipeline, pipeline, x, tally)
     counts.operators.subtract(expected.operators)
     return counts._replace(nodes=counts.nodes - expected.nodes)
 
 
-def _step(model: Callable[[Tensor], Tensor], layers: nn.Module, x: Tensor, tally: Tally) -> Counts:
+def _step(model: Callable[[Tensor], Tensor], layers: Module, x: Tensor, tally: Tally) -> Counts:
     for _ in range(STEPS):
         layers.zero_grad()
         tally.clear()
-        model(x).square().mean().backward()
-    return Counts(Counter(tally.operators), sum(tally.nodes), len(tally.waits))
+        loss = model(x).square().mean()
+        loss.backward()
+    operators = Counter(tally.operators)
+    return Counts(operators, sum(tally.nodes), len(tally.waits))
 
 
-def differences(file: Mapping[str, Mapping[str, int]], counted: Mapping[str, Counts]) -> list[str]:
-    """Return a line for each count that differs from the file, and for each configuration that only one side has."""
-    lines = [
-        f"{name}: in {FILE.name}, but no longer counted" for name in file if name not in counted
-    ]
-    lines += [f"{name}: counted, but not in {FILE.name}" for name in counted if name not in file]
-    for name in [name for name in counted if name in file]:
-        for what, now in counted[name].totals().items():
-            if (before := file[name].get(what, 0)) != now:
-                line = f"{name}: {what} {'grew' if now > before else 'fell'} from {before} to {now}"
-                each = [
-                    f"{n:+} {operator}"
-                    for operator, n in sorted(counted[name].operators.items())
-                    if n
-                ]
-                lines.append(line + (f"; in all {', '.join(each)}" if what == "operators" else ""))
+def differences(file: Mapping[str, Totals], counted: Mapping[str, Counts]) -> list[str]:
+    """Return a line for each count that differs from the file.
+
+    A configuration that only the file has, or only `counted`, has a line, too.
+    """
+    gone = [name for name in file if name not in counted]
+    new = [name for name in counted if name not in file]
+    lines = [f"{name}: in {FILE.name}, but no longer counted" for name in gone]
+    lines += [f"{name}: counted, but not in {FILE.name}" for name in new]
+    for name, counts in counted.items():
+        if name in new:
+            continue
+        for what, now in counts.totals().items():
+            before = file[name].get(what, 0)
+            if now != before:
+                change = "grew" if now > before else "fell"
+                line = f"{name}: {what} {change} from {before} to {now}"
+                if what == "operators":
+                    line += f"; in all {_listed(counts.operators)}"
+                lines.append(line)
     return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def _listed(operators: Counter[str]) -> str:
+    counts = [f"{n:+} {operator}" for operator, n in sorted(operators.items()) if n]
+    return ", ".join(counts)
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Count every configuration and print it; compare with the file, or write it."""
     parser = command("gates.counts", __doc__, json=False)
     parser.add_argument("--update", action="store_true", help="write what is counted now")
     options = parser.parse_args(arguments)
-    try:
-        file = (
-            {} if options.update else decode(dict[str, dict[str, int]], read_json(FILE), str(FILE))
-        )
-    except Error as error:
-        raise Error(
-            f"counts: {error}; write it by python -m benchmarks.gates.counts --update"
-        ) from None
-    counted = {name: count(*configuration) for name, configuration in CONFIGURATIONS.items()}
-    rows = ",\n".join(
-        f"{json.dumps(name)}: {json.dumps(counts.totals())}" for name, counts in counted.items()
-    )
+    file: dict[str, Totals] = {}
+    if not options.update:
+        try:
+            file = decode(dict[str, Totals], read_json(FILE), str(FILE))
+        except Error as error:
+            update = "write it by python -m benchmarks.gates.counts --update"
+            raise Error(f"counts: {error}; {update}") from None
+    counted: dict[str, Counts] = {}
+    lines = []
+    for name, configuration in CONFIGURATIONS.items():
+        counted[name] = count(*configuration)
+        totals = counted[name].totals()
+        lines.append(f"{json.dumps(name)}: {json.dumps(totals)}")
+    rows = ",\n".join(lines)
     print(rows)
     if options.update:
         write_atomically(FILE, f"{{\n{rows}\n}}\n")
-    elif lines := differences(file, counted):
-        raise SystemExit("\n".join(["", *lines, ADVICE]))
+    elif changes := differences(file, counted):
+        raise SystemExit("\n".join(["", *changes, ADVICE]))
 
 
 if __name__ == "__main__":

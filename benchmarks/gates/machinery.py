@@ -1,18 +1,20 @@
-"""Measure the overhead of pipelines: compare with a plain loop over the same layers, and with another torchgpipe.
+"""Measure the overhead of pipelines, beside a plain loop over the layers or another torchgpipe.
 
-docs/measured.md has its commands. A number is the median over all rounds, in microseconds per task: the time of
-`model(x)`, and of `loss.backward()`, divided by n·m. It includes the time of the layers. Beside each engine is the
-ratio of its total time to that of the other version (same engine if it has it) or, without another version, to the
+docs/measured.md has the commands. A number is the median over all rounds of the microseconds per
+task: the time of `model(x)`, and that of `loss.backward()`, divided by n·m. It includes the time of
+the layers. Beside each engine is a ratio: the engine's total time divided by that of the other
+version (with the same engine, if the version has it) or, without another version, by that of the
 plain loop. On CUDA all partitions are on one GPU.
 """
 
-import argparse
 import runpy
-from collections.abc import Sequence
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 
@@ -31,31 +33,55 @@ DIRECTIONS = ("forward", "backward")
 BOTH = "both"
 VERSION = "torchgpipe/__version__.py"
 OTHER = "other"
-WAYS = ("plain", OTHER, *(way for engine in ENGINES for way in (f"{engine}, {OTHER}", engine)))
+WAYS = ["plain", OTHER]
+for engine in ENGINES:
+    WAYS += [f"{engine}, {OTHER}", engine]
+
+
+Turns = Sequence[Sequence[Sequence[float]]]
+"""The seconds of forward and backward per task, of each step of each turn."""
+
+
+class Side(NamedTuple):
+    """A torchgpipe that is measured: the folder in which it is, and its version."""
+
+    folder: Path
+    version: str
+
+
+class Case(NamedTuple):
+    """A model of n partitions and m micro-batches."""
+
+    model: str
+    checkpoint: str
+    n: int
+    m: int
+
+    def __str__(self) -> str:
+        model = "" if self.model == "linear" else f"{self.model} "
+        return f"{model}n={self.n} m={self.m} {self.checkpoint}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every case and print a table."""
     parser = command("gates.machinery", __doc__, rounds=5, steps=20)
-    parser.add_argument(
-        "--against", type=other_torchgpipe, metavar="REV|DIR", help="another torchgpipe"
-    )
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=["linear"])
-    parser.add_argument("--checkpoint", nargs="+", choices=MODES, default=["never", "always"])
-    parser.add_argument("--partitions", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="n")
-    parser.add_argument("--chunks", type=positive, nargs="+", default=[1, 8, 32], metavar="m")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    add = parser.add_argument
+    add("--against", type=other_torchgpipe, metavar="REV|DIR", help="another torchgpipe")
+    add("--model", nargs="+", choices=MODELS, default=["linear"])
+    add("--checkpoint", nargs="+", choices=MODES, default=["never", "always"])
+    add("--partitions", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="n")
+    add("--chunks", type=positive, nargs="+", default=[1, 8, 32], metavar="m")
+    add("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error(
-            "--device cuda: there is no CUDA device here; leave it out to measure on the CPU"
-        )
-    devices = 1 if options.device == "cuda" else max(options.partitions)
+    on_gpu = options.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        advice = "leave it out to measure on the CPU"
+        parser.error(f"--device cuda: there is no CUDA device here; {advice}")
+    devices = 1 if on_gpu else max(options.partitions)
     unit = dict.fromkeys((*DIRECTIONS, BOTH), "us/task")
-    record = start(
-        options, "gates.machinery", "time per task", unit, devices=devices, device=options.device
-    )
-    cases = [*product(options.model, options.checkpoint, options.partitions, options.chunks)]
+    record = start(options, "gates.machinery", "time per task", unit, devices=devices)
+    every = product(options.model, options.checkpoint, options.partitions, options.chunks)
+    cases = [Case(*each) for each in every]
     collect(record, options.json, measure(options, cases), len(cases), table)
 
 
@@ -67,121 +93,145 @@ def other_torchgpipe(text: str) -> Path | str:
         commit_of(ROOT, text)
     except Error as error:
         install = f"pip install --no-deps --target {text} torchgpipe==0.0.7"
-        raise argparse.ArgumentTypeError(
-            f"{error}, or a folder with a torchgpipe in it ({install})"
-        ) from None
+        advice = f"or a folder with a torchgpipe in it ({install})"
+        raise ArgumentTypeError(f"{error}, {advice}") from None
     return text
 
 
-def measure(options: argparse.Namespace, cases: Sequence[tuple[str, str, int, int]]) -> Found:
+def measure(options: Namespace, cases: Sequence[Case]) -> Found:
     """Yield the results of one case after another."""
-    other = options.against
     with TemporaryDirectory() as temporary:
-        sides = [(ROOT, version(ROOT))]
+        sides = [Side(ROOT, version(ROOT))]
+        other = options.against
         if isinstance(other, Path):
-            sides.append((other, version(other)))
+            sides.append(Side(other, version(other)))
         elif other is not None:
-            sides.append(
-                (
-                    committed(TORCHGPIPE, other, Path(temporary) / "other").folder,
-                    f"torchgpipe {other}",
-                )
-            )
-        for number, (model, checkpoint, n, m) in enumerate(cases):
-            engines = ENGINES if n > 1 and options.device == "cpu" else ENGINES[:1]
-            ways: dict[str, tuple[int, str | None]] = {
-                "plain": (0, "plain"),
-                **{each: (0, each) for each in engines},
-            }
-            if other is not None and sides[1][1].startswith(
-                "torchgpipe 0.0."
-            ):  # it has no option `engine`
-                ways[OTHER] = 1, None
-            elif other is not None:
-                ways |= {f"{engine}, {OTHER}": (1, engine) for engine in engines}
-            asked = options.steps, model, n, m, checkpoint, options.device
-            case = f"{'' if model == 'linear' else f'{model} '}n={n} m={m} {checkpoint}"
-            job = {
-                "folders": [str(folder) for folder, _ in sides],
-                "package": "torchgpipe",
-                "maker": "benchmarks.gates.machinery_child:prepare",
-                "cases": {case: {way: (side, (*asked, how)) for way, (side, how) in ways.items()}},
-                "rounds": options.rounds,
-                "seed": number,
-                "least": 1,
-            }
-            unable: dict[str, str] = {}
-            found: dict[str, list[list[tuple[float, float]]]] = {}
-            with closing(in_turn(job, {})) as lines:
-                for line in lines:
-                    unable |= line.get("unable", {})
-                    found |= line.get("samples", {})
-            yield [
-                _result(case, way, sides[side][1], found.get(way), unable.get(way))
-                for way, (side, _) in ways.items()
-            ]
+            tree = committed(TORCHGPIPE, other, Path(temporary) / "other")
+            sides.append(Side(tree.folder, f"torchgpipe {other}"))
+        for number, case in enumerate(cases):
+            yield _measured(options, sides, case, number)
+
+
+def _measured(options: Namespace, sides: Sequence[Side], case: Case, seed: int) -> list[Result]:
+    """Measure each way of a case, in turns whose order is drawn with the seed."""
+    engines = ENGINES if case.n > 1 and options.device == "cpu" else ENGINES[:1]
+    ways: dict[str, tuple[int, str | None]] = {"plain": (0, "plain")}  # number of side, engine
+    for engine in engines:
+        ways[engine] = 0, engine
+    if len(sides) > 1:
+        if sides[1].version.startswith("torchgpipe 0.0."):  # it has no option `engine`
+            ways[OTHER] = 1, None
+        else:
+            for engine in engines:
+                ways[f"{engine}, {OTHER}"] = 1, engine
+
+    given = options.steps, case.model, case.n, case.m, case.checkpoint, options.device
+    makers = {}
+    for way, (side, engine_of_way) in ways.items():
+        makers[way] = side, (*given, engine_of_way)
+    job = {
+        "folders": [str(side.folder) for side in sides],
+        "package": "torchgpipe",
+        "maker": "benchmarks.gates.machinery_child:prepare",
+        "cases": {str(case): makers},
+        "rounds": options.rounds,
+        "seed": seed,
+        "least": 1,
+    }
+    reasons: dict[str, str] = {}
+    samples: dict[str, Turns] = {}
+    with closing(in_turn(job, {})) as lines:
+        for line in lines:
+            reasons |= line.get("unable", {})
+            samples |= line.get("samples", {})
+
+    results = []
+    for way, (side, _) in ways.items():
+        config = {"version": sides[side].version}
+        if way in samples:
+            times = _microseconds(samples[way])
+            result = Result(str(case), way, "measured", config=config, samples=times)
+        else:
+            reason = reasons.get(way)
+            result = Result(str(case), way, "failed", reason=reason, config=config)
+        results.append(result)
+    return results
 
 
 def version(folder: Path) -> str:
     """Return the version of the torchgpipe in a folder."""
-    return f"torchgpipe {runpy.run_path(str(folder / VERSION))['__version__']}"
+    names = runpy.run_path(str(folder / VERSION))
+    return f"torchgpipe {names['__version__']}"
 
 
-def _result(
-    case: str,
-    way: str,
-    version: str,
-    turns: Sequence[Sequence[Sequence[float]]] | None,
-    why: str | None,
-) -> Result:
-    if turns is None:
-        return Result(case, way, "failed", reason=why, config={"version": version})
-    pairs = [(1e6 * forward, 1e6 * backward) for turn in turns for forward, backward in turn]
-    forward, backward = (list(times) for times in zip(*pairs, strict=True))
-    samples = {"forward": forward, "backward": backward, BOTH: [sum(pair) for pair in pairs]}
-    return Result(case, way, "measured", config={"version": version}, samples=samples)
+def _microseconds(turns: Turns) -> dict[str, list[float]]:
+    """Return the times of forward, of backward, and of both together."""
+    forwards, backwards, both = [], [], []
+    for turn in turns:
+        for seconds in turn:
+            forward, backward = (1e6 * each for each in seconds)
+            forwards.append(forward)
+            backwards.append(backward)
+            both.append(forward + backward)
+    return {"forward": forwards, "backward": backwards, BOTH: both}
 
 
 def table(record: Record, style: str = "simple") -> str:
     """Render medians in µs per task, forward + backward, and the ratios of their sums."""
     cases = by_case(record)
-    ways = [way for way in WAYS if any(way in found for found in cases.values())]
-    others = [
-        str(found[way].config["version"])
-        for found in cases.values()
-        for way in found
-        if way.endswith(OTHER)
-    ]
-    name = "".join(others[:1]).removeprefix("torchgpipe ")
-    titles = {
-        "plain": "plain loop",
-        OTHER: name,
-        **{f"{engine}, {OTHER}": f"{engine}, {name}" for engine in ENGINES},
-    }
-    headers = [
-        "case",
-        *(title for way in ways for title in (titles.get(way, way), *["ratio"] * (way in ENGINES))),
-    ]
+    found_ways: set[str] = set()
+    for found in cases.values():
+        found_ways.update(found)
+    ways = [way for way in WAYS if way in found_ways]
+    titles = _titles(record)
+    headers = ["case"]
+    for way in ways:
+        headers.append(titles.get(way, way))
+        if way in ENGINES:
+            headers.append("ratio")
+
     rows: list[list[str]] = []
-    reasons: dict[str, None] = {}
+    reasons: list[str] = []
     for case, found in cases.items():
         row = [case]
         for way in ways:
-            values = found[way].values if way in found else {}
+            row += _cells(way, found)
             if way in found and found[way].reason is not None:
-                reasons[f"- {titles.get(way, way)}: {found[way].reason}"] = None
-            row.append(
-                " + ".join(f"{values[each]:.0f}" for each in DIRECTIONS) if BOTH in values else ""
-            )
-            if way in ENGINES:
-                base = next(
-                    found[each] for each in (f"{way}, {OTHER}", OTHER, "plain") if each in found
-                ).values
-                row.append(
-                    f"{values[BOTH] / base[BOTH]:.2f}" if BOTH in values and BOTH in base else ""
-                )
+                reason = f"- {titles.get(way, way)}: {found[way].reason}"
+                if reason not in reasons:
+                    reasons.append(reason)
         rows.append(row)
-    return "\n".join([grid(headers, rows, style), *(["", *reasons] if reasons else [])])
+    lines = [grid(headers, rows, style)]
+    if reasons:
+        lines += ["", *reasons]
+    return "\n".join(lines)
+
+
+def _titles(record: Record) -> dict[str, str]:
+    """Return the titles of ways, with the other version's name."""
+    name = ""
+    for result in record.results:
+        if result.row.endswith(OTHER):
+            name = str(result.config["version"]).removeprefix("torchgpipe ")
+            break
+    titles = {"plain": "plain loop", OTHER: name}
+    for engine in ENGINES:
+        titles[f"{engine}, {OTHER}"] = f"{engine}, {name}"
+    return titles
+
+
+def _cells(way: str, found: Mapping[str, Result]) -> Iterator[str]:
+    """Yield the cells of a way in the row of a case: its times and, of an engine, its ratio."""
+    values = found[way].values if way in found else {}
+    if BOTH in values:
+        yield f"{values['forward']:.0f} + {values['backward']:.0f}"
+    else:
+        yield ""
+    if way in ENGINES:
+        compared = (f"{way}, {OTHER}", OTHER, "plain")
+        base = next(found[each] for each in compared if each in found).values
+        both = BOTH in values and BOTH in base
+        yield f"{values[BOTH] / base[BOTH]:.2f}" if both else ""
 
 
 if __name__ == "__main__":

@@ -4,19 +4,19 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as plain_checkpoint
 
 from benchmarks.pipelines import evenly, on_cpu
-from reproduce.models.amoebanet import amoebanetd  # without torchgpipe, which may be another one
+from reproduce.models.amoebanet import amoebanetd  # it does not import torchgpipe
 from torchgpipe import GPipe
 
 
 class Buffered(nn.Linear):
-    """A layer with a buffer that stays, and one that changes in each pass."""
+    """A layer with one buffer that stays, and one that changes in each forward."""
 
     scale: Tensor
     count: Tensor
@@ -31,70 +31,106 @@ class Buffered(nn.Linear):
         return super().forward(x) * self.scale
 
 
-MODELS: dict[
-    str, tuple[Callable[[int], nn.Sequential], tuple[int, ...]]
-] = {  # build(n), sample's shape
-    "linear": (lambda n: nn.Sequential(*(nn.Linear(8, 8) for _ in range(n))), (8,)),
-    "buffers": (lambda n: nn.Sequential(*(Buffered(8, 8) for _ in range(n))), (8,)),
-    "AmoebaNet-D": (lambda n: amoebanetd(3, 8, num_classes=10), (3, 224, 224)),
+class Model(NamedTuple):
+    """A function that builds a model for `n` partitions, and the shape of a sample."""
+
+    build: Callable[[int], nn.Sequential]
+    shape: tuple[int, ...]
+
+
+def _repeated(layer: type[nn.Linear], n: int) -> nn.Sequential:
+    layers = [layer(8, 8) for _ in range(n)]
+    return nn.Sequential(*layers)
+
+
+MODELS = {
+    "linear": Model(partial(_repeated, nn.Linear), (8,)),
+    "buffers": Model(partial(_repeated, Buffered), (8,)),
+    "AmoebaNet-D": Model(lambda n: amoebanetd(3, 8, num_classes=10), (3, 224, 224)),
 }
 MODES = ("never", "except_last", "always")
 
 
-class Subject:
-    """A model, and an input of one sample per micro-batch. `way` is "plain" for a loop, or a pipeline's engine."""
+class Way(NamedTuple):
+    """How a model runs.
 
-    def __init__(
-        self, model: str, n: int, m: int, checkpoint: str, device: str, way: str | None
-    ) -> None:
-        build, shape = MODELS[model]
+    `n` is the number of partitions, and `m` the number of micro-batches. The engine is "plain" for
+    a plain loop, an engine of `benchmarks.pipelines`, or `None` for the default of `GPipe`.
+    """
+
+    model: str
+    n: int
+    m: int
+    checkpoint: str
+    device: str
+    engine: str | None
+
+
+class Subject:
+    """A model, and an input that has one sample per micro-batch."""
+
+    def __init__(self, way: Way) -> None:
+        build, shape = MODELS[way.model]
+        n, m, device = way.n, way.m, way.device
         torch.manual_seed(0)
-        self.layers, self.x = build(n).to(device), torch.rand(m, *shape, device=device)
+        self.layers = build(n).to(device)
+        self.x = torch.rand(m, *shape, device=device)
         balance = evenly(self.layers, n)
+        options: Any = {"chunks": m, "checkpoint": way.checkpoint}
         self.run: Callable[[Tensor], Tensor]
-        if way == "plain":
-            self.run = _plain(
-                self.layers, balance, m, {"never": 0, "except_last": m - 1, "always": m}[checkpoint]
-            )
+        if way.engine == "plain":
+            checkpointed = {"never": 0, "except_last": m - 1, "always": m}[way.checkpoint]
+            self.run = _plain(self.layers, balance, m, checkpointed)
         elif device == "cpu":
-            self.run = on_cpu(self.layers, balance, way, chunks=m, checkpoint=checkpoint)
+            self.run = on_cpu(self.layers, balance, way.engine, **options)
         else:
-            self.run = GPipe(
-                self.layers, balance, devices=[device] * n, chunks=m, checkpoint=checkpoint
-            )  # type: ignore[arg-type]
+            self.run = GPipe(self.layers, balance, devices=[device] * n, **options)
 
 
 def _plain(
     layers: nn.Sequential, balance: list[int], m: int, checkpointed: int
 ) -> Callable[[Tensor], Tensor]:
-    """Return a loop over micro-batches, each partition of the first `checkpointed` under `torch.utils.checkpoint`."""
-    partitions = [layers[a:b] for a, b in pairwise(accumulate(balance, initial=0))]
+    """Return a loop over micro-batches.
+
+    Each partition of the first `checkpointed` micro-batches runs under `torch.utils.checkpoint`.
+    """
+    bounds = accumulate(balance, initial=0)
+    partitions = [layers[begin:end] for begin, end in pairwise(bounds)]
 
     def run(x: Tensor) -> Tensor:
         outputs = []
         for i, y in enumerate(x.chunk(m)):
-            for partition in partitions if i < checkpointed else ():
-                y = plain_checkpoint(partition, y, use_reentrant=False)
-            outputs.append(y if i < checkpointed else layers(y))
+            if i < checkpointed:
+                for partition in partitions:
+                    y = plain_checkpoint(partition, y, use_reentrant=False)
+            else:
+                y = layers(y)
+            outputs.append(y)
         return torch.cat(outputs)
 
     return run
 
 
-def prepare(steps: int, *how: Any) -> Callable[[], list[tuple[float, float]]]:
-    """Return a function that measures so many steps. `how`: the arguments of `Subject`; raise if they cannot run."""
-    measure(1, *how)
-    return partial(measure, steps, *how)
+def prepare(steps: int, *fields: Any) -> Callable[[], list[tuple[float, float]]]:
+    """Return a function that measures `steps` steps; raise an error if the model cannot run so.
+
+    `fields` are the fields of `Way`.
+    """
+    way = Way(*fields)
+    measure(1, way)
+    return partial(measure, steps, way)
 
 
-def measure(
-    steps: int, model: str, n: int, m: int, checkpoint: str, device: str, way: str | None
-) -> list[tuple[float, float]]:
-    """Return (forward, backward) seconds per task for each of `steps` steps, after three warm-up steps."""
-    subject = Subject(model, n, m, checkpoint, device, way)
+def measure(steps: int, way: Way) -> list[tuple[float, float]]:
+    """Return the seconds of forward and of backward per task, for each of `steps` steps.
+
+    There are three warm-up steps before.
+    """
+    subject = Subject(way)
+    tasks = way.n * way.m
 
     def clock() -> float:
-        if device == "cuda":
+        if way.device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -108,5 +144,5 @@ def measure(
         loss.backward()
         ended = clock()
         if step >= 0:
-            samples.append(((ran - began) / (n * m), (ended - summed) / (n * m)))
+            samples.append(((ran - began) / tasks, (ended - summed) / tasks))
     return samples

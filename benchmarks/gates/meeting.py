@@ -1,20 +1,20 @@
-"""See whether pipelines still overlap, without a clock: tasks that meet.
+"""Check without a clock that the tasks of pipelines overlap: tasks that run at once must meet.
 
-    python -m benchmarks.gates.meeting    # exit with 1 if tasks do not meet that the schedule lets run at once
+    python -m benchmarks.gates.meeting    # exit with 1 if tasks do not meet that should
 
-A task waits until all those have begun that, in the replay of the schedule's lists, begin while it runs. Where the
-pipeline lets them overlap, that is soon. Where it does not, no time would be enough, and a line names the task and who
-did not come. A wait ends after a number of looks, not of seconds, and what was missed is tried again with many more: a
-machine that is busy, or stands still, makes this slower, and changes no answer.
+In the replay of the schedule's lists, some tasks begin while another task runs. Here, this task
+waits until all of them have begun. If the pipeline lets them overlap, the wait is short. If it does
+not, no time would be enough, and a line names the task and one that did not begin. A wait ends
+after a number of looks, not of seconds, and a scene with a missing task is run again with many more
+looks. So a busy machine makes this program slower, but changes no answer.
 
-On simulated devices nobody waits: there the graph engine's work gets the times that its streams leave it.
+On simulated devices no task waits. There, the clocks of the streams say when tasks begin and end.
 """
 
 import faulthandler
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -32,18 +32,27 @@ from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.schedules import Action, make
 from torchgpipe.schedules.action import needs
 from torchgpipe.tensors.checkpoint import MODES, Mode
-from torchgpipe.tensors.observe import Task
+from torchgpipe.tensors.observe import Kind, Task
 
 N, M = 4, 6  # devices, micro-batches
-LOOKS, MANY = 250, 2500  # looks at who has begun: at first, and to be sure
+LOOKS = 250  # how often a task looks at which tasks have begun
+MANY = 2500  # how often it looks when a scene is run again
 PAUSE = 0.002  # seconds between looks
 LOST = "lost"
 
 
-class Scene(NamedTuple):
-    """A training step, by `step` but for GPipe, or without `grad` a forward. Each action takes one unit of time.
+Times = dict[str, tuple[float, float]]
+"""When each action, or copy after an action, begins and ends."""
+Run = Callable[["Scene", int], str | None]
+"""A function that runs a scene with a number of looks, and returns a line if tasks do not meet."""
 
-    With `ahead`, each stage's first action of a direction takes two: every sender gets ahead.
+
+class Scene(NamedTuple):
+    """A training step with a schedule, or a forward without gradients.
+
+    The schedule `GPipe` runs a forward and a backward, and other schedules run with `step`. An
+    action takes one unit of time. With `ahead`, each stage's first action of a direction takes two
+    units, so that every sender gets ahead.
     """
 
     mode: Mode
@@ -52,37 +61,45 @@ class Scene(NamedTuple):
     schedule: str = "GPipe"
 
     def __str__(self) -> str:
-        name = f"{self.schedule}, " * (self.schedule != "GPipe")
-        return (
-            f"{name}{self.mode}{', senders ahead' * self.ahead}{', forward only' * (not self.grad)}"
-        )
+        parts: list[str] = [self.mode]
+        if self.schedule != "GPipe":
+            parts.insert(0, self.schedule)
+        if self.ahead:
+            parts.append("senders ahead")
+        if not self.grad:
+            parts.append("forward only")
+        return ", ".join(parts)
 
     def seconds(self, action: Action) -> float:
         """Return how long an action takes in the schedule."""
-        return 1.0 + (self.ahead and action[:2] in (("forward", 0), ("backward", M - 1)))
+        first = action[:2] in (("forward", 0), ("backward", M - 1))
+        return 2.0 if self.ahead and first else 1.0
 
 
-SCENES = (*map(Scene, MODES), Scene("never", ahead=True), Scene("never", ahead=True, grad=False))
-STEPS = tuple(
-    Scene(mode, schedule=name) for name in ("1F1B", "Interleaved1F1B", "ZBH1") for mode in MODES
-)
+SCENES = [Scene(mode) for mode in MODES]
+SCENES += [Scene("never", ahead=True), Scene("never", ahead=True, grad=False)]
+STEPS: list[Scene] = []
+for name in ("1F1B", "Interleaved1F1B", "ZBH1"):
+    STEPS += [Scene(mode, schedule=name) for mode in MODES]
 
 
-def spans(scene: Scene, copy: float = 0.0) -> dict[str, tuple[float, float]]:
-    """Return when each action begins and ends by the schedule; and each copy, if copies take time.
+def spans(scene: Scene, copy: float = 0.0) -> Times:
+    """Return when each action of a schedule begins and ends, and each copy if copies take time.
 
-    Where they do, on simulated devices, a boundary has room for any number of items, and else for one.
+    On simulated devices, copies take time, and a boundary has room for any number of items.
+    Elsewhere, it has room for one.
     """
     schedule = make(scene.schedule, N, M, checkpoint=scene.mode)
-    pairs = [
-        (action, other) for action in schedule.actions for other in needs(action, schedule.actions)
-    ]
-    sent = {other for action, other in pairs if other.stage != action.stage}
+    sent: set[Action] = set()
+    for action in schedule.actions:
+        for other in needs(action, schedule.actions):
+            if other.stage != action.stage:
+                sent.add(other)
     copies = [(s, s + 1, copy) for s in range(len(schedule.placement) - 1)]
-    run = schedule.replay(
-        scene.seconds, copies, None if copy else 1, loss=0.0 if scene.schedule == "GPipe" else None
-    )
-    times = dict[str, tuple[float, float]]()
+    room = None if copy else 1
+    loss = 0.0 if scene.schedule == "GPipe" else None
+    run = schedule.replay(scene.seconds, copies, room, loss=loss)
+    times: Times = {}
     for kind, i, s, start, end in run.tasks:
         action = Action(kind, i, s)
         if scene.grad or action.kind == "forward":
@@ -92,25 +109,31 @@ def spans(scene: Scene, copy: float = 0.0) -> dict[str, tuple[float, float]]:
     return times
 
 
-def mates(times: dict[str, tuple[float, float]]) -> dict[str, list[str]]:
-    """Return, for each piece of work, all that begin while it runs."""
-    return {
-        work: [
-            other for other, (begins, _) in times.items() if start <= begins < end and other != work
-        ]
-        for work, (start, end) in times.items()
-    }
+def mates(times: Times) -> dict[str, list[str]]:
+    """Return, for each action or copy, all others that begin while it runs."""
+    found: dict[str, list[str]] = {}
+    for work, (start, end) in times.items():
+        found[work] = []
+        for other, (begins, _) in times.items():
+            if start <= begins < end and other != work:
+                found[work].append(other)
+    return found
 
 
 class Board:
-    """Where the tasks of a scene meet. It is at a `store`, which threads or processes share."""
+    """The meeting place of a scene's tasks, in a store that threads or processes share."""
 
     def __init__(self, scene: Scene, looks: int) -> None:
-        self.scene, self.looks, self.mates = scene, looks, mates(spans(scene))
+        self.scene = scene
+        self.looks = looks
+        self.mates = mates(spans(scene))
         self.store: Any = None
 
     def begins(self, task: Task) -> AbstractContextManager[object]:
-        """Wait until all mates have begun, at most for so many looks, or until another task has waited in vain."""
+        """Wait until all mates have begun.
+
+        The wait ends after `self.looks` looks, or when another task has waited in vain.
+        """
         name = str(Action(*task))
         self.store.set(name, "")
         missing = self.mates[name]
@@ -125,22 +148,27 @@ class Board:
     def twice(
         self, store: Any, model: Any, after: Callable[[], object] = lambda: None
     ) -> str | None:
-        """Run a step twice, as a pipeline's first mini-batch is unlike later ones; say who waited for whom in vain."""
+        """Run a step twice, as a pipeline's first mini-batch is unlike later ones.
+
+        Return a line about a task that waited in vain, or `None`.
+        """
         model.observer = self.begins
         for k in "12":
             self.store = dist.PrefixStore(k, store)  # type: ignore[attr-defined]
             step(self.scene, model)
             after()
             if self.store.check([LOST]):
-                return str(self.store.get(LOST).decode())
+                line: bytes = self.store.get(LOST)
+                return line.decode()
         return None
 
 
 def step(scene: Scene, model: Any, between: Callable[[], object] = lambda: None) -> None:
-    """Run forward, and backward if the scene has it."""
+    """Run a scene. Between forward and backward of `GPipe`, call `between`."""
     gpipe = scene.schedule == "GPipe"
+    run = model.loss if gpipe else model.step
     with torch.set_grad_enabled(scene.grad):
-        loss = (model.loss if gpipe else model.step)(lambda y, _: y.sum(), torch.ones(M, 1), None)
+        loss = run(lambda y, _: y.sum(), torch.ones(M, 1), None)
     if gpipe and scene.grad:
         between()
         loss.backward()
@@ -149,14 +177,20 @@ def step(scene: Scene, model: Any, between: Callable[[], object] = lambda: None)
 def pipeline(scene: Scene, devices: Sequence[Any], engine: Any) -> GPipe:
     """Return a pipeline that runs a scene, with a layer for each stage."""
     n = len(make(scene.schedule, N, M).placement)
-    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(n)))
-    given: Any = {
-        "devices": devices,
-        "chunks": M,
-        "checkpoint": scene.mode,
-        "schedule": scene.schedule,
-    }
-    return GPipe(model, [1] * n, engine=engine, **given)
+    return GPipe(
+        _layers(n),
+        [1] * n,
+        devices=devices,
+        chunks=M,
+        checkpoint=scene.mode,
+        schedule=scene.schedule,
+        engine=engine,
+    )
+
+
+def _layers(n: int) -> nn.Sequential:
+    layers = [nn.Linear(1, 1) for _ in range(n)]
+    return nn.Sequential(*layers)
 
 
 def over_workers(scene: Scene, looks: int) -> str | None:
@@ -166,14 +200,14 @@ def over_workers(scene: Scene, looks: int) -> str | None:
 
 
 def on_rank(scene: Scene, looks: int, store: Any) -> str | None:
-    """Run a scene as a rank; all of them share `store`, which has to be new."""
-    layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(N)))
-    with closing(DistributedGPipe(layers, [1] * N, chunks=M, checkpoint=scene.mode)) as model:
+    """Run a scene as a rank. All ranks share `store`, which has to be new."""
+    model = DistributedGPipe(_layers(N), [1] * N, chunks=M, checkpoint=scene.mode)
+    with closing(model):
         return Board(scene, looks).twice(store, model, dist.barrier)
 
 
 class Ranks:
-    """Processes that run scenes. They are forked: so make this before there are other threads."""
+    """Processes that run scenes. They are forked, so create this before there are other threads."""
 
     def __init__(self) -> None:
         self._launched = Launched("fork", N, _serve)
@@ -183,10 +217,11 @@ class Ranks:
         self._runs = 0
 
     def run(self, scene: Scene, looks: int) -> str | None:
-        """Run a scene."""
+        """Run a scene on all ranks."""
         self._runs += 1
         self._launched.send((str(self._runs), scene, looks))
-        running, answer = {*range(N)}, None
+        running = set(range(N))
+        answer = None
         while running:
             for k, answer in self._launched.receive(running):
                 if isinstance(answer, Ended):
@@ -200,63 +235,77 @@ def _serve(k: int, link: Connection) -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore("ranks", store), rank=k, world_size=N)  # type: ignore[attr-defined]
     while True:
         run, scene, looks = link.recv()
-        link.send(on_rank(scene, looks, dist.PrefixStore(run, store)))  # type: ignore[attr-defined]
+        shared = dist.PrefixStore(run, store)  # type: ignore[attr-defined]
+        link.send(on_rank(scene, looks, shared))
 
 
 def on_devices(scene: Scene, looks: int = 0) -> str | None:
-    """Run a scene with the graph engine on simulated devices, where a copy takes as long as a task."""
-    found = dict[str, tuple[float, float]]()
-    devices = [torch.device("cpu", j) for j in range(N)]
-
-    @contextmanager
-    def times(task: Task) -> Iterator[None]:
-        action = Action(*task)
-        if task.kind != "copy":
-            found[str(action)] = streams.of(devices[task.partition]).run(scene.seconds(action))  # type: ignore[union-attr]
-        yield
-        if task.kind == "copy":
-            end = streams.current[-1].clock
-            backward = any(work.startswith("backward") for work in found)
-            found[f"copy after {action._replace(kind='backward' if backward else 'forward')}"] = (
-                end - 1.0,
-                end,
-            )
-
-    with pytest.MonkeyPatch.context() as patch:
-        streams = Streams(patch, {(j, j + 1): 1.0 for j in range(N - 1)})
-        model = pipeline(scene, devices, "graph")
-        model.observer = times
-        step(scene, model, streams.synchronize)  # as printing the loss would
+    """Run a scene with the graph engine on simulated devices; a copy takes as long as a task."""
+    found = _times_on_devices(scene)
     expected = spans(scene, 1.0)
-    for work, others in sorted(mates(expected).items(), key=lambda item: expected[item[0]]):
-        for other in others:
-            if found[other][0] >= found[work][1]:
+    mates_of = mates(expected)
+    for work in sorted(mates_of, key=expected.__getitem__):
+        _, end = found[work]
+        for other in mates_of[work]:
+            begin, _ = found[other]
+            if begin >= end:
                 return f"{other} did not begin while {work} ran"
     return None
 
 
+def _times_on_devices(scene: Scene) -> Times:
+    found: Times = {}
+    devices = [torch.device("cpu", j) for j in range(N)]
+    direction: Kind = "forward"
+
+    @contextmanager
+    def observe(task: Task) -> Iterator[None]:
+        nonlocal direction
+        action = Action(*task)
+        if task.kind == "copy":
+            yield
+            end = streams.current[-1].clock
+            copied = action._replace(kind=direction)
+            found[f"copy after {copied}"] = end - 1.0, end
+        else:
+            if task.kind.startswith("backward"):
+                direction = "backward"
+            stream: Any = streams.of(devices[task.partition])
+            found[str(action)] = stream.run(scene.seconds(action))
+            yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        streams = Streams(patch, {(j, j + 1): 1.0 for j in range(N - 1)})
+        model = pipeline(scene, devices, "graph")
+        model.observer = observe
+        step(scene, model, streams.synchronize)  # a program that prints the loss waits here, too
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run every scene on every engine; say what was lost, one line for each engine."""
+    """Run every scene on every engine; print the first loss of each engine."""
     command("gates.meeting", __doc__, json=False).parse_args(arguments)
-    lines = []
     with closing(Ranks()) as ranks:
-        for engine, run in (
-            ("ranks", ranks.run),
-            ("workers", over_workers),
-            ("simulated devices", on_devices),
-        ):
-            scenes = SCENES + STEPS * (run is over_workers)
-            lost = (
-                (scene, line)
-                for scene in scenes
-                if run(scene, LOOKS) and (line := run(scene, MANY))
-            )
-            lines += [f"{engine}, {scene}: {line}" for scene, line in islice(lost, 1)]
+        lost = [
+            _first_lost("ranks", ranks.run, SCENES),
+            _first_lost("workers", over_workers, SCENES + STEPS),
+            _first_lost("simulated devices", on_devices, SCENES),
+        ]
+    lines = [line for line in lost if line is not None]
     if lines:
         raise SystemExit("\n".join(lines))
-    print(
-        f"all tasks meet, in {len(SCENES)} cases on each engine and {len(STEPS)} of step() by workers"
-    )
+    cases = f"{len(SCENES)} cases on each engine and {len(STEPS)} of step() by workers"
+    print(f"all tasks meet, in {cases}")
+
+
+def _first_lost(engine: str, run: Run, scenes: Sequence[Scene]) -> str | None:
+    """Return a line about the first scene in which tasks do not meet, also after many looks."""
+    for scene in scenes:
+        if run(scene, LOOKS):
+            line = run(scene, MANY)
+            if line:
+                return f"{engine}, {scene}: {line}"
+    return None
 
 
 if __name__ == "__main__":

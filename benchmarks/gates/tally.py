@@ -2,11 +2,13 @@
 
     operators   calls that reach PyTorch's dispatcher below autograd, forward and backward
     nodes       nodes of autograd graphs that calls of backward traverse
-    waits       calls with which threads wait for each other: items put into queues, locks, events, threads started
+    waits       calls with which a thread may wait for another: it puts an item into a queue,
+                takes a lock, waits for an event, or starts a thread
 
-It is chance whether a thread really waits, and how often a loop reads from a queue, but not how many items are put into
-it. Threads are counted if they are started while the tally runs; queues (`SimpleQueue`) and locks, if the library's own
-modules create them meanwhile.
+It is chance whether a thread really waits, and how often a loop reads from a queue. But the number
+of items that are put into the queue is always the same. A thread is counted if it is started while
+the tally runs. A queue (`SimpleQueue`) or a lock is counted if the library's own modules create it
+meanwhile.
 """
 
 import sys
@@ -24,9 +26,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgpipe.tensors._autograd
 
+Patch = tuple[Any, str, Any]
+"""An object, the name of its attribute, and the attribute's new value."""
+
 
 class Tally:
-    """What was seen in `threads` since the last `clear`. These are lists because appending needs no lock."""
+    """What `threads` have done since the last `clear`.
+
+    The counts are lists, because appending to a list needs no lock.
+    """
 
     def __init__(self) -> None:
         self.threads = {threading.current_thread()}
@@ -50,17 +58,18 @@ class Tally:
 
 @contextmanager
 def tallied() -> Iterator[Tally]:
-    """Count what this thread does, and threads that are started meanwhile."""
+    """Count what this thread does, and what threads do that are started meanwhile."""
     tally = Tally()
     with ExitStack() as stack:
-        for owner, name, replacement in _replacements(tally):
-            stack.enter_context(mock.patch.object(owner, name, replacement))
+        for replacements in (_starts, _backwards, _queues_and_locks):
+            for owner, name, value in replacements(tally):
+                stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(_Operators(tally))
         yield tally
 
 
 class _Operators(TorchDispatchMode):
-    """Count the operators of this thread, and of workers, which get the modes that are around the call."""
+    """Count the operators of this thread, and of workers, which get this thread's modes."""
 
     only_watches = True
 
@@ -73,9 +82,9 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _replacements(tally: Tally) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what to patch: an object, the name of its attribute, and the new value."""
-    start, engine = threading.Thread.start, torch.autograd.Variable._execution_engine
+def _starts(tally: Tally) -> Iterator[Patch]:
+    """Yield the patch that counts the starts of threads."""
+    start = threading.Thread.start
 
     def noted_start(thread: threading.Thread) -> None:
         if tally.watches():
@@ -83,31 +92,41 @@ def _replacements(tally: Tally) -> Iterator[tuple[Any, str, Any]]:
             tally.threads.add(thread)
         start(thread)
 
+    yield threading.Thread, "start", noted_start
+
+
+def _backwards(tally: Tally) -> Iterator[Patch]:
+    """Yield the patches that count the nodes of each backward."""
+    engine = torch.autograd.Variable._execution_engine
+
     def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         if tally.watches():
             tally.nodes.append(len(_reachable(roots)))
         return engine.run_backward(roots, *args, **kwargs)
 
-    names = [name for name in dir(engine) if not name.startswith("__")]
-    noted_engine = SimpleNamespace(
-        **{name: getattr(engine, name) for name in names} | {"run_backward": run_backward}
-    )
-    yield threading.Thread, "start", noted_start
+    noted_engine = SimpleNamespace()
+    for name in dir(engine):
+        if not name.startswith("__"):
+            setattr(noted_engine, name, getattr(engine, name))
+    noted_engine.run_backward = run_backward
     yield torch.autograd.Variable, "_execution_engine", noted_engine  # for loss.backward()
     yield torchgpipe.tensors._autograd, "_engine", noted_engine  # for tasks
+
+
+def _queues_and_locks(tally: Tally) -> Iterator[Patch]:
+    """Yield the patches that count the calls of queues, locks and events of the library."""
 
     def noted(make: Callable[[], Any]) -> Callable[[], _Noted]:
         return lambda: _Noted(make(), tally)
 
-    made = {
-        name: noted(getattr(threading, name)) for name in ("Lock", "RLock", "Event", "Condition")
-    }
-    noted_threading = SimpleNamespace(**vars(threading) | made)
+    noted_threading = SimpleNamespace(**vars(threading))
+    for name in ("Lock", "RLock", "Event", "Condition"):
+        setattr(noted_threading, name, noted(getattr(threading, name)))
     locks = type(threading.Lock()) | type(threading.RLock())
-    # Patch only the library's modules: modules imported meanwhile would keep patched locks for good.
-    for module in [
-        module for name, module in sys.modules.items() if name.partition(".")[0] == "torchgpipe"
-    ]:
+    # Patch only the library's modules: a module imported meanwhile would keep patched locks.
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] != "torchgpipe":
+            continue
         for name, value in list(vars(module).items()):
             if value is SimpleQueue:
                 yield module, name, noted(SimpleQueue)

@@ -1,4 +1,8 @@
-"""torchgpipe 0.0.7. It has the same name as this library, so it runs in a process that does not import this one."""
+"""The adapter for torchgpipe 0.0.7.
+
+That package has the same name as this library, so it runs in a process that does not import this
+library.
+"""
 
 from collections import OrderedDict
 from typing import Any
@@ -19,11 +23,13 @@ class Older(Pipe):
             raise NotOffered("it takes a sequence of layers")
         names = ("chunks", "checkpoint", "deferred_batch_norm")
         options = {name: getattr(self.row, name) for name in names}
-        self.pipeline = GPipe(layers, balance, devices=["cpu"] * len(balance), **options)
+        devices = ["cpu"] * len(balance)
+        self.pipeline = GPipe(layers, balance, devices=devices, **options)
         # Names in its state dict begin with the partition, so they change with the balance.
-        return nn.Sequential(
-            OrderedDict(item for part in self.pipeline.partitions for item in part.named_children())
-        )
+        named: OrderedDict[str, nn.Module] = OrderedDict()
+        for partition in self.pipeline.partitions:
+            named.update(partition.named_children())
+        return nn.Sequential(named)
 
     def call(self, x: Any) -> Any:
         self.pipeline.train(self.module.training)

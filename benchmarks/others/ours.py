@@ -1,4 +1,4 @@
-"""The plain layers, and this library's pipelines: threads and ranks."""
+"""Adapters for the plain layers, and for this library's pipelines of threads and of ranks."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ class Layers(Pipe):
     """The layers without a pipeline, on each micro-batch in turn."""
 
     def build(self, layers: Any, balance: list[Any]) -> Any:
-        deferred = self.row.deferred_batch_norm
-        self.plain = Plain(
-            nn.Sequential(layers), chunks=self.row.chunks, deferred_batch_norm=deferred
-        )
+        row = self.row
+        deferred = row.deferred_batch_norm
+        whole = nn.Sequential(layers)
+        self.plain = Plain(whole, chunks=row.chunks, deferred_batch_norm=deferred)
         return layers
 
     def call(self, x: Any) -> Any:
@@ -38,10 +38,12 @@ class Threads(Pipe):
                 layers = sequential(layers, self.row.sample)
             balance = evenly(layers, len(balance) + 1)
         names = ("chunks", "checkpoint", "deferred_batch_norm")
-        return self.piped(layers, balance, **{name: getattr(self.row, name) for name in names})
+        options = {name: getattr(self.row, name) for name in names}
+        return self.piped(layers, balance, **options)
 
     def piped(self, layers: nn.Sequential, balance: list[int], **options: Any) -> nn.Module:
-        return GPipe(layers, balance, devices=["cpu"] * len(balance), engine=self.engine, **options)
+        devices = ["cpu"] * len(balance)
+        return GPipe(layers, balance, devices=devices, engine=self.engine, **options)
 
 
 class Ranks(Threads):

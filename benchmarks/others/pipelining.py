@@ -1,4 +1,4 @@
-"""PyTorch's `torch.distributed.pipelining`: `ScheduleGPipe` and `Schedule1F1B`."""
+"""Adapters for `ScheduleGPipe` and `Schedule1F1B` of PyTorch's `torch.distributed.pipelining`."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining import SplitPoint
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from reproduce.run.engines.schedules import schedule
 from tests.behaviours.pipe import NotOffered, Pipe, rank
@@ -14,7 +16,8 @@ from tests.behaviours.pipe import NotOffered, Pipe, rank
 class TorchGPipe(Pipe):
     """`ScheduleGPipe`."""
 
-    package, ranks = "torch/distributed/pipelining", True
+    package = "torch/distributed/pipelining"
+    ranks = True
     schedule_name = "ScheduleGPipe"
 
     def build(self, layers: Any, balance: list[Any]) -> Any:
@@ -26,51 +29,61 @@ class TorchGPipe(Pipe):
         options: dict[str, Any] = {"loss_fn": row.criterion, "scale_grads": row.mean}
         if row.sample is None:
             begin = sum(balance[: rank()])
-            module: Any = nn.Sequential(*layers)[
-                begin : begin + balance[rank()]
-            ]  # with the names of the whole
-            self.schedule = schedule(self.schedule_name, module, chunks=row.chunks, **options)
-        else:
-            cuts = {name: pipelining.SplitPoint.BEGINNING for name in balance}
-            sample = row.sample.chunk(row.chunks)[0]
-            stage = pipelining.pipeline(layers, (sample,), split_spec=cuts).build_stage(
-                rank(), torch.device("cpu")
-            )
-            module, self.schedule = (
-                stage.submod,
-                getattr(pipelining, self.schedule_name)(stage, row.chunks, **options),
-            )
-        return module
+            end = begin + balance[rank()]
+            whole = nn.Sequential(*layers)
+            part = whole[begin:end]  # it keeps the names of the whole model
+            self.schedule = schedule(self.schedule_name, part, chunks=row.chunks, **options)
+            return part
+        cuts = dict.fromkeys(balance, SplitPoint.BEGINNING)
+        sample = row.sample.chunk(row.chunks)[0]
+        traced = pipelining.pipeline(layers, (sample,), split_spec=cuts)
+        stage = traced.build_stage(rank(), torch.device("cpu"))
+        make = getattr(pipelining, self.schedule_name)
+        self.schedule = make(stage, row.chunks, **options)
+        return stage.submod
 
     def step(self, *given: Any) -> Pipe:
         self.module.train()
         losses: list[Tensor] = []
         self._run(self.schedule.step, given or self.row.given(), losses)
         if losses:
-            total = torch.stack([loss.detach() for loss in losses]).sum()
-            self.losses.append(total / len(losses) if self.row.mean else total)
+            loss = torch.stack([loss.detach() for loss in losses]).sum()
+            if self.row.mean:
+                loss = loss / len(losses)
+            self.losses.append(loss)
         return self
 
     def evaluate(self, *given: Any) -> Pipe:
         self.module.eval()
         output = self._run(self.schedule.eval, given or self.row.given(), [])
-        self.outputs += [] if output is None else [output]
+        if output is not None:
+            self.outputs.append(output)
         return self
 
     def _run(self, call: Any, given: Any, losses: list[Tensor]) -> Any:
         x, target = given
-        inputs = (x if isinstance(x, tuple) else (x,)) if rank() == 0 else ()
+        first = rank() == 0
         last = rank() + 1 == dist.get_world_size()
-        return call(*inputs, **({"target": target, "losses": losses} if last else {}))
+        inputs: tuple[Any, ...] = ()
+        if first:
+            inputs = x if isinstance(x, tuple) else (x,)
+        if last:
+            return call(*inputs, target=target, losses=losses)
+        return call(*inputs)
 
     def clip_gradients(self, norm: float) -> None:
-        given = [p for p in self.module.parameters() if p.grad is not None]
-        total = torch.nn.utils.get_total_norm([p.grad for p in given if p.grad is not None]) ** 2
-        dist.all_reduce(total)
-        torch.nn.utils.clip_grads_with_norm_(given, norm, total.sqrt())
+        parameters, gradients = [], []
+        for p in self.module.parameters():
+            if p.grad is not None:
+                parameters.append(p)
+                gradients.append(p.grad)
+        squares = get_total_norm(gradients) ** 2
+        dist.all_reduce(squares)
+        clip_grads_with_norm_(parameters, norm, squares.sqrt())
 
     def load_model(self, whole: dict[str, Tensor]) -> None:
-        self.module.load_state_dict({name: whole[name] for name in self.module.state_dict()})
+        part = {name: whole[name] for name in self.module.state_dict()}
+        self.module.load_state_dict(part)
 
 
 class Torch1F1B(TorchGPipe):

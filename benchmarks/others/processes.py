@@ -1,7 +1,8 @@
 """Run a row with an adapter in separate processes, and compare the result with the plain layers'.
 
-Processes are forked from a server that has imported torch already. Their process group meets at a shared file. A rank
-sends the row's losses, gradients and parameters on it, and `run` compares them.
+The processes are forked from a server that has imported torch already. Their process group meets at
+a shared file. Each rank sends the losses, gradients and parameters that it has, and `run` compares
+them.
 """
 
 import importlib
@@ -9,7 +10,6 @@ import io
 import os
 import re
 import sys
-import tempfile
 import time
 import traceback
 from contextlib import closing
@@ -17,10 +17,12 @@ from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from reproduce.run.engines.launch import Ended, Launched
 from tests.behaviours.compare import difference
@@ -35,7 +37,10 @@ Kind = Literal["equal", "not offered", "refused", "fails", "differs", "ends", "h
 
 
 class Adapter(NamedTuple):
-    """What runs a row: module and name of a `Pipe` class, and a folder of packages only for its processes."""
+    """The class that runs a row, by the names of its module and of the class.
+
+    `folder` has packages that only the processes of the adapter import.
+    """
 
     module: str
     name: str
@@ -46,17 +51,26 @@ class Adapter(NamedTuple):
         """Import the class. Packages in its folder come first."""
         if self.folder:  # it has another torchgpipe
             sys.path.insert(0, self.folder)
-            for name in [
-                name for name in sys.modules if name.split(".")[0] in ("torchgpipe", "tests")
-            ]:
-                del sys.modules[name]
-        found: type[Pipe] = getattr(importlib.import_module(self.module), self.name)
+            for name in list(sys.modules):
+                if name.split(".")[0] in ("torchgpipe", "tests"):
+                    del sys.modules[name]
+        module = importlib.import_module(self.module)
+        found: type[Pipe] = getattr(module, self.name)
         return found
 
 
 PRELOADED = ["benchmarks.harness", "benchmarks.others.ours", "benchmarks.others.pipelining"]
 PRELOADED += ["torch.distributed.pipelining", "tests.behaviours.rows.training"]
 PLAIN = Adapter("benchmarks.others.ours", "Layers")
+
+
+class Work(NamedTuple):
+    """What each rank gets: the name of a row, the adapter that runs it, and a shared folder."""
+
+    name: str
+    adapter: Adapter
+    ranks: int
+    folder: Path
 
 
 class Outcome(NamedTuple):
@@ -72,63 +86,81 @@ def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
     if isinstance(expected, Outcome) or any(x is False for x in expected[0].values()):
         raise AssertionError(f"{row.name}: the plain layers end in {expected}")
     found = run_ranks(row, adapter, limit)
-    if (
-        isinstance(found, Outcome) and found.kind == "hangs"
-    ):  # retry: the machine may have been busy
-        found = run_ranks(row, adapter, limit)
+    if isinstance(found, Outcome) and found.kind == "hangs":
+        found = run_ranks(row, adapter, limit)  # the machine may have been busy
     return found if isinstance(found, Outcome) else compared(found, expected[0])
 
 
 def compared(ranks: list[Found], plain: Found) -> Outcome:
     """Return whether the results of all ranks together equal the result of the plain layers."""
-    for name, y in (item for found in ranks for item in found.items()):
-        if name not in plain or y is False:
-            return Outcome(
-                "differs",
-                f"not so: {name}" if y is False else f"{name}: there, but not in the model",
-            )
-        if said := difference(y, plain[name], TOLERANCE):
-            return Outcome("differs", f"{name} {said}")
-    missing = [name for name in plain if not any(name in found for found in ranks)]
-    return Outcome("differs", f"{missing[0]}: on no rank") if missing else Outcome("equal")
+    missing = dict.fromkeys(plain)
+    for found in ranks:
+        for name, y in found.items():
+            if y is False:
+                return Outcome("differs", f"not so: {name}")
+            if name not in plain:
+                return Outcome("differs", f"{name}: there, but not in the model")
+            if said := difference(y, plain[name], TOLERANCE):
+                return Outcome("differs", f"{name} {said}")
+            missing.pop(name, None)
+    for name in missing:
+        return Outcome("differs", f"{name}: on no rank")
+    return Outcome("equal")
 
 
 def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Outcome:
-    """Run a row on a rank per partition; return the result of each rank, or how the row failed."""
+    """Run a row on a rank for each partition.
+
+    Return the results of all ranks, or the outcome if the row failed.
+    """
     get_context("forkserver").set_forkserver_preload(PRELOADED)
     ranks = row.partitions if adapter.ranks else 1
-    left: dict[int, tuple[Found, Outcome | None]] = {}  # of a rank: its result, or how it failed
-    ended: dict[int, str] = {}
+    results: dict[int, Found] = {}
+    errors: list[Outcome] = []
+    ends: list[str] = []
     with (
-        tempfile.TemporaryDirectory() as folder,
+        TemporaryDirectory() as folder,
         closing(
-            Launched("forkserver", ranks, _rank, row.name, adapter, ranks, Path(folder))
+            Launched("forkserver", ranks, _rank, Work(row.name, adapter, ranks, Path(folder)))
         ) as launched,
     ):
-        running, end = {*range(ranks)}, time.monotonic() + limit
-        while running and (
-            received := [*launched.receive(running, max(0.01, end - time.monotonic()))]
-        ):
-            for k, said in received:
+        running = set(range(ranks))
+        end = time.monotonic() + limit
+        while running:
+            left = max(0.01, end - time.monotonic())
+            received = list(launched.receive(running, left))
+            if not received:
+                break
+            for k, answer in received:
                 running.remove(k)
-                if isinstance(said, Ended):
-                    ended[k] = (
-                        f"{said.how.split(maxsplit=1)[1]}{_printed(Path(folder, f'{k}.log').read_text())}"
-                    )
+                if isinstance(answer, Ended):
+                    log = Path(folder, f"{k}.log").read_text()
+                    how = answer.how.split(maxsplit=1)[1]
+                    ends.append(f"{how}{_printed(log)}")
                 else:
-                    left[k] = torch.load(io.BytesIO(said), weights_only=False)
-                if k in ended or left[k][1] is not None:
-                    end = min(end, time.monotonic() + AFTER)
-    # Report the original failure, not the error of a rank that only learned of it.
-    errors = [outcome for _, outcome in left.values() if outcome is not None]
-    first = min(errors, key=_after_another, default=None)
-    if first is not None and (not ended or (first.kind == "refused" and not _after_another(first))):
-        return first
-    if ended:
-        return Outcome("ends", next(iter(ended.values()))[:300])
+                    results[k], error = torch.load(io.BytesIO(answer), weights_only=False)
+                    if error is None:
+                        continue
+                    errors.append(error)
+                end = min(end, time.monotonic() + AFTER)
+    if failure := _failure(errors, ends):
+        return failure
     if running:
         return Outcome("hangs", f"not finished after {limit:g} seconds")
-    return [left[k][0] for k in range(ranks)]
+    return [results[k] for k in range(ranks)]
+
+
+def _failure(errors: list[Outcome], ends: list[str]) -> Outcome | None:
+    """Return the original failure, or `None`.
+
+    An error that the failure of another rank has caused is not original.
+    """
+    first = min(errors, key=_after_another, default=None)
+    if not ends:
+        return first
+    if first is not None and first.kind == "refused" and not _after_another(first):
+        return first
+    return Outcome("ends", ends[0][:300])
 
 
 def _after_another(outcome: Outcome) -> bool:
@@ -138,44 +170,38 @@ def _after_another(outcome: Outcome) -> bool:
 
 def _printed(log: str) -> str:
     """Return the last line of a process's log that looks like an error."""
-    lines = [line.strip() for line in log.splitlines() if "what()" in line or "Error" in line]
-    return f": {_without_folders(lines[-1])}" if lines else ""
+    last = ""
+    for line in log.splitlines():
+        if "what()" in line or "Error" in line:
+            last = line.strip()
+    return f": {_without_folders(last)}" if last else ""
 
 
 def _without_folders(said: str) -> str:
     return re.sub(r"(/[\w.+-]+)+/", "", said)
 
 
-def _rank(
-    number: int, link: Connection, name: str, adapter: Adapter, ranks: int, folder: Path
-) -> None:
-    log = os.open(folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
+def _rank(number: int, link: Connection, how: Work) -> None:
+    """Run a row as one rank, and send its results, and an outcome if it fails."""
+    log = os.open(how.folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
-    found: Found = {}
+    found: dict[str, Tensor | bool | None] = {}
     outcome, package = None, ""
     try:
-        pipe = adapter.load()
+        pipe = how.adapter.load()
         package = pipe.package
-        if ranks > 1:
-            os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks)}
-            store = f"file://{folder}/store"
-            dist.init_process_group(
-                "gloo", init_method=store, rank=number, world_size=ranks, timeout=PATIENCE
-            )
-        row = next(
-            row
-            for row in importlib.import_module("tests.behaviours.rows.training").ROWS
-            if row.name == name
-        )
-        result = row.action(pipe(row, folder))
-        found = (
-            result.found() if hasattr(result, "found") else result
-        )  # its class may be a reimported one
-        found = {
-            name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in found.items()
-        }
+        if how.ranks > 1:
+            _join(number, how)
+        # If the adapter has a folder, `load` has removed the modules with the rows and with `Pipe`.
+        rows = importlib.import_module("tests.behaviours.rows.training").ROWS
+        row = next(row for row in rows if row.name == how.name)
+        result = row.action(pipe(row, how.folder))
+        if hasattr(result, "found"):
+            result = result.found()
+        for key, x in result.items():
+            found[key] = x.detach() if isinstance(x, Tensor) else x
     except BaseException as error:
         traceback.print_exc()
         outcome = judged(error, package)
@@ -187,15 +213,27 @@ def _rank(
     os._exit(1)
 
 
+def _join(number: int, how: Work) -> None:
+    """Join the process group of the row's ranks."""
+    rank, ranks = str(number), str(how.ranks)
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    options: Any = {"rank": number, "world_size": how.ranks, "timeout": PATIENCE}
+    dist.init_process_group("gloo", init_method=f"file://{how.folder}/store", **options)
+
+
 def judged(error: BaseException, package: str) -> Outcome:
     """Classify an error. It is a refusal if the package's own code raised it, with a message."""
     if type(error).__name__ == NotOffered.__name__:
         return Outcome("not offered", str(error))
-    while error.__cause__ is not None:  # outer errors only add where it happened
+    while error.__cause__ is not None:  # outer errors only add where the first was raised
         error = error.__cause__
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    own = f"/{package}/" in last.filename and (last.line or "").startswith("raise ")
-    said = " ".join(str(error).split())
     name = type(error).__name__
-    text = f"{name}: {_without_folders(said)}"[:300] if said else f"{name} without a message"
-    return Outcome("refused" if own and said else "fails", text)
+    words = str(error).split()
+    if not words:
+        return Outcome("fails", f"{name} without a message")
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    raised = (last.line or "").startswith("raise ")
+    own = raised and f"/{package}/" in last.filename
+    message = _without_folders(" ".join(words))
+    text = f"{name}: {message}"
+    return Outcome("refused" if own else "fails", text[:300])

@@ -1,2 +1,4 @@
-"""Times of single parts of the library, under pytest-benchmark.
-They may import `reproduce.models` and `torchgpipe`."""
+"""Times of single parts of the library, measured with pytest-benchmark.
+
+They may import `reproduce.models` and `torchgpipe`.
+"""

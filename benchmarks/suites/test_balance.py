@@ -1,31 +1,63 @@
-"""Time to balance a model, with pytest-benchmark: profiling and search together, and the search alone."""
+"""Time to balance a model, with pytest-benchmark.
+
+One benchmark has profiling and search together, the other has the search alone.
+"""
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
+from torch.nn import Sequential
 
 from reproduce.models.built import amoebanetd, unet
 from torchgpipe.balance import balance_by_size, balance_by_time
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.balance.profile import profile_times
 
-MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
-    "AmoebaNet-D (3, 8)": (lambda: amoebanetd(3, 8), (1, 3, 224, 224)),
-    "U-Net (1, 8)": (lambda: unet(3, 1, 8), (2, 3, 32, 32)),
+CPU = torch.device("cpu")
+
+
+class Model(NamedTuple):
+    """A function that builds a model, and the shape of the model's input."""
+
+    build: Callable[[], Sequential]
+    shape: tuple[int, ...]
+
+
+MODELS = {
+    "AmoebaNet-D (3, 8)": Model(lambda: amoebanetd(3, 8), (1, 3, 224, 224)),
+    "U-Net (1, 8)": Model(lambda: unet(3, 1, 8), (2, 3, 32, 32)),
 }
 
 
-# "by time": profile the time of every layer (copy, warm up, forward and backward) and search; "times": without search.
-# "by size": count the bytes that every layer saves in a forward, and search; "on meta": without computing anything.
-WAYS: dict[str, Callable[[nn.Sequential, torch.Tensor], Sequence[float]]] = {
-    "by time": lambda layers, sample: balance_by_time(2, layers, sample, timeout=0.0, device="cpu"),
-    "times": lambda layers, sample: profile_times(layers, sample, 0.0, torch.device("cpu")),
-    "by size": lambda layers, sample: balance_by_size(2, layers, sample, device="cpu"),
-    "by size, on meta": lambda layers, sample: balance_by_size(2, layers, sample, device="meta"),
+def by_time(layers: Sequential, sample: Tensor) -> Sequence[float]:
+    """Profile each layer (copy, warm up, forward and backward), and search."""
+    return balance_by_time(2, layers, sample, timeout=0.0, device="cpu")
+
+
+def times(layers: Sequential, sample: Tensor) -> Sequence[float]:
+    """Profile each layer without a search."""
+    return profile_times(layers, sample, 0.0, CPU)
+
+
+def by_size(layers: Sequential, sample: Tensor) -> Sequence[float]:
+    """Count the bytes that each layer saves in a forward, and search."""
+    return balance_by_size(2, layers, sample, device="cpu")
+
+
+def by_size_on_meta(layers: Sequential, sample: Tensor) -> Sequence[float]:
+    """Count the bytes without computing anything, and search."""
+    return balance_by_size(2, layers, sample, device="meta")
+
+
+WAYS = {
+    "by time": by_time,
+    "times": times,
+    "by size": by_size,
+    "by size, on meta": by_size_on_meta,
 }
 
 
@@ -33,18 +65,20 @@ WAYS: dict[str, Callable[[nn.Sequential, torch.Tensor], Sequence[float]]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_balance(benchmark: Any, name: str, way: str) -> None:
     """Balance a model for two partitions, with the shortest possible profile."""
-    make, shape = MODELS[name]
-    layers, sample = make(), torch.rand(*shape)
+    model = MODELS[name]
+    layers = model.build()
+    sample = torch.rand(*model.shape)
     found = benchmark.pedantic(WAYS[way], args=(layers, sample), rounds=5, warmup_rounds=1)
-    assert (len(found) if way == "times" else sum(found)) == len(layers)
+    count = len(found) if way == "times" else sum(found)
+    assert count == len(layers)
 
 
 @pytest.mark.parametrize("partitions", [2, 8])
 @pytest.mark.parametrize("layers", [24, 241, 1058])
 def test_minimise_heaviest(benchmark: Any, layers: int, partitions: int) -> None:
-    """Search the balance for given costs. The numbers of layers are those of the papers' models."""
-    costs = [random.Random(layers).uniform(0.1, 10.0) for _ in range(layers)]
-    balance = benchmark.pedantic(
-        minimise_heaviest, args=(costs, partitions), rounds=10, warmup_rounds=1
-    )
-    assert sum(balance) == layers and len(balance) == partitions
+    """Search the balance for given costs. The papers' models have these numbers of layers."""
+    cost = random.Random(layers).uniform(0.1, 10.0)
+    given = [cost] * layers, partitions
+    balance = benchmark.pedantic(minimise_heaviest, args=given, rounds=10, warmup_rounds=1)
+    assert sum(balance) == layers
+    assert len(balance) == partitions

@@ -1,11 +1,12 @@
-"""Time to plan a model of 2,000 layers on 8 devices, and to replay a million tasks, with pytest-benchmark, and limits.
+"""Time to plan a model of 2,000 layers on 8 devices, and to replay a million tasks.
 
-The replayed schedule is made before: it is made once for the many balances that a plan replays.
+The times are measured with pytest-benchmark, and have limits. The schedule is made before the
+replay is timed, since a plan makes it once and replays it for many balances.
 """
 
+import math
 from collections.abc import Callable
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,22 +15,34 @@ from torch import nn
 from torchgpipe.plan import plan
 from torchgpipe.plan.replay import Costs, recomputing, replay
 
-LAYERS, TASKS, PARTITIONS = 2000, 1_000_000, 8
-MICRO_BATCHES = -(-TASKS // (3 * PARTITIONS))
+LAYERS = 2000
+TASKS = 1_000_000
+PARTITIONS = 8
+TASKS_OF_A_MICRO_BATCH = 3 * PARTITIONS  # forward, recomputation and backward
+MICRO_BATCHES = math.ceil(TASKS / TASKS_OF_A_MICRO_BATCH)
 
 
-# The width of linear layer i, and the limit in seconds. Of layers with one shape only the first is counted.
-MODELS: dict[str, tuple[Callable[[int], int], float]] = {
-    "alike": (lambda i: 512, 10.0),
-    "repeated": (lambda i: 256 + 16 * (i % 10), 10.0),
-    "different": (lambda i: 256 + i, 90.0),
+class Model(NamedTuple):
+    """The width of the linear layer i, and the limit of the plan's time in seconds.
+
+    A plan counts only the first of the layers that have the same shape.
+    """
+
+    width: Callable[[int], int]
+    limit: float
+
+
+MODELS = {
+    "alike": Model(lambda i: 512, 10.0),
+    "repeated": Model(lambda i: 256 + 16 * (i % 10), 10.0),
+    "different": Model(lambda i: 256 + i, 90.0),
 }
 
 
 def timed(
     benchmark: Any, limit: float, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Time one call, which may take so many seconds."""
+    """Time one call, which may take `limit` seconds."""
     found = benchmark.pedantic(function, args=args, kwargs=kwargs, rounds=1)
     if benchmark.stats is not None:
         benchmark.extra_info["limit_seconds"] = limit
@@ -40,13 +53,17 @@ def timed(
 @pytest.mark.parametrize("memory", ["24GiB", "3GiB"])
 @pytest.mark.parametrize("name", MODELS)
 def test_plan(benchmark: Any, name: str, memory: str) -> None:
-    """Plan balance, micro-batches and checkpointing; with fewer layers if benchmarks are disabled."""
-    layers, (width, limit) = LAYERS if benchmark.enabled else LAYERS // 10, MODELS[name]
-    widths = map(width, range(layers // 2 + 1))
+    """Plan balance, micro-batches and checkpointing.
+
+    The model has fewer layers if benchmarks are disabled.
+    """
+    width, limit = MODELS[name]
+    layers = LAYERS if benchmark.enabled else LAYERS // 10
+    model = nn.Sequential()
     with torch.device("meta"):
-        model = nn.Sequential(
-            *(layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.GELU()))
-        )
+        for i in range(layers // 2):
+            model.append(nn.Linear(width(i), width(i + 1)))
+            model.append(nn.GELU())
     x = torch.empty(4, width(0))
     arguments = {
         "batch_size": 512,
@@ -55,16 +72,19 @@ def test_plan(benchmark: Any, name: str, memory: str) -> None:
         "hardware": "p40x8",
         "optimizer": "adam",
     }
-    assert sum(timed(benchmark, limit, plan, model, x, **arguments).balance) == layers
+    found = timed(benchmark, limit, plan, model, x, **arguments)
+    assert sum(found.balance) == layers
 
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_replay(benchmark: Any, blocking: bool) -> None:
     """Replay the schedule in at most five seconds."""
-    table = [[1.0 + j for j in range(PARTITIONS)] for _ in range(MICRO_BATCHES)]
-    costs = Costs(
-        table, table, table, copy=0.1, skips={(0, PARTITIONS - 1): 0.1}, blocking=blocking
-    )
+    times = [1.0 + j for j in range(PARTITIONS)]
+    table = [times.copy() for _ in range(MICRO_BATCHES)]
+    skips = {(0, PARTITIONS - 1): 0.1}
+    costs = Costs(table, table, table, copy=0.1, skips=skips, blocking=blocking)
     replay(costs, recomputing("GPipe", PARTITIONS, MICRO_BATCHES))
     timeline = timed(benchmark, 5.0, replay, costs)
-    assert len(timeline.events) == 3 * MICRO_BATCHES * PARTITIONS >= TASKS
+    events = len(timeline.events)
+    assert events == MICRO_BATCHES * TASKS_OF_A_MICRO_BATCH
+    assert events >= TASKS

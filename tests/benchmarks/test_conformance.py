@@ -1,10 +1,11 @@
-"""`benchmarks.conformance`: whether it finds planted faults, how it says so, and a few of its rows."""
+"""`benchmarks.conformance`: it finds planted faults, says what is wrong, and runs a few rows."""
 
 import os
+import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,57 +19,84 @@ from reproduce.records.record import load
 from ..behaviours.pipe import NotOffered, Pipe, rank
 from ..parts import explode
 
-# What a step does on threads or on ranks that goes wrong, how its check ends, and what is said.
-FAULTY: dict[str, tuple[type[Pipe], Callable[[], object], str, str]] = {
-    "Refuses": (
-        Threads,
-        lambda: explode(ValueError("batches of eight")),
-        "refused",
-        "ValueError: batches of eight",
-    ),
-    "Fails": (
-        Threads,
-        lambda: torch.zeros(2) + torch.zeros(3),
-        "fails",
-        "RuntimeError: The size of tensor a",
-    ),
-    "HasNone": (
-        Threads,
-        lambda: explode(NotOffered("it takes no step")),
-        "not offered",
-        "it takes no step",
-    ),
-    "BatchIO": (Ranks, lambda: rank() and os.kill(os.getpid(), signal.SIGKILL), "ends", "SIGKILL"),  # type: ignore[func-returns-value]
-    "Hangs": (Ranks, lambda: time.sleep(1000 * rank()), "hangs", "not finished after 4 seconds"),
-}
-for name, (base, does, *_) in FAULTY.items():  # other processes import them by name
-    step = {"step": lambda self, *_, does=does: (does(), self)[1], "package": "tests"}
-    globals()[name] = type(name, (base,), step)
 
+# Pipelines with a fault in their step. Other processes import these classes by name.
+class Refuses(Threads):
+    package = "tests"
+
+    def step(self, *given: Any) -> Pipe:
+        explode(ValueError("batches of eight"))
+        return self
+
+
+class Fails(Threads):
+    package = "tests"
+
+    def step(self, *given: Any) -> Pipe:
+        torch.zeros(2) + torch.zeros(3)
+        return self
+
+
+class HasNone(Threads):
+    package = "tests"
+
+    def step(self, *given: Any) -> Pipe:
+        explode(NotOffered("it takes no step"))
+        return self
+
+
+class BatchIO(Ranks):
+    package = "tests"
+
+    def step(self, *given: Any) -> Pipe:
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self
+
+
+class Hangs(Ranks):
+    package = "tests"
+
+    def step(self, *given: Any) -> Pipe:
+        if rank() == 1:
+            time.sleep(1000)
+        return self
+
+
+# A pipeline, the name of a check, how the check ends, and the begin of the message.
+EQUAL = "equal micro-batches"
 FAULTS: list[tuple[Adapter, str, str, str]] = [
-    (ENGINES["threads"], "equal micro-batches", "equal", ""),
+    (ENGINES["threads"], EQUAL, "equal", ""),
     (ENGINES["ranks"], "batch norm, by mini-batch", "equal", ""),
     (ENGINES["ranks"], "in the criterion", "equal", ""),
-    *(
-        (Adapter(__name__, name, base.ranks), "equal micro-batches", kind, said)
-        for name, (base, _, kind, said) in FAULTY.items()
-    ),
+    (Adapter(__name__, "Refuses"), EQUAL, "refused", "ValueError: batches of eight"),
+    (Adapter(__name__, "Fails"), EQUAL, "fails", "RuntimeError: The size of tensor a"),
+    (Adapter(__name__, "HasNone"), EQUAL, "not offered", "it takes no step"),
+    (Adapter(__name__, "BatchIO", ranks=True), EQUAL, "ends", "SIGKILL"),
+    (Adapter(__name__, "Hangs", ranks=True), EQUAL, "hangs", "not finished after 4 seconds"),
 ]
 
 
-@pytest.mark.parametrize(
-    "adapter, check, kind, said", FAULTS, ids=lambda x: x.name if isinstance(x, Adapter) else ""
-)
+def name_of(value: object) -> str:
+    return value.name if isinstance(value, Adapter) else ""
+
+
+@pytest.mark.parametrize("adapter, check, kind, said", FAULTS, ids=name_of)
 def test_how_a_check_ends(adapter: Adapter, check: str, kind: str, said: str) -> None:
-    outcome = run(CHECKS[check], adapter, limit=4.0 if adapter.name == "Hangs" else 60.0)
-    assert outcome.kind == kind and outcome.said.startswith(said), outcome
+    limit = 4.0 if adapter.name == "Hangs" else 60.0
+    outcome = run(CHECKS[check], adapter, limit)
+    assert outcome.kind == kind, outcome
+    assert outcome.said.startswith(said), outcome
 
 
+Found = dict[str, Tensor | bool | None]
 ONE = torch.ones(2)
-FOUND: list[tuple[list[dict[str, Tensor | bool | None]], str]] = [
+TWO = torch.full((2,), 2.0)
+# What each rank has found, and what is said of all ranks together.
+FOUND: list[tuple[list[Found], str]] = [
     ([{"x": ONE, "y": ONE}, {"y": ONE, "so": True}], ""),
     (
-        [{"x": ONE, "y": ONE}, {"y": ONE * 2, "so": True}],
+        [{"x": ONE, "y": ONE}, {"y": TWO, "so": True}],
         "y differs by 1, where the largest value is 1",
     ),
     ([{"x": ONE}, {"y": ONE}], "so: on no rank"),
@@ -78,37 +106,25 @@ FOUND: list[tuple[list[dict[str, Tensor | bool | None]], str]] = [
 
 
 @pytest.mark.parametrize("ranks, said", FOUND)
-def test_all_ranks_together_are_compared(
-    ranks: list[dict[str, Tensor | bool | None]], said: str
-) -> None:
-    assert compared([*ranks], {"x": ONE, "y": ONE, "so": True}).said == said
+def test_all_ranks_together_are_compared(ranks: list[Found], said: str) -> None:
+    plain: Found = {"x": ONE, "y": ONE, "so": True}
+    outcome = compared(list(ranks), plain)
+    assert outcome.said == said
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "record.json"
-    main(
-        [
-            "--engine",
-            "threads",
-            "--json",
-            str(path),
-            "one micro-batch",
-            "dropout equal over balances",
-        ]
-    )
-    page = "\n".join(
-        "|".join(cell.strip() for cell in line.split("|"))
-        for line in table(load(path), "pipe").split("\n")
-    )
+    right, wrong = "one micro-batch", "dropout equal over balances"
+
+    main(["--engine", "threads", "--json", str(path), right, wrong])
+
+    page = table(load(path), "pipe")
+    page = re.sub(r" *\| *", "|", page)
     assert "|threads|this library|1||||1|||" in page
-    assert "|one micro-batch|right|Whoever tries a pipeline" in page
-    assert (
-        "|dropout equal over balances|differs (threads): not so: both are equal|A seed gives"
-        in page
-    )
+    assert f"|{right}|right|Whoever tries a pipeline" in page
+    assert f"|{wrong}|differs (threads): not so: both are equal|A seed gives" in page
+
     with pytest.raises(SystemExit):
         main(["one batch"])
-    assert (
-        "there is no check 'one batch'; the checks are equal micro-batches, one"
-        in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "there is no check 'one batch'; the checks are equal micro-batches, one" in said

@@ -1,10 +1,12 @@
-"""The harness: nothing finished is lost, whatever ends a benchmark; a page shows what a record holds.
+"""The harness of benchmarks, and `benchmarks.any_model`.
 
-`benchmarks.any_model`: a few of its models, and its record.
+The harness keeps all finished results, whatever ends a benchmark, and a page shows what a record
+holds. Of `benchmarks.any_model`, a few models and the record are tested.
 """
 
 import contextlib
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,27 +29,30 @@ from ..reproduce.made import record
 
 
 def begun(path: Path | None, **more: Any) -> Record:
-    options = command("overlap", "A question.").parse_args(
-        [] if path is None else ["--json", str(path)]
-    )
+    arguments = [] if path is None else ["--json", str(path)]
+    options = command("overlap", "A question.").parse_args(arguments)
     vars(options).update(more)
     return start(options, "overlap", "a title", {"time": "s"}, devices=2)
 
 
 def test_a_record_says_where_and_how_but_no_paths(tmp_path: Path) -> None:
-    run = begun(tmp_path / "new" / "one.json", against=Path("/somewhere"), chunks=[2, 4]).run
-    assert (
-        run is not None
-        and run.state == "running"
-        and run.machine.cores >= 1
-        and run.versions["torch"]
-    )
-    assert run.settings["chunks"] == [2, 4] and "freed_memory" in run.settings
+    path = tmp_path / "new" / "one.json"
+
+    run = begun(path, against=Path("/somewhere"), chunks=[2, 4]).run
+
+    assert run is not None
+    assert run.state == "running"
+    assert run.machine.cores >= 1
+    assert run.versions["torch"]
+    assert run.settings["chunks"] == [2, 4]
+    assert "freed_memory" in run.settings
     assert torch.get_num_threads() == run.threads_per_device == 1
-    assert not {"json", "against"} & run.settings.keys() and str(tmp_path) not in str(run.command)
+    assert "json" not in run.settings
+    assert "against" not in run.settings
+    assert str(tmp_path) not in str(run.command)
 
 
-# What ends a benchmark after its first case, and the record's state.
+# The error that ends a benchmark after its first case, and the record's state.
 ENDS: dict[str, tuple[BaseException | None, str]] = {
     "nothing": (None, "finished"),
     "Ctrl-C": (KeyboardInterrupt(), "interrupted"),
@@ -68,59 +73,60 @@ def test_what_is_finished_is_kept(
         states.append(json.loads(path.read_text())["run"]["state"])
         if ending is not None:
             raise ending
-        yield [
-            Result(
-                "case", "way", "measured", samples={"time": [4.0, 1.0, 2.0]}, values={"other": 3}
-            )
-        ]
+        samples = {"time": [4.0, 1.0, 2.0]}
+        yield [Result("case", "way", "measured", samples=samples, values={"other": 3})]
 
-    ended = (
-        contextlib.nullcontext()
-        if ending is None
-        else pytest.raises((SystemExit, ZeroDivisionError))
-    )
+    def table(record: Record) -> str:
+        return f"{len(record.results)} results"
+
+    ended: Any = contextlib.nullcontext()
+    if ending is not None:
+        ended = pytest.raises((SystemExit, ZeroDivisionError))
     with ended:
-        collect(begun(path), path, found(), 2, lambda record: f"{len(record.results)} results")
+        collect(begun(path), path, found(), 2, table)
+
+    assert states == ["running"]
     record = load(path)
-    assert states == ["running"] and record.run is not None and record.run.state == state
+    assert record.run is not None
+    assert record.run.state == state
     summary = {"time": 1.0, "spread": {"time": [1.0, 1.0, 1]}}
     if ending is None:
         summary = {"other": 3, "time": 2.0, "spread": {"time": [1.0, 4.0, 3]}}
-    assert [(result.samples, result.values) for result in record.results] == [({}, summary)]
-    assert [file.name for file in tmp_path.iterdir()] == ["one.json"]
+    (result,) = record.results
+    assert result.samples == {}
+    assert result.values == summary
+    assert list(tmp_path.iterdir()) == [path]
     if state != "running":
         assert capsys.readouterr().out == "1 results\n"
 
 
-Cases = dict[str, dict[str, dict[str, list[float]]]]
+Samples = dict[str, list[float]]
+Cases = dict[str, dict[str, Samples]]
 
 
 def written(folder: Path, name: str, cases: Cases) -> None:
-    results = [
-        summarized(
-            Result(case, way, "measured", config={"version": f"torchgpipe {way}"}, samples=samples)
-        )
-        for case, ways in cases.items()
-        for way, samples in ways.items()
-    ]
-    machine = Machine("Linux", "a CPU", 4, 4, None, [Gpu("a GPU", 2**30)])
-    versions, git = {"torch": "2.11.0", "python": "3.12.1"}, Git("0123456789abcdef", True)
-    made = record(
-        *results,
-        machine=machine,
-        versions=versions,
-        git=git,
-        load=[0.251, 0.0, 0.0],
-        settings={FREED_MEMORY: "kept"},
-    )
-    save(made, folder / f"{name}.json")
+    results = []
+    for case, ways in cases.items():
+        for way, samples in ways.items():
+            config = {"version": f"torchgpipe {way}"}
+            result = Result(case, way, "measured", config=config, samples=samples)
+            results.append(summarized(result))
+    run: dict[str, Any] = {
+        "machine": Machine("Linux", "a CPU", 4, 4, None, [Gpu("a GPU", 2**30)]),
+        "versions": {"torch": "2.11.0", "python": "3.12.1"},
+        "git": Git("0123456789abcdef", True),
+        "load": [0.251, 0.0, 0.0],
+        "settings": {FREED_MEMORY: "kept"},
+    }
+    save(record(*results, **run), folder / f"{name}.json")
 
 
-def times(forward: float, backward: float) -> dict[str, list[float]]:
-    return {"forward": [forward] * 3, "backward": [backward] * 3, "both": [forward + backward] * 3}
+def times(forward: float, backward: float) -> Samples:
+    both = forward + backward
+    return {"forward": [forward] * 3, "backward": [backward] * 3, "both": [both] * 3}
 
 
-# A record, and its table, which has columns that no committed record has.
+# A record, and its table. No committed record has all of these columns.
 MACHINERY: Cases = {
     "n=1": {"plain": times(2, 2), "other": times(20, 20), "graph": times(5, 5)},
     "n=2": {
@@ -144,37 +150,48 @@ ROWS = """|case|plain loop|other|graph|ratio|workers, other|workers|ratio|
 
 def test_a_record_is_shown(tmp_path: Path) -> None:
     written(tmp_path, "machinery-here", MACHINERY)
-    block = benchmark_block(tmp_path / "page.md", "machinery-here", tmp_path)
-    narrow = ["|".join(cell.strip() for cell in line.split("|")) for line in block.splitlines()]
-    assert [row for row in ROWS.splitlines() if row not in narrow] == []
+    page = tmp_path / "page.md"
+
+    block = benchmark_block(page, "machinery-here", tmp_path)
+    other = benchmark_block(page, "machinery-later", tmp_path)
+
+    narrow = re.sub(r" *\| *", "|", block)
+    for row in ROWS.splitlines():
+        assert f"\n{row}\n" in f"\n{narrow}\n"
     assert (
-        "\nMeasured 2020-04-21, torch 2.11.0, Python 3.12.1, a GPU, a CPU, 4 cores, freed memory kept, load 0.25 "
-        "before the start, revision 012345678, with changes; [record](machinery-here.json)\n"
+        "\nMeasured 2020-04-21, torch 2.11.0, Python 3.12.1, a GPU, a CPU, 4 cores, "
+        "freed memory kept, load 0.25 before the start, revision 012345678, with changes; "
+        "[record](machinery-here.json)\n"
     ) in block
-    assert (
-        benchmark_block(tmp_path / "page.md", "machinery-later", tmp_path)
-        == "Nothing measured is committed yet.\n"
-    )
+    assert other == "Nothing measured is committed yet.\n"
 
 
 @pytest.mark.parametrize("name", ["conformance", "nothing"])
 def test_one_that_cannot_be_shown_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     written(tmp_path, name, {"a case": {"a way": {}}})
-    with pytest.raises(
-        Error, match=rf"page\.md: the block from benchmarks/{name} cannot be made \(.*{name}\.json"
-    ):
+    said = rf"page\.md: the block from benchmarks/{name} cannot be made \(.*{name}\.json"
+    with pytest.raises(Error, match=said):
         benchmark_block(tmp_path / "page.md", name, tmp_path)
 
 
-# Auxiliary outputs, a class token, windows with masks, a dictionary of outputs, concatenation.
-SLOW = ("googlenet", "vit_b_32", "swin_t", "lraspp_mobilenet_v3_large", "squeezenet1_0")
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet18", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+    "name",
+    [
+        "resnet18",
+        pytest.param("googlenet", marks=SLOW),  # auxiliary outputs
+        pytest.param("vit_b_32", marks=SLOW),  # a class token
+        pytest.param("swin_t", marks=SLOW),  # windows with masks
+        pytest.param("lraspp_mobilenet_v3_large", marks=SLOW),  # a dictionary of outputs
+        pytest.param("squeezenet1_0", marks=SLOW),  # concatenation
+    ],
 )
 def test_torchvision(name: str) -> None:
-    assert check_model("torchvision", name, torchvision_models()[name]()).status == "measured"
+    build = torchvision_models()[name]
+    result = check_model("torchvision", name, build())
+    assert result.status == "measured"
 
 
 def test_a_list_goes_on_where_it_was_stopped(
@@ -186,24 +203,24 @@ def test_a_list_goes_on_where_it_was_stopped(
         built.append(kind.__name__)
         return Case(kind(), rows())
 
-    models = {kind.__name__: partial(build, kind) for kind in (Residual, Choosing)}
+    models = {"Residual": partial(build, Residual), "Choosing": partial(build, Choosing)}
     monkeypatch.setitem(LISTS, "torchvision", lambda: models)
     path = tmp_path / "record.json"
-    for more, now in (
-        (["--only", "Choosing"], ["Choosing"]),
-        ([], ["Residual"]),
-        ([], []),
-        (["--again"], [*models]),
+    for options, expected in (
+        ("--only Choosing", ["Choosing"]),
+        ("", ["Residual"]),
+        ("", []),
+        ("--again", ["Choosing", "Residual"]),
     ):
         built.clear()
-        main(["torchvision", "--json", str(path), *more])
-        assert sorted(built) == sorted(now)
+        main(["torchvision", "--json", str(path), *options.split()])
+        assert sorted(built) == expected
+
     record = load(path)
-    assert {each.row: each.status for each in record.results} == {
-        "Residual": "measured",
-        "Choosing": "failed",
-    }
-    assert "return self.a(x) if" in (record.results[1].reason or "")
+    residual, choosing = record.results
+    assert (residual.row, residual.status) == ("Residual", "measured")
+    assert (choosing.row, choosing.status) == ("Choosing", "failed")
+    assert "return self.a(x) if" in (choosing.reason or "")
     page = table(record, "pipe")
     assert "Equal, of torchvision: Residual." in page
     assert "| Choosing " in page

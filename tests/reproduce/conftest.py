@@ -19,9 +19,9 @@ from .tiny import CORES, PROFILE_SECONDS, TINY
 
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a made-up machine and terminal: the output is wrapped according to their names and width.
+    """Use a made-up machine and terminal, since the output depends on their names and width.
 
-    What others have of the machine is not known, and nothing else runs.
+    It is not known how busy other programs keep the machine, and no other run is under way.
     """
     monkeypatch.setattr("reproduce.machine.load.PROC", Path("/nowhere"))
     monkeypatch.setattr("reproduce.run.recorder.machine", lambda: RUN.machine)
@@ -46,7 +46,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Experiment]:
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Run `python -m reproduce` to its exit code; return what it prints, and what it says of errors."""
+    """Run `python -m reproduce`, check its exit code, and return its stdout and stderr."""
 
     def run(*arguments: str, code: int = 0) -> tuple[str, str]:
         assert main([*arguments]) == code
@@ -64,8 +64,9 @@ def start() -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-        started.append(python(*arguments, **options))
-        return started[-1]
+        process = python(*arguments, **options)
+        started.append(process)
+        return process
 
     yield begin
     for process in started:
@@ -76,7 +77,10 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def broken_modules(tmp_path: Path) -> Callable[..., Path]:
-    """Make a folder of modules that raise when imported. Options are names and the statements that raise."""
+    """Make a folder of modules that raise when they are imported.
+
+    The options are the names of the modules, with the statements that raise.
+    """
 
     def make(**modules: str) -> Path:
         folder = tmp_path / "modules"

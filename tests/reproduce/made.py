@@ -27,19 +27,42 @@ RUN = Run(
     load=None,
 )
 STEADY = (0.999, 1.001, 0.99, 1.01, 0.995, 1.005, 0.998, 1.002)
-Speeds = Callable[
-    [Row], Sequence[float] | str | None
-]  # samples/s of each step, or the status of a row without numbers
+Speeds = Callable[[Row], Sequence[float] | str | None]
+"""A function that returns the samples/s of each step of a row.
+
+For a row without steps it returns the status, and for a row without a result it returns `None`.
+"""
+
+
+def one_line(text: str) -> str:
+    """Return a text with single spaces, in place of line breaks, too."""
+    return " ".join(text.split())
+
+
+def timed(steps: Sequence[float]) -> dict[str, list[float]]:
+    """Return the samples of steps that take these seconds, each in a round of its own."""
+    if not steps:
+        return {}
+    rounds = range(len(steps))
+    return {"step_time": list(steps), "round": list(map(float, rounds))}
 
 
 def row(name: str, seconds: float | Sequence[float] | None = None, **changes: Any) -> Result:
-    """Make a measured row of eight steady steps of so many seconds, or of the steps given; `others` are of the load."""
-    config = {"model": "AmoebaNet-D", "batch_size": 8, **changes.pop("config", {"row": name})}
-    steps = (
-        [seconds * step for step in STEADY] if isinstance(seconds, float) else list(seconds or [])
-    )
-    samples = {"step_time": steps, "round": [float(i) for i in range(len(steps))]} if steps else {}
-    samples |= {"others": changes.pop("others")} if "others" in changes else {}
+    """Make a measured row.
+
+    Args:
+        name: The name of the row.
+        seconds: The time of eight steady steps, or the times of all steps; `None` for no steps.
+        changes: Changes of the result. `others` is the load by others in each round.
+    """
+    config = {"model": "AmoebaNet-D", "batch_size": 8}
+    config |= changes.pop("config", {"row": name})
+    steps: Sequence[float] = seconds if isinstance(seconds, Sequence) else []
+    if isinstance(seconds, float):
+        steps = [seconds * step for step in STEADY]
+    samples = timed(steps)
+    if "others" in changes:
+        samples["others"] = changes.pop("others")
     base = Result("e", name, "measured", "small", "cpu", config, samples=samples)
     return replace(base, **changes)
 
@@ -52,24 +75,28 @@ def ran(
     emulated: bool = False,
     **values: Any,
 ) -> list[Result]:
-    """Make a result for each row of an experiment whose `speeds` is not None. Values may be functions of the row."""
+    """Make a result for each row of an experiment. Values may be functions of the row."""
+    experiment = EXPERIMENTS[name]
     made = []
-    good = "emulated" if emulated else "measured"
-    for row in EXPERIMENTS[name].scale(scale).rows:
+    for row in experiment.scale(scale).rows:
         assert isinstance(row, Row)
-        if (given := speeds(row)) is None:
+        given = speeds(row)
+        if given is None:
             continue
-        status, steps = (
-            (given, [])
-            if isinstance(given, str)
-            else (good, [row.batch_size / each for each in given])
-        )
-        own = {k: v(row) if callable(v) else v for k, v in values.items()} if status == good else {}
-        samples = (
-            {"step_time": steps, "round": [float(i) for i in range(len(steps))]} if steps else {}
-        )
-        if emulated and steps:
-            samples |= dict.fromkeys(("here_time", "work_time"), steps)
+        status: Any = "emulated" if emulated else "measured"
+        samples: dict[str, list[float]] = {}
+        own: dict[str, Any] = {}
+        if isinstance(given, str):
+            status = given
+        else:
+            steps = [row.batch_size / speed for speed in given]
+            samples = timed(steps)
+            if emulated and steps:
+                samples |= {"here_time": steps, "work_time": steps}
+        if status in ("emulated", "measured"):
+            for key, value in values.items():
+                own[key] = value(row) if callable(value) else value
+        published = f"{experiment.table}/{row.published}" if row.published else None
         made.append(
             Result(
                 name,
@@ -78,9 +105,9 @@ def ran(
                 scale,
                 device,
                 row.config(),
-                row.over,  # type: ignore[arg-type]
-                f"{EXPERIMENTS[name].table}/{row.published}" if row.published else None,
-                f"needs {row.devices} devices",
+                over=row.over,
+                published=published,
+                reason=f"needs {row.devices} devices",
                 emulated=emulated,
                 values=own,
                 samples=samples,
@@ -90,27 +117,28 @@ def ran(
 
 
 def emulated(row: Result, **changes: Any) -> Result:
-    """Make the emulated result of the same row."""
+    """Make an emulated result of a measured row."""
     return replace(row, status="emulated", emulated=True, **changes)
 
 
 def record(*rows: Result, cpu: str = "a CPU", torch: str = "2.11.0", **changes: Any) -> Record:
     """Make a record of rows that were measured on a machine with that CPU."""
-    run = replace(RUN, machine=replace(RUN.machine, cpu=cpu), versions={"torch": torch})
-    return Record(
-        "name", "Title", "measured", {"loss": "1"}, list(rows), run=replace(run, **changes)
-    )
+    machine = replace(RUN.machine, cpu=cpu)
+    run = replace(RUN, machine=machine, versions={"torch": torch})
+    run = replace(run, **changes)
+    return Record("name", "Title", "measured", {"loss": "1"}, list(rows), run=run)
 
 
 def git(folder: Path, *arguments: str) -> str:
     """Run git with a made-up author, and return its output."""
     who = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
     command = ["git", "-C", str(folder), *who, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def commit(folder: Path, tag: str) -> None:
-    """Commit all files in a folder and tag the commit. If the folder is not a repository, make it one."""
+    """Commit all files in a folder, which becomes a repository, and tag the commit."""
     git(folder, "init", "--quiet")
     git(folder, "add", ".")
     git(folder, "commit", "--quiet", "--no-verify", "--allow-empty", "-m", tag)

@@ -39,59 +39,69 @@ KEPT = (
 
 
 def tiny(experiment: Experiment, name: str) -> Experiment:
-    """Return the experiment as `name`, with a smaller scale `small`; for speed, scale `paper` is smaller, too."""
+    """Return the experiment under another name, with a smaller scale `small`.
+
+    The scale `paper` is smaller, too, unless the experiment measures memory.
+    """
 
     def smaller(scale: Scale) -> Scale:
-        rows = (row for row in scale.rows if row.name in KEPT or experiment.measures != "speed")
-        sized = (replace(row, balance=row.balance and BALANCE, **SIZES[row.model]) for row in rows)
-        return replace(scale, rows=tuple(sized))
+        rows = []
+        for row in scale.rows:
+            if row.name in KEPT or experiment.measures != "speed":
+                balance = row.balance and BALANCE
+                rows.append(replace(row, balance=balance, **SIZES[row.model]))
+        return replace(scale, rows=tuple(rows))
 
-    paper = experiment.scale("paper")
-    small = replace(smaller(experiment.scale("small")), memory=0, warmup=0, steps=2)
-    return replace(
-        experiment,
-        name=name,
-        scales=(paper if experiment.measures == "memory" else smaller(paper), small),
-    )
+    paper, small = experiment.scale("paper"), experiment.scale("small")
+    if experiment.measures != "memory":
+        paper = smaller(paper)
+    small = replace(smaller(small), memory=0, warmup=0, steps=2)
+    return replace(experiment, name=name, scales=(paper, small))
 
 
 def tiny_accuracy(experiment: Experiment, name: str) -> Experiment:
-    """Return the experiment as `name`, with a scale `small` of two epochs of two steps."""
+    """Return the experiment under another name, with a scale `small` of two epochs of two steps."""
     small = experiment.scale("small")
     assert isinstance(small, AccuracyScale) and small.made is not None
     plain, *_, pipeline = small.rows
     recipe = replace(plain.recipe, epochs=2, lr_decay_epochs=(1,))
     made = {**small.made, "train_size": 32, "val_size": 16}
-    rows = tuple(replace(row, batch_size=16, recipe=recipe) for row in (plain, pipeline))
-    scale = replace(small, rows=rows, made=made, memory=0, seeds=2)
-    return replace(experiment, name=name, scales=(experiment.scale("paper"), scale))
+    rows = [replace(row, batch_size=16, recipe=recipe) for row in (plain, pipeline)]
+    small = replace(small, rows=tuple(rows), made=made, memory=0, seeds=2)
+    paper = experiment.scale("paper")
+    return replace(experiment, name=name, scales=(paper, small))
 
 
 class Words(nn.Module):
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()
-        self.words, self.head = nn.Embedding(num_classes, width), nn.Linear(width, num_classes)
+        self.words = nn.Embedding(num_classes, width)
+        self.head = nn.Linear(width, num_classes)
         self.block = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True)
 
     def forward(self, words: Tensor, weights: Tensor) -> dict[str, Tensor]:
-        return {"scores": self.head(self.block(self.words(words) * weights))}
+        x = self.words(words) * weights
+        scores = self.head(self.block(x))
+        return {"scores": scores}
 
 
 def sentence(
     shape: tuple[int, ...], classes: int, generator: Generator
 ) -> tuple[dict[str, Tensor], Tensor]:
     words = torch.randint(classes, (shape[0] + 1,), generator=generator)
-    return {"words": words[:-1], "weights": torch.rand(*shape, 1, generator=generator)}, words[1:]
+    weights = torch.rand(*shape, 1, generator=generator)
+    return {"words": words[:-1], "weights": weights}, words[1:]
 
 
 def next_word(output: dict[str, Tensor], target: Tensor) -> Tensor:
-    return F.cross_entropy(output["scores"].flatten(0, 1), target.flatten())
+    scores = output["scores"].flatten(0, 1)
+    return F.cross_entropy(scores, target.flatten())
 
 
 MODELS["words"] = Model(Words, ("width",), (5,), sentence)
 ROW = Row(model="words", size=(8,), input_shape=(5,), num_classes=11, batch_size=4, loss=next_word)
-ROWS = tuple(row for row in controls(ROW, 1, (2,), None) if row.devices < 4)
-SCALE = Scale(name="small", rows=ROWS, memory=0, cuda=False, steps=2)
+ROWS = [row for row in controls(ROW, 1, (2,), None) if row.devices < 4]
+SCALE = Scale(name="small", rows=tuple(ROWS), memory=0, cuda=False, steps=2)
 WORDS = Experiment(name="tiny-words", title="Words", measures="speed", scales=(SCALE,))
 
 TINY = {
@@ -115,7 +125,8 @@ if __name__ == "__main__":
         step = training.step
 
         def slow(*arguments: object) -> object:
-            time.sleep(float(os.environ["TINY_SLEEP"]))
+            seconds = float(os.environ["TINY_SLEEP"])
+            time.sleep(seconds)
             return step(*arguments)
 
         training.step = slow

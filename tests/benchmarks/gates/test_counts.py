@@ -1,4 +1,4 @@
-"""The gate: nothing in a training step may come to be more, or less, than the committed file says."""
+"""The gate of counts: a training step does neither more nor less than the committed file says."""
 
 import json
 from collections import Counter
@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-import benchmarks.gates.counts
 import torchgpipe.engine.relay
+from benchmarks.gates import counts
 from benchmarks.gates.counts import ADVICE, CONFIGURATIONS, FILE, Counts, count, differences, main
 from reproduce.error import Error
 from torchgpipe.task.task import TaskGraph
 
 relay: Any = torchgpipe.engine.relay
-HERE = "linear n2m4 always workers"  # of eight tasks
+HERE = "linear n2m4 always workers"
+TASKS = 2 * 4  # backward tasks of this configuration
 FOUND = Counts(
     Counter({"aten.detach.default": 16, "aten.empty.default": 0, "aten.add.Tensor": -2}),
     nodes=8,
@@ -24,19 +25,17 @@ ROW = FOUND.totals()
 
 
 def test_the_gate() -> None:
-    lines = differences(
-        json.loads(FILE.read_text()), {name: count(*each) for name, each in CONFIGURATIONS.items()}
-    )
+    file = json.loads(FILE.read_text())
+    counted = {name: count(*each) for name, each in CONFIGURATIONS.items()}
+    lines = differences(file, counted)
     assert not lines, "\n".join(["", *lines, ADVICE])
 
 
 def test_what_differs_is_told() -> None:
-    file = {
-        HERE: ROW | {"operators": 12, "nodes": 7, "waits": 5},
-        "linear n3": ROW,
-        "the same": ROW,
-    }
-    assert differences(file, {HERE: FOUND, "new": FOUND, "the same": FOUND}) == [
+    other = {"operators": 12, "nodes": 7, "waits": 5}
+    file = {HERE: other, "linear n3": ROW, "the same": ROW}
+    counted = {HERE: FOUND, "new": FOUND, "the same": FOUND}
+    assert differences(file, counted) == [
         "linear n3: in counts.json, but no longer counted",
         "new: counted, but not in counts.json",
         f"{HERE}: operators grew from 12 to 14; in all -2 aten.add.Tensor, +16 aten.detach.default",
@@ -47,20 +46,23 @@ def test_what_differs_is_told() -> None:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of its own for the command, which counts one configuration that needs no time."""
-    monkeypatch.setattr(benchmarks.gates.counts, "FILE", tmp_path / "counts.json")
-    monkeypatch.setattr(benchmarks.gates.counts, "CONFIGURATIONS", {HERE: ()})
-    monkeypatch.setattr(benchmarks.gates.counts, "count", lambda: FOUND)
-    return tmp_path / "counts.json"
+    """Let the command use a new file, and count one configuration that needs no time."""
+    path = tmp_path / "counts.json"
+    monkeypatch.setattr(counts, "FILE", path)
+    monkeypatch.setattr(counts, "CONFIGURATIONS", {HERE: ()})
+    monkeypatch.setattr(counts, "count", lambda: FOUND)
+    return path
 
 
 def test_update_then_compare(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--update"])
-    assert len(file.read_text().splitlines()) == 3  # a line for each configuration, between braces
+    text = file.read_text()
+    assert len(text.splitlines()) == 3, "a line for each configuration, between braces"
     main([])
-    assert capsys.readouterr().out.splitlines() == 2 * [f'"{HERE}": {json.dumps(ROW)}']
+    printed = f'"{HERE}": {json.dumps(ROW)}\n'
+    assert capsys.readouterr().out == printed * 2
 
-    file.write_text(file.read_text().replace('"waits": 4', '"waits": 3'))
+    file.write_text(text.replace('"waits": 4', '"waits": 3'))
     with pytest.raises(SystemExit, match=f"^\n{HERE}: waits grew from 3 to 4\n{ADVICE}$"):
         main([])
 
@@ -69,19 +71,22 @@ def test_update_then_compare(file: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_broken_file_is_refused_in_one_line(content: str | None, file: Path) -> None:
     if content is not None:
         file.write_text(content)
-    with pytest.raises(
-        Error, match=f"^counts: {file}.*; write it by python -m benchmarks.gates.counts --update$"
-    ):
+    advice = "write it by python -m benchmarks.gates.counts --update"
+    with pytest.raises(Error, match=f"^counts: {file}.*; {advice}$"):
         main([])
 
 
 def test_an_event_counts_as_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No task has any, and what tasks have, `test_the_gate` counts."""
-    backward, before = TaskGraph.backward, count(*CONFIGURATIONS[HERE])
+    """No task of the library waits for an event, so `test_the_gate` does not show this."""
+    backward = TaskGraph.backward
+    configuration = CONFIGURATIONS[HERE]
+    before = count(*configuration)
 
-    def changed(self: TaskGraph, grads: Any, **options: Any) -> Any:
-        relay.threading.Event().wait(0)
+    def with_event(self: TaskGraph, grads: Any, **options: Any) -> Any:
+        event = relay.threading.Event()
+        event.wait(0)
         return backward(self, grads, **options)
 
-    monkeypatch.setattr(TaskGraph, "backward", changed)
-    assert count(*CONFIGURATIONS[HERE]).waits == before.waits + 8
+    monkeypatch.setattr(TaskGraph, "backward", with_event)
+    after = count(*configuration)
+    assert after.waits == before.waits + TASKS

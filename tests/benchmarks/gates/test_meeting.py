@@ -1,4 +1,4 @@
-"""The gate of overlap: as it is, all tasks meet; whoever loses overlap is named."""
+"""The gate of overlap: all tasks of the library meet, and a planted loss of overlap is named."""
 
 import subprocess
 import sys
@@ -25,10 +25,9 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def test_the_gate() -> None:
-    """In a process of its own: it forks."""
-    found = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gates.meeting"], cwd=ROOT, capture_output=True, text=True
-    )
+    """The gate forks, so it runs in another process."""
+    command = [sys.executable, "-m", "benchmarks.gates.meeting"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
 
 
@@ -44,11 +43,11 @@ METHODS = {
     "backward_inputs": "backward",
     "backward_weights": "backward_weights",
 }
-"""What runs a task of each kind."""
+"""The method of `TaskGraph` that runs a task of each kind."""
 
 
 def locked(tasks: str = "", locks: int = 1) -> Plant:
-    """Run tasks of this kind under a lock, of which partitions share so many."""
+    """Run each task whose kind begins with `tasks` under one of the locks that partitions share."""
     made = [threading.RLock() for _ in range(locks)]
 
     def plant(patch: pytest.MonkeyPatch) -> None:
@@ -67,11 +66,12 @@ def locked(tasks: str = "", locks: int = 1) -> Plant:
 
 
 def late(patch: pytest.MonkeyPatch) -> None:
-    """Leave recomputations to the backwards, which wait for their gradients first."""
+    """Let each backward run its recomputation, after it has waited for its gradient."""
     run = Program.run
 
     def without(self: Program, actions: Any, *given: Any, **options: Any) -> None:
-        run(self, [action for action in actions if action.kind != "recompute"], *given, **options)
+        others = [action for action in actions if action.kind != "recompute"]
+        run(self, others, *given, **options)
 
     patch.setattr(Program, "run", without)
 
@@ -83,7 +83,8 @@ def sends_wait(patch: pytest.MonkeyPatch) -> None:
     def sent(self: Relay, action: Action, item: Any) -> None:
         give(self, action, item)
         forward = action.kind == "forward"
-        while not self._ends[forward, action.stage + forward][0].empty():
+        queue = self._ends[forward, action.stage + forward][0]
+        while not queue.empty():
             time.sleep(0.0001)
 
     patch.setattr(Relay, "give", sent)
@@ -106,31 +107,26 @@ def without_streams(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(graph, "CopyPath", lambda *given, own: CopyPath(*given, own=False))
 
 
-ALWAYS, AHEAD = Scene("always"), Scene("never", ahead=True)
+ALWAYS = Scene("always")
+AHEAD = Scene("never", ahead=True)
+STEPS = Scene("never", schedule="1F1B")
+RECOMPUTED_STEPS = Scene("always", schedule="1F1B")
+HALVES = Scene("never", schedule="ZBH1")
 COPY = "forward of micro-batch 1 on stage 0 did not begin while copy after forward of micro-batch 0"
 NEXT = "forward of micro-batch 2 on stage 0"
 LATE = "did not begin while recompute of micro-batch 5 on stage 3 ran"
 ON_RANKS = pytest.mark.ranks(N)
 Row = tuple[Callable[..., str | None], Scene, Plant, str]
 
-# Of each loss: who runs, what they run, the fault that is planted, and words of the line that has to name the loss.
+# For each loss: the function that runs a scene, the scene, the fault that is planted, and words
+# of the line that has to name the loss.
 LOSSES: dict[str, Row] = {
     "a lock around tasks": (over_workers, ALWAYS, locked(), "forward of micro-batch"),
     "a lock around forwards": (over_workers, ALWAYS, locked("forward"), "forward of micro-batch"),
     "a lock around backwards": (over_workers, AHEAD, locked("backward"), "backward of micro-batch"),
-    "a lock around 1F1B": (over_workers, Scene("never", schedule="1F1B"), locked(), "micro-batch"),
-    "a lock around halves": (
-        over_workers,
-        Scene("never", schedule="ZBH1"),
-        locked("backward_"),
-        "backward_",
-    ),
-    "late recomputations of 1F1B": (
-        over_workers,
-        Scene("always", schedule="1F1B"),
-        late,
-        "recompute",
-    ),
+    "a lock around 1F1B": (over_workers, STEPS, locked(), "micro-batch"),
+    "a lock around halves": (over_workers, HALVES, locked("backward_"), "backward_"),
+    "late recomputations of 1F1B": (over_workers, RECOMPUTED_STEPS, late, "recompute"),
     "a lock of two partitions": (over_workers, ALWAYS, locked(locks=3), "forward of micro-batch"),
     "late recomputations": (over_workers, ALWAYS, late, LATE),
     "late recomputations of ranks": (on_ranks, ALWAYS, late, LATE),
@@ -140,19 +136,25 @@ LOSSES: dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[ON_RANKS] * (row[0] is on_ranks)) for name, row in LOSSES.items()],
-)
+NAMES = []
+for loss, (on, *_) in LOSSES.items():
+    NAMES.append(pytest.param(loss, marks=[ON_RANKS] if on is on_ranks else []))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_planted_loss_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run, scene, plant, said = LOSSES[name]
     plant(monkeypatch)
+
     line = run(scene, LOOKS)
-    assert line is not None and said in line and " did not begin while " in line
+
+    assert line is not None
+    assert said in line
+    assert " did not begin while " in line
 
 
 def test_what_is_missed_once_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of what is missed for long, each engine's first is told."""
+    """Of the scenes in which a task is missing even after many looks, the first is printed."""
 
     class Slow:
         def run(self, scene: Scene, looks: int) -> str | None:
@@ -161,10 +163,11 @@ def test_what_is_missed_once_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None
         def close(self) -> None:
             pass
 
+    def over_workers(scene: Scene, looks: int) -> str | None:
+        return "x" if scene.mode == "never" else None
+
     monkeypatch.setattr(meeting, "Ranks", Slow)
-    monkeypatch.setattr(
-        meeting, "over_workers", lambda scene, looks: "x" if scene.mode == "never" else None
-    )
+    monkeypatch.setattr(meeting, "over_workers", over_workers)
     monkeypatch.setattr(meeting, "on_devices", lambda scene, looks: None)
     with pytest.raises(SystemExit, match=r"^workers, never: x$"):
         main([])

@@ -1,6 +1,8 @@
-"""publish: a finished run of committed source code gets a fixed name in results/measured.
+"""`publish` and `history`.
 
-history: a line for each revision, in a file or on a branch; nothing else is lost, and the report draws it.
+`publish` gives a finished run of committed source code a fixed name in results/measured. `history`
+writes a line for each revision into a file, or on a branch; nothing else there is lost, and the
+report draws the history.
 """
 
 import json
@@ -27,30 +29,27 @@ GIT = Git("0123456789abcdef", dirty=False)
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Change into an empty folder, with a subfolder for published runs."""
-    for folder in ("runs", "measured"):
-        (tmp_path / folder).mkdir()
+    measured = tmp_path / "measured"
+    measured.mkdir()
+    (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     for module in ("cli.records", "records.places"):
-        monkeypatch.setattr(f"reproduce.{module}.MEASURED", tmp_path / "measured")
-    return tmp_path / "measured"
+        monkeypatch.setattr(f"reproduce.{module}.MEASURED", measured)
+    return measured
 
 
 def keep(**changes: Any) -> tuple[Record, Run]:
-    """Save a publishable run in runs/, with the given changes."""
-    record, stolen = (
-        load(max(MEASURED.glob("resnet101-speed-small-*.json"))),
-        changes.pop("stolen", 0.0),
-    )
+    """Save a run that can be published in runs/, with the given changes."""
+    record = load(max(MEASURED.glob("resnet101-speed-small-*.json")))
+    stolen, gpus = changes.pop("stolen", 0.0), changes.pop("gpus", [])
     assert record.run is not None
-    machine = replace(
-        record.run.machine, cpu="A fast(R) CPU R-5000 @ 3.0GHz", gpus=changes.pop("gpus", [])
-    )
-    run = replace(
-        record.run, **{"machine": machine, "git": GIT, "started": "2020-04-21T10:02:05Z", **changes}
-    )
-    results = [
-        replace(each, samples={**each.samples, "stolen": [stolen]}) for each in record.results
-    ]
+    machine = replace(record.run.machine, cpu="A fast(R) CPU R-5000 @ 3.0GHz", gpus=gpus)
+    run = replace(record.run, machine=machine, git=GIT, started="2020-04-21T10:02:05Z")
+    run = replace(run, **changes)
+    results = []
+    for result in record.results:
+        samples = {**result.samples, "stolen": [stolen]}
+        results.append(replace(result, samples=samples))
     record = replace(record, run=run, results=results)
     save(record, Path("runs/mine.json"))
     return record, run
@@ -60,17 +59,20 @@ def keep(**changes: Any) -> tuple[Record, Run]:
 def test_a_run_is_published_and_found_by_its_new_name(
     named: str, measured: Path, command: Any
 ) -> None:
-    """Folders of the machine that ran it stay private."""
-    made, run = keep(
-        command=["run", "x/y", "--out", "/home/me/runs/", "--link=/home/me/my.json", "/"]
-    )
+    """The published command does not name folders of the machine that ran it."""
+    private = ["run", "x/y", "--out", "/home/me/runs/", "--link=/home/me/my.json", "/"]
+    public = ["run", "x/y", "--out", "runs/", "--link=my.json", "/"]
+    made, run = keep(command=private)
+
     command("publish", named)
-    private = replace(run, command=["run", "x/y", "--out", "runs/", "--link=my.json", "/"])
-    assert load(measured / f"{NAME}.json") == replace(made, name=NAME, run=private)
-    assert sorted(path.name for path in measured.iterdir()) == [f"{NAME}.json", f"{NAME}.md"]
-    assert find_record(NAME) == measured / f"{NAME}.json"
+
+    path, page_path = measured / f"{NAME}.json", measured / f"{NAME}.md"
+    assert sorted(measured.iterdir()) == [path, page_path]
+    assert load(path) == replace(made, name=NAME, run=replace(run, command=public))
+    assert find_record(NAME) == path
     page, _ = command("show", "--format", "markdown", NAME)
-    assert (measured / f"{NAME}.md").read_text() == page and f"record: `{NAME}.json`" in page
+    assert page_path.read_text() == page
+    assert f"record: `{NAME}.json`" in page
 
 
 @pytest.mark.parametrize(
@@ -92,30 +94,34 @@ def test_a_run_is_published_and_found_by_its_new_name(
 def test_refused_unless_forced(
     changes: dict[str, Any], said: str, measured: Path, command: Any
 ) -> None:
+    prediction = RESULTS / "predicted/unet-speed-p40x8.json"
     keep()
     if "started" in changes:
         command("publish", "mine")
     before = [path.read_text() for path in measured.iterdir()]
     keep(**changes)
+
     _, err = command("publish", "mine", code=2)
-    assert err.startswith("reproduce: mine: ") and said in err and err.count("\n") == 1
+
+    assert err.startswith("reproduce: mine: ")
+    assert said in err
+    assert err.count("\n") == 1
     assert [path.read_text() for path in measured.iterdir()] == before
     command("publish", "mine", "--force")
-    command(
-        "publish", str(RESULTS / "predicted/unet-speed-p40x8.json"), "--force", code=2
-    )  # it was not measured
+    command("publish", str(prediction), "--force", code=2)  # it was not measured
 
 
 @pytest.mark.usefixtures("measured")
 def test_the_name_says_which_devices() -> None:
+    gpus = [Gpu("NVIDIA H100 80GB HBM3", 80 << 30)] * 8
     for device, count, name in (("cuda", 4, "4xnvidia-h100-80gb-hbm3"), ("meta", 8, "8xmeta")):
-        made = keep(device=device, devices=count, gpus=[Gpu("NVIDIA H100 80GB HBM3", 80 << 30)] * 8)
+        made = keep(device=device, devices=count, gpus=gpus)
         assert published_name(*made) == f"resnet101-speed-small-{name}-20200421T1002"
     for path in MEASURED.glob("*.json"):
         record = load(path)
-        assert record.run is not None and record.name == path.stem == published_name(
-            record, record.run
-        )
+        assert record.name == path.stem
+        assert record.run is not None
+        assert published_name(record, record.run) == record.name
 
 
 @pytest.fixture
@@ -127,55 +133,55 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for i in (1, 2):
         monkeypatch.setenv("GIT_COMMITTER_DATE", f"2020-04-2{i}T00:00:00Z")
         commit(tmp_path, f"v{i}")
-        rows = (
-            row("a", 2.0),
-            row("b", 1.0 * i, over="a"),
-            row("c", 1.0, others=[0.2]),
-            emulated(row("b", 0.5 * i)),
-        )
-        save(
-            record(*rows, git=Git(git(tmp_path, "rev-parse", "HEAD"), dirty=False)),
-            Path(f"measured/{i}.json"),
-        )
-    return git(tmp_path, "log", "--reverse", "--format=%h").split()
+        revision = git(tmp_path, "rev-parse", "HEAD")
+        a, b, c = row("a", 2.0), row("b", 1.0 * i, over="a"), row("c", 1.0, others=[0.2])
+        emulated_b = emulated(row("b", 0.5 * i))
+        made = record(a, b, c, emulated_b, git=Git(revision, dirty=False))
+        save(made, Path(f"measured/{i}.json"))
+    revisions = git(tmp_path, "log", "--reverse", "--format=%h")
+    return revisions.split()
 
 
 @pytest.mark.parametrize("branch", [[], ["--branch", "kept"]], ids=["file", "branch"])
 def test_revisions_are_kept_and_drawn(branch: list[str], at: list[str], command: Any) -> None:
+    old, new = at
+    history = Path("history.jsonl")
     before = git(Path(), "status", "--porcelain")
     for name in ("measured/2.json", "measured/1.json", "counts.json"):
         command("history", name, *branch)
     if branch:
         assert git(Path(), "status", "--porcelain") == before
-        Path("history.jsonl").write_text(git(Path(), "show", "kept:history.jsonl") + "\n")
-    with Path("history.jsonl").open("a") as file:
+        kept = git(Path(), "show", "kept:history.jsonl")
+        history.write_text(f"{kept}\n")
+    with history.open("a") as file:
         file.write('{"git"\n')
-    first, *others = command("history", "measured/1.json")[1].splitlines()
-    assert first.startswith("history.jsonl:4: not JSON: ") and first.endswith("; the line is kept")
-    assert others == [
-        f"{said} numbers of {at[0]} {where}"
-        for said, where in (
-            ("replaced: 4", "on a CPU, 2 cores"),
-            ("written: 4", "to history.jsonl"),
-        )
-    ]
-    _, _, broken, last = Path("history.jsonl").read_text().splitlines()
-    assert broken == '{"git"' and {
-        field for number in json.loads(last)["numbers"] for field in number
-    } <= {*FIELDS}
-    assert command("report", "--results", ".")[1].startswith("skipped: history.jsonl:3: not JSON")
+
+    _, err = command("history", "measured/1.json")
+
+    first, replaced, written = err.splitlines()
+    assert first.startswith("history.jsonl:4: not JSON: ")
+    assert first.endswith("; the line is kept")
+    assert replaced == f"replaced: 4 numbers of {old} on a CPU, 2 cores"
+    assert written == f"written: 4 numbers of {old} to history.jsonl"
+    _, _, broken, last = history.read_text().splitlines()
+    assert broken == '{"git"'
+    for number in json.loads(last)["numbers"]:
+        assert number.keys() <= set(FIELDS)
+
+    _, err = command("report", "--results", ".")
+
+    assert err.startswith("skipped: history.jsonl:3: not JSON")
     text = Path("report.html").read_text()
-    for kind, one, two in (
-        ("time, measured", 1, 2),
-        ("speedup, measured", 2, 1),
-        ("time, emulated", 0.5, 1),
-    ):
-        assert f"e b, {kind}, small, cpu: {at[0]} {one}, {at[1]} {two}" in text
-    assert "3 numbers that changed" in text, "the others did not, or were disturbed"
+    assert f"e b, time, measured, small, cpu: {old} 1, {new} 2" in text
+    assert f"e b, speedup, measured, small, cpu: {old} 2, {new} 1" in text
+    assert f"e b, time, emulated, small, cpu: {old} 0.5, {new} 1" in text
+    assert "3 numbers that changed" in text, "the others did not change, or were disturbed"
 
 
 def test_what_github_action_benchmark_takes(at: list[str], command: Any) -> None:
-    first, *others = json.loads(command("history", "measured/2.json", "counts.json", "--json")[0])
+    out, _ = command("history", "measured/2.json", "counts.json", "--json")
+
+    first, *others = json.loads(out)
     assert first == {
         "name": "e a, time, measured, small, cpu",
         "unit": "s",
@@ -187,14 +193,17 @@ def test_what_github_action_benchmark_takes(at: list[str], command: Any) -> None
 
 
 def test_what_is_refused(at: list[str], command: Any) -> None:
-    for asked, said in (
-        ("measured", "4 undisturbed numbers of revision"),  # of two
-        ("counts.json --file measured/1.json", "measured/1.json: no line of it is of a history"),
-        (f"counts.json --branch {git(Path(), 'branch', '--show-current')}", "is checked out"),
-        ("counts.json --branch x --file ../h", "../h: on a branch, give a path within"),
-        ("counts.json --branch a..b", "'a..b' is not a valid branch name"),
-    ):
-        assert said in command("history", *asked.split(), code=2)[1]
+    branch = git(Path(), "branch", "--show-current")
+    refused = {
+        "measured": "4 undisturbed numbers of revision",  # the folder has two revisions
+        "counts.json --file measured/1.json": "measured/1.json: no line of it is of a history",
+        f"counts.json --branch {branch}": "is checked out",
+        "counts.json --branch x --file ../h": "../h: on a branch, give a path within",
+        "counts.json --branch a..b": "'a..b' is not a valid branch name",
+    }
+    for asked, said in refused.items():
+        _, err = command("history", *asked.split(), code=2)
+        assert said in err
     commit_file(Path(), "kept", "a", lambda _: b"1")
 
     def meanwhile(_: bytes) -> bytes:
@@ -203,4 +212,5 @@ def test_what_is_refused(at: list[str], command: Any) -> None:
 
     with pytest.raises(Error, match="does not contain"):
         commit_file(Path(), "kept", "b", meanwhile)
-    assert [git(Path(), "show", f"kept:{name}") for name in "ab"] == ["1", "theirs"]
+    assert git(Path(), "show", "kept:a") == "1"
+    assert git(Path(), "show", "kept:b") == "theirs"

@@ -1,8 +1,11 @@
-"""Command line: help, list, and what keeps the program from starting. Ctrl-C works wherever it arrives."""
+"""The command line: its help, `list`, and what keeps the program from starting.
+
+Ctrl-C works wherever it arrives.
+"""
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,9 +30,10 @@ from torchgpipe.plan import hardware_names, planner
 from torchgpipe.plan.count import optimizer
 from torchgpipe.plan.hardware import hardware
 
-from ..made import record, row
+from ..made import one_line, record, row
 
 SCREEN = 24  # lines of a terminal
+NAMES = tuple(EXPERIMENTS)
 PRESS = partial(signal.raise_signal, signal.SIGINT)
 PATIENCE = 300  # seconds; only a hang takes as long
 RUN_HERE = {
@@ -39,25 +43,35 @@ RUN_HERE = {
     "ended": "2020-04-21T10:07:00Z",
 }
 LATER = {"started": "2020-04-21T10:02:00Z"}
+OF_A_ROW = ["run", "--row", "n2m1"]
 
 
-@pytest.mark.parametrize("arguments", [[], *([command.name, "--help"] for command in COMMANDS)])
+ASKS_FOR_HELP = [[], *([command.name, "--help"] for command in COMMANDS)]
+
+
+@pytest.mark.parametrize("arguments", ASKS_FOR_HELP)
 def test_help_fits_a_screen_and_ends_with_two_examples(
     arguments: list[str], monkeypatch: Any, command: Any
 ) -> None:
-    lines = command(*arguments)[0].splitlines()
     commands = {command.name: command for command in COMMANDS}
-    many_options = arguments and len(commands[arguments[0]].params) > 8
-    assert max(map(len, lines)) <= WIDTH and len(lines) <= (40 if many_options else SCREEN)
-    assert arguments or not any(line.endswith("...") for line in lines[1:]), (
-        "no command's summary is cut off"
-    )
-    title, *examples = lines[-3:]
-    assert title.strip() == "Examples:"
+    most_lines = SCREEN
+    if arguments and len(commands[arguments[0]].params) > 8:
+        most_lines = 40
     monkeypatch.chdir(ROOT)
-    for example in examples:
+
+    out, _ = command(*arguments)
+
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert len(lines) <= most_lines
+    if not arguments:
+        assert not any(line.endswith("...") for line in lines[1:]), "no summary is cut off"
+    *_, title, one, other = lines
+    assert title.strip() == "Examples:"
+    for example in (one, other):
         program, name, *options = example.strip().removeprefix("python -m ").split()
-        assert program == "reproduce" and name in (arguments or commands)
+        assert program == "reproduce"
+        assert name in (arguments or commands)
         commands[name].make_context(name, options)  # raises if there is no such option or value
 
 
@@ -66,11 +80,8 @@ def test_help_fits_a_screen_and_ends_with_two_examples(
     [
         ([], "?"),
         ([{}], "7"),
-        ([{}, LATER], "5"),  # the newer one
-        (
-            [{}, {**LATER, "command": ["run", "--row", "n2m1"]}, {**LATER, "state": "interrupted"}],
-            "7",
-        ),
+        ([{}, LATER], "5"),  # the newer run
+        ([{}, {**LATER, "command": OF_A_ROW}, {**LATER, "state": "interrupted"}], "7"),
         ([{"folder": "measured"}], "(7)"),
         ([{}, {**LATER, "folder": "measured"}], "7"),
         ([{"several": True}], "<7"),
@@ -89,16 +100,26 @@ def test_the_list_says_how_long_a_run_has_taken_here(
     Path("runs").mkdir()
     Path("measured").mkdir()
     for number, changes in enumerate(runs):
-        folder = changes.get("folder", "runs")
-        names = ["unet-speed", "unet-memory"][: 1 + ("several" in changes)]
-        given = {
-            name: value for name, value in changes.items() if name not in ("several", "folder")
-        }
-        made = record(*(row("x", 1.0, experiment=name) for name in names), **{**RUN_HERE, **given})
+        given = {**RUN_HERE, **changes}
+        folder = given.pop("folder", "runs")
+        rows = [row("x", 1.0, experiment="unet-speed")]
+        if given.pop("several", False):
+            rows.append(row("x", 1.0, experiment="unet-memory"))
+        made = record(*rows, **given)
         save(replace(made, scale="small"), Path(folder) / f"r{number}.json")
     Path("runs/broken.json").write_text("{}")
-    (line,) = [line for line in command("list")[0].splitlines() if line.startswith("unet-speed ")]
-    assert line.split()[-1] == said
+
+    out, _ = command("list")
+
+    (line,) = [line for line in out.splitlines() if line.startswith("unet-speed ")]
+    *_, minutes = line.split()
+    assert minutes == said
+
+
+def first_cells(lines: list[str], names: Sequence[str]) -> list[str]:
+    """Return those first cells of a table's lines that are among the names."""
+    cells = [line.partition("  ")[0] for line in lines]
+    return [cell for cell in cells if cell in names]
 
 
 @pytest.mark.parametrize("devices", [Devices("cpu", 2, 1), Devices("cpu", 8, 16)], ids=str)
@@ -106,29 +127,32 @@ def test_the_list_is_a_screen_or_has_every_row(
     devices: Devices, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     monkeypatch.setattr("reproduce.cli.list.find_devices", lambda *_: devices)
-    lines = command("list")[0].splitlines()
-    assert max(map(len, lines)) <= WIDTH and len(lines) <= SCREEN
-    assert [
-        line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in EXPERIMENTS
-    ] == [*EXPERIMENTS]
+
+    short, _ = command("list")
     monkeypatch.setattr("reproduce.cli.list.why_not", lambda *_: None)  # independent of free memory
-    lines = command("list", *EXPERIMENTS)[0].splitlines()
+    long, _ = command("list", *EXPERIMENTS)
+
+    lines = short.splitlines()
     assert max(map(len, lines)) <= WIDTH
-    scales = [scale for experiment in EXPERIMENTS.values() for scale in experiment.scales]
-    names = [row.name for scale in scales for row in scale.rows]
-    assert sorted(
-        line.partition("  ")[0] for line in lines if line.partition("  ")[0] in names
-    ) == sorted(names)
-    for scale in scales:
-        every = len(scale.rows)
-        fitting = sum(
-            row.devices <= devices.count and not row.name.endswith("/pb") for row in scale.rows
-        )
-        said = (f"measures {fitting} and emulates all of {every} rows", f"all {every} rows")
-        assert any(
-            f"- on {devices}: can run; {each}" in " ".join([*map(str.strip, lines), ""])
-            for each in said
-        )
+    assert len(lines) <= SCREEN
+    assert [line.split()[0] for line in lines if line.startswith(NAMES)] == list(NAMES)
+    lines = long.splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    flat = one_line(long)
+    every_name = []
+    for experiment in EXPERIMENTS.values():
+        for scale in experiment.scales:
+            names = [each.name for each in scale.rows]
+            every_name += names
+            count = len(names)
+            fitting = 0
+            for each in scale.rows:
+                if each.devices <= devices.count and not each.name.endswith("/pb"):
+                    fitting += 1
+            some = f"measures {fitting} and emulates all of {count} rows"
+            can_run = f"- on {devices}: can run; "
+            assert f"{can_run}{some}" in flat or f"{can_run}all {count} rows" in flat
+    assert sorted(first_cells(lines, every_name)) == sorted(every_name)
 
 
 def test_a_reader_who_leaves_early_sees_no_traceback(start: Callable[..., Any]) -> None:
@@ -148,40 +172,32 @@ SWALLOWED = (
 )
 
 
-@pytest.mark.parametrize(
-    ("command", "module", "statement", "said"),
-    [
-        ("show x", "torch", SWALLOWED, "interrupted"),
-        ("show x", "torch", LIBRARY, "torch is broken (libcudart.so.12"),
-        (
-            "plan unet",
-            "torch",
-            "import no_such_module",
-            "torch is broken (No module named 'no_such_module')",
-        ),
-        *(
-            (command, name, ABSENT.format(name), f"{name} is not installed")
-            for command, name in (
-                ("show x", "torch"),
-                *(("list", x) for x in ("click", "msgspec", "tabulate", "tqdm")),
-            )
-        ),
-        *(
-            pytest.param(
-                command,
-                name,
-                ABSENT.format(name),
-                f"{name} is not installed: run 'make setup', or 'pip insta",
-                marks=pytest.mark.slow,
-            )
-            for command, name in (
-                (f"compare {PAPER} {PAPER}", "scipy"),
-                ("report", "matplotlib"),
-                ("report", "jinja2"),
-            )
-        ),
-    ],
-)
+BROKEN: list[Any] = [
+    ("show x", "torch", SWALLOWED, "interrupted"),
+    ("show x", "torch", LIBRARY, "torch is broken (libcudart.so.12"),
+    (
+        "plan unet",
+        "torch",
+        "import no_such_module",
+        "torch is broken (No module named 'no_such_module')",
+    ),
+    ("show x", "torch", ABSENT.format("torch"), "torch is not installed"),
+]
+BROKEN += [
+    ("list", name, ABSENT.format(name), f"{name} is not installed")
+    for name in ("click", "msgspec", "tabulate", "tqdm")
+]
+for asked, name in (
+    (f"compare {PAPER} {PAPER}", "scipy"),
+    ("report", "matplotlib"),
+    ("report", "jinja2"),
+):
+    advice = f"{name} is not installed: run 'make setup', or 'pip insta"
+    row_of_table = asked, name, ABSENT.format(name), advice
+    BROKEN.append(pytest.param(*row_of_table, marks=pytest.mark.slow))
+
+
+@pytest.mark.parametrize(("command", "module", "statement", "said"), BROKEN)
 def test_an_import_that_ends_the_program_is_one_line(
     command: str,
     module: str,
@@ -190,42 +206,38 @@ def test_an_import_that_ends_the_program_is_one_line(
     start: Callable[..., Any],
     broken_modules: Callable[..., Path],
 ) -> None:
-    process = start(
-        "-m", "reproduce", *command.split(), first=broken_modules(**{module: statement})
-    )
+    code = INTERRUPTED if statement == SWALLOWED else 2
+    folder = broken_modules(**{module: statement})
+
+    process = start("-m", "reproduce", *command.split(), first=folder)
     out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (INTERRUPTED if statement == SWALLOWED else 2, "")
-    assert err.startswith(f"reproduce: {said}") and err.count("\n") == 1
+
+    assert process.returncode == code
+    assert out == ""
+    assert err.startswith(f"reproduce: {said}")
+    assert err.count("\n") == 1
 
 
-FAST = [
-    "--help",
-    *(f"{x.name} --help" for x in COMMANDS),
-    "--version",
-    "list",
-    "run --wrong",
-    "plan x --devices 0",
-]
+FAST = ["--help", "--version", "list", "run --wrong", "plan x --devices 0"]
+FAST += [f"{command.name} --help" for command in COMMANDS]
 WITHOUT = """import sys; from reproduce.cli.main import main
 for words in sys.argv[1:]: main(words.split())
 print('torch' in sys.modules)"""
 
 
 def test_no_torch_where_nothing_is_run(start: Callable[..., Any]) -> None:
-    """It takes seconds. So options repeat what the planner knows."""
-    out, err = start("-c", WITHOUT, *FAST).communicate(timeout=PATIENCE)
+    """An import of torch takes seconds. So options repeat names and defaults of other modules."""
+    process = start("-c", WITHOUT, *FAST)
+    out, err = process.communicate(timeout=PATIENCE)
     assert out.endswith("\nFalse\n") or GPU_DRIVERS[0].exists(), err
-    assert (planner.HERE, hardware_names(), tuple(optimizer.OPTIMIZERS)) == (
-        HERE,
-        HARDWARE,
-        OPTIMIZERS,
-    )
-    assert HEADROOM == hardware.HEADROOM
-    offered, settings = {option.name: option.default for option in regression.params}, Settings({})
-    assert all(
-        offered[name] == getattr(settings, name)
-        for name in ("restarts", "rounds", "clock", "slow_down")
-    )
+    assert planner.HERE == HERE
+    assert hardware_names() == HARDWARE
+    assert tuple(optimizer.OPTIMIZERS) == OPTIMIZERS
+    assert hardware.HEADROOM == HEADROOM
+    offered = {option.name: option.default for option in regression.params}
+    settings = Settings({})
+    for name in ("restarts", "rounds", "clock", "slow_down"):
+        assert offered[name] == getattr(settings, name)
 
 
 def test_a_shell_completes(
@@ -247,22 +259,19 @@ def test_a_shell_completes(
     ("version", "old"), [("2.10.1+cpu", True), ("2.11.0", False), ("3.0.0a0+git1", False)]
 )
 def test_a_version_of_pytorch(version: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = f"torch {version} is too old: install torch 2.11 or newer" if old else None
     monkeypatch.setattr("torch.__version__", version)
-    assert missing("torch") == (
-        f"torch {version} is too old: install torch 2.11 or newer" if old else None
-    )
+    assert missing("torch") == said
 
 
 def test_a_bug_does_not_say_worse(
     start: Callable[..., Any], broken_modules: Callable[..., Path]
 ) -> None:
-    process = start(
-        "-m", "reproduce", "show", "x", first=broken_modules(torch="raise ValueError('a bug')")
-    )
-    assert (
-        process.communicate(timeout=PATIENCE)[1].endswith("ValueError: a bug\n")
-        and process.returncode == 2
-    )
+    folder = broken_modules(torch="raise ValueError('a bug')")
+    process = start("-m", "reproduce", "show", "x", first=folder)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert err.endswith("ValueError: a bug\n")
+    assert process.returncode == 2
 
 
 @pytest.mark.parametrize(("command", "started_over"), [("run", 1), ("list", 0)])
@@ -270,11 +279,10 @@ def test_a_run_keeps_freed_memory(
     command: str, started_over: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
+    signals = SimpleNamespace(SIGINT=2, signal=lambda *arguments: None)
     monkeypatch.setattr(program, "keep_freed_memory", lambda: calls.append(1))
     monkeypatch.setattr(program, "missing", lambda *_: "stop here")
-    monkeypatch.setattr(
-        program, "signal", SimpleNamespace(SIGINT=2, signal=lambda *arguments: None)
-    )
+    monkeypatch.setattr(program, "signal", signals)
     monkeypatch.setattr(sys, "argv", ["reproduce", command])
     assert program.main() == 2
     assert len(calls) == started_over

@@ -1,4 +1,4 @@
-"""plan and predict: their output."""
+"""The output of `plan`, `schedule` and `predict`."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from reproduce.records.record import save
 from reproduce.tables.layout import WIDTH
 
 from ...library.traced import Masked, rows
-from ..made import ran, record
+from ..made import one_line, ran, record
 
 HERE = "tests.reproduce.cli.test_plan"
 
@@ -23,8 +23,9 @@ def own() -> nn.Module:
 
 
 def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The mask has no batch dimension."""
-    return Masked(), {"mask": torch.rand(6) > 0.5, "x": rows()}
+    """Return a model and a sample whose mask has no batch dimension."""
+    mask = torch.rand(6) > 0.5
+    return Masked(), {"mask": mask, "x": rows()}
 
 
 @pytest.mark.parametrize(
@@ -48,22 +49,27 @@ def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 )
 def test_plans(model: str, options: str, said: str, command: Any) -> None:
     output, _ = command("plan", model, "--devices", "2", *options.split())
-    assert said in " ".join(output.split())
+    assert said in one_line(output)
     assert max(map(len, output.splitlines())) <= WIDTH
 
 
 def test_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.chdir(tmp_path)
     output, told = command("schedule", "zbh1", "-n", "2", "-m", "2", "--svg", "two.svg")
-    assert "1 | .  0  I0 1  I1 W0 W1" in output and "kept at most, tasks by device: 2, 2" in output
-    assert told == "written: two.svg\n" and "<svg" in Path("two.svg").read_text()
+    assert "1 | .  0  I0 1  I1 W0 W1" in output
+    assert "kept at most, tasks by device: 2, 2" in output
+    assert told == "written: two.svg\n"
+    assert "<svg" in Path("two.svg").read_text()
 
 
 def single() -> tuple[nn.Module, torch.Tensor]:
-    return nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(2))), torch.rand(2, 4096)
+    """Return a model and a sample in single precision."""
+    model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096))
+    return model, torch.rand(2, 4096)
 
 
 def half() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model and a sample in half precision."""
     model, sample = single()
     return model.half(), sample.half()
 
@@ -78,24 +84,22 @@ def half() -> tuple[nn.Module, torch.Tensor]:
 )
 def test_numbers_change_a_plan(function: str, option: str, command: Any) -> None:
     """Precision options change the predicted seconds, and PyTorch's settings are restored."""
-    before = torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cuda")
-    texts = []
-    for options in ([], option.split()):
-        arguments = [
-            "--hardware",
-            "a100x8",
-            "--devices",
-            "1",
-            "--optimizer",
-            "adam",
-            "--batch-size",
-            "4096",
-            *options,
-        ]
-        texts.append(command("plan", f"{HERE}:{function}", *arguments)[0])
-    plain, other = (float(text.partition("\nstep ")[2].split()[0]) for text in texts)
-    assert (other < plain) == (function == "single") and other != plain
-    assert before == (torch.backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cuda"))
+    given = "--hardware a100x8 --devices 1 --optimizer adam --batch-size 4096"
+
+    def planned(*options: str) -> float:
+        """Return the predicted seconds of a step."""
+        text, _ = command("plan", f"{HERE}:{function}", *given.split(), *options)
+        _, _, rest = text.partition("\nstep ")
+        return float(rest.split()[0])
+
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision, torch.is_autocast_enabled("cuda")
+    plain, other = planned(), planned(*option.split())
+    after = matmul.fp32_precision, torch.is_autocast_enabled("cuda")
+
+    assert other != plain
+    assert (other < plain) == (function == "single")
+    assert after == before
 
 
 @pytest.mark.parametrize(
@@ -105,24 +109,28 @@ def test_a_run_is_predicted_row_by_row(
     hardware: str, how: str, tmp_path: Path, command: Any
 ) -> None:
     """The run is of a small model, in the published balances."""
-    balances = {
-        row.name: row.balance
-        for row in EXPERIMENTS["unet-speed"].scale("paper").rows
-        if row.published
-    }
-    rows = ran(
+    paper = EXPERIMENTS["unet-speed"].scale("paper")
+    balances = {row.name: row.balance for row in paper.rows if row.published}
+    made = ran(
         "unet-speed", "small", lambda row: [20.0] * 3 if row.published else None, emulated=True
     )
-    small = {"C": 4, "input_shape": [3, 64, 64]}
-    rows = [
-        replace(row, config={**row.config, **small, "balance": balances[row.row]}) for row in rows
-    ]
-    save(record(*rows), path := tmp_path / "run.json")
+    rows = []
+    for each in made:
+        small = {"C": 4, "input_shape": [3, 64, 64], "balance": balances[each.row]}
+        rows.append(replace(each, config={**each.config, **small}))
+    path = tmp_path / "run.json"
+    save(record(*rows), path)
+
     out, _ = command("predict", "--run", str(path), "--hardware", hardware)
-    assert "unet-speed: emulated and predicted" in out and how in " ".join(out.split())
-    lines = {
-        line.split()[0]: line.replace(",", "").split()[1:] for line in out.splitlines() if line
-    }
+
+    assert "unet-speed: emulated and predicted" in out
+    assert how in one_line(out)
+    cells = {}
+    for line in out.splitlines():
+        if line:
+            name, *numbers = line.replace(",", "").split()
+            cells[name] = numbers
     for name in balances:
-        ours, foreseen, times = map(float, lines[name])
-        assert ours == 20 and foreseen / ours == pytest.approx(times, rel=0.02)
+        ours, predicted, times = map(float, cells[name])
+        assert ours == 20
+        assert predicted / ours == pytest.approx(times, rel=0.02)

@@ -1,4 +1,4 @@
-"""Errors of commands: one line and exit code 2, before anything is run or written."""
+"""Errors of commands: one line and exit code 2, before a command runs or writes anything."""
 
 import shlex
 import shutil
@@ -12,25 +12,114 @@ from reproduce.records.record import save
 
 from ..made import record, row
 
-SPEED, MEMORY = ("run tiny-speed --on cpu --scale small", "run tiny-memory --on cpu --scale small")
+SPEED = "run tiny-speed --on cpu --scale small"
+MEMORY = "run tiny-memory --on cpu --scale small"
 TWO = "compare two.json two.json"
 PREDICT = "predict --hardware here"
 REPORT = "report --results results"
 OWN = "tests.reproduce.cli.test_plan:own"
 
 
+REFUSED = {
+    "run amoebanet-sped": "no experiment is called 'amoebanet-sped'; did you mean amoebanet-speed",
+    "run tiny-accuracy --scale small --data x": (
+        "--data x: scale small makes its own data; leave --data out"
+    ),
+    "run tiny-accuracy --on cpu --data x": (
+        "--scale paper: it needs CUDA devices with 22 GiB of memory each"
+    ),
+    "run amoebanet-speed --seeds 2": "--data and --seeds are for experiments on accuracy",
+    "run amoebanet-memory --engine ranks": "--engine is for experiments that time steps",
+    "run amoebanet-speed --on cpu --devices 3": "machine offers 2; use at most 2",
+    "run amoebanet-speed --on cpu --scale paper": "it needs CUDA devices with 22 GiB of memory",
+    "run tiny-memory tiny-speed --on meta": (
+        "--on meta is for experiments on memory: amoebanet-memory,"
+    ),
+    "run tiny-memory --on meta --scale small": "its balances are profiled, and devices that",
+    f"{SPEED} --resume": (
+        "--resume: no run of this command in runs was broken off; leave --resume out"
+    ),
+    f"{SPEED} --out text": "--out text: cannot be written (File exists); name another",
+    f"{SPEED} --row GPipe_n2": "--row 'GPipe_n2': no row is called so; did you mean",
+    "run unet-speed --row '#'": "--row '#': no row is called so; there are baseline, pipeline-1",
+    "run unet-speed unet-memory --row 'naive n2'": (
+        "unet-memory has none of the rows naive n2; leave it out"
+    ),
+    f"{MEMORY} --trace t": "--trace: memory experiments time no step",
+    f"{SPEED} --trace empty": "'--trace': File 'empty' is a directory.",
+    f"{SPEED} --trace /dev/null/x/t": "--trace /dev/null/x: cannot be written (Not a directory)",
+    "show none.json": "none.json: cannot be read (No such file or directory)",
+    "show text": "text: not JSON: ",
+    "compare record.json": "compare at least two sides, and at most 26; given: 1",
+    "compare record.json :results": (
+        ":results: no such file or folder, and no git revision here; name a record"
+    ),
+    "compare record.json ''": ": no such file or folder, and no git revision",
+    "compare record.json results": (
+        "results: no record (*.json) in this folder; there are some in results/paper"
+    ),
+    "compare record.json record.json --alpha 0": "'--alpha'",
+    f"{TWO} --filter n": "--filter n: give a field and its values, as in --filter n=2,4",
+    f"{TWO} --filter =2": "--filter =2: give a field and its values, as in --filter n=2,4",
+    f"{TWO} --filter n=3": "--filter n=3: no row is left; n is 2, 10",
+    f"{TWO} --filter x=3": (
+        "--filter x=...: no row has x; there are experiment, row, scale, device, engine, "
+    ),
+    f"{TWO} --metric speed": "--metric speed: no row has it; there are throughput, time, speedup",
+    PREDICT: "name either experiments, or a run by --run",
+    f"{PREDICT} unet-speed --run record.json": "name either experiments, or a run by --run",
+    f"{PREDICT} --run record.json": "--run record.json: it has no emulated rows",
+    f"{PREDICT} --run record.json --out .": "--out is for published tables",
+    f"{PREDICT} unet-speed": "predict --run RUN --hardware here those of a run",
+    "predict unet-speed --hardware p41": "no hardware is called 'p41'; there are a100x8",
+    "predict --run RUN --fp32-precision tf32": "a run is predicted as it was run, in float32",
+    "predict unet-speed --autocast bfloat16": (
+        "name a folder by --out; results/predicted is as published"
+    ),
+    "schedule LoopedBFS": "no schedule is called 'LoopedBFS'; there are GPipe, 1F1B,",
+    "schedule missing.csv": "missing.csv",
+    "plan unet --memory 24": "text with a unit such as '24GiB' or '80GB', got '24'",
+    "plan resnet101 --size 1 2": "leave --size out",
+    "plan amoebanet --size 4 32": "positive multiple of 3",
+    "plan unet --size 1 8 --devices 1 --memory 1MiB": "alone needs",
+    "plan resnet101 --largest depth": "leave --largest out",
+    "plan unet --input 3x32x32": "leave --input out",
+    "plan resnet": (
+        "no model is called 'resnet'; there are amoebanet, unet, resnet101, torchvision's"
+    ),
+    "plan torchvision:resnet5": "resnet5",
+    "plan torchvision:resnet18 --input 3,32,32": "a sample's shape is written as 3x224x224",
+    "plan nowhere:model": "nowhere:model cannot be imported: No module named 'nowhere'",
+    "plan math:pi": "math:pi has to be a function that returns a model, got float",
+    "plan torch:Generator": "has to return a model, or a model and a sample; got Generator",
+    f"plan {OWN}": "returns no sample beside its model: let it return both",
+    "plan unet --largest depth --hardware here": "nothing is timed for it: name a description",
+    "plan unet --profile 8": "nothing is timed with a description; leave it out",
+    "plan unet --size 1 8 --master-weights": "master_weights is for parameters in 16 bits",
+    "plan unet --largest depth --autocast bfloat16": "for training in float32; leave it out",
+    "report --results nowhere": "'--results': Directory 'nowhere' does not exist.",
+    "report --results empty": (
+        "--results empty: no record (*.json) in its folders paper, predicted, measured"
+    ),
+    f"{REPORT} --out no/r.html": "no/r.html: cannot be written (No such file or directory)",
+    "regression --base HEAD --markdown /dev/null/x": "--markdown /dev/null: cannot be written",
+}
+"""Arguments, and the message that they are refused with."""
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change into a folder with a published table, a record of two rows, and files that are not records."""
+    """Change into a folder with a published table, a record of two rows, and other files."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "reproduce.run.session.Session", None
-    )  # errors come before anything is measured
+    monkeypatch.setattr("reproduce.run.session.Session", None)  # no run may begin
     for folder in ("results/paper", "empty"):
         Path(folder).mkdir(parents=True)
-    shutil.copy(RESULTS / "paper" / "tg-unet-speed.json", "results/paper")
-    shutil.copy(RESULTS / "paper" / "tg-unet-speed.json", "record.json")
-    save(record(*(row(f"n{n}", 1.0, config={"partitions": n}) for n in (2, 10))), Path("two.json"))
+    table = RESULTS / "paper" / "tg-unet-speed.json"
+    shutil.copy(table, "results/paper")
+    shutil.copy(table, "record.json")
+    n2 = row("n2", 1.0, config={"partitions": 2})
+    n10 = row("n10", 1.0, config={"partitions": 10})
+    save(record(n2, n10), Path("two.json"))
     Path("text").write_text("text")
 
 
@@ -39,130 +128,16 @@ def files() -> list[Path]:
 
 
 @pytest.mark.usefixtures("tiny", "here")
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            "run amoebanet-sped",
-            "no experiment is called 'amoebanet-sped'; did you mean amoebanet-speed",
-        ),
-        (
-            "run tiny-accuracy --scale small --data x",
-            "--data x: scale small makes its own data; leave --data out",
-        ),
-        (
-            "run tiny-accuracy --on cpu --data x",
-            "--scale paper: it needs CUDA devices with 22 GiB of memory each",
-        ),
-        ("run amoebanet-speed --seeds 2", "--data and --seeds are for experiments on accuracy"),
-        ("run amoebanet-memory --engine ranks", "--engine is for experiments that time steps"),
-        ("run amoebanet-speed --on cpu --devices 3", "machine offers 2; use at most 2"),
-        (
-            "run amoebanet-speed --on cpu --scale paper",
-            "it needs CUDA devices with 22 GiB of memory",
-        ),
-        (
-            "run tiny-memory tiny-speed --on meta",
-            "--on meta is for experiments on memory: amoebanet-memory,",
-        ),
-        ("run tiny-memory --on meta --scale small", "its balances are profiled, and devices that"),
-        (
-            f"{SPEED} --resume",
-            "--resume: no run of this command in runs was broken off; leave --resume out",
-        ),
-        (f"{SPEED} --out text", "--out text: cannot be written (File exists); name another"),
-        (f"{SPEED} --row GPipe_n2", "--row 'GPipe_n2': no row is called so; did you mean"),
-        (
-            "run unet-speed --row '#'",
-            "--row '#': no row is called so; there are baseline, pipeline-1",
-        ),
-        (
-            "run unet-speed unet-memory --row 'naive n2'",
-            "unet-memory has none of the rows naive n2; leave it out",
-        ),
-        (f"{MEMORY} --trace t", "--trace: memory experiments time no step"),
-        (f"{SPEED} --trace empty", "'--trace': File 'empty' is a directory."),
-        (
-            f"{SPEED} --trace /dev/null/x/t",
-            "--trace /dev/null/x: cannot be written (Not a directory)",
-        ),
-        ("show none.json", "none.json: cannot be read (No such file or directory)"),
-        ("show text", "text: not JSON: "),
-        ("compare record.json", "compare at least two sides, and at most 26; given: 1"),
-        (
-            "compare record.json :results",
-            ":results: no such file or folder, and no git revision here; name a record",
-        ),
-        ("compare record.json ''", ": no such file or folder, and no git revision"),
-        (
-            "compare record.json results",
-            "results: no record (*.json) in this folder; there are some in results/paper",
-        ),
-        ("compare record.json record.json --alpha 0", "'--alpha'"),
-        (f"{TWO} --filter n", "--filter n: give a field and its values, as in --filter n=2,4"),
-        (f"{TWO} --filter =2", "--filter =2: give a field and its values, as in --filter n=2,4"),
-        (f"{TWO} --filter n=3", "--filter n=3: no row is left; n is 2, 10"),
-        (
-            f"{TWO} --filter x=3",
-            "--filter x=...: no row has x; there are experiment, row, scale, device, engine, ",
-        ),
-        (
-            f"{TWO} --metric speed",
-            "--metric speed: no row has it; there are throughput, time, speedup",
-        ),
-        (PREDICT, "name either experiments, or a run by --run"),
-        (f"{PREDICT} unet-speed --run record.json", "name either experiments, or a run by --run"),
-        (f"{PREDICT} --run record.json", "--run record.json: it has no emulated rows"),
-        (f"{PREDICT} --run record.json --out .", "--out is for published tables"),
-        (f"{PREDICT} unet-speed", "predict --run RUN --hardware here those of a run"),
-        ("predict unet-speed --hardware p41", "no hardware is called 'p41'; there are a100x8"),
-        ("predict --run RUN --fp32-precision tf32", "a run is predicted as it was run, in float32"),
-        (
-            "predict unet-speed --autocast bfloat16",
-            "name a folder by --out; results/predicted is as published",
-        ),
-        ("schedule LoopedBFS", "no schedule is called 'LoopedBFS'; there are GPipe, 1F1B,"),
-        ("schedule missing.csv", "missing.csv"),
-        ("plan unet --memory 24", "text with a unit such as '24GiB' or '80GB', got '24'"),
-        ("plan resnet101 --size 1 2", "leave --size out"),
-        ("plan amoebanet --size 4 32", "positive multiple of 3"),
-        ("plan unet --size 1 8 --devices 1 --memory 1MiB", "alone needs"),
-        ("plan resnet101 --largest depth", "leave --largest out"),
-        ("plan unet --input 3x32x32", "leave --input out"),
-        (
-            "plan resnet",
-            "no model is called 'resnet'; there are amoebanet, unet, resnet101, torchvision's",
-        ),
-        ("plan torchvision:resnet5", "resnet5"),
-        ("plan torchvision:resnet18 --input 3,32,32", "a sample's shape is written as 3x224x224"),
-        ("plan nowhere:model", "nowhere:model cannot be imported: No module named 'nowhere'"),
-        ("plan math:pi", "math:pi has to be a function that returns a model, got float"),
-        ("plan torch:Generator", "has to return a model, or a model and a sample; got Generator"),
-        (f"plan {OWN}", "returns no sample beside its model: let it return both"),
-        (
-            "plan unet --largest depth --hardware here",
-            "nothing is timed for it: name a description",
-        ),
-        ("plan unet --profile 8", "nothing is timed with a description; leave it out"),
-        ("plan unet --size 1 8 --master-weights", "master_weights is for parameters in 16 bits"),
-        ("plan unet --largest depth --autocast bfloat16", "for training in float32; leave it out"),
-        ("report --results nowhere", "'--results': Directory 'nowhere' does not exist."),
-        (
-            "report --results empty",
-            "--results empty: no record (*.json) in its folders paper, predicted, measured",
-        ),
-        (f"{REPORT} --out no/r.html", "no/r.html: cannot be written (No such file or directory)"),
-        (
-            "regression --base HEAD --markdown /dev/null/x",
-            "--markdown /dev/null: cannot be written",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), REFUSED.items())
 def test_what_is_wrong_is_one_line(arguments: str, said: str, command: Any) -> None:
     before = files()
+
     out, err = command(*shlex.split(arguments), code=2)
-    assert err.startswith("reproduce: ") and said in err and err.count("\n") == 1
-    assert out == "" or (arguments.startswith("plan ") and out.count("\n") == 1), (
-        "a plan has said what it is of"
-    )
+
+    assert err.startswith("reproduce: ")
+    assert said in err
+    assert err.count("\n") == 1
+    if out:
+        assert arguments.startswith("plan "), "a plan begins with a line that names the model"
+        assert out.count("\n") == 1
     assert files() == before

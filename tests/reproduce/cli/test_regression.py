@@ -1,4 +1,7 @@
-"""regression: exit codes and tables for made-up samples, and one real run in a repository made from this tree."""
+"""`regression`: its exit codes and tables for made-up samples, and `init-ci`.
+
+There are a few real runs, in a repository that is made from this tree.
+"""
 
 import contextlib
 import json
@@ -20,7 +23,7 @@ from reproduce.regression.cases import CASES, OVERLAP
 from reproduce.regression.job import Settings
 from reproduce.regression.trees import Project, Tree
 
-from ..made import commit
+from ..made import commit, one_line
 
 NAMES = [case.name for case in CASES]
 CASE = "U-Net GPipe"
@@ -33,14 +36,19 @@ def made_up(
     ends: BaseException | None = None,
     **unable: list[str],
 ) -> None:
-    """Replace trees, job and bisection: cases are slower by a factor, fail on a side, or the job ends with an error."""
+    """Replace trees, job and bisection.
+
+    Args:
+        monkeypatch: The patch of these.
+        slower: The factors by which cases are slower.
+        ends: The error with which the job ends.
+        unable: The cases that cannot run on a side, by side.
+    """
 
     @contextlib.contextmanager
     def trees(base: str, head: str | None, project: Project) -> Iterator[tuple[Tree, Tree]]:
-        yield (
-            Tree(ROOT, base, "0" * 40),
-            Tree(ROOT, head or "the working tree", "1" * 40, dirty=True),
-        )
+        ours = head or "the working tree"
+        yield Tree(ROOT, base, "0" * 40), Tree(ROOT, ours, "1" * 40, dirty=True)
 
     def interleaved(base: Tree, head: Tree, settings: Settings) -> Iterator[dict[str, object]]:
         for case in settings.cases:
@@ -50,9 +58,13 @@ def made_up(
                 continue
             factor = (slower or {}).get(case, 1.0)
             for i in range(settings.restarts):
-                steady = [0.01 * (1 + k / 1000) for k in range(settings.rounds)]
                 noise = 1 + (-1) ** i * (i + 1) / 2000
-                samples = {"base": steady, "head": [factor * noise * x for x in steady]}
+                steady, changed = [], []
+                for k in range(settings.rounds):
+                    seconds = 0.01 * (1 + k / 1000)
+                    steady.append(seconds)
+                    changed.append(factor * noise * seconds)
+                samples = {"base": steady, "head": changed}
                 yield {"case": case, "restart": i, "samples": samples}
                 if ends is not None:
                     raise ends
@@ -64,52 +76,56 @@ def made_up(
 
 def test_an_unchanged_tree_passes(monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     made_up(monkeypatch)
+
     out, err = command("regression", "--base", "v1")
-    said = " ".join(out.split())
-    assert err == "restart 1 of 20 done\n" and out.startswith(
-        "regression: time in ms; lower is better\n"
-    )
-    assert all(name in out for name in NAMES) and "worse" not in out.split("\n- ")[0]
-    (mean,) = (line for line in out.splitlines() if line.startswith("geometric mean of 8"))
-    assert mean.split()[4] == "1.00" and mean.endswith("~"), "it is judged, too"
-    assert (
-        "A: v1 (" in out
-        and "git 0000000" in out
-        and "B: the working tree (" in out
-        and "git 1111111+" in out
-    )
-    assert (
-        "20 restarts of both sides; in each, 8 pairs" in said
-        and "0.01, is shared by 9 tests" in said
-    )
-    assert (
-        "\nregression by wall clock: time in ms; lower is better\n" in out
-        and "wall-clock times on two" in said
-    )
-    assert f"geometric mean of {len(OVERLAP)} " in said
+
+    assert err == "restart 1 of 20 done\n"
+    assert out.startswith("regression: time in ms; lower is better\n")
+    for name in NAMES:
+        assert name in out
+    table, _, _ = out.partition("\n- ")
+    assert "worse" not in table
+    (mean,) = [line for line in out.splitlines() if line.startswith("geometric mean of 8")]
+    assert mean.split()[4] == "1.00"
+    assert mean.endswith("~"), "the mean is judged, too"
+    flat = one_line(out)
+    for said in (
+        "A: v1 (",
+        "git 0000000",
+        "B: the working tree (",
+        "git 1111111+",
+        "20 restarts of both sides; in each, 8 pairs",
+        "0.01, is shared by 9 tests",
+        "wall-clock times on two",
+        f"geometric mean of {len(OVERLAP)} ",
+    ):
+        assert said in flat
+    assert "\nregression by wall clock: time in ms; lower is better\n" in out
     assert max(map(len, out.splitlines())) <= 80
 
 
-# The made-up samples, the options, the exit code, the verdict on a case, the message.
+def slower(factor: float, *cases: str) -> dict[str, Any]:
+    return {"slower": dict.fromkeys(cases or [CASE], factor)}
+
+
+FIRST, SECOND, *_ = NAMES
+WORSE = f"slower than v1: {CASE}"
+NEITHER = "give --base REV, or --bisect GOOD BAD, which takes no --head"
+NO_CASES = "give --package mypackage --cases bench/cases.py: "
+# The made-up samples, the options, the exit code, the verdict on a case, and the message.
 ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
-    ({"slower": {CASE: 1.1}}, "--base v1", 1, "worse", f"slower than v1: {CASE}"),
-    ({"slower": {CASE: 1.015}}, "--base v1", 0, "~", ""),
+    (slower(1.1), "--base v1", 1, "worse", WORSE),
+    (slower(1.015), "--base v1", 0, "~", ""),
+    (slower(1.015), "--base v1 --threshold 0.01", 1, "worse", WORSE),
+    (slower(0.8), "--base v1", 0, "better", ""),
+    (slower(1.2, *NAMES), "--base v1", 1, "worse", f"{FIRST}, {SECOND}, "),
+    (slower(1.1), "--base v1 --head v2 --case naive --case MACHINERY", 0, None, ""),
     (
-        {"slower": {CASE: 1.015}},
-        "--base v1 --threshold 0.01",
-        1,
-        "worse",
-        f"slower than v1: {CASE}",
-    ),
-    ({"slower": {CASE: 0.8}}, "--base v1", 0, "better", ""),
-    ({"slower": dict.fromkeys(NAMES, 1.2)}, "--base v1", 1, "worse", f"{NAMES[0]}, {NAMES[1]}, "),
-    ({"slower": {CASE: 1.1}}, "--base v1 --head v2 --case naive --case MACHINERY", 0, None, ""),
-    (
-        {"slower": {NAMES[1]: 1.1}},
+        slower(1.1, SECOND),
         "--base v1 --restarts 8 --case always",
         1,
         None,
-        f"slower than v1: {NAMES[1]}",
+        f"slower than v1: {SECOND}",
     ),
     (
         {},
@@ -143,22 +159,14 @@ ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
     ({"ends": Error("it broke")}, "--base v1", 2, None, "it broke"),
     ({"ends": KeyboardInterrupt()}, "--base v1", 130, None, "interrupted"),
     ({}, "--bisect v1 v2", 0, None, "the first commit that is slower than v1: 12ab it"),
-    *(
-        ({}, wrong, 2, None, "give --base REV, or --bisect GOOD BAD, which takes no --head")
-        for wrong in (
-            "",
-            *(f"--bisect v1 v2 {more}" for more in ("--base v1", "--head v1", "--markdown FILE")),
-        )
-    ),
-    *(
-        ({}, f"--base v1 {wrong}", 2, None, "give --package mypackage --cases bench/cases.py: ")
-        for wrong in (
-            "--build make",
-            "--package mine",
-            f"--cases {HERE}",
-            f"--package my-own --cases {HERE}",
-        )
-    ),
+    ({}, "", 2, None, NEITHER),
+    ({}, "--bisect v1 v2 --base v1", 2, None, NEITHER),
+    ({}, "--bisect v1 v2 --head v1", 2, None, NEITHER),
+    ({}, "--bisect v1 v2 --markdown FILE", 2, None, NEITHER),
+    ({}, "--base v1 --build make", 2, None, NO_CASES),
+    ({}, "--base v1 --package mine", 2, None, NO_CASES),
+    ({}, f"--base v1 --cases {HERE}", 2, None, NO_CASES),
+    ({}, f"--base v1 --package my-own --cases {HERE}", 2, None, NO_CASES),
 ]
 
 
@@ -173,51 +181,72 @@ def test_exit_code_and_verdict(
     command: Any,
 ) -> None:
     made_up(monkeypatch, **made)
+
     out, err = command("regression", *shlex.split(options), code=code)
+
     complaints = [line for line in err.splitlines() if line.startswith("reproduce: ")]
-    assert len(complaints) == (code != 0) and said in "".join(complaints or [out])
-    assert [line.split()[-1] for line in out.splitlines() if line.startswith(CASE)] == (
-        [verdict] if verdict else []
-    )
+    if code == 0:
+        assert complaints == []
+        assert said in out
+    else:
+        (complaint,) = complaints
+        assert said in complaint
+    rows = [line.split() for line in out.splitlines() if line.startswith(CASE)]
+    verdicts = [cells[-1] for cells in rows]
+    assert verdicts == ([verdict] if verdict else [])
 
 
 @pytest.mark.parametrize("style", ["text", "markdown", "csv", "json"])
 def test_formats(style: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
-    """Each format says that a delay was planted. `--markdown` writes its file even if a case is slower."""
+    """Each format says that a delay was planted.
+
+    `--markdown` writes its file even if a case is slower.
+    """
     made_up(monkeypatch, dict.fromkeys(NAMES, 1.2), base=["machinery never", CASE])
     file = tmp_path / "table.md"
     options = ["--slow-down", "0.1", "--format", style, "--markdown", str(file)]
+
     out, err = command("regression", "--base", "v1", *options, code=1)
-    said = " ".join(out.split())
-    assert "WITH A PLANTED DELAY of 10%" in said and err.endswith("all by wall clock\n")
+
+    said = one_line(out)
+    assert "WITH A PLANTED DELAY of 10%" in said
+    assert err.endswith("all by wall clock\n")
     verdict, table = file.read_text().split("\n\n", 1)
-    assert verdict.startswith("**slower than v1: ") and table.startswith("## regression")
+    assert verdict.startswith("**slower than v1: ")
+    assert table.startswith("## regression")
     assert (style == "markdown") == (table == out)
     if style in ("text", "markdown"):
         assert f"not in base (A): machinery never, {CASE}: ImportError: gone" in said
     if style == "json":
-        last = json.loads(out)["numbers"][-1]
-        assert (last["row"], last["side"], last["verdict"]) == ("geometric mean", "B", "worse")
+        *_, last = json.loads(out)["numbers"]
+        assert last["row"] == "geometric mean"
+        assert last["side"] == "B"
+        assert last["verdict"] == "worse"
         assert last["ratio"] == pytest.approx(1.2, rel=0.01)
 
 
 def test_the_workflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
-    """This repository's own is as `init-ci` writes it, and another's has its own commands."""
+    """`init-ci` writes this repository's workflow, and one for another package."""
     own = (ROOT / WORKFLOW).read_text()
-    asked = shlex.split(own.splitlines()[0].removeprefix("# Written by: reproduce "))
+    first, *_ = own.splitlines()
+    asked = shlex.split(first.removeprefix("# Written by: reproduce "))
     monkeypatch.setattr("sys.argv", ["reproduce", *asked])
     monkeypatch.chdir(tmp_path)
+
     command(*asked)
-    assert WORKFLOW.read_text() == own and "Check before" in own
-    assert "is there: change it by hand" in command(*asked, code=2)[1]
+
+    assert WORKFLOW.read_text() == own
+    assert "Check before" in own
+    _, err = command(*asked, code=2)
+    assert "is there: change it by hand" in err
+
     WORKFLOW.unlink()
     Path("cases.py").touch()
     command("init-ci", "--package", "mine", "--cases", "cases.py", "--build", "make it")
+
     text = WORKFLOW.read_text()
-    assert (
-        "regression.md --package mine --cases cases.py --build 'make it'\n" in text
-        and "Check before" not in text
-    )
+    assert "regression.md --package mine --cases cases.py --build 'make it'\n" in text
+    assert "Check before" not in text
 
 
 MINE = """
@@ -251,13 +280,12 @@ def test_for_real(
     start: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    """In a repository of this tree, with two commits and an edit. However it ends, it leaves no files or processes."""
+    """The repository has two commits and an edit. However a run ends, it leaves no files."""
     root, copies = tmp_path / "repository", tmp_path / "tmp"
     copies.mkdir()
+    ignore = shutil.ignore_patterns("__pycache__")
     for package in ("reproduce", "torchgpipe"):
-        shutil.copytree(
-            ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / package, root / package, ignore=ignore)
     (root / "mine.txt").write_text(MINE)
     for tag in ("1", "2", ""):
         with (root / "torchgpipe" / "__init__.py").open("a") as file:
@@ -266,15 +294,19 @@ def test_for_real(
             commit(root, tag)
     # No difference exceeds this threshold, so noise of the machine cannot fail the test.
     options = ["--case", "machinery never", "--threshold", "1000", *shlex.split(asked)]
+
     process = start("-m", "reproduce", "regression", *options, root=root, TMPDIR=str(copies))
     if ends is not None:
         assert process.stderr.readline(), "a restart is done"
         process.send_signal(ends)
-    out, err = process.communicate()  # waits for all processes that write there, also children
-    assert process.returncode == code and "Traceback" not in err, err
-    assert (
-        (said not in err and "B: the working tree (" in out)
-        if ends is None
-        else (err.endswith(said) and not out)
-    )
+    out, err = process.communicate()  # waits for all processes that write to stderr, also children
+
+    assert process.returncode == code, err
+    assert "Traceback" not in err, err
+    if ends is None:
+        assert said not in err
+        assert "B: the working tree (" in out
+    else:
+        assert err.endswith(said)
+        assert not out
     assert not list(copies.glob("regression-*"))

@@ -1,4 +1,4 @@
-"""run: it writes a record and tables of its measurements, however it ends."""
+"""`run`: it writes a record and tables of its measurements, however it ends."""
 
 import json
 import signal
@@ -11,17 +11,19 @@ import pytest
 import torch
 
 from reproduce.error import INTERRUPTED
-from reproduce.experiments.row import Experiment
-from reproduce.records.record import Record, load
+from reproduce.experiments.row import Experiment, Row
+from reproduce.records.record import Record, Result, Run, load
 from reproduce.tables.layout import WIDTH
 from torchgpipe.tensors.observe import Kind
 
+from ..made import one_line
 from ..tiny import Words
 
 Tiny = Mapping[str, Experiment]
 SCRIPT = str(Path(__file__).parents[1] / "tiny.py")
 SMALL = ("--on", "cpu", "--scale", "small")
 PATIENCE = 300  # seconds; only a hang takes as long
+TASKS = get_args(Kind)[:3]
 pytestmark = pytest.mark.usefixtures("here")
 
 
@@ -30,117 +32,133 @@ def the_record(folder: str = "out") -> Record:
     return load(path)
 
 
-def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
-    """Of some rows; measured and emulated steps have traces of their own."""
-    rows = ("n2m1", "n8m4", "n8m4/pb", "naive n2", "GPipe n2m4", "baseline", "pipeline-8")
-    into = ("--out", "new/folder", "--trace", "t.png")
-    only = [word for row in rows for word in ("--row", row)]
-    out, err = command("run", "tiny-speed", "tiny-memory", *SMALL, *only, "--steps", "2", *into)
-    assert max(map(len, out.splitlines())) <= WIDTH
-    flat = " ".join(out.split())
-    titles = (
-        "like the published rows",
-        "published balance is worth",
-        "at equal batch size",
-        "live bytes",
-    )
-    assert sorted(titles, key=flat.index) == list(titles), "a group's table follows when it is done"
-    assert "1,844,858,344" in out and err.startswith("scale small on 2 CPU devices of 1 thread")
+ROWS = ("n2m1", "n8m4", "n8m4/pb", "naive n2", "GPipe n2m4", "baseline", "pipeline-8")
+TITLES = [
+    "like the published rows",
+    "published balance is worth",
+    "at equal batch size",
+    "live bytes",
+]
 
-    record_path, tables_path = sorted(Path("new/folder").iterdir())
-    assert record_path.stem == tables_path.stem and record_path.stem.startswith(
-        "tiny-speed_tiny-memory-small-2"
-    )
-    record, page = load(record_path), tables_path.read_text()
-    assert (
-        record.run is not None and record.run.state == "finished" and record.run.ended is not None
-    )
-    assert record.run.command[:3] == ["python", "-m", "reproduce"]
+
+def order_in(trace: Path) -> list[tuple[int, str, int]]:
+    """Return the device, the kind and the micro-batch of each task in a trace, in order."""
+    whole = json.loads(trace.read_text())
+    (seconds,) = whole["otherData"]["step_seconds"]
+    step = 1e6 * seconds + 0.001  # microseconds, and what rounding may add
+    tasks = []
+    for event in whole["traceEvents"]:
+        if event["ph"] == "X" and event["cat"] in TASKS:
+            begin = event["ts"]
+            end = begin + event["dur"]
+            assert 0 <= begin < end <= step
+            tasks.append((event["tid"], begin, event["cat"], event["args"]["micro-batch"]))
+    tasks.sort(key=lambda task: task[:2])
+    return [(device, kind, micro_batch) for device, _, kind, micro_batch in tasks]
+
+
+def check_timed(row: Row, result: Result) -> None:
+    steps, values = result.samples["step_time"], result.values
+    assert len(steps) == 2
+    assert min(steps) > 0
+    assert len(values["utilization"]) == row.devices
+    assert 0 < sum(values["utilization"]) <= row.devices
+    assert sum(result.config["balance"]) == 3 + 6
+    assert 0 <= values["bubble"] < 1
+
+
+def check_run(run: Run | None, page: str) -> None:
+    assert run is not None
+    assert run.state == "finished"
+    assert run.ended is not None
+    assert run.command[:3] == ["python", "-m", "reproduce"]
     kept = "the C library kept freed memory" in page
-    assert record.run.settings["freed_memory"] == ("kept" if kept else "as the C library does")
-    assert (record.run.settings["steps"], record.run.settings["emulate"]) == (2, 8)
-    found = {
-        (result.row, result.emulated): result
-        for result in record.results
-        if result.scale == "small"
-    }
-    written, orders = {str(record_path), str(tables_path)}, dict[str, list[tuple[int, str, int]]]()
-    for row in (row for row in tiny["tiny-speed"].scale("small").rows if row.name in rows):
-        for emulated in (True,) if row.devices == 8 else (True, False):
-            result = found[row.name, emulated]
-            assert len(result.samples["step_time"]) == 2 and min(result.samples["step_time"]) > 0
-            assert (
-                len(result.values["utilization"]) == row.devices
-                and sum(result.config["balance"]) == 3 + 6
-            )
-            assert (
-                0 < sum(result.values["utilization"]) <= row.devices
-                and 0 <= result.values["bubble"] < 1
-            )
-            trace = f"t-{row.name.replace(' ', '-').replace('/', '-')}{'-emulated' * emulated}"
-            whole = json.loads(Path(f"{trace}.json").read_text())
-            tasks = [
-                x for x in whole["traceEvents"] if x["ph"] == "X" and x["cat"] in get_args(Kind)[:3]
-            ]
-            step = (
-                1e6 * whole["otherData"]["step_seconds"][0] + 0.001
-            )  # microseconds, and what rounding may add
-            assert all(0 <= x["ts"] < x["ts"] + x["dur"] <= step for x in tasks)
-            tasks.sort(key=lambda x: (x["tid"], x["ts"]))
-            order = [(x["tid"], x["cat"], x["args"]["micro-batch"]) for x in tasks]
-            assert orders.setdefault(row.name, order) == order, "emulated as in a real run"
-            assert sum(kind == "forward" for _, kind, _ in order) == (row.chunks or 1) * row.devices
-            written |= {f"{trace}.json", f"{trace}.png"}
-    peaks = found["pipeline-8", False].values
-    assert (
-        len(peaks["peak_allocated"]) == 8
-        and sum(peaks["peak_allocated"]) > peaks["model_bytes"] > 0
-    )
-    assert page.count("\n## ") == 6, (
-        "the page has the tables of the run, and one of how busy the devices were"
-    )
+    assert run.settings["freed_memory"] == ("kept" if kept else "as the C library does")
+    assert run.settings["steps"] == 2
+    assert run.settings["emulate"] == 8
 
-    assert set(out.splitlines()) <= set(command("show", str(record_path))[0].splitlines()), (
-        "nothing but tables"
-    )
-    assert written == {
-        str(path) for folder in (".", "new/folder") for path in Path(folder).glob("*.*")
-    }
-    assert {*err.splitlines()[-len(written) :]} == written and err.splitlines()[
-        -len(written) - 1
-    ] == "written:"
-    assert command("show", "--format", "markdown", str(record_path))[0] == page
+
+def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
+    """Only some rows are run. Measured and emulated steps have traces of their own."""
+    folder = Path("new/folder")
+    options = ["--steps", "2", "--out", str(folder), "--trace", "t.png"]
+    for name in ROWS:
+        options += ["--row", name]
+
+    out, err = command("run", "tiny-speed", "tiny-memory", *SMALL, *options)
+
+    assert max(map(len, out.splitlines())) <= WIDTH
+    flat = one_line(out)
+    assert sorted(TITLES, key=flat.index) == TITLES, "a group's table follows when it is done"
+    assert "1,844,858,344" in out
+    assert err.startswith("scale small on 2 CPU devices of 1 thread")
+
+    record_path, page_path = sorted(folder.iterdir())
+    assert record_path.stem == page_path.stem
+    assert record_path.stem.startswith("tiny-speed_tiny-memory-small-2")
+    record, page = load(record_path), page_path.read_text()
+    check_run(record.run, page)
+    found = {}
+    for result in record.results:
+        if result.scale == "small":
+            found[result.row, result.emulated] = result
+    written = {str(record_path), str(page_path)}
+    for row in tiny["tiny-speed"].scale("small").rows:
+        if row.name not in ROWS:
+            continue
+        name = row.name.replace(" ", "-").replace("/", "-")
+        emulated = Path(f"t-{name}-emulated.json")
+        traces = [emulated]
+        check_timed(row, found[row.name, True])
+        order = order_in(emulated)
+        forwards = [kind for _, kind, _ in order if kind == "forward"]
+        assert len(forwards) == (row.chunks or 1) * row.devices
+        if row.devices < 8:
+            measured = Path(f"t-{name}.json")
+            traces.append(measured)
+            check_timed(row, found[row.name, False])
+            assert order_in(measured) == order, "emulated as in a real run"
+        for trace in traces:
+            written |= {str(trace), str(trace.with_suffix(".png"))}
+    values = found["pipeline-8", False].values
+    assert len(values["peak_allocated"]) == 8
+    assert sum(values["peak_allocated"]) > values["model_bytes"] > 0
+    assert page.count("\n## ") == 6, "tables of the run, and one of how busy the devices were"
+
+    shown, _ = command("show", str(record_path))
+    assert set(out.splitlines()) <= set(shown.splitlines()), "nothing but tables"
+    files = {*Path().glob("*.*"), *folder.glob("*.*")}
+    assert set(map(str, files)) == written
+    last = err.splitlines()[-len(written) - 1 :]
+    assert last[0] == "written:"
+    assert set(last[1:]) == written
+    shown, _ = command("show", "--format", "markdown", str(record_path))
+    assert shown == page
 
 
 def test_words_from_end_to_end(tiny: Tiny, command: Any) -> None:
     """Rows of any engine have the loss of the module itself."""
-    command(
-        "run",
-        "tiny-words",
-        *SMALL,
-        "--engine",
-        "threads",
-        "--engine",
-        "ranks",
-        "--steps",
-        "1",
-        "--out",
-        "runs",
-    )
+    options = "--engine threads --engine ranks --steps 1 --out runs"
+    command("run", "tiny-words", *SMALL, *options.split())
+
     row = tiny["tiny-words"].scale("small").rows[0]
     torch.manual_seed(0)
-    module, (input, target) = Words(8, 11), row.sized.batch(4)
+    module = Words(8, 11)
+    input, target = row.sized.batch(4)
+    loss = row.criterion(module(**input), target).item()
     losses = [each.samples["loss"] for each in the_record("runs").results if each.samples]
-    assert losses == [pytest.approx([row.criterion(module(**input), target).item()])] * (3 + 3 + 2)
+    assert losses == [pytest.approx([loss])] * (3 + 3 + 2)
+
     (path,) = Path("runs").glob("*.json")
-    assert "GPipe n2m2" in command("predict", "--run", str(path))[0]
-    for measures, said in (
-        ("memory", "measured peak, live bytes"),
-        ("ablation", "like the published rows"),
-    ):
-        assert said in command("run", f"tiny-words-{measures}", *SMALL, "--out", "runs")[0]
+    predicted, _ = command("predict", "--run", str(path))
+    assert "GPipe n2m2" in predicted
+    memory, _ = command("run", "tiny-words-memory", *SMALL, "--out", "runs")
+    assert "measured peak, live bytes" in memory
+    ablation, _ = command("run", "tiny-words-ablation", *SMALL, "--out", "runs")
+    assert "like the published rows" in ablation
     command("report", "--out", "report.html")
-    assert Path("report.html").read_text().count("Words, ours at equal batch size") == 1
+    report = Path("report.html").read_text()
+    assert report.count("Words, ours at equal batch size") == 1
 
 
 def test_a_trace_that_cannot_be_written_ends_no_run(
@@ -149,15 +167,19 @@ def test_a_trace_that_cannot_be_written_ends_no_run(
     monkeypatch.setattr("reproduce.cli.run.find_spec", lambda name: None)
     Path("t-naive-n2.json").mkdir()
     options = ("--row", "naive n2", "--steps", "1", "--out", "out", "--trace", "t")
+
     out, err = command("run", "tiny-speed", *SMALL, *options, code=2)
-    assert "at equal batch size" in " ".join(out.split())
-    assert "no picture" in err and err.splitlines()[-1].startswith("reproduce: --trace: ")
+
+    assert "at equal batch size" in one_line(out)
+    assert "no picture" in err
+    *_, last = err.splitlines()
+    assert last.startswith("reproduce: --trace: ")
     record = the_record()
-    assert record.run is not None and record.run.settings["rows"] == ["naive n2"]
-    assert [(each.row, each.status) for each in record.results] == [
-        ("naive n2", "measured"),
-        ("naive n2", "emulated"),
-    ]
+    assert record.run is not None
+    assert record.run.settings["rows"] == ["naive n2"]
+    measured, emulated = record.results
+    assert (measured.row, measured.status) == ("naive n2", "measured")
+    assert (emulated.row, emulated.status) == ("naive n2", "emulated")
 
 
 def test_a_failed_row_is_told_at_the_end(
@@ -166,15 +188,20 @@ def test_a_failed_row_is_told_at_the_end(
     states: list[str] = []
 
     def fail(*_: object, **__: object) -> None:
-        states.append(getattr(the_record().run, "state", "unknown"))
+        run = the_record().run
+        states.append("unknown" if run is None else run.state)
         raise ValueError("no such luck")
 
     monkeypatch.setattr("reproduce.run.emulation.Training", fail)
     rows = ("--row", "n2m1", "--row", "n8m4")
+
     out, err = command("run", "tiny-speed", *SMALL, *rows, "--steps", "1", "--out", "out", code=2)
+
+    assert "failed" in out
+    *_, last = err.splitlines()
     said = "reproduce: 2 rows failed, the first being n2m1: ValueError: no such luck"
-    assert "failed" in out and err.splitlines()[-1].startswith(said)
-    assert {*states} == {"running"}, "what a kill leaves says that it was running"
+    assert last.startswith(said)
+    assert set(states) == {"running"}, "if it was killed now, the record would say so"
 
 
 @pytest.mark.slow
@@ -182,10 +209,10 @@ def test_ctrl_c_keeps_what_was_finished(
     start: Any, broken_modules: Callable[..., Path], tmp_path: Path
 ) -> None:
     """A run needs only torch, click, msgspec, tabulate and tqdm."""
-    others = ("torchvision", "pynvml", "jinja2", "matplotlib", "scipy", "pytest")
-    folder = broken_modules(
-        **{name: f"raise ImportError('{name} is not needed')" for name in others}
-    )
+    others = {}
+    for name in ("torchvision", "pynvml", "jinja2", "matplotlib", "scipy", "pytest"):
+        others[name] = f"raise ImportError('{name} is not needed')"
+    folder = broken_modules(**others)
     command = ["run", "tiny-speed", *SMALL, "--steps", "999", "--out", str(tmp_path / "out")]
     process = start(SCRIPT, *command, first=folder, TINY_SLEEP="0.05")
     deadline = time.monotonic() + PATIENCE
@@ -196,14 +223,17 @@ def test_ctrl_c_keeps_what_was_finished(
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (INTERRUPTED, "") and "Traceback" not in err
-    assert err.splitlines()[-1].startswith("interrupted; 5 finished rows kept in ")
 
+    assert process.returncode == INTERRUPTED
+    assert out == ""
+    assert "Traceback" not in err
+    *_, last = err.splitlines()
+    assert last.startswith("interrupted; 5 finished rows kept in ")
     record = the_record()
-    assert record.run is not None and record.run.state == "interrupted"
+    assert record.run is not None
+    assert record.run.state == "interrupted"
     kept = [(result.row, result.emulated) for result in record.results if result.samples]
-    assert kept == [
-        (row, kind) for row in ("n2m1", "n2m4", "n8m4") for kind in (False, True)[row == "n8m4" :]
-    ]
+    both = [("n2m1", False), ("n2m1", True), ("n2m4", False), ("n2m4", True)]
+    assert kept == [*both, ("n8m4", True)]
     _, tables = sorted(Path("out").iterdir())
     assert "interrupted: 2" in tables.read_text(), "and no half-written file is left behind"

@@ -1,4 +1,7 @@
-"""Experiments: rows equal the published ones and those of committed runs, and the scale that fits is chosen."""
+"""Experiments: their rows equal the published rows and those of committed runs.
+
+The largest scale that fits the devices is chosen.
+"""
 
 import re
 from dataclasses import replace
@@ -11,19 +14,24 @@ from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
 from reproduce.experiments.choose import choose_rows, choose_scale
 from reproduce.experiments.resnet import TRAINING
-from reproduce.experiments.row import AS_PUBLISHED, PUBLISHED_NODE, Experiment, GiB
+from reproduce.experiments.row import AS_PUBLISHED, PUBLISHED_NODE, Experiment, GiB, Row
 from reproduce.machine.devices import Devices
 from reproduce.records.places import MEASURED
 from reproduce.records.published import published
-from reproduce.records.record import load
+from reproduce.records.record import Record, Result, Run, load
 
 ALL = list(EXPERIMENTS.values())
 WITH_A_TABLE = [experiment for experiment in ALL if experiment.table]
-RUNS = sorted(
-    map(load, MEASURED.glob("*.json")), key=lambda record: record.run.started if record.run else ""
-)
 
-# Fields of published configurations that speed rows lack: units of measurement, and what follows from other fields.
+
+def started(record: Record) -> str:
+    return record.run.started if record.run else ""
+
+
+RUNS = sorted(map(load, MEASURED.glob("*.json")), key=started)
+
+# Fields of published configurations that speed rows lack: units of measurement, and fields that
+# follow from other fields.
 NOT_OURS = {
     "n",
     "m",
@@ -40,85 +48,100 @@ NOT_OURS = {
     "outcome",
     "implemented_in_main_py",
 }
-SAME: Any = dict.fromkeys(
-    ("model", "size", "input_shape", "batch_size", "chunks", "balance", "name", "link")
-)
+# Fields that may differ between the two scales of an experiment.
+SIZES = ("model", "size", "input_shape", "batch_size", "chunks", "balance", "name", "link")
+WITHOUT_SIZES: Any = dict.fromkeys(SIZES)
 
 
-@pytest.mark.parametrize("experiment", WITH_A_TABLE, ids=lambda value: value.name)
+def name_of(experiment: Experiment) -> str:
+    return experiment.name
+
+
+@pytest.mark.parametrize("experiment", WITH_A_TABLE, ids=name_of)
 def test_paper_scale_is_the_published_table(experiment: Experiment) -> None:
-    rows = experiment.scale("paper").rows
-    exact = [
-        row for row in rows if row.configuration == AS_PUBLISHED or experiment.measures == "memory"
-    ]
-    theirs = published(experiment.table or "").results
-    assert [(row.name, row.published) for row in exact] == [
-        (result.row, result.row) for result in theirs
-    ]
-    left_out = NOT_OURS if experiment.measures == "accuracy" else {*NOT_OURS, "epochs"}
-    for row, result in zip(exact, theirs, strict=True):
-        known = {key: value for key, value in result.config.items() if key not in left_out}
+    rows = list(experiment.scale("paper").rows)
+    if experiment.measures != "memory":
+        rows = [row for row in rows if row.configuration == AS_PUBLISHED]
+    names = {row.name for row in rows}
+    left_out = set(NOT_OURS)
+    if experiment.measures != "accuracy":
+        left_out.add("epochs")
+    table = published(experiment.table or "")
+    for row, result in zip(rows, table.results, strict=True):
+        assert row.name == row.published == result.row
         ours = row.config()
-        assert {key: ours.get(key) for key in known} == known
-        assert (row.num_classes is None) == (row.criterion is F.binary_cross_entropy_with_logits)
-        assert row.over is None or row.over in {other.name for other in exact}
+        for key, value in result.config.items():
+            if key not in left_out:
+                assert ours.get(key) == value
+        binary = row.criterion is F.binary_cross_entropy_with_logits
+        assert (row.num_classes is None) == binary
+        assert row.over is None or row.over in names
 
 
-@pytest.mark.parametrize("experiment", ALL, ids=lambda value: value.name)
+def newest_run(experiment: Experiment, rows: list[str]) -> tuple[Run, list[Result]]:
+    """Return the newest committed run of all rows of an experiment, and its results."""
+    for record in reversed(RUNS):
+        results = [each for each in record.results if each.experiment == experiment.name]
+        names = dict.fromkeys(each.row for each in results)
+        if record.run is not None and list(names) == rows:
+            return record.run, results
+    raise AssertionError(f"no run of all rows of {experiment.name} is committed")
+
+
+@pytest.mark.parametrize("experiment", ALL, ids=name_of)
 def test_the_newest_committed_run_has_the_rows_that_are_run_now(experiment: Experiment) -> None:
-    """Only runs of all rows are compared, without balances and links, which depend on the machine."""
+    """Balances and links, which depend on the machine, are not compared."""
     scale = experiment.scale("small")
     rows = {row.name: row for row in scale.rows}
-    runs = [
-        (run.run.settings, [each for each in run.results if each.experiment == experiment.name])
-        for run in RUNS
-        if run.run is not None
-    ]
-    settings, results = [
-        (how, run) for how, run in runs if [*dict.fromkeys(each.row for each in run)] == [*rows]
-    ][-1]
-    assert settings[experiment.name] == scale.settings()
-    for each in results:
-        if each.scale != scale.name:  # models of the published sizes, which are only counted
+
+    run, results = newest_run(experiment, list(rows))
+
+    assert run.settings[experiment.name] == scale.settings()
+    for result in results:
+        if result.scale != scale.name:  # a model of a published size, which is only counted
             continue
-        row = rows[each.row]
-        link, found = (
-            f"{experiment.table}/{row.published}",
-            ["link", *["balance"] * (row.balance is None)],
-        )
-        assert (each.over, each.published) == (row.over, link if row.published else None)
-        assert {**row.config(), **{name: each.config.get(name) for name in found}} == {
-            "link": None,
-            **each.config,
-        }
-        linked = each.emulated and row.devices > 1 and row.link == PUBLISHED_NODE
-        assert bool(each.config.get("link")) == linked
+        row, theirs = rows[result.row], {"link": None, **result.config}
+        published_row = f"{experiment.table}/{row.published}" if row.published else None
+        assert result.published == published_row
+        assert result.over == row.over
+        ours = {**row.config(), "link": theirs["link"]}
+        if row.balance is None:
+            ours["balance"] = theirs.get("balance")
+        assert ours == theirs
+        linked = result.emulated and row.devices > 1 and row.link == PUBLISHED_NODE
+        assert bool(theirs["link"]) == linked
 
 
 @pytest.mark.parametrize("name", ["amoebanet-speed", "unet-speed", "resnet101-speed", "zoo-speed"])
 def test_rows_of_ours_are_the_same_at_both_scales(name: str) -> None:
     """They are equal except for sizes, and for m, which is at most 32 or 8."""
-    paper, small = ([row for row in scale.rows if row.equal] for scale in EXPERIMENTS[name].scales)
-    assert [replace(row, **SAME) for row in paper] == [replace(row, **SAME) for row in small]
-    assert [row.name.replace("m32", "m8") for row in paper] == [row.name for row in small]
+
+    def ours(scale: str) -> list[Row]:
+        rows = EXPERIMENTS[name].scale(scale).rows
+        return [row for row in rows if row.equal]
+
+    paper, small = ours("paper"), ours("small")
+    for row, small_row in zip(paper, small, strict=True):
+        assert replace(row, **WITHOUT_SIZES) == replace(small_row, **WITHOUT_SIZES)
+        assert row.name.replace("m32", "m8") == small_row.name
     for rows, largest in ((paper, 32), (small, 8)):
-        assert {row.chunks for row in rows} == (
-            {None, 8} if name == "zoo-speed" else {1, 4, largest}
-        )
-        assert len({row.batch_size for row in rows if row.equal != "micro-batch"}) == 1
-        assert len({row.micro_batch_size for row in rows if row.equal == "micro-batch"}) <= 1
-        assert all(row.balance is None or len(row.balance) == row.partitions for row in rows)
+        chunks, batch_sizes, micro_batch_sizes = set(), set(), set()
+        for row in rows:
+            chunks.add(row.chunks)
+            if row.equal == "micro-batch":
+                micro_batch_sizes.add(row.micro_batch_size)
+            else:
+                batch_sizes.add(row.batch_size)
+            assert row.balance is None or len(row.balance) == row.partitions
+        assert chunks == ({None, 8} if name == "zoo-speed" else {1, 4, largest})
+        assert len(batch_sizes) == 1
+        assert len(micro_batch_sizes) <= 1
 
 
 RATES: dict[int, dict[float, float]] = {
-    256: {
-        0: 0.1,
-        29.99: 0.1,
-        30: 0.01,
-        60: 0.001,
-        80: 0.0001,
-    },  # no warm-up, since the peak equals `base_lr`
-    128: {5: 0.1},  # "at least 1"
+    # There is no warm-up, since the peak equals `base_lr`.
+    256: {0: 0.1, 29.99: 0.1, 30: 0.01, 60: 0.001, 80: 0.0001},
+    128: {5: 0.1},  # the factor is at least 1
     1024: {0: 0.1, 1: 0.175, 4: 0.4},
     4096: {2: 0.85, 89.9: 0.0016},
 }
@@ -126,13 +149,11 @@ RATES: dict[int, dict[float, float]] = {
 
 @pytest.mark.parametrize("batch_size", RATES)
 def test_the_learning_rate_is_warmed_up_and_decays(batch_size: int) -> None:
-    recipe, rates = TRAINING.recipe, RATES[batch_size]
-    assert {epoch: recipe.learning_rate(batch_size, epoch) for epoch in rates} == pytest.approx(
-        rates
-    )
-    assert replace(recipe, warmup_epochs=0).learning_rate(batch_size, 0) == recipe.peak_lr(
-        batch_size
-    )
+    recipe = TRAINING.recipe
+    for epoch, rate in RATES[batch_size].items():
+        assert recipe.learning_rate(batch_size, epoch) == pytest.approx(rate)
+    cold = replace(recipe, warmup_epochs=0)
+    assert cold.learning_rate(batch_size, 0) == recipe.peak_lr(batch_size)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +181,8 @@ def test_the_learning_rate_is_warmed_up_and_decays(batch_size: int) -> None:
             "cpu",
             0.5,
             None,
-            "--scale small: it needs 4 GiB of memory in all, and 2 CPU devices of 1 thread each have "
-            "0.5 GiB",
+            "--scale small: it needs 4 GiB of memory in all, and 2 CPU devices of 1 thread each "
+            "have 0.5 GiB",
         ),
         (
             "cpu",
@@ -188,10 +209,11 @@ def test_the_largest_scale_that_fits_is_chosen(
 
 
 def test_extra_rows_are_run_where_they_are_asked_for() -> None:
+    experiment = EXPERIMENTS["amoebanet-speed"]
     for names, extra, counts in (
         ([], False, [20, 20]),
         ([], True, [31, 40]),
         (["n2m4/pb"], False, [1]),
     ):
-        (chosen,) = choose_rows([EXPERIMENTS["amoebanet-speed"]], names, extra=extra)
+        (chosen,) = choose_rows([experiment], names, extra=extra)
         assert [len(scale.rows) for scale in chosen.scales] == counts

@@ -1,4 +1,7 @@
-"""The description of machine and checkout in records is true; missing devices or revisions are one-line errors."""
+"""The description of the machine and of the checkout in records is true.
+
+Missing devices or revisions are one-line errors.
+"""
 
 import json
 import os
@@ -13,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-import reproduce.machine.devices
 import torchgpipe
 from reproduce.error import Error
+from reproduce.machine import devices
 from reproduce.machine.allocator import KEEP_FREED
 from reproduce.machine.description import ROOT, Gpu, load_average, machine, versions
 from reproduce.machine.devices import MOST_DEVICES, Devices, cores, find_devices
@@ -27,22 +30,24 @@ from ..made import git as run
 
 
 def test_this_machine() -> None:
-    found = machine()
-    assert 1 <= found.cores <= found.cores_installed == os.cpu_count()
-    assert found.cpu and found.system.startswith(platform.system())
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found, known = machine(), versions()
+    assert 1 <= found.cores <= found.cores_installed
+    assert found.cores_installed == os.cpu_count()
+    assert found.cpu
+    assert found.system.startswith(platform.system())
     assert found.memory is None or found.memory > 2**28
-    assert len(found.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    known = versions()
-    assert (known["python"], known["torchgpipe"]) == (
-        platform.python_version(),
-        torchgpipe.__version__,
-    )
-    assert torch.__version__.startswith(str(known["torch"]).split("+")[0])
+    assert len(found.gpus) == gpus
+    assert known["python"] == platform.python_version()
+    assert known["torchgpipe"] == torchgpipe.__version__
+    release, _, _ = str(known["torch"]).partition("+")
+    assert torch.__version__.startswith(release)
     assert {"click", "tabulate", "torchvision", "cuda", "cudnn", "driver"} <= set(known)
     assert len(load_average() or (0, 0, 0)) == 3
 
 
-COMMANDS = {  # of processes with these numbers, and their parents; 0 is this one
+# By process id: the parent's id, and the command. The id 0 stands for this process.
+COMMANDS = {
     0: (1, "python -m reproduce run x"),
     70: (0, "python -m reproduce run y"),
     71: (1, "time python -m reproduce run"),
@@ -54,30 +59,36 @@ COMMANDS = {  # of processes with these numbers, and their parents; 0 is this on
 }
 
 
-@pytest.mark.parametrize(
-    ("have", "others"), [(2, 0.1), (1, 0.0)]
-)  # a quota leaves a core to others
+# On a machine with two cores, a quota of one core leaves the other core to others.
+@pytest.mark.parametrize(("have", "others"), [(2, 0.1), (1, 0.0)])
 def test_what_others_have_of_the_machine(
     have: int, others: float, tmp_path: Path, monkeypatch: Any
 ) -> None:
     def at(seconds: float, stat: str, own: int, waited: int) -> None:
-        """Write what Linux says. `own` are ticks of CPU time of this process, and of its child."""
-        monkeypatch.setattr(
-            "reproduce.machine.load.time", SimpleNamespace(monotonic=lambda: seconds)
-        )
-        lines = [f"cpu{core} {stat} 7 7" for core in range(3)]  # this program may use two of three
+        """Write what Linux says after some seconds.
+
+        Args:
+            seconds: The time of the clock.
+            stat: The ticks of a core, of which there are three. This program may use two of them.
+            own: The ticks of CPU time of this process, and of its child.
+            waited: The microseconds for which a process waited for a core.
+        """
+        clock = SimpleNamespace(monotonic=lambda: seconds)
+        monkeypatch.setattr("reproduce.machine.load.time", clock)
+        cores = "\n".join(f"cpu{core} {stat} 7 7" for core in range(3))
         files = {
-            "stat": "\n".join(["cpu 0", *lines, "intr 1"]),
+            "stat": f"cpu 0\n{cores}\nintr 1",
             "pressure/cpu": f"some avg10=0 total={waited}\nx",
         }
-        for pid, (parent, command) in COMMANDS.items():
-            used = 10**6 if pid > 70 else own
-            line = f"(a) b) S {parent or os.getpid()} 0 0 0 0 0 0 0 0 0 {used} 0 0 0 0"
-            files |= {f"{pid or os.getpid()}/stat": line}
-            files |= {f"{pid or os.getpid()}/cmdline": "\0".join([*command.split(), ""])}
+        for number, (parent, command) in COMMANDS.items():
+            used = 10**6 if number > 70 else own
+            pid, parent_id = number or os.getpid(), parent or os.getpid()
+            files[f"{pid}/stat"] = f"(a) b) S {parent_id} 0 0 0 0 0 0 0 0 0 {used} 0 0 0 0"
+            files[f"{pid}/cmdline"] = command.replace(" ", "\0") + "\0"
         for name, text in files.items():
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text(text)
+            path = tmp_path / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
 
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr("os.sysconf", lambda _: 100)
@@ -88,25 +99,24 @@ def test_what_others_have_of_the_machine(
     load.begin()
     at(5.5, "50 0 0 900 900 0 0 0", 0, 0)
     assert load.round() == {}, "too short"
-    at(7.0, "100 20 10 900 900 10 10 4", 130, 500_000)  # 3 s, 2.6 of them ours
+    at(7.0, "100 20 10 900 900 10 10 4", 130, 500_000)  # cores worked 3 s, of which 2.6 s are ours
     known = {"others": others, "stolen": 0.04 / have, "pressure": 0.25}
-    assert load.round() == known and too_busy(known) == (have == 1), (
-        "too much was stolen from one core"
-    )
+    assert load.round() == known
+    assert too_busy(known) == (have == 1), "too much was stolen from one core"
     at(7.5, "100 20 10 900 900 10 10 4", 130, 500_000)
-    assert load.round()["pressure"] == 0.2, (
-        "a short round is judged together with the one before it"
-    )
-    others_run = [
-        "reproduce run x --all",
-        "benchmarks.gates.counts",
-        "reproduce regression --base x",
-    ]
-    assert other_runs() == dict(zip((72, 75, 76), others_run, strict=True))
+    assert load.round()["pressure"] == 0.2, "a short round is judged together with its predecessor"
+    assert other_runs() == {
+        72: "reproduce run x --all",
+        75: "benchmarks.gates.counts",
+        76: "reproduce regression --base x",
+    }
 
 
 def told(answer: object) -> Callable[..., object]:
-    """Make a driver function that reports everything about the first GPU, and only the handle of the second."""
+    """Make a function of the driver.
+
+    It answers questions about the first GPU. For the second GPU, it raises an error.
+    """
 
     def ask(gpu: str = "", which: object = None) -> object:
         if gpu == "two":
@@ -139,11 +149,12 @@ def test_what_the_driver_tells(
         return SimpleNamespace(name="NVIDIA H200", total_memory=1 << 37, uuid=f"0a-{i + 1}")
 
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    assert versions()["driver"] == ("575.57.08" if driver else None)
+    version, first = (None, UNKNOWN) if driver is None else ("575.57.08", KNOWN)
+    assert versions()["driver"] == version
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    assert machine().gpus == [KNOWN if driver else UNKNOWN, UNKNOWN]
+    assert machine().gpus == [first, UNKNOWN]
 
 
 CPUS, CUDA, LEAST = "CPU devices of", "CUDA devices", "a CPU device is at least one core"
@@ -157,7 +168,7 @@ CPUS, CUDA, LEAST = "CPU devices of", "CUDA devices", "a CPU device is at least 
         (2, 4, "cpu", 1, Devices("cpu", 1, 2), "1 CPU device of 2 threads"),
         (16, 0, "cpu", None, Devices("cpu", 8, 2), f"8 {CPUS} 2 threads each"),
         (8, 0, "cpu", 9, None, f"--devices 9: {LEAST} and this machine offers 8; use at most 8"),
-        (2, 1, None, None, Devices("cuda", 1), "1 CUDA device"),  # the first one stands for all
+        (2, 1, None, None, Devices("cuda", 1), "1 CUDA device"),  # it stands for all devices
         (2, 4, None, None, Devices("cuda", 4), f"4 {CUDA}"),
         (
             2,
@@ -188,21 +199,21 @@ def test_devices_that_are_found(
     said: str,
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(reproduce.machine.devices, "cores", lambda: have)
+    monkeypatch.setattr(devices, "cores", lambda: have)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
     try:
         found = find_devices(kind, count)
     except Error as error:
-        assert expected is None and str(error) == said
+        assert expected is None
+        assert str(error) == said
     else:
-        first = (
-            [f"cuda:{k}" for k in (0, int(found.count > 1))]
-            if found.kind == "cuda"
-            else [found.kind] * 2
-        )
-        assert (found, str(found)) == (expected, said)
-        assert found.first(2) == [*map(torch.device, first)]
+        assert found == expected
+        assert str(found) == said
+        first, second = found.kind, found.kind
+        if found.kind == "cuda":
+            first, second = "cuda:0", "cuda:1" if found.count > 1 else "cuda:0"
+        assert found.first(2) == [torch.device(first), torch.device(second)]
 
 
 @pytest.mark.parametrize(
@@ -219,14 +230,16 @@ def test_devices_that_are_found(
 def test_cores_are_bounded_by_a_containers_quota_and_memory_is_what_is_free(
     quota: str | None, expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    quota_file, memory_file = tmp_path / "cpu.max", tmp_path / "meminfo"
     if quota is not None:
-        (tmp_path / "cpu.max").write_text(quota)
-    monkeypatch.setattr(reproduce.machine.devices, "CPU_QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+        quota_file.write_text(quota)
+    monkeypatch.setattr(devices, "CPU_QUOTA", quota_file)
+    monkeypatch.setattr(devices, "MEMORY", memory_file)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     assert cores() == expected
-    monkeypatch.setattr(reproduce.machine.devices, "MEMORY", tmp_path / "meminfo")
-    assert Devices("meta", 3).memory is None and Devices("cpu", 2, 1).memory is None
-    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:       7340032 kB\n")
+    assert Devices("meta", 3).memory is None
+    assert Devices("cpu", 2, 1).memory is None
+    memory_file.write_text("MemTotal:  9 kB\nMemAvailable:       7340032 kB\n")
     assert Devices("cpu", 2, 1).memory == 7 << 30
 
 
@@ -235,7 +248,8 @@ import json, os, sys
 print("started", file=sys.stderr)
 from reproduce.machine.allocator import keep_freed_memory
 keep_freed_memory()
-print(json.dumps([sys.argv[1:], {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}]))
+settings = {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}
+print(json.dumps([sys.argv[1:], settings]))
 """
 
 
@@ -260,7 +274,10 @@ def test_starts_over_once(given: dict[str, str], starts: int, found: dict[str, s
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Make a repository with two revisions, `old` and HEAD, and beside it `shallow`, a clone of HEAD only."""
+    """Make a repository with two revisions, `old` and HEAD.
+
+    Beside it is `shallow`, a clone that has HEAD only.
+    """
     root = tmp_path / "root"
     root.mkdir()
     for tag in ("old", "new"):
@@ -272,34 +289,34 @@ def root(tmp_path: Path) -> Path:
 
 def test_checkout(root: Path) -> None:
     head = run(root, "rev-parse", "HEAD")
-    assert checkout(root) == Git(head, dirty=False)
+    clean = Git(head, dirty=False)
+    assert checkout(root) == clean
     (root / "record.json").write_text("{}")
-    assert checkout(root) == Git(head, dirty=False), (
-        "a file that git does not know, such as a record, is no source"
-    )
+    assert checkout(root) == clean, "a file that git does not know, such as a record, is no source"
     names = []
     for text in ("edited", "otherwise", "edited"):
         (root / "file").write_text(text)
         found = checkout(root)
-        assert (
-            found is not None
-            and found.dirty
-            and found.changes
-            and found.name(7) == f"{head[:7]}+{found.changes}"
-        )
-        names.append(found.name(7))
-    assert names[0] == names[2] != names[1], "two different changes are not the same revision"
+        assert found is not None
+        assert found.dirty
+        assert found.changes
+        name = found.name(7)
+        assert name == f"{head[:7]}+{found.changes}"
+        names.append(name)
+    edited, otherwise, again = names
+    assert edited == again
+    assert edited != otherwise, "two different changes are not the same revision"
 
 
 def test_no_checkout_is_none(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkout(tmp_path) is None
     (root / "venv").mkdir()
-    assert checkout(root / "venv") is None, "another project's, which has this one installed"
+    assert checkout(root / "venv") is None, "the checkout may be of another project"
     run(tmp_path, "init")
     assert checkout(tmp_path) is None, "no commit"
     old = run(root, "rev-parse", "old")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
-    assert commit_of(root, "old") == old, "the folder counts, not what the environment says"
+    assert commit_of(root, "old") == old, "the folder counts, not the environment variable"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert checkout(root) is None, "no git"
     with pytest.raises(Error, match="git is not installed"):

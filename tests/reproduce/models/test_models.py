@@ -1,6 +1,6 @@
-"""Every model: its exact number of parameters as published, its outputs, that it trains, and which sizes it refuses.
+"""Every model: its number of parameters as published, its outputs and gradients, and wrong sizes.
 
-Models of torchvision, split into layers, are equal to the bit.
+Models of torchvision that are split into layers are equal to the bit.
 """
 
 import sys
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Sequential
 
 from reproduce.error import Error
 from reproduce.models.built import MODELS, SizedModel, amoebanetd, resnet101, unet
@@ -29,9 +30,11 @@ PUBLISHED = [  # model, size, parameters, layers
     ("ResNet-101", (), 44_549_160, 370),
 ]
 
-# A small model, the shapes of its input and output, and a checksum of the output, recorded when each operation of
-# each model had been checked separately.
-SMALL: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], tuple[int, ...], float]] = {
+Build = Callable[[], Sequential]
+Shape = tuple[int, ...]
+# A small model, the shapes of its input and output, and a checksum of the output. The checksum was
+# recorded when each operation of each model had been checked separately.
+SMALL: dict[str, tuple[Build, Shape, Shape, float]] = {
     "AmoebaNet-D": (
         lambda: amoebanetd(3, 8, num_classes=10),
         (2, 3, 224, 224),
@@ -53,8 +56,12 @@ SMALL: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], tuple[int, 
     ),
 }
 
-THIRDS = "num_layers must be a positive multiple of 3 (the normal cells stand in three equal groups), got"
-MISUSES: list[tuple[Callable[[], nn.Sequential], type[Exception], str]] = [
+THIRDS = (
+    "num_layers must be a positive multiple of 3 "
+    "(the normal cells stand in three equal groups), got"
+)
+INT = "num_layers must be a whole number (int), got"
+MISUSES: list[tuple[Build, type[Exception], str]] = [
     (lambda: amoebanetd(7, 8), ValueError, f"{THIRDS} 7: use 6, for example"),
     (lambda: amoebanetd(0, 8), ValueError, f"{THIRDS} 0: use 3, for example"),
     (lambda: amoebanetd(3, 30), ValueError, "num_filters must be a positive multiple of 8"),
@@ -63,14 +70,8 @@ MISUSES: list[tuple[Callable[[], nn.Sequential], type[Exception], str]] = [
         ValueError,
         "num_classes must be at least 1, got 0: use 1, for example",
     ),
-    *(
-        (
-            lambda value=value: amoebanetd(value, 8),
-            TypeError,
-            f"num_layers must be a whole number (int), got {value!r}",
-        )
-        for value in (6.0, True)
-    ),
+    (lambda: amoebanetd(6.0, 8), TypeError, f"{INT} 6.0"),  # type: ignore[arg-type]
+    (lambda: amoebanetd(True, 8), TypeError, f"{INT} True"),
     (lambda: unet(depth=0), ValueError, "depth must be at least 1"),
     (lambda: unet(num_convs=-7), ValueError, "num_convs must be at least 1"),
     (
@@ -85,8 +86,9 @@ MISUSES: list[tuple[Callable[[], nn.Sequential], type[Exception], str]] = [
     (lambda: resnet((1, 1, 1, 1), width=0), ValueError, "width must be at least 1"),
     (lambda: resnet((1, 1, 1, 1), expansion=0), ValueError, "expansion must be at least 1"),
 ]
+IDS = [message.split()[0] for _, _, message in MISUSES]
+WIDER = {name: (build, images) for name, (build, images, _, _) in SMALL.items()}
 # In a single channel, a gradient may be zero by chance.
-WIDER = {name: each[:2] for name, each in SMALL.items()}
 WIDER["AmoebaNet-D"] = lambda: amoebanetd(3, 32, num_classes=10), (2, 3, 224, 224)
 
 
@@ -94,40 +96,36 @@ WIDER["AmoebaNet-D"] = lambda: amoebanetd(3, 32, num_classes=10), (2, 3, 224, 22
 def test_sizes_are_the_published_ones(
     name: str, size: tuple[int, ...], parameters: int, layers: int
 ) -> None:
+    rates = {0.1} if name == "U-Net" else set()
     with torch.device("meta"):
         model = SizedModel(name, size, MODELS[name].input_shape).layers()
-        assert sum(p.numel() for p in model.parameters()) == parameters
-        assert len(model) == layers
-        assert {layer.p for layer in model if isinstance(layer, nn.Dropout2d)} == (
-            {0.1} if name == "U-Net" else set()
-        )
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert len(model) == layers
+    assert {layer.p for layer in model if isinstance(layer, nn.Dropout2d)} == rates
 
 
 @pytest.mark.parametrize(("build", "images", "outputs", "number"), SMALL.values(), ids=SMALL)
-def test_what_it_computes(
-    build: Callable[[], nn.Sequential],
-    images: tuple[int, ...],
-    outputs: tuple[int, ...],
-    number: float,
-) -> None:
+def test_what_it_computes(build: Build, images: Shape, outputs: Shape, number: float) -> None:
     """All parameters and pixels differ, so that any other computation would change the checksum."""
     model = build().double().eval()
     with torch.no_grad():
         for k, parameter in enumerate(model.parameters()):
-            parameter.copy_(waves(*parameter.shape, start=k) * (2 / parameter[0].numel()) ** 0.5)
+            scale = (2 / parameter[0].numel()) ** 0.5
+            parameter.copy_(waves(*parameter.shape, start=k) * scale)
         found = model(waves(*images))
     assert found.shape == outputs
-    assert (found * waves(*outputs)).sum().item() == pytest.approx(number, rel=1e-6)
+    checksum = (found * waves(*outputs)).sum().item()
+    assert checksum == pytest.approx(number, rel=1e-6)
 
 
 def waves(*shape: int, start: float = 0) -> Tensor:
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).add(start).sin().view(shape)
+    count = torch.Size(shape).numel()
+    angles = torch.arange(count, dtype=torch.float64) + start
+    return angles.sin().view(shape)
 
 
 @pytest.mark.parametrize(("build", "images"), WIDER.values(), ids=WIDER)
-def test_inputs_stay_and_parameters_get_gradients(
-    build: Callable[[], nn.Sequential], images: tuple[int, ...]
-) -> None:
+def test_inputs_stay_and_parameters_get_gradients(build: Build, images: Shape) -> None:
     model = build()
     passed: Tensor | tuple[Tensor, ...] = waves(*images).float()
     for layer in model:
@@ -135,67 +133,71 @@ def test_inputs_stay_and_parameters_get_gradients(
         output = layer(passed)
         assert all(map(torch.equal, tensors(passed), before))
         passed = output
-    tensors(passed)[0].square().sum().backward()
+    loss = tensors(passed)[0].square().sum()
+    loss.backward()
     for key, parameter in model.named_parameters():
-        assert parameter.grad is not None and 0 < parameter.grad.abs().sum() < torch.inf, key
+        assert parameter.grad is not None, key
+        assert 0 < parameter.grad.abs().sum() < torch.inf, key
 
 
-@pytest.mark.parametrize(
-    ("build", "kind", "message"), MISUSES, ids=[message.split()[0] for *_, message in MISUSES]
-)
-def test_what_no_model_is_built_of(
-    build: Callable[[], nn.Sequential], kind: type[Exception], message: str
-) -> None:
+@pytest.mark.parametrize(("build", "kind", "message"), MISUSES, ids=IDS)
+def test_what_no_model_is_built_of(build: Build, kind: type[Exception], message: str) -> None:
     with torch.device("meta"), pytest.raises(kind) as caught:
         build()
     assert str(caught.value).startswith(message)
 
 
 def test_torchvision_weights_load_into_the_flat_model_and_back() -> None:
-    """As when a user loads a downloaded file: every key fits, and outputs are bitwise equal."""
+    """Every key fits, and outputs are bitwise equal, as when a user loads a downloaded file."""
     from torchvision import models as theirs
 
     torch.manual_seed(0)
     original = theirs.resnet101()
     for module in original.modules():
         if isinstance(module, nn.BatchNorm2d):  # no buffer has its default value
-            assert module.running_mean is not None and module.running_var is not None
+            assert module.running_mean is not None
+            assert module.running_var is not None
             nn.init.normal_(module.running_mean, std=0.1)
             nn.init.uniform_(module.running_var, 0.5, 2)
             nn.init.normal_(module.bias, std=0.1)
     before, images = original.state_dict(), torch.randn(2, 3, 64, 64)
+    original.eval()
+    expected = original(images)
+    assert expected.isfinite().all()
+    assert not expected[0].equal(expected[1])
+
     flat: Any = GPipe(resnet101(), [140, 230], devices=["cpu", "cpu"], chunks=1)
     flat.load_state_dict(flat_state(before))
-    expected = original.eval()(images)
-    assert expected.isfinite().all() and not expected[0].equal(expected[1])
-    assert flat.eval()(images).equal(expected)
+    flat.eval()
+
+    assert flat(images).equal(expected)
     state = flat.state_dict()
-    assert [*flat_state(before)] == [*state] == [*flat_state(state)], "what is flat stays so"
+    assert list(state) == list(flat_state(before))
+    assert list(state) == list(flat_state(state)), "a flat state stays as it is"
     back = torchvision_state(state)
-    assert [*back] == [*before] and all(map(torch.equal, back.values(), before.values()))
+    assert list(back) == list(before)
+    for ours, theirs_before in zip(back.values(), before.values(), strict=True):
+        assert ours.equal(theirs_before)
 
 
 @pytest.mark.parametrize("model", [("ResNet-101", ()), ("torchvision:resnet18", (64,))], ids=str)
-def test_a_seed_gives_the_same_weights_and_every_row_its_own(
-    model: tuple[str, tuple[int, ...]],
-) -> None:
+def test_a_seed_gives_the_same_weights_and_every_row_its_own(model: tuple[str, Shape]) -> None:
     from torchvision import models as theirs
 
-    build, name = (
-        SizedModel(*model, (3, 64, 64), 5).layers,
-        model[0].lower().replace("-", "").rpartition(":")[2],
-    )
+    name, size = model
+    build = SizedModel(name, size, (3, 64, 64), 5).layers
+    original = getattr(theirs, "resnet101" if name == "ResNet-101" else "resnet18")
 
     def weights(build: Callable[..., nn.Module], **options: int) -> list[Tensor]:
         torch.manual_seed(0)
-        return [*build(**options).parameters()]
+        model = build(**options)
+        return list(model.parameters())
 
-    expected, one, other = (
-        weights(getattr(theirs, name), num_classes=5),
-        weights(build),
-        weights(build),
-    )
-    assert all(map(torch.equal, one, expected)) and all(map(torch.equal, other, expected))
+    expected = weights(original, num_classes=5)
+    one, other = weights(build), weights(build)
+
+    assert all(map(torch.equal, one, expected))
+    assert all(map(torch.equal, other, expected))
     assert not {x.data_ptr() for x in one} & {x.data_ptr() for x in other}
 
 
@@ -203,7 +205,8 @@ def test_a_seed_gives_the_same_weights_and_every_row_its_own(
 def test_models_that_ask_for_more_are_built_without_memory_and_for_any_image(name: str) -> None:
     with torch.device("meta"):
         model = torchvision_model(name, 64, num_classes=5)
-        assert model(torch.empty(2, 3, 64, 64)).shape == (2, 5)
+        output = model(torch.empty(2, 3, 64, 64))
+    assert output.shape == (2, 5)
 
 
 def test_torchvision_that_cannot_be_imported(
@@ -212,9 +215,9 @@ def test_torchvision_that_cannot_be_imported(
     """A torchvision that was built for another PyTorch raises like this."""
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('no operator\\ntorchvision::nms')")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(
-        Error, match=r"^ResNet-101 needs torchvision, which .*RuntimeError: no operator torchvision"
-    ):
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "torchvision":
+            monkeypatch.delitem(sys.modules, name)
+    said = r"^ResNet-101 needs torchvision, which .*RuntimeError: no operator torchvision"
+    with pytest.raises(Error, match=said):
         resnet101()

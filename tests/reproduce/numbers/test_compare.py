@@ -1,6 +1,7 @@
-"""Compare: absolute numbers if that is fair, else ratios; missing rows are named."""
+"""`compare`: it compares absolute numbers if that is fair, else ratios, and names missing rows."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,10 +17,11 @@ from ..made import emulated, record, row
 
 
 def compared(*sides: Record, **options: Any) -> tuple[list[Comparison], list[str]]:
-    loaded = [
-        side_of(letter, letter, [record]) for letter, record in zip("ABCD", sides, strict=False)
-    ]
-    return compare(loaded, match(loaded), **{"metric": None, "rule": Rule(), **options})
+    loaded = []
+    for letter, side in zip("ABCD", sides, strict=False):
+        loaded.append(side_of(letter, letter, [side]))
+    options = {"metric": None, "rule": Rule(), **options}
+    return compare(loaded, match(loaded), **options)
 
 
 def only(*sides: Record, **options: Any) -> Comparison:
@@ -29,15 +31,15 @@ def only(*sides: Record, **options: Any) -> Comparison:
 
 
 def ratios(comparison: Comparison, side: int = 1) -> dict[str, Any]:
-    """Return each row's ratio and verdict."""
-    decisions, metric = (
-        {row.line.label: row.decisions[side] for row in comparison.rows},
-        comparison.metric,
-    )
-    return {
-        label: each and (round(each.ratio, 3), verdict(each, metric))
-        for label, each in decisions.items()
-    }
+    """Return each row's ratio and verdict, or `None` for a row without a decision."""
+    found: dict[str, Any] = {}
+    for each in comparison.rows:
+        decision = each.decisions[side]
+        label = each.line.label
+        found[label] = None
+        if decision is not None:
+            found[label] = round(decision.ratio, 3), verdict(decision, comparison.metric)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -53,198 +55,176 @@ def test_what_a_decision_means(outcome: Any, metric: str, expected: str) -> None
 
 
 def emulated_too(x: float, **more: Any) -> Record:
-    """Make a side in which y is four times as fast as x when measured, and twice as fast when emulated."""
-    rows = [row("x", x, over="x"), row("y", x / 4, over="x")]
-    return record(
-        *rows, emulated(row("x", 2.0, over="x")), emulated(row("y", 1.0, over="x")), **more
-    )
+    """Make a side with measured rows and emulated rows of x and y.
+
+    When measured, y is four times as fast as x, and when emulated, twice as fast.
+    """
+    x_measured, y_measured = row("x", x, over="x"), row("y", x / 4, over="x")
+    x_emulated, y_emulated = emulated(row("x", 2.0, over="x")), emulated(row("y", 1.0, over="x"))
+    return record(x_measured, y_measured, x_emulated, y_emulated, **more)
 
 
-def drifting(*factors: float) -> list[Record]:
-    """Make sides in which y is faster than x by these factors, while whole rounds slow down."""
-    drift = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    return [
-        record(row("x", drift, over="x"), row("y", [each / factor for each in drift], over="x"))
-        for factor in factors
-    ]
+def drifting(factor: float) -> Record:
+    """Make a side in which y is faster than x by this factor, while whole rounds slow down."""
+    slow = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    fast = [seconds / factor for seconds in slow]
+    return record(row("x", slow, over="x"), row("y", fast, over="x"))
 
 
-def holding(unit: str, **values: object) -> Record:
-    return Record("r", "T", "measured", {"size": unit}, [row("x", values=values)])
+def size(unit: str, value: float) -> Record:
+    rows = [row("x", values={"size": value})]
+    return Record("r", "T", "measured", {"size": unit}, rows)
 
 
+def peak(cpu: str, value: list[int]) -> Record:
+    return record(row("x", values={"peak_allocated": value}), cpu=cpu)
+
+
+X = row("x", 1.0)
+ONE = record(X)
 # The second machine is twice as fast, but there `y` is only 2 times as fast as `x`, not 3 times.
 TWO_MACHINES = [
     record(row("x", 3.0, over="x"), row("y", 1.0, over="x")),
     record(row("x", 1.5, over="x"), row("y", 0.75, over="x"), cpu="another CPU"),
 ]
 LACKING = row("z", status="needs devices", reason="needs 8 devices")
-PEAKS = [
-    record(row("x", values={"peak_allocated": peak}), cpu=cpu)
-    for cpu, peak in (("a", [1, 3]), ("b", [4, 4]))
-]
+NO_Y = row("y", status="out of memory")
+ALONE = record(row("x", 1.0, others=[0.0]))
+ALONE_LATER = record(row("x", 1.0, others=[0.0]), started="2021")
+DISTURBED_LATER = record(row("x", 2.0, others=[0.2]), started="2021")
 UNKNOWN = "how busy others kept the machine is not known"
-LATER = f"the sides ran at different times: a verdict says that these runs differ, not why{{}}; {IN_TURN}"
+RUNS_DIFFER = "the sides ran at different times: a verdict says that these runs differ, not why"
 OVER_X = "each side's throughput is divided by its own x"
-OTHER = [OVER_X, "absolute numbers are not compared: the sides ran on different machines"]
-# What differs in the second side's run, whether it counts as another machine, and the notes.
-MACHINES: list[tuple[dict[str, Any], bool, Any, list[str]]] = [
-    ({"cpu": "another CPU"}, True, None, OTHER),
-    ({"device": "cuda"}, True, None, OTHER),
-    ({"threads_per_device": 2}, True, None, OTHER),
-    ({"machine": Machine("Linux", "a CPU", 2, 2, 64 << 30)}, True, None, OTHER),
-    ({"torch": "2.12.0"}, False, (1.0, "~"), ["torch differs: 2.11.0 / 2.12.0"]),
-    ({"devices": 8, "seed": 4}, False, (1.0, "~"), []),
-    ({"machine": Machine("Linux", "a CPU", 2, 2, (8 << 30) + 4096)}, False, (1.0, "~"), []),
+NOT_COMPARED = "absolute numbers are not compared: the sides ran on different machines"
+FORCED = "FORCED: absolute numbers are compared although the sides ran on different machines"
+MISSING = [
+    "no number (out of memory) in B: 1 row; --all names them",
+    "no number (needs 8 devices) in A and B: 1 row; --all names them",
+    "missing in A: 1 row; --all names them",
 ]
-# The sides, the options, ratio and verdict of each row, whether ratios are compared, the notes.
-COMPARED: dict[str, tuple[list[Record], dict[str, Any], dict[str, Any], bool, list[str]]] = {
-    "less time is better": (
-        [record(row("x", 1.0)), record(row("x", 0.5))],
-        {"metric": "time"},
-        {"x": (0.5, "better")},
-        False,
-        [],
+EMULATED: Any = {"x": None, "y": (1, "~"), "x (emulated)": None, "y (emulated)": (1, "~")}
+
+
+class Case(NamedTuple):
+    """Two sides, and what their comparison has to be."""
+
+    sides: list[Record]
+    expected: dict[str, Any]
+    """The ratio and the verdict of each row."""
+    notes: Sequence[str] = ()
+    options: Mapping[str, Any] = {}
+    relative: bool = False
+    """Whether each side's numbers are divided by those of its own row."""
+
+
+COMPARED = {
+    "less time is better": Case(
+        [ONE, record(row("x", 0.5))], {"x": (0.5, "better")}, options={"metric": "time"}
     ),
-    "as more throughput is": (
-        [record(row("x", 1.0)), record(row("x", 1.25))],
-        {},
-        {"x": (0.8, "worse")},
-        False,
-        [],
+    "as more throughput is": Case([ONE, record(row("x", 1.25))], {"x": (0.8, "worse")}),
+    "absolute times of different machines": Case(
+        TWO_MACHINES, {"x": None, "y": (0.667, "worse")}, [OVER_X, NOT_COMPARED], relative=True
     ),
-    "absolute times of different machines": (
+    "by force": Case(
         TWO_MACHINES,
-        {},
-        {"x": None, "y": (0.667, "worse")},
-        True,
-        OTHER,
-    ),
-    "by force": (
-        TWO_MACHINES,
-        {"force": True},
         {"x": (2.0, "better"), "y": (1.333, "better")},
-        False,
-        ["FORCED: absolute numbers are compared although the sides ran on different machines"],
+        [FORCED],
+        options={"force": True},
     ),
-    "emulated rows over emulated ones": (
+    "emulated rows over emulated ones": Case(
         [emulated_too(4.0), emulated_too(8.0, cpu="another CPU")],
-        {},
-        {"x": None, "y": (1, "~"), "x (emulated)": None, "y (emulated)": (1, "~")},
-        True,
-        [f"{OVER_X}, x (emulated)", OTHER[1]],
+        EMULATED,
+        [f"{OVER_X}, x (emulated)", NOT_COMPARED],
+        relative=True,
     ),
-    "ratios in rounds": (
-        drifting(2, 1.5),
-        {"metric": "speedup"},
+    "ratios in rounds": Case(
+        [drifting(2), drifting(1.5)],
         {"x": None, "y": (0.75, "worse")},
-        True,
         [OVER_X],
+        options={"metric": "speedup"},
+        relative=True,
     ),
-    "which absolute numbers cannot show": (
-        drifting(2, 1.5),
-        {},
-        {"x": (1, "~"), "y": (0.75, "~")},
-        False,
-        [],
+    "which absolute numbers cannot show": Case(
+        [drifting(2), drifting(1.5)], {"x": (1, "~"), "y": (0.75, "~")}
     ),
-    "at different times": (
-        [record(row("x", 1.0)), record(row("x", 1.0, others=[0.0]), started="2021")],
-        {},
-        {"x": (1.0, "~")},
-        False,
-        [LATER.format(f"; {UNKNOWN} of A")],
+    "at different times": Case(
+        [ONE, ALONE_LATER], {"x": (1.0, "~")}, [f"{RUNS_DIFFER}; {UNKNOWN} of A; {IN_TURN}"]
     ),
-    "disturbed": (
-        [record(row("x", 1.0, others=[0.0])), record(row("x", 2.0, others=[0.2]), started="2021")],
-        {},
+    "disturbed": Case(
+        [ALONE, DISTURBED_LATER],
         {"x": (0.5, "disturbed")},
-        False,
-        [LATER.format(""), DISTURBED],
+        [f"{RUNS_DIFFER}; {IN_TURN}", DISTURBED],
     ),
-    "memory, which no machine changes": (PEAKS, {}, {"x": (2.0, "untested")}, False, []),
-    "another unit": (
-        [holding("GB", size=1.0), holding("GiB", size=1.0)],
-        {"metric": "size"},
-        {"x": None},
-        False,
-        [],
+    "memory, which no machine changes": Case(
+        [peak("a", [1, 3]), peak("b", [4, 4])], {"x": (2.0, "untested")}
     ),
-    "zero": (
-        [holding("GB", size=0.0), holding("GB", size=1.0)],
-        {"metric": "size"},
-        {"x": None},
-        False,
-        [],
+    "another unit": Case(
+        [size("GB", 1.0), size("GiB", 1.0)], {"x": None}, options={"metric": "size"}
     ),
-    "what is missing": (
-        [
-            record(row("x", 1.0), row("y", 1.0), LACKING),
-            record(row("x", 1.0), row("w", 1.0), LACKING, row("y", status="out of memory")),
-        ],
-        {},
+    "zero": Case([size("GB", 0.0), size("GB", 1.0)], {"x": None}, options={"metric": "size"}),
+    "what is missing": Case(
+        [record(X, row("y", 1.0), LACKING), record(X, row("w", 1.0), LACKING, NO_Y)],
         {"x": (1.0, "~")},
-        False,
-        [
-            f"{what}: 1 row; --all names them"
-            for what in (
-                "no number (out of memory) in B",
-                "no number (needs 8 devices) in A and B",
-                "missing in A",
-            )
-        ],
+        MISSING,
     ),
-    **{
-        str(change): (
-            [record(row("x", 1.0)), record(row("x", 1.0), **change)],
-            {},
-            {"x": expected},
-            relative,
-            notes,
-        )
-        for change, relative, expected, notes in MACHINES
-    },
 }
-
-
-@pytest.mark.parametrize(
-    ("sides", "options", "expected", "relative", "notes"), COMPARED.values(), ids=COMPARED
-)
-def test_what_is_fair_to_compare(
-    sides: list[Record],
-    options: dict[str, Any],
-    expected: dict[str, Any],
-    relative: bool,
-    notes: list[str],
-) -> None:
-    comparison = only(*sides, **options)
-    assert (
-        ratios(comparison) == expected
-        and comparison.notes == notes
-        and comparison.relative == relative
+# Changes of the second side's run that make its machine another one.
+OTHER_MACHINES: list[dict[str, Any]] = [
+    {"cpu": "another CPU"},
+    {"device": "cuda"},
+    {"threads_per_device": 2},
+    {"machine": Machine("Linux", "a CPU", 2, 2, 64 << 30)},
+]
+for change in OTHER_MACHINES:
+    COMPARED[str(change)] = Case(
+        [ONE, record(X, **change)], {"x": None}, [OVER_X, NOT_COMPARED], relative=True
     )
+# Changes of the second side's run that leave the machine the same, and the notes about them.
+SAME_MACHINE: list[tuple[dict[str, Any], list[str]]] = [
+    ({"torch": "2.12.0"}, ["torch differs: 2.11.0 / 2.12.0"]),
+    ({"devices": 8, "seed": 4}, []),
+    ({"machine": Machine("Linux", "a CPU", 2, 2, (8 << 30) + 4096)}, []),
+]
+for change, notes in SAME_MACHINE:
+    COMPARED[str(change)] = Case([ONE, record(X, **change)], {"x": (1.0, "~")}, notes)
+
+
+@pytest.mark.parametrize("name", COMPARED, ids=COMPARED)
+def test_what_is_fair_to_compare(name: str) -> None:
+    sides, expected, notes, options, relative = COMPARED[name]
+
+    comparison = only(*sides, **options)
+
+    assert ratios(comparison) == expected
+    assert comparison.notes == list(notes)
+    assert comparison.relative == relative
     if sides is TWO_MACHINES and relative:
-        assert comparison.mean(1) == pytest.approx((2 / 3, 1)), (
-            "the row divided by is left out: it is 1 anyway"
-        )
+        mean, count = comparison.mean(1) or (0.0, 0)
+        assert count == 1, "x is left out: its ratio to itself is 1 anyway"
+        assert mean == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
     ("rows", "bases"),
     [
-        ("xyz", {"x": "z", "y": "z", "z": "z"}),  # all name z
-        ("xy", {"x": "x", "y": "x", "z": "z"}),
-    ],  # the third side lacks z, so the first row that all have
+        ("xyz", {"x": "z", "y": "z", "z": "z"}),  # all rows name z
+        ("xy", {"x": "x", "y": "x", "z": "z"}),  # without z, the first row that all sides have
+    ],
 )
 def test_what_rows_are_divided_by(rows: str, bases: dict[str, str]) -> None:
     seconds = {"x": 2.0, "y": 3.0, "z": 4.0}
-    old, new = ([row(name, seconds[name], over="z") for name in names] for names in ("xyz", rows))
-    for each in only(record(*old), record(*old), record(*new), metric="speedup").rows:
-        label = each.line.label
-        readings = [reading.middle for reading in each.readings if reading is not None]
-        assert readings == pytest.approx(
-            [seconds[bases[label]] / seconds[label]] * len(each.line.entries)
-        )
+    made = {name: row(name, seconds[name], over="z") for name in "xyz"}
+    old = record(*made.values())
+    new = record(*(made[name] for name in rows))
+
+    comparison = only(old, old, new, metric="speedup")
+
+    for compared_row in comparison.rows:
+        line = compared_row.line
+        base = bases[line.label]
+        speed_up = seconds[base] / seconds[line.label]
+        found = [reading.middle for reading in compared_row.readings if reading is not None]
+        assert found == pytest.approx([speed_up] * len(line.entries))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +236,8 @@ def test_what_rows_are_divided_by(rows: str, bases: dict[str, str]) -> None:
             [row("x", values={"loss": 1.0})],
             {},
             [
-                "e: no row has the same metric on two sides: A has throughput, time, speedup, step_time, round; B has loss",
+                "e: no row has the same metric on two sides: A has throughput, time, speedup, "
+                "step_time, round; B has loss",
                 "only in A: f (1 row); --all names them",
             ],
         ),
@@ -270,5 +251,6 @@ def test_what_rows_are_divided_by(rows: str, bases: dict[str, str]) -> None:
 def test_experiments_without_a_table(
     rows: list[Any], options: dict[str, Any], notes: list[str]
 ) -> None:
-    first = record(row("x", 1.0), row("y", 1.0), row("x", 1.0, experiment="f"))
-    assert compared(first, record(*rows), **options) == ([], notes)
+    first = record(X, row("y", 1.0), row("x", 1.0, experiment="f"))
+    second = record(*rows)
+    assert compared(first, second, **options) == ([], notes)

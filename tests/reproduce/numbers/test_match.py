@@ -1,4 +1,4 @@
-"""Match: rows with the same configuration share a line, in whatever order, name or record they come."""
+"""`match`: rows with the same configuration share a line, whatever their order, name or record."""
 
 from typing import Any
 
@@ -15,37 +15,43 @@ CONFIG: dict[str, Any] = {"L": 18, "partitions": 2, "chunks": 4}
 N2M4 = "tg-amoebanetd-speed/n2m4"
 
 
+Shape = list[tuple[str, dict[int, str]]]
+"""The label of each line and, by the side's number, the rows on it."""
+
+
 def lines(*sides: list[Record]) -> list[Line]:
-    return match(
-        [side_of(letter, letter, records) for letter, records in zip("ABCD", sides, strict=False)]
-    )
+    loaded = []
+    for letter, records in zip("ABCD", sides, strict=False):
+        loaded.append(side_of(letter, letter, records))
+    return match(loaded)
 
 
-def shape(found: list[Line]) -> list[tuple[str, dict[int, str]]]:
-    """Return each line's label and, by the side's number, the rows on it."""
-    return [
-        (line.label, {side: entry.result.row for side, entry in line.entries.items()})
-        for line in found
-    ]
+def shape(found: list[Line]) -> Shape:
+    shapes = []
+    for line in found:
+        rows = {side: entry.result.row for side, entry in line.entries.items()}
+        shapes.append((line.label, rows))
+    return shapes
 
 
 def published(row: str, experiment: str = "tg-amoebanetd-speed", **config: Any) -> Record:
-    return Record(
-        "table", "T", "published", {}, [Result(experiment, row, "published", config=config)]
-    )
+    result = Result(experiment, row, "published", config=config)
+    return Record("table", "T", "published", {}, [result])
 
 
 def reproducing(name: str, **changes: Any) -> Record:
-    """Make a record of a row that reproduces a published one, with its configuration and the given changes."""
-    return record(
-        row(name, 1.0, experiment="amoebanet-speed", published=N2M4, config={**CONFIG, **changes})
-    )
+    """Make a record of a row that reproduces a published one.
+
+    Its configuration is the published one with the given changes.
+    """
+    config = {**CONFIG, **changes}
+    return record(row(name, 1.0, experiment="amoebanet-speed", published=N2M4, config=config))
 
 
 PUBLISHED = published("n2m4", **CONFIG, parameters_exact=1)
 
 
-# Two configurations, and whether they are the same row's.
+# Two configurations, and whether rows with these share a line.
 ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({"L": 6, "m": 4}, {"L": 6, "m": 4}, True),
     ({"L": 6, "m": 4}, {"L": 6, "m": 8}, False),
@@ -57,73 +63,81 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
 
 
 def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
-    """If rows differ only in scale or device, the label names these."""
-    both = [row("x", 1.0, scale="small"), row("x", 1.0, scale="paper", device="meta")]
-    found = lines([record(*both)], [record(*reversed(both))])
-    scales = {line.label: {entry.result.scale for entry in line.entries.values()} for line in found}
-    assert scales == {"x (small)": {"small"}, "x (paper)": {"paper"}} and len(found) == 2
+    """If rows differ only in scale or device, the label names the scale or the device."""
+    small, paper = row("x", 1.0, scale="small"), row("x", 1.0, scale="paper", device="meta")
+
+    found = lines([record(small, paper)], [record(paper, small)])
+
+    one, other = found
+    assert one.label == "x (small)"
+    assert {entry.result.scale for entry in one.entries.values()} == {"small"}
+    assert other.label == "x (paper)"
+    assert {entry.result.scale for entry in other.entries.values()} == {"paper"}
 
 
 def predicted(name: str, in_row: bool) -> Record:
     """Make a prediction whose hardware is named in the row, or in the record for all rows."""
-    result = row("x", status="predicted", hardware=name if in_row else None)
-    return Record(
-        f"x-{name}", "T", "predicted", {}, [result], hardware=None if in_row else {"name": name}
-    )
+    if in_row:
+        result = row("x", status="predicted", hardware=name)
+        return Record(f"x-{name}", "T", "predicted", {}, [result])
+    result = row("x", status="predicted")
+    return Record(f"x-{name}", "T", "predicted", {}, [result], hardware={"name": name})
 
 
-X, Y, Z = (row(name, 1.0) for name in "xyz")
+X, Y, Z = row("x", 1.0), row("y", 1.0), row("z", 1.0)
 N2 = row("x", 1.0, published=N2M4, experiment="amoebanet-speed")
+MEASURED = record(N2)
+EMULATED = record(emulated(N2))
 BOTH = record(N2, emulated(N2))
 ENGINES = record(X, row("x", 1.0, engine="ranks"))
-# The sides, and the rows on each line. One side may have run a published row, another side a smaller one like it.
-PLACED: dict[str, tuple[list[list[Record]], list[tuple[str, dict[int, str]]]]] = {
-    **{
-        f"{ours} and {theirs}": (
-            [
-                [record(replace(row("one"), config=ours))],
-                [record(replace(row("other"), config=theirs))],
-            ],
-            [("one", {0: "one", 1: "other"})]
-            if same
-            else [("one", {0: "one"}), ("other", {1: "other"})],
-        )
-        for ours, theirs, same in ALIKE
-    },
+SHARED = {0: "x", 1: "x"}
+WITH_PUBLISHED = {0: "x", 1: "n2m4"}
+# The sides, and the rows on each line. One side may have run a published row, and another side a
+# smaller row like it.
+PLACED: dict[str, tuple[list[list[Record]], Shape]] = {}
+for ours, theirs, same in ALIKE:
+    sides = [[record(replace(row("one"), config=ours))]]
+    sides += [[record(replace(row("other"), config=theirs))]]
+    expected: Shape = [("one", {0: "one"}), ("other", {1: "other"})]
+    if same:
+        expected = [("one", {0: "one", 1: "other"})]
+    PLACED[f"{ours} and {theirs}"] = sides, expected
+PLACED |= {
     "in any order, and sides may lack rows": (
         [[record(X, Y)], [record(Z, Y, X)], [], [record(Z)]],
-        [("x", {0: "x", 1: "x"}), ("y", {0: "y", 1: "y"}), ("z", {1: "z", 3: "z"})],
+        [("x", SHARED), ("y", {0: "y", 1: "y"}), ("z", {1: "z", 3: "z"})],
     ),
     "emulated apart from measured": (
         [[BOTH], [BOTH]],
-        [(x, {0: "x", 1: "x"}) for x in ("x", "x (emulated)")],
+        [("x", SHARED), ("x (emulated)", SHARED)],
     ),
     "also alone": (
-        [[record(N2)], [record(emulated(N2))]],
+        [[MEASURED], [EMULATED]],
         [("x", {0: "x"}), ("x (emulated)", {1: "x"})],
     ),
     "either reproduces it": (
         [[BOTH], [PUBLISHED]],
-        [(x, {0: "x", 1: "n2m4"}) for x in ("x", "x (emulated)")],
+        [("x", WITH_PUBLISHED), ("x (emulated)", WITH_PUBLISHED)],
     ),
     "an engine apart from another": (
         [[ENGINES], [ENGINES]],
-        [(x, {0: "x", 1: "x"}) for x in ("x", "x (ranks)")],
+        [("x", SHARED), ("x (ranks)", SHARED)],
     ),
-    **{
-        f"predictions for two machines, {in_row}": (
-            [[predicted("p40", in_row), predicted("h100", in_row)], [predicted("h100", in_row)]],
-            [("x (p40)", {0: "x"}), ("x (h100)", {0: "x", 1: "x"})],
-        )
-        for in_row in (True, False)
-    },
+}
+for in_row in (True, False):
+    p40, h100 = predicted("p40", in_row), predicted("h100", in_row)
+    PLACED[f"predictions for two machines, {in_row}"] = (
+        [[p40, h100], [h100]],
+        [("x (p40)", {0: "x"}), ("x (h100)", SHARED)],
+    )
+PLACED |= {
     "its own configuration": (
         [[PUBLISHED], [reproducing("exact"), reproducing("other", L=6)]],
         [("exact", {1: "exact", 0: "n2m4"}), ("other", {1: "other"})],
     ),
     "all at another scale": (
         [[reproducing("x", L=6), reproducing("y", L=7)], [PUBLISHED]],
-        [("x", {0: "x", 1: "n2m4"}), ("y", {0: "y", 1: "n2m4"})],
+        [("x", WITH_PUBLISHED), ("y", {0: "y", 1: "n2m4"})],
     ),
     "what each side has of it": (
         [[PUBLISHED], [reproducing("exact")], [reproducing("small", L=6)]],
@@ -133,7 +147,7 @@ PLACED: dict[str, tuple[list[list[Record]], list[tuple[str, dict[int, str]]]]] =
         [[PUBLISHED], [published("n2m4")]],
         [("n2m4", {0: "n2m4", 1: "n2m4"})],
     ),
-    "by name, where nothing else tells rows apart": (  # as the published ablation's
+    "by name, where nothing else tells rows apart": (  # as in the published ablation
         [[published("a"), published("b")], [published("b"), published("a")]],
         [("a", {0: "a", 1: "a"}), ("b", {0: "b", 1: "b"})],
     ),
@@ -141,7 +155,5 @@ PLACED: dict[str, tuple[list[list[Record]], list[tuple[str, dict[int, str]]]]] =
 
 
 @pytest.mark.parametrize(("sides", "expected"), PLACED.values(), ids=PLACED)
-def test_which_rows_are_on_a_line(
-    sides: list[list[Record]], expected: list[tuple[str, dict[int, str]]]
-) -> None:
+def test_which_rows_are_on_a_line(sides: list[list[Record]], expected: Shape) -> None:
     assert shape(lines(*sides)) == expected

@@ -1,4 +1,7 @@
-"""Metrics are functions of a row's samples. Real differences are detected; noise and tiny differences are not."""
+"""Metrics of a row's samples, and the significance of differences between samples.
+
+Real differences are detected; noise and tiny differences are not.
+"""
 
 import math
 import random
@@ -16,36 +19,45 @@ from reproduce.records.record import Record, Result
 
 
 def timed(times: list[float], rounds: Sequence[float] = (), batch_size: int = 8) -> Result:
-    samples = {
-        name: list(values) for name, values in (("step_time", times), ("round", rounds)) if values
-    }
-    return Result("e", "r", "measured", config={"batch_size": batch_size}, samples=samples)
+    samples = {}
+    if times:
+        samples["step_time"] = list(times)
+    if rounds:
+        samples["round"] = list(rounds)
+    config = {"batch_size": batch_size}
+    return Result("e", "r", "measured", config=config, samples=samples)
+
+
+def trained(epoch_times: list[float]) -> Result:
+    values, samples = {"samples_per_epoch": 900}, {"epoch_time": epoch_times}
+    return Result("e", "r", "measured", values=values, samples=samples)
+
+
+def measurement(reading: Reading | None) -> Measurement | None:
+    return None if reading is None else reading.measurement
 
 
 def test_throughput_is_of_each_step_or_of_the_median_epoch() -> None:
     steps = throughput(timed([1.0, 2.0, 4.0], [0, 1, 2]), "a run")
-    assert steps == Reading(
-        [8.0, 4.0, 2.0], "samples/s", [("a run", 0), ("a run", 1), ("a run", 2)]
-    )
+    rounds = [("a run", 0), ("a run", 1), ("a run", 2)]
+    assert steps == Reading([8.0, 4.0, 2.0], "samples/s", rounds)
     assert throughput(timed([])) is None
-    trained = Result(
-        "e",
-        "r",
-        "measured",
-        values={"samples_per_epoch": 900},
-        samples={"epoch_time": [2.0, 3.0, 9.0]},
-    )
-    assert (
-        metrics.epoch_throughput(trained) == 300 and metrics.epoch_throughput(timed([1.0])) is None
-    )
+    assert metrics.epoch_throughput(trained([2.0, 3.0, 9.0])) == 300
+    assert metrics.epoch_throughput(timed([1.0])) is None
 
 
 def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
-    """Divide emulated by measured throughput. Only the emulation of this machine's devices counts, without a link."""
-    behind = timed([99.0, 99.0], [0, 1])
-    return metrics.over_measured(
-        replace(behind, samples={**behind.samples, "here_time": here}), theirs
-    )
+    """Divide emulated by measured throughput.
+
+    Of the emulated times, only `here_time` counts, which is the time without links.
+    """
+    emulated = timed([99.0, 99.0], [0, 1])
+    samples = {**emulated.samples, "here_time": here}
+    return metrics.over_measured(replace(emulated, samples=samples), theirs)
+
+
+ROUNDS = timed([4, 4], [0, 1])
+ONE = timed([1], [0])
 
 
 @pytest.mark.parametrize(
@@ -56,14 +68,14 @@ def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
         # Only rounds of both rows count.
         (speed_up, timed([9, 1, 1], [0, 1, 2]), timed([3, 3], [1, 2]), [3, 3]),
         # Batch sizes may differ: samples per second are compared.
-        (speed_up, timed([1], [0], batch_size=16), timed([1], [0], batch_size=8), [2]),
+        (speed_up, timed([1], [0], batch_size=16), ONE, [2]),
         # Rows that share no round: the medians are compared, and there are no quartiles.
-        (speed_up, timed([1, 2, 3]), timed([4, 4], [0, 1]), 2),
-        (speed_up, timed([]), timed([1], [0]), None),
-        (speed_up, timed([1], [0]), None, None),
-        (over_here, [2, 8], timed([4, 4], [0, 1]), [2, 0.5]),
+        (speed_up, timed([1, 2, 3]), ROUNDS, 2),
+        (speed_up, timed([]), ONE, None),
+        (speed_up, ONE, None, None),
+        (over_here, [2, 8], ROUNDS, [2, 0.5]),
         (over_here, [2, 8], None, None),
-        (over_here, [], timed([1], [0]), None),
+        (over_here, [], ONE, None),
         # Without rounds, samples are divided in order.
         (over, Reading([2.0, 4.0]), Reading(2.0), [1.0, 2.0]),
         (over, Reading(8.0), Reading([2.0, 4.0]), [4.0, 2.0]),
@@ -73,7 +85,7 @@ def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
 )
 def test_ratios(ratio: Any, ours: Any, base: Any, ratios: float | list[float] | None) -> None:
     found = ratio(ours, base)
-    assert (None if found is None else found.measurement) == ratios
+    assert measurement(found) == ratios
 
 
 @pytest.mark.parametrize(
@@ -107,30 +119,32 @@ def test_values(
     in_unit: str,
 ) -> None:
     result = Result("e", "r", "published", values=values)
-    reading = read(Entry(Record("r", "T", "published", unit, [result]), result), metric)
-    assert (None if reading is None else (reading.measurement, reading.unit)) == (
-        expected and (expected, in_unit)
-    )
+    record = Record("r", "T", "published", unit, [result])
+
+    reading = read(Entry(record, result), metric)
+
+    assert measurement(reading) == expected
+    if reading is not None:
+        assert reading.unit == in_unit
 
 
 def test_errors_are_those_after_the_last_epoch_of_each_seed_that_has_ended() -> None:
-    """Published ones are numbers; `tables` shows mean, deviation and verdict."""
+    """A published error is a number with a deviation."""
     samples = {"epoch": [1.0, 2.0, 1.0, 2.0, 1.0], "top1_error": [50.0, 10.0, 60.0, 17.0, 5.0]}
     result = Result("e", "r", "measured", config={"epochs": 2}, samples=samples)
-    reading = read(Entry(Record("r", "T", "measured", {}, [result]), result), "top1_error")
+    record = Record("r", "T", "measured", {}, [result])
+
+    reading = read(Entry(record, result), "top1_error")
+
     assert reading == Reading([10, 17], "%", mean=True)
-    assert (reading.middle, reading.quartiles) == (13.5, (11.75, 15.25))
-    assert (
-        metrics.final_error(
-            replace(result, samples={key: each[-1:] for key, each in samples.items()})
-        )
-        is None
-    )
+    assert reading.middle == 13.5
+    assert reading.quartiles == (11.75, 15.25)
+    unfinished = replace(result, samples={"epoch": [1.0], "top1_error": [5.0]})
+    assert metrics.final_error(unfinished) is None
     printed = Result("e", "r", "published", values={"top1_error": 22.0, "top1_error_spread": 0.1})
-    assert (
-        metrics.final_error(printed) == (22.0, 0.1)
-        and metrics.final_error(replace(printed, values={})) is None
-    )
+    assert metrics.final_error(printed) == (22.0, 0.1)
+    empty = replace(printed, values={})
+    assert metrics.final_error(empty) is None
 
 
 EIGHT = [1.0, 1.02, 0.98, 1.01, 0.99, 1.03, 0.97, 1.005]
@@ -162,26 +176,31 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
     ],
 )
 def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: str) -> None:
-    """Or what is said of samples that cannot be compared."""
+    """Samples that cannot be compared raise an error with the message `outcome`."""
     try:
-        assert compare_samples(base, head, paired=paired).outcome == outcome
+        decision = compare_samples(base, head, paired=paired)
     except ValueError as error:
-        assert len(outcome) > 10 and outcome in str(error)
+        assert len(outcome) > 10, "it is a message"
+        assert outcome in str(error)
+    else:
+        assert decision.outcome == outcome
 
 
 @pytest.mark.parametrize("paired", [False, True])
 def test_the_interval_is_all_ratios_that_are_not_rejected(paired: bool) -> None:
     draw = random.Random(5)
-    base, head = ([draw.lognormvariate(0, 0.1) for _ in range(12)] for _ in range(2))
+    base = [draw.lognormvariate(0, 0.1) for _ in range(12)]
+    head = [draw.lognormvariate(0, 0.1) for _ in range(12)]
+
+    def p_of(ratio: float) -> float:
+        """Return the p-value of the hypothesis that the ratio is this one."""
+        decision = compare_samples(times(ratio, base), head, paired=paired)
+        return decision.p or 0
+
     decision = compare_samples(base, head, paired=paired)
-    assert decision.low is not None and decision.high is not None
-    near = (
-        (decision.low * 1.0001, decision.low / 1.0001),
-        (decision.high / 1.0001, decision.high * 1.0001),
-    )
-    for inside, outside in near:
-        p = [
-            compare_samples(times(ratio, base), head, paired=paired).p or 0
-            for ratio in (inside, outside)
-        ]
-        assert p[0] > Rule.alpha >= p[1]
+    low, high = decision.low, decision.high
+    assert low is not None
+    assert high is not None
+    for inside, outside in ((low * 1.0001, low / 1.0001), (high / 1.0001, high * 1.0001)):
+        assert p_of(inside) > Rule.alpha
+        assert p_of(outside) <= Rule.alpha

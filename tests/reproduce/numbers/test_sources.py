@@ -1,4 +1,7 @@
-"""Records come from files, folders, pytest-benchmark and git revisions; of several runs, the one that is shown."""
+"""Records come from files, folders, pytest-benchmark and git revisions.
+
+Of several runs of a row, one is chosen, and tables of predictions use the chosen runs.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     measured = tmp_path / "results" / "measured"
     measured.mkdir(parents=True)
-    save(record(row("x", [2.0]), row("y", [2.0])), measured / "old.json")
+    old = record(row("x", [2.0]), row("y", [2.0]))
+    save(old, measured / "old.json")
     commit(tmp_path, "before")
-    new = record(row("x", [1.0]), emulated(row("z", [1.0])), started="2021-01-01T00:00:00Z")
+    x, z = row("x", [1.0]), row("z", [1.0])
+    new = record(x, emulated(z), started="2021-01-01T00:00:00Z")
     save(replace(new, name="new"), measured / "new.json")
     return measured
 
@@ -38,11 +43,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("name", "rows", "superseded"),
     [
         ("results/measured/old.json", {"x": 2.0, "y": 2.0}, 0),
-        (
-            "results/measured",
-            {"y": 2.0, "x": 1.0, "z": 1.0},
-            1,
-        ),  # the newest run's of those with most rows
+        # Of runs with the most rows, the newest run counts.
+        ("results/measured", {"y": 2.0, "x": 1.0, "z": 1.0}, 1),
         ("before", {"x": 2.0, "y": 2.0}, 0),
         ("HEAD:results/measured", {"x": 2.0, "y": 2.0}, 0),
         ("before:results/measured/old.json", {"x": 2.0, "y": 2.0}, 0),
@@ -52,52 +54,48 @@ def test_a_side_has_each_row_once(
     folder: Path, name: str, rows: dict[str, float], superseded: int
 ) -> None:
     side = load_side("A", name)
-    steps = {entry.result.row: entry.result.samples["step_time"] for entry in side.entries}
-    assert (steps, side.superseded) == (
-        {row: [seconds] for row, seconds in rows.items()},
-        superseded,
-    )
+
+    steps = {}
+    for entry in side.entries:
+        (steps[entry.result.row],) = entry.result.samples["step_time"]
+    assert steps == rows
+    assert side.superseded == superseded
     said = write_comparisons([], [side], Rule(), [], "text")
     assert ("A: e: rows of 2 runs, not in turn: name, new" in said) == bool(superseded)
-    with pytest.raises(
-        Error, match=r"^HEAD:docs: that .* no record .* in docs; name a place as HEAD:FOLDER$"
-    ):
+    message = r"^HEAD:docs: that .* no record .* in docs; name a place as HEAD:FOLDER$"
+    with pytest.raises(Error, match=message):
         load_side("A", "HEAD:docs")
 
 
 def test_pytest_benchmark() -> None:
-    one, two = load_side("A", str(FOREIGN)).entries
-    assert (one.result.row, two.result.row) == ("test_one[1]", "test_two")
-    assert one.result.config == {"benchmark": "tests/test_it.py::test_one[1]", "n": 1}
-    assert one.result.experiment == "tests/test_it.py"
-    assert one.result.samples == {"time": [0.5, 0.25, 0.75]}
-    assert two.result.samples == {"time": [2.0]}, (
-        "without --benchmark-save-data there is only the median"
-    )
-    run = one.record.run
-    assert (
-        run is not None
-        and run.seed is None
-        and run.machine.cpu == "a CPU"
-        and run.machine.cores == 4
-    )
-    assert run.git is not None and run.git.revision == "abc" and run.git.dirty
+    first, second = load_side("A", str(FOREIGN)).entries
+
+    one, two = first.result, second.result
+    assert one.row == "test_one[1]"
+    assert two.row == "test_two"
+    assert one.config == {"benchmark": "tests/test_it.py::test_one[1]", "n": 1}
+    assert one.experiment == "tests/test_it.py"
+    assert one.samples == {"time": [0.5, 0.25, 0.75]}
+    assert two.samples == {"time": [2.0]}, "without --benchmark-save-data there is only the median"
+    run = first.record.run
+    assert run is not None
+    assert run.seed is None
+    assert run.machine.cpu == "a CPU"
+    assert run.machine.cores == 4
+    assert run.git is not None
+    assert run.git.revision == "abc"
+    assert run.git.dirty
 
 
 def result(name: str = "n2m1", **changes: Any) -> Result:
     """Make a result like a published row, of three steps, with the given changes."""
-    link, config = (
-        f"tg-amoebanetd-speed/{name}",
-        {"configuration": "as published", "batch_size": 96},
-    )
-    made = row(
-        name,
-        [1.0, 2.0, 30.0],
-        experiment="amoebanet-speed",
-        scale="paper",
-        published=link,
-        config=config,
-    )
+    fields: dict[str, Any] = {
+        "experiment": "amoebanet-speed",
+        "scale": "paper",
+        "published": f"tg-amoebanetd-speed/{name}",
+        "config": {"configuration": "as published", "batch_size": 96},
+    }
+    made = row(name, [1.0, 2.0, 30.0], **fields)
     return replace(made, **changes)
 
 
@@ -122,25 +120,19 @@ def test_only_rows_as_published_count(tmp_path: Path, changes: dict[str, Any]) -
 def test_the_run_that_is_shown_counts_whatever_its_file_is_called(tmp_path: Path) -> None:
     new = result(samples={"step_time": [4.0]})
     memory = result("pipeline-2", config={}, samples={}, values={"peak_allocated": [2**30, 2**31]})
-    many = [
-        new,
-        result("n4m4", samples={"step_time": [2.0], "others": [0.2]}),
-        result("n8m4"),
-        result("n8m1"),
-    ]
-    save(
-        record(*many, started="2026-01-02T00:00:00Z", machine=GPUS, device="cuda"),
-        tmp_path / "a.json",
-    )
-    save(
-        record(result(), result("n4m1"), memory, started="2026-01-01T00:00:00Z"),
-        tmp_path / "b.json",
-    )
+    disturbed = result("n4m4", samples={"step_time": [2.0], "others": [0.2]})
+    many = [new, disturbed, result("n8m4"), result("n8m1")]
+    newer = record(*many, started="2026-01-02T00:00:00Z", machine=GPUS, device="cuda")
+    save(newer, tmp_path / "a.json")
+    older = record(result(), result("n4m1"), memory, started="2026-01-01T00:00:00Z")
+    save(older, tmp_path / "b.json")
     (tmp_path / "c.json").write_text("{")
+
     assert measured_rows("amoebanet-speed", tmp_path) == {
         "n2m1": MeasuredRow("2 x a GPU", 24.0),
         "n4m4": MeasuredRow("2 x a GPU", 48.0, disturbed=True),
-        **dict.fromkeys(("n8m4", "n8m1"), MeasuredRow("2 x a GPU", 48.0)),
+        "n8m4": MeasuredRow("2 x a GPU", 48.0),
+        "n8m1": MeasuredRow("2 x a GPU", 48.0),
         "n4m1": MeasuredRow("a CPU", 48.0),
         "pipeline-2": MeasuredRow("a CPU", None, 3 * 2**30),
     }
@@ -157,14 +149,14 @@ def test_the_run_that_is_shown_counts_whatever_its_file_is_called(tmp_path: Path
 def test_tables_say_what_was_measured_and_where(name: str, said: str, epoch: bool) -> None:
     predicted = load(RESULTS / "predicted" / f"{name}-p40x8.json")
     last = predicted.results[-1].row
-    table, *_ = predicted_tables(
-        predicted, {last: MeasuredRow("8 x a GPU", 123.4, 5 * 2**30, disturbed=True)}
-    )
+    measured = MeasuredRow("8 x a GPU", 123.4, 5 * 2**30, disturbed=True)
+
+    table, *_ = predicted_tables(predicted, {last: measured})
+
     notes = " ".join(table.notes)
-    assert (
-        said.format(last) in notes and ("an epoch, which ends in a smaller one" in notes) == epoch
-    )
-    assert name == "unet-memory" or [cells[-1] for cells in table.rows][-2:] == [
-        "not run",
-        "123.4*",
-    ]
+    assert said.format(last) in notes
+    assert ("an epoch, which ends in a smaller one" in notes) == epoch
+    if name != "unet-memory":
+        *_, before_last_row, last_row = table.rows
+        assert before_last_row[-1] == "not run"
+        assert last_row[-1] == "123.4*"

@@ -1,11 +1,13 @@
-"""Records can be saved and loaded in every version; writes are atomic; errors say where a record is broken."""
+"""Records can be saved and loaded in every version, and writes are atomic.
 
-import functools
+Errors say where a record is broken.
+"""
+
 import json
-import operator
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +37,23 @@ TIMED = Result(
     samples={"step_time": [0.1, 1e-9]},
 )
 FAILED = Result("e", "s", "failed", reason='RuntimeError: "quoted" ünïcode\n[1,\n 2]')
+NAN = replace(TIMED, samples={"x": [float("nan")]})
 RECORD = Record("name", "Title", "measured", {"step_time": "s"}, [TIMED, FAILED], run=RUN)
 COMMITTED = sorted(RESULTS.rglob("*.json"))
 
 
 def test_comes_back_as_it_was_with_ten_digits(tmp_path: Path) -> None:
-    emulated = [replace(TIMED, status="emulated", emulated=True), replace(FAILED, emulated=True)]
-    record = replace(RECORD, results=[TIMED, *emulated], discrepancies=[FAILED])
-    save(record, tmp_path / "r.json")
-    assert load(tmp_path / "r.json") == record
-    save(replace(RECORD, results=[replace(TIMED, samples={"loss": [2 / 3]})]), tmp_path / "r.json")
-    assert load(tmp_path / "r.json").results[0].samples == {"loss": [0.6666666667]}
+    path = tmp_path / "r.json"
+    emulated = replace(TIMED, status="emulated", emulated=True)
+    results = [TIMED, emulated, replace(FAILED, emulated=True)]
+    record = replace(RECORD, results=results, discrepancies=[FAILED])
+    save(record, path)
+    assert load(path) == record
+
+    long = replace(TIMED, samples={"loss": [2 / 3]})
+    save(replace(RECORD, results=[long]), path)
+    (short,) = load(path).results
+    assert short.samples == {"loss": [0.6666666667]}
 
 
 @pytest.mark.parametrize(
@@ -62,11 +70,12 @@ def test_a_kill_leaves_the_old_file(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    save(RECORD, tmp_path / "r.json")
+    path = tmp_path / "r.json"
+    save(RECORD, path)
     with monkeypatch.context() as broken, pytest.raises((Error, KeyboardInterrupt)):
         broken.setattr(owner, step, fail)
-        save(replace(RECORD, title="new"), tmp_path / "r.json")
-    assert load(tmp_path / "r.json") == RECORD
+        save(replace(RECORD, title="new"), path)
+    assert load(path) == RECORD
     assert os.listdir(tmp_path) == ["r.json"], "nothing is left behind"
 
 
@@ -74,11 +83,7 @@ def test_a_kill_leaves_the_old_file(
     ("record", "name", "message"),
     [
         (RECORD, "none/r.json", "none/r.json: cannot be written (No such file or directory)"),
-        (
-            replace(RECORD, results=[replace(TIMED, samples={"x": [float("nan")]})]),
-            "r.json",
-            "Out of range float",
-        ),
+        (replace(RECORD, results=[NAN]), "r.json", "Out of range float"),
         (
             replace(RECORD, results=[TIMED, TIMED]),
             "r.json",
@@ -89,10 +94,11 @@ def test_a_kill_leaves_the_old_file(
 def test_what_could_not_be_read_again_is_not_written(
     record: Record, name: str, message: str, tmp_path: Path
 ) -> None:
-    save(RECORD, tmp_path / "r.json")
+    path = tmp_path / "r.json"
+    save(RECORD, path)
     with pytest.raises(Error, match=re.escape(message)):
         save(record, tmp_path / name)
-    assert load(tmp_path / "r.json") == RECORD
+    assert load(path) == RECORD
 
 
 @pytest.mark.parametrize("version", range(1, VERSION))
@@ -101,44 +107,55 @@ def test_an_old_version_is_read_and_written_as_the_newest(version: int, tmp_path
     if version == 2:
         data = {**upgrade(data, 1), "version": 2}
         data["results"][0]["over_published"] = "n2m1"
-    (tmp_path / "old.json").write_text(json.dumps(data))
-    record = load(tmp_path / "old.json")
+    old, new = tmp_path / "old.json", tmp_path / "r.json"
+    old.write_text(json.dumps(data))
+
+    record = load(old)
+    save(record, new)
+
     assert record.run is not None
     assert record.run.versions == {"torch": "2.11.0", "cuda": "12.8", "driver": "575.57.08"}
-    assert (
-        record.run.machine.gpus
-        == [Gpu("Tesla P40", 24032378880, clock=1531.0, power_limit=250.0)] * 2
-    )
-    assert [result.status for result in record.results] == ["measured", "needs devices"]
-    assert record.results[0].samples["step_time"] == [1.5, 1.25]
-    save(record, tmp_path / "r.json")
-    assert json.loads((tmp_path / "r.json").read_text())["version"] == VERSION
-    assert load(tmp_path / "r.json") == record
+    gpu = Gpu("Tesla P40", 24032378880, clock=1531.0, power_limit=250.0)
+    assert record.run.machine.gpus == [gpu, gpu]
+    measured, lacking = record.results
+    assert measured.status == "measured"
+    assert measured.samples["step_time"] == [1.5, 1.25]
+    assert lacking.status == "needs devices"
+    written = json.loads(new.read_text())
+    assert written["version"] == VERSION
+    assert load(new) == record
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_every_committed_record_loads_and_is_written_as_it_was(path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / path.name
     record = load(path)
     assert record.results
-    save(record, tmp_path / path.name)
-    assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+    save(record, copy)
+    assert copy.read_bytes() == path.read_bytes()
 
 
 def test_published_tables_are_what_an_import_writes(tmp_path: Path) -> None:
     tables = []
-    for record in map(published, sorted(path.stem for path in PAPER.glob("*.json"))):
-        rows = [
-            {"experiment": each.row, "config": each.config, "values": each.values}
-            for each in record.results
-        ]
-        fields = ("title", "source", "hardware", "software", "unit", "columns", "notes")
-        tables.append(
-            {"id": record.name, "rows": rows, **{field: getattr(record, field) for field in fields}}
-        )
-    (tmp_path / "source").write_text(json.dumps(tables))
-    written = import_tables(tmp_path / "source", tmp_path)
-    assert [path.stem for path in written] == [table["id"] for table in tables]
-    assert all(path.read_bytes() == (PAPER / path.name).read_bytes() for path in written)
+    names = sorted(path.stem for path in PAPER.glob("*.json"))
+    for record in map(published, names):
+        rows = []
+        for result in record.results:
+            row = {"experiment": result.row, "config": result.config, "values": result.values}
+            rows.append(row)
+        table: dict[str, Any] = {"id": record.name, "rows": rows}
+        for field in ("title", "source", "hardware", "software", "unit", "columns", "notes"):
+            table[field] = getattr(record, field)
+        tables.append(table)
+    source = tmp_path / "source"
+    source.write_text(json.dumps(tables))
+
+    written = import_tables(source, tmp_path)
+
+    assert [path.stem for path in written] == names
+    for path in written:
+        committed = PAPER / path.name
+        assert path.read_bytes() == committed.read_bytes()
 
 
 ROW = {"experiment": "e", "row": "r", "status": "measured"}
@@ -166,49 +183,52 @@ TASK = {
 
 def changed(file: str, *place: Any, to: object) -> Any:
     """Return the contents of a file in `data`, with one place changed."""
-    data: Any = json.loads((DATA / file).read_text())
+    text = (DATA / file).read_text()
+    data = json.loads(text)
+    inner: Any = data
     *outer, last = place
-    functools.reduce(operator.getitem, outer, data)[last] = to
+    for key in outer:
+        inner = inner[key]
+    inner[last] = to
     return data
 
 
-OLD, BENCHMARK = (
-    functools.partial(changed, "record-v1.json"),
-    functools.partial(changed, "pytest-benchmark.json"),
-)
+def fields(**changes: Any) -> dict[str, Any]:
+    return {**FIELDS, **changes}
+
+
+def of_row(**changes: Any) -> dict[str, Any]:
+    return fields(results=[{**ROW, **changes}])
+
+
+def trace(*events: Any) -> dict[str, Any]:
+    return {"traceEvents": list(events)}
+
+
+OLD = partial(changed, "record-v1.json")
+BENCHMARK = partial(changed, "pytest-benchmark.json")
 NO_TRACE = "not a trace of a step"
+# By the function that reads a file: the contents, and the message.
 BROKEN: dict[Callable[[Path], object], list[tuple[Any, str]]] = {
     load: [
         (None, "cannot be read (No such file or directory)"),
         (b'{"x": NaN}', "not JSON: invalid character (byte 6)"),
         (b"[]", 'not a record (its "format" is not "torchgpipe-reproduce")'),
-        ({**FIELDS, "version": 4}, "record version 4; this program reads versions 1 and 2 and 3"),
+        (fields(version=4), "record version 4; this program reads versions 1 and 2 and 3"),
+        (fields(version=True), "record version True; this program reads versions 1 and 2 and 3"),
+        (of_row(emulated=True), "results[0].emulated: is True, and its"),
+        (of_row(status="emulated"), "results[0].emulated: is False, and"),
         (
-            {**FIELDS, "version": True},
-            "record version True; this program reads versions 1 and 2 and 3",
-        ),
-        (
-            {**FIELDS, "results": [{**ROW, "emulated": True}]},
-            "results[0].emulated: is True, and its",
-        ),
-        (
-            {**FIELDS, "results": [{**ROW, "status": "emulated"}]},
-            "results[0].emulated: is False, and",
-        ),
-        (
-            {**FIELDS, "results": [EMULATED, ROW, EMULATED]},
+            fields(results=[EMULATED, ROW, EMULATED]),
             "results[2]: 'r' of e is in results[0] already",
         ),
+        (of_row(status="predicted"), "results[0].hardware: missing; a"),
         (
-            {**FIELDS, "results": [{**ROW, "status": "predicted"}]},
-            "results[0].hardware: missing; a",
-        ),
-        (
-            {**FIELDS, "results": [{**ROW, "samples": {"step_time": [1, 2], "round": [0]}}]},
+            of_row(samples={"step_time": [1, 2], "round": [0]}),
             "results[0].samples.round: 1 rounds for 2 steps",
         ),
-        ({**FIELDS, "kind": "guessed"}, "kind: Invalid enum value 'guessed'"),
-        ({**FIELDS, "color": 1}, "Object contains unknown field `color`"),
+        (fields(kind="guessed"), "kind: Invalid enum value 'guessed'"),
+        (fields(color=1), "Object contains unknown field `color`"),
         (OLD("results", to=3), "results: Expected `array`, got `int`"),
         (
             OLD("run", "machine", "gpus", 1, to="x"),
@@ -224,23 +244,28 @@ BROKEN: dict[Callable[[Path], object], list[tuple[Any, str]]] = {
     ],
     read_trace: [
         ({}, f"{NO_TRACE}: Object missing required field `traceEvents`"),
-        ({"traceEvents": []}, f'{NO_TRACE} (no event is a task, "ph": "X")'),
-        ({"traceEvents": [{**TASK, "cat": "copy"}]}, f"{NO_TRACE} (no event is a task"),
-        ({"traceEvents": [TASK, 3]}, f"{NO_TRACE}: traceEvents[1]: "),
-        ({"traceEvents": [{**TASK, "cat": "sleep"}]}, f"{NO_TRACE}: traceEvents[0].cat: "),
+        (trace(), f'{NO_TRACE} (no event is a task, "ph": "X")'),
+        (trace({**TASK, "cat": "copy"}), f"{NO_TRACE} (no event is a task"),
+        (trace(TASK, 3), f"{NO_TRACE}: traceEvents[1]: "),
+        (trace({**TASK, "cat": "sleep"}), f"{NO_TRACE}: traceEvents[0].cat: "),
     ],
 }
 
 
-@pytest.mark.parametrize(
-    ("read", "content", "message"), [(read, *row) for read in BROKEN for row in BROKEN[read]]
-)
+FILES: list[tuple[Callable[[Path], object], Any, str]] = []
+for reader, rows in BROKEN.items():
+    FILES += [(reader, content, message) for content, message in rows]
+
+
+@pytest.mark.parametrize(("read", "content", "message"), FILES)
 def test_a_broken_file_is_refused(
     read: Callable[[Path], object], content: Any, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "r.json"
-    if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        path.write_text(json.dumps(content))
     with pytest.raises(Error) as caught:
         read(path)
     assert str(caught.value).startswith(f"{path}: {message}")

@@ -1,4 +1,7 @@
-"""The job: one way at a time, all warmed up, restarted processes; ways that cannot run a case; how it ends."""
+"""The job of a regression: all ways are warmed up, and then run one at a time.
+
+Its processes are restarted, some ways cannot run a case, and it ends in several ways.
+"""
 
 import contextlib
 import gc
@@ -16,6 +19,7 @@ from reproduce.machine.description import ROOT
 from reproduce.regression import job
 from reproduce.regression.interleave import Cases, fork, interleave
 from reproduce.regression.job import Settings, interleaved
+from reproduce.regression.timed import Clock
 from reproduce.regression.trees import TORCHGPIPE, Tree
 
 HERE, OTHER = Tree(ROOT, "here", None), Tree(ROOT / "other", "other", None)
@@ -23,16 +27,15 @@ HERE, OTHER = Tree(ROOT, "here", None), Tree(ROOT / "other", "other", None)
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Replace the measuring program by a script, in which `job` is its input."""
+    """Replace the measuring program by a script, in which `job` is the program's input."""
 
     def be(script: str) -> None:
         package = tmp_path / "reproduce" / "regression"
         package.mkdir(parents=True)
         for folder in (package.parent, package):
             (folder / "__init__.py").touch()
-        (package / "interleave.py").write_text(
-            f"import json, os, sys, time\njob = json.loads(sys.argv[1])\n{script}"
-        )
+        begin = "import json, os, sys, time\njob = json.loads(sys.argv[1])\n"
+        (package / "interleave.py").write_text(begin + script)
         monkeypatch.setattr(job, "ROOT", tmp_path)
 
     return be
@@ -52,20 +55,31 @@ for i in range(job["first"], job["first"] + job["restarts"]):
     for case in job["cases"]:
         print(json.dumps({"case": case, "restart": i, "parent": os.getpid(), "job": job}))
 """)
-    settings = Settings(
-        dict.fromkeys(cases, "cpu"), restarts=12, rounds=3, clock="wall", slow_down=0.5, seed=4
-    )
-    lines = list(interleaved(OTHER, HERE, settings))
-    assert [line["case"] for line in lines if "unable" in line] == ["b"]
-    samples = [line for line in lines if "restart" in line]
-    assert [line["restart"] for line in samples] == (list(range(12)) if "a" in cases else [])
-    assert len({line["parent"] for line in samples}) == (2 if "a" in cases else 0)
+    clocks: dict[str, Clock] = dict.fromkeys(cases, "cpu")
+    how: Any = {"restarts": 12, "rounds": 3, "clock": "wall", "slow_down": 0.5, "seed": 4}
+    settings = Settings(clocks, **how)
+    parents = 2 if "a" in cases else 0
+    restarts = list(range(12)) if "a" in cases else []
+
+    unable, samples = [], []
+    for line in interleaved(OTHER, HERE, settings):
+        if "unable" in line:
+            unable.append(line["case"])
+        if "restart" in line:
+            samples.append(line)
+
+    assert unable == ["b"]
+    assert [line["restart"] for line in samples] == restarts
+    assert len({line["parent"] for line in samples}) == parents
+    file = str(TORCHGPIPE.cases)
+    ways = {"base": [0, [file, "a", "wall", 0.0]], "head": [1, [file, "a", "wall", 0.5]]}
     for line in samples:
-        assert line["job"]["folders"] == [str(OTHER.folder), str(HERE.folder)]
-        file = str(TORCHGPIPE.cases)
-        ways = {"base": [0, [file, "a", "wall", 0.0]], "head": [1, [file, "a", "wall", 0.5]]}
-        assert line["job"]["cases"] == {"a": ways} and line["job"]["package"] == "torchgpipe"
-        assert (line["job"]["rounds"], line["job"]["seed"]) == (3, 4)
+        job = line["job"]
+        assert job["folders"] == [str(OTHER.folder), str(HERE.folder)]
+        assert job["cases"] == {"a": ways}
+        assert job["package"] == "torchgpipe"
+        assert job["rounds"] == 3
+        assert job["seed"] == 4
 
 
 def test_a_job_that_breaks_off_says_why(stand_in: Callable[[str], None]) -> None:
@@ -77,27 +91,38 @@ def test_a_job_that_breaks_off_says_why(stand_in: Callable[[str], None]) -> None
 
 
 def test_it_ends_with_its_forks(stand_in: Callable[[str], None]) -> None:
-    """It waits for the last of them to close its files, and this one would take long."""
+    """It waits until each fork has closed its files, and this fork would take long."""
     stand_in("""
 if os.fork():
     print(json.dumps({"case": "a"}), flush=True)
 time.sleep(1000)
 """)
-    with contextlib.closing(interleaved(HERE, HERE, Settings({"a": "cpu"}))) as lines:
+    settings = Settings({"a": "cpu"})
+    with contextlib.closing(interleaved(HERE, HERE, settings)) as lines:
         assert next(lines)["case"] == "a"
 
 
-TWO: Cases = {case: {"base": (0, (case,)), "head": (1, (case,))} for case in ("a", "b")}
-THREE: Cases = {"a": {**TWO["a"], "third": (0, ("c",))}}
+# Each case has ways, and each way has the number of its side, and the arguments of a request.
+TWO: Cases = {
+    "a": {"base": (0, ("a",)), "head": (1, ("a",))},
+    "b": {"base": (0, ("b",)), "head": (1, ("b",))},
+}
+THREE: Cases = {"a": {"base": (0, ("a",)), "head": (1, ("a",)), "third": (0, ("c",))}}
 GONE = "ImportError: gone"
-Texts = dict[tuple[int, str, int], str]  # (side, arguments, k) -> text instead of the k-th answer
+Texts = dict[tuple[int, str, int], str]
+"""Texts that are sent instead of an answer, by side, argument of the request, and its number."""
 
 
 class Fake:
-    """A side that logs its requests. It answers the first request with None, later ones with its number."""
+    """A side that logs its requests.
+
+    It answers the first request with `None`, and later requests with the number of the side.
+    """
 
     def __init__(self, number: int, log: list[str], texts: Texts) -> None:
-        self.number, self.log, self.texts = number, log, texts
+        self.number = number
+        self.log = log
+        self.texts = texts
         self.asked: list[str] = []
         self.warm: set[str] = set()
 
@@ -107,8 +132,9 @@ class Fake:
 
     def recv(self) -> float | str | None:
         asked = self.asked.pop(0)
-        count = self.log.count(f"answer {self.number} {asked}")
-        self.log.append(f"answer {self.number} {asked}")
+        line = f"answer {self.number} {asked}"
+        count = self.log.count(line)
+        self.log.append(line)
         answer = float(self.number) if asked in self.warm else None
         self.warm.add(asked)
         return self.texts.get((self.number, asked, count), answer)
@@ -131,26 +157,31 @@ def run(
 @pytest.mark.parametrize("cases", [TWO, THREE], ids=["two", "three"])
 def test_all_are_warm_before_any_sample_and_are_asked_one_at_a_time(cases: Cases) -> None:
     """The order within rounds is tested with `turns`."""
+    expected = []
+    for restart in (5, 6):
+        for case, ways in cases.items():
+            samples = {way: [float(side)] * 4 for way, (side, _) in ways.items()}
+            expected.append({"case": case, "restart": restart, "samples": samples})
+    asks, answers = [], []
+    for ways in cases.values():
+        for side, (argument,) in ways.values():
+            asks.append(f"ask {side} {argument}")
+            answers.append(f"answer {side} {argument}")
+
     log: list[str] = []
     lines = list(run(log, cases=cases, restarts=2, first=5))
-    assert lines == [
-        {
-            "case": case,
-            "restart": restart,
-            "samples": {way: [float(side)] * 4 for way, (side, _) in ways.items()},
-        }
-        for restart in (5, 6)
-        for case, ways in cases.items()
-    ]
-    names = [f"{side} {asked}" for ways in cases.values() for side, (asked,) in ways.values()]
-    first, warm = log[: len(log) // 2], 2 + 2 * len(names)
-    assert sorted(first[:2]) == ["start 0", "start 1"] and sorted(first[-2:]) == ["end 0", "end 1"]
-    assert sorted(first[2:warm]) == sorted(
-        f"{what} {name}" for what in ("ask", "answer") for name in names
-    )
-    asked, answers = first[warm:-2:2], first[warm + 1 : -2 : 2]
-    assert answers == [each.replace("ask", "answer") for each in asked]
-    assert Counter(asked) == {f"ask {name}": 4 for name in names}
+
+    assert lines == expected
+    first_restart = log[: len(log) // 2]
+    starts, inner, ends = first_restart[:2], first_restart[2:-2], first_restart[-2:]
+    assert sorted(starts) == ["start 0", "start 1"]
+    assert sorted(ends) == ["end 0", "end 1"]
+    warm = 2 * len(asks)
+    assert sorted(inner[:warm]) == sorted(asks + answers)
+    timed = inner[warm:]
+    asked, answered = timed[::2], timed[1::2]
+    assert answered == [line.replace("ask", "answer") for line in asked]
+    assert Counter(asked) == dict.fromkeys(asks, 4)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +190,10 @@ def test_all_are_warm_before_any_sample_and_are_asked_one_at_a_time(cases: Cases
 def test_who_comes_first_is_drawn_for_each_restart(place: int) -> None:
     log: list[str] = []
     list(run(log, restarts=40, rounds=1))
-    firsts = [line.split()[1] for line in log[place :: len(log) // 40]]
-    assert len(firsts) == 40 and 10 <= firsts.count("0") <= 30
+    lines_of_a_restart = len(log) // 40
+    firsts = [line.split()[1] for line in log[place::lines_of_a_restart]]
+    assert len(firsts) == 40
+    assert 10 <= firsts.count("0") <= 30
 
 
 @pytest.mark.parametrize(
@@ -174,11 +207,14 @@ def test_who_comes_first_is_drawn_for_each_restart(place: int) -> None:
 def test_what_cannot_run_is_told_once_and_left_out(
     cases: Cases, side: int, asked: str, least: int, left: Any
 ) -> None:
+    (name,) = [name for name, way in cases["a"].items() if way == (side, (asked,))]
     log: list[str] = []
+
     first, *lines = run(log, {(side, asked, 0): GONE}, cases, restarts=2, least=least)
-    (name,) = (name for name, way in cases["a"].items() if way == (side, (asked,)))
+
     assert first == {"case": "a", "unable": {name: GONE}}
-    assert [(line["case"], list(line["samples"])) for line in lines] == 2 * list(left.items())
+    found = [(line["case"], list(line["samples"])) for line in lines]
+    assert found == 2 * list(left.items())
     assert log.count(f"ask {side} {asked}") == 1
 
 
@@ -193,17 +229,20 @@ def test_what_ran_before_and_no_longer_does_is_an_error(
     """The reason may be too little memory. Leaving the case out would hide that."""
     log: list[str] = []
     lines = run(log, {(1, "a", answer): "MemoryError"}, restarts=3, first=first)
-    assert [next(lines)["case"] for _ in finished] == finished
+    for case in finished:
+        assert next(lines)["case"] == case
     with pytest.raises(Error, match="a ran before, and no longer does in head: MemoryError"):
         next(lines)
     assert sorted(log[-2:]) == ["end 0", "end 1"]
 
 
 def test_a_process_refuses_a_torchgpipe_of_another_folder(tmp_path: Path) -> None:
-    """Here another one is imported already."""
+    """This process has imported the torchgpipe of this folder already."""
     with fork(tmp_path, "torchgpipe", "reproduce.regression.timed:Timed") as side:
         side.send((str(TORCHGPIPE.cases), "machinery never", "cpu", 0.0))
-        assert side.recv().startswith("ImportError: torchgpipe comes from ") and not side.poll()
+        answer = side.recv()
+        assert answer.startswith("ImportError: torchgpipe comes from ")
+        assert not side.poll()
 
 
 @pytest.mark.parametrize(
@@ -216,15 +255,14 @@ def test_a_process_that_ended_by_itself(
         return sum(type(each) is memoryview for each in gc.get_objects())
 
     gc.collect()
-    before, others = buffers(), {*multiprocessing.active_children()}
+    before, others = buffers(), set(multiprocessing.active_children())
     with (
         pytest.raises(Error, match="a measuring process ended by itself") as caught,
         fork(tmp_path, "", "") as side,
     ):
-        (process,) = {*multiprocessing.active_children()} - others
+        (process,) = set(multiprocessing.active_children()) - others
         process.kill()
         process.join()
         ask(side)
-    assert buffers() <= before, (
-        caught
-    )  # the error may live long; its frames must not hold what was not sent
+    # The error may live long, and its frames must not keep what was not sent.
+    assert buffers() <= before, caught

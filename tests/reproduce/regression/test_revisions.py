@@ -1,4 +1,4 @@
-"""Revisions are copied into temporary folders, which are removed; the first slower commit is found."""
+"""Revisions are copied into temporary folders, and a bisection finds the first slower commit."""
 
 import contextlib
 import os
@@ -38,20 +38,23 @@ def root(tmp_path: Path) -> Path:
 
 
 def version(folder: Path) -> str:
-    return (folder / "torchgpipe" / "__init__.py").read_text().split("'")[1]
+    text = (folder / "torchgpipe" / "__init__.py").read_text()
+    return text.split("'")[1]
 
 
 def test_a_snapshot_of_the_working_tree_as_it_is(root: Path, tmp_path: Path) -> None:
-    tree = snapshot(of(root), tmp_path / "one")
-    assert (tree.name, tree.commit, tree.dirty) == (
-        "the working tree",
-        git(root, "rev-parse", "new"),
-        False,
-    )
-    (root / "torchgpipe" / "__init__.py").write_text("version = 'newer'\n")
-    tree = snapshot(of(root), tmp_path / "two")
-    (root / "torchgpipe" / "__init__.py").write_text("version = 'edited meanwhile'\n")
-    assert tree.dirty and version(tree.folder) == "newer"
+    file = root / "torchgpipe" / "__init__.py"
+
+    clean = snapshot(of(root), tmp_path / "one")
+    file.write_text("version = 'newer'\n")
+    edited = snapshot(of(root), tmp_path / "two")
+    file.write_text("version = 'edited meanwhile'\n")
+
+    assert clean.name == "the working tree"
+    assert clean.commit == git(root, "rev-parse", "new")
+    assert not clean.dirty
+    assert edited.dirty
+    assert version(edited.folder) == "newer"
 
 
 @pytest.mark.parametrize(
@@ -79,16 +82,24 @@ def test_what_cannot_be_had(
     ids=["a file in src", "a folder", "built"],
 )
 def test_where_a_package_is(place: str, build: str | None, where: str, tmp_path: Path) -> None:
-    """What git ignores, such as an older build, is on neither side."""
+    """Files that git ignores, such as those of an older build, are on neither side."""
     root = tmp_path / "root"
-    for name, text in {place: "", ".gitignore": "*.so", "parts/one/old.so": ""}.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+    files = {place: "", ".gitignore": "*.so", "parts/one/old.so": ""}
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     commit(root, "1")
     project = Project("parts.one", Path("cases.py"), root, build)
-    for tree in committed(project, "1", tmp_path / "old"), snapshot(project, tmp_path / "new"):
+
+    old = committed(project, "1", tmp_path / "old")
+    new = snapshot(project, tmp_path / "new")
+
+    for tree in (old, new):
         top = tree.folder.parent if where.startswith("src") else tree.folder
-        assert top.parent == tmp_path and (top / where).is_file() and not list(top.rglob("*.so"))
+        assert top.parent == tmp_path
+        assert (top / where).is_file()
+        assert not list(top.rglob("*.so"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -97,15 +108,20 @@ def test_a_signal_is_an_end_unless_it_is_ignored(
     number: signal.Signals, before: signal.Handlers, root: Path
 ) -> None:
     own = signal.signal(number, before)  # the test suite may run under nohup
-    ended = pytest.raises(SystemExit) if before is signal.SIG_DFL else contextlib.nullcontext()
+    ended: Any = contextlib.nullcontext()
+    if before is signal.SIG_DFL:
+        ended = pytest.raises(SystemExit)
     try:
         with ended as exit, trees("old", "new", of(root)) as (base, head):
-            assert (version(base.folder), version(head.folder)) == ("old", "new")
+            assert version(base.folder) == "old"
+            assert version(head.folder) == "new"
             os.kill(os.getpid(), number)
             if exit is not None:
                 signal.pause()
-        assert exit is None or exit.value.code == 128 + number
-        assert not base.folder.parent.exists() and signal.getsignal(number) is before
+        if exit is not None:
+            assert exit.value.code == 128 + number
+        assert not base.folder.parent.exists()
+        assert signal.getsignal(number) is before
     finally:
         signal.signal(number, own)
 
@@ -115,7 +131,10 @@ CASES: dict[str, Clock] = {"a": "cpu", "b": "cpu"}
 
 
 class History:
-    """A repository with commits of versions 0, 1, ...; from commit `culprit` on, cases are slower."""
+    """A repository with commits of versions 0, 1, …
+
+    From the commit `culprit` on, the cases in `slower` are slower.
+    """
 
     def __init__(
         self,
@@ -125,13 +144,16 @@ class History:
         culprit: int,
         slower: list[str],
     ):
-        self.root, self.culprit, self.slower = root, culprit, slower
+        self.root = root
+        self.culprit = culprit
+        self.slower = slower
         self.broken: list[int] = []
         self.asked: list[tuple[int, list[str]]] = []
         self.said: list[str] = []
-        (root / "torchgpipe").mkdir(parents=True)
+        package = root / "torchgpipe"
+        package.mkdir(parents=True)
         for number in range(commits):
-            (root / "torchgpipe" / "__init__.py").write_text(f"version = '{number}'\n")
+            (package / "__init__.py").write_text(f"version = '{number}'\n")
             commit(root, f"change-{number}")
             commit(root, f"v{number}")
         monkeypatch.setattr(bisect, "measure", self.measure)
@@ -144,10 +166,12 @@ class History:
         self.asked.append((number, list(settings.cases)))
         outcome = SLOWER if number >= self.culprit else SAME
         unable = {"head": "ImportError: gone"} if number in self.broken else {}
-        decisions = {
-            case: outcome if case in self.slower else SAME for case in [*settings.cases, TOGETHER]
-        }
-        return Judgement({case: Samples(unable=unable) for case in settings.cases}, decisions, rule)
+        samples = {case: Samples(unable=unable) for case in settings.cases}
+        decisions = dict.fromkeys([*settings.cases, TOGETHER], SAME)
+        for case in decisions:
+            if case in self.slower:
+                decisions[case] = outcome
+        return Judgement(samples, decisions, rule)
 
     def search(self, good: str = "v0", bad: str = "HEAD", restarts: int = 20) -> str:
         settings = Settings(CASES, restarts, project=of(self.root))
@@ -162,16 +186,20 @@ def test_the_first_slower_commit(
     history = History(tmp_path, monkeypatch, 10, culprit, slower)
     (tmp_path / "torchgpipe" / "__init__.py").write_text("version = 'edited'\n")
     before = git(tmp_path, "status", "--porcelain", "--branch")
-    assert history.search().split(maxsplit=1)[1] == f"change-{culprit}"
-    assert (
-        git(tmp_path, "status", "--porcelain", "--branch") == before
-        and version(tmp_path) == "edited"
-    )
-    assert len(history.asked) == len(history.said) <= 1 + 4, "all nine would take long"
-    assert history.asked[0] == (9, ["a", "b"])
-    assert all(
-        cases == (["b"] if slower == ["b"] else ["a", "b"]) for _, cases in history.asked[1:]
-    )
+    measured_later = ["b"] if slower == ["b"] else ["a", "b"]
+
+    found = history.search()
+
+    _, title = found.split(maxsplit=1)
+    assert title == f"change-{culprit}"
+    assert git(tmp_path, "status", "--porcelain", "--branch") == before
+    assert version(tmp_path) == "edited"
+    assert len(history.asked) <= 1 + 4, "all nine would take long"
+    assert len(history.said) == len(history.asked)
+    first, *others = history.asked
+    assert first == (9, ["a", "b"])
+    for _, cases in others:
+        assert cases == measured_later
 
 
 @pytest.mark.parametrize(

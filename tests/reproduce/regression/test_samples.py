@@ -1,4 +1,7 @@
-"""Samples: what is timed, with which clock; tests compare restarts; real differences are significant and large."""
+"""Samples of a regression: what is timed, and with which clock.
+
+Significance tests compare restarts. A real difference is significant and large.
+"""
 
 import os
 import random
@@ -26,16 +29,16 @@ def test_every_case_trains(case: Case) -> None:
     step: Any = case.prepare()
     first, second = float(step()), float(step())
     assert first != second, "the optimizer moved the parameters"
-    assert case.prepare()() == first, "both sides start from the same parameters and data"
+    other_step: Any = case.prepare()
+    assert other_step() == first, "both sides start from the same parameters and data"
 
 
 @pytest.mark.parametrize(
     "text", ["", "1 / 0", "CASES = []", "CASES = [1]", "CASES = [Case('a', int), Case('a', id)]"]
 )
 def test_a_file_without_cases_of_their_own_names(text: str, tmp_path: Path) -> None:
-    (file := tmp_path / "cases.py").write_text(
-        f"from reproduce.regression.timed import Case\n{text}"
-    )
+    file = tmp_path / "cases.py"
+    file.write_text(f"from reproduce.regression.timed import Case\n{text}")
     with pytest.raises(Error, match=r"^--cases /.*: .*Error: .*; it needs CASES, a list of"):
         timed.load(file)
 
@@ -46,31 +49,38 @@ def test_a_file_without_cases_of_their_own_names(text: str, tmp_path: Path) -> N
 def test_each_case_has_its_clock_and_cores(
     own: Clock, clock: Clock | None, cores: int, monkeypatch: Any
 ) -> None:
-    """Also if another one was timed before, in the same process. CPU time is of all threads, and none in waiting."""
-    before, found = os.sched_getaffinity(0), list[int]()
-    case = Case("a", lambda: lambda: found.append(len(os.sched_getaffinity(0))), clock=own)
+    """A case has them even if another case of the same process has others.
+
+    CPU time is that of all threads, and does not pass while they wait.
+    """
+    before = os.sched_getaffinity(0)
+    counts: list[int] = []
+
+    def count_cores() -> None:
+        counts.append(len(os.sched_getaffinity(0)))
+
+    case = Case("a", lambda: count_cores, clock=own)
     monkeypatch.setattr(timed, "load", lambda _: {"a": case})
+    now, other_clock = time.perf_counter, "cpu"
+    if cores == 1:
+        now, other_clock = time.process_time, "wall"
     try:
-        one, other = (
-            Timed("", "a", clock, 0.0),
-            Timed("", "a", "wall" if cores == 1 else "cpu", 0.0),
-        )
-        found.clear()
+        one = Timed("", "a", clock, 0.0)
+        other = Timed("", "a", other_clock, 0.0)  # type: ignore[arg-type]
+        counts.clear()
         one()
         other()
     finally:
         os.sched_setaffinity(0, before)
-    assert (
-        found[0] == min(cores, len(CORES))
-        and one.now == (time.process_time, time.perf_counter)[cores - 1]
-    )
+    assert counts[0] == min(cores, len(CORES))
+    assert one.now == now
 
 
 @pytest.mark.parametrize("slow_down", [0.0, 0.1, 0.5])
 def test_a_planted_delay_is_a_share_of_the_usual_step(
     slow_down: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps advance the clock, the first ones more; reading it advances it a little."""
+    """A step advances the clock, a warm-up step more, and a reading of the clock a little."""
     now, steps = 0.0, 0
 
     def clock() -> float:
@@ -86,24 +96,26 @@ def test_a_planted_delay_is_a_share_of_the_usual_step(
     case = Case("a", lambda: step, steps=4)
     monkeypatch.setattr(timed, "load", lambda _: {"a": case})
     monkeypatch.setitem(timed.CLOCKS, "cpu", clock)
-    assert Timed("", "a", "cpu", slow_down)() == pytest.approx(1 + slow_down, rel=1e-3)
+    delayed = Timed("", "a", "cpu", slow_down)
+    assert delayed() == pytest.approx(1 + slow_down, rel=1e-3)
 
 
-Ratio = float | Callable[[random.Random, int], float]  # of every restart, or of the i-th
+Ratio = float | Callable[[random.Random, int], float]
+"""The ratio of every restart, or a function that returns the ratio of the i-th restart."""
 SAME, SLOWER = 1.0, 1.1
 
 
 def made(ratio: Ratio, noise: float, restarts: int = 20, rounds: int = 8, seed: int = 0) -> Samples:
-    """Make samples: a ratio per restart, a common level per pair, and noise per sample."""
+    """Make samples: each restart has a ratio, each pair has a level, and each sample has noise."""
     draw = random.Random(seed)
     samples = Samples()
     for i in range(restarts):
         of_restart = ratio if isinstance(ratio, float) else ratio(draw, i)
         levels = [draw.uniform(0.5, 2.0) for _ in range(rounds)]
-        samples.base.append([level * draw.uniform(1 - noise, 1 + noise) for level in levels])
-        samples.head.append(
-            [of_restart * level * draw.uniform(1 - noise, 1 + noise) for level in levels]
-        )
+        base = [level * draw.uniform(1 - noise, 1 + noise) for level in levels]
+        head = [of_restart * level * draw.uniform(1 - noise, 1 + noise) for level in levels]
+        samples.base.append(base)
+        samples.head.append(head)
     return samples
 
 
@@ -135,31 +147,36 @@ def test_what_is_called_real(name: str) -> None:
     ratio, noise, expected = RATIOS[name]
     for seed in range(20):
         found = judge(eight(ratio, noise, seed), Rule())
-        assert [*found.decisions] == [*"01234567", TOGETHER]
+        assert list(found.decisions) == [*"01234567", TOGETHER]
         verdicts = {verdict(decision, "time") for decision in found.decisions.values()}
-        assert verdicts == {expected} or (noise > 0.2 and TOGETHER in found.worse), seed
+        if noise < 0.2:
+            assert verdicts == {expected}, seed
+        else:
+            assert verdicts == {expected} or TOGETHER in found.worse, seed
 
 
 def test_overlap_is_a_family_of_its_own() -> None:
-    """What is slower there moves no other mean, and takes no share of alpha from more tests than it has itself."""
-    overlap = {
-        case.name: replace(made(SLOWER, 0.01, seed=9 + k), clock="wall")
-        for k, case in enumerate(OVERLAP)
-    }
-    eight_and = eight(SAME, 0.01) | overlap
-    found = judge(eight_and, Rule())
-    assert (
-        found.worse == [*(case.name for case in OVERLAP), WALL_TOGETHER]
-        and found.rule.alpha == Rule().alpha / 9
-    )
-    assert found.decisions[TOGETHER] == judge(eight(SAME, 0.01), Rule()).decisions[TOGETHER]
+    """A slower case of overlap changes no other mean, and the other tests keep their alpha."""
+    others = eight(SAME, 0.01)
+    overlap = {}
+    for k, case in enumerate(OVERLAP):
+        slower = made(SLOWER, 0.01, seed=9 + k)
+        overlap[case.name] = replace(slower, clock="wall")
+
+    alone = judge(others, Rule())
+    found = judge(others | overlap, Rule())
+
+    assert found.worse == [*overlap, WALL_TOGETHER]
+    assert found.rule.alpha == Rule().alpha / 9
+    assert found.decisions[TOGETHER] == alone.decisions[TOGETHER]
 
 
 def test_a_restart_gives_the_median_of_its_pairs() -> None:
     samples = Samples(base=[[1.0, 2.0, 4.0, 1.0]], head=[[2.0, 16.0, 400.0, 0.1]])
     decision = judge({"a": samples}, Rule()).decisions["a"]
     assert decision.ratio == pytest.approx(4.0)
-    shown = [reading and reading.middle for reading in _row("a", samples, decision).readings]
+    row = _row("a", samples, decision)
+    shown = [reading and reading.middle for reading in row.readings]
     assert shown == [1000, 2000], "of a pair near the ratio; the medians are 1500 and 9000"
 
 
@@ -168,7 +185,8 @@ def test_a_restart_gives_the_median_of_its_pairs() -> None:
 )
 def test_tests_share_alpha(cases: int, alpha: float, restarts: int) -> None:
     assert least_restarts(Rule(alpha), cases) == restarts
-    judged = judge({str(k): made(SAME, 0.1) for k in range(cases)}, Rule(alpha))
-    assert judged.rule.alpha == alpha / len(judged.decisions) and len(judged.decisions) == cases + (
-        cases > 1
-    )
+    tests = cases + 1 if cases > 1 else 1  # all cases together are a test, too
+    samples = {str(k): made(SAME, 0.1) for k in range(cases)}
+    judged = judge(samples, Rule(alpha))
+    assert len(judged.decisions) == tests
+    assert judged.rule.alpha == alpha / tests

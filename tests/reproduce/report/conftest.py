@@ -9,9 +9,7 @@ from reproduce.records.record import Record, Run, load
 from reproduce.report.page import page
 from reproduce.report.subjects import FOLDERS
 
-TABLES = {
-    experiment.name: experiment.table for experiment in EXPERIMENTS.values() if experiment.table
-}
+TABLES = {each.name: each.table for each in EXPERIMENTS.values() if each.table}
 GPU = Gpu("a GPU", 16 << 30, 1500.0, 5000.0, 250.0, "PCIe 3.0 x16")
 RUN = Run(
     "finished",
@@ -31,23 +29,34 @@ RUN = Run(
 
 def on_gpus(record: Record) -> Record:
     """Turn a run into one on GPUs, with twice as much reserved as allocated memory."""
-    results = [replace(each, device="cuda") for each in record.results]
-    for k, each in enumerate(results):
-        if peaks := each.values.get("peak_allocated"):
-            results[k] = replace(
-                each, values=each.values | {"peak_reserved": [2 * peak for peak in peaks]}
-            )
+    results = []
+    for result in record.results:
+        values = dict(result.values)
+        if peaks := values.get("peak_allocated"):
+            values["peak_reserved"] = [2 * peak for peak in peaks]
+        results.append(replace(result, device="cuda", values=values))
     return replace(record, name="gpus", run=RUN, results=results)
 
 
 @pytest.fixture(scope="session")
 def records() -> list[Record]:
-    """Return committed records, a prediction for another machine, and in place of runs on GPUs one as if it was."""
-    every = [load(path) for name in FOLDERS for path in sorted((RESULTS / name).glob("*.json"))]
-    known = [each for each in every if each.run is None or each.run.device != "cuda"]
-    i = [each.name for each in known].index("amoebanet-speed-p40x8")
-    known[i] = replace(known[i], hardware={**(known[i].hardware or {}), "name": "a<b"})
-    return [*known, on_gpus(next(each for each in known if each.kind == "measured"))]
+    """Return the committed records, with two changes.
+
+    The hardware of one prediction has markup in its name. The runs on GPUs are replaced by a run
+    that looks as if it was on GPUs.
+    """
+    found, measured = [], []
+    for folder in FOLDERS:
+        for path in sorted((RESULTS / folder).glob("*.json")):
+            record = load(path)
+            if record.name == "amoebanet-speed-p40x8":
+                hardware = {**(record.hardware or {}), "name": "a<b"}
+                record = replace(record, hardware=hardware)
+            if record.run is None or record.run.device != "cuda":
+                found.append(record)
+                if record.kind == "measured":
+                    measured.append(record)
+    return [*found, on_gpus(measured[0])]
 
 
 @pytest.fixture(scope="session")

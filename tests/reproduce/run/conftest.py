@@ -1,4 +1,7 @@
-"""Run tiny experiments with the command `run`, also with fake trainings, which raise given errors at given steps."""
+"""Run tiny experiments with the command `run`, also with fake trainings.
+
+A fake training raises given errors at given steps.
+"""
 
 import contextlib
 import io
@@ -23,12 +26,20 @@ from torchgpipe.plan.replay import Event, Timeline
 from ..tiny import CORES, TINY
 
 SECONDS = 2.0  # of an emulated step
+ROWS = TINY["tiny-speed"].scale("small").rows
+# The names of the results of a run of these rows on two devices.
+EVERY = []
+for row in ROWS:
+    if row.devices <= 2 and "/pb" not in row.name:
+        EVERY.append(row.name)
+    EVERY.append(f"{row.name} emulated")
 
 
 class Fake:
-    """A fake training. `raises`: for each row, a function from the number of steps done to an error, or no error."""
+    """A fake training, which may raise an error."""
 
     raises: ClassVar[dict[str, Callable[[int], object]]] = {}
+    """By row: a function that takes the number of steps so far, and may return an error."""
     alive: ClassVar[set[str]] = set()
     order: ClassVar[list[str]] = []
     """The row names of all steps, in order."""
@@ -37,7 +48,8 @@ class Fake:
     def __init__(
         self, row: Row, devices: Devices, data: FakeData, balancer: object, seed: int
     ) -> None:
-        self.row = replace(row, balance=(1,) * (row.partitions or 1))
+        partitions = row.partitions or 1
+        self.row = replace(row, balance=(1,) * partitions)
         self.name = row.name + self.kind
         self.alive.add(self.name)
         self.act()
@@ -46,7 +58,9 @@ class Fake:
         self.alive.discard(self.name)
 
     def act(self) -> None:
-        error = self.raises.get(self.name, int)(self.order.count(self.name))
+        done = self.order.count(self.name)
+        find_error = self.raises.get(self.name, int)
+        error = find_error(done)
         if isinstance(error, BaseException):
             raise error
 
@@ -65,15 +79,19 @@ class Emulated(Fake, Emulation):
         self, row: Row, devices: Devices, data: FakeData, balancer: object, seed: int, link: object
     ) -> None:
         Fake.__init__(self, row, devices, data, balancer, seed)
-        self.executed, self.link = row.micro_batches or 1, link  # type: ignore[assignment]
+        self.executed = row.micro_batches or 1
+        self.link = link  # type: ignore[assignment]
         self.runs = []
 
     def run(self) -> Executed:
-        self.runs.append(Executed({}, 0.0, [], work=3.0, value=float(Fake.step(self))))
-        return self.runs[-1]
+        loss = float(Fake.step(self))
+        executed = Executed({}, 0.0, [], work=3.0, value=loss)
+        self.runs.append(executed)
+        return executed
 
     def step(self) -> EmulatedStep:  # type: ignore[override]
-        timeline = Timeline([Event("forward", 0, 0, 0.0, 1.0)], SECONDS, self.row.devices)
+        event = Event("forward", 0, 0, 0.0, 1.0)
+        timeline = Timeline([event], SECONDS, self.row.devices)
         return EmulatedStep(SECONDS, 0.5, 3.0, timeline)
 
 
@@ -87,54 +105,53 @@ def fake_peak(
 
 
 class Runner:
-    """Run an experiment on two CPU devices, with a changed small scale, and return the recorded results by row.
+    """Run an experiment on two CPU devices, and return the recorded results by row.
 
-    Emulated rows are called `NAME emulated`, those of other engines `NAME ENGINE`, the published models `NAME paper`.
+    The changes are of the experiment's small scale. In the dictionary of results, an emulated row
+    is called `NAME emulated`, a row of another engine `NAME ENGINE`, and a published model
+    `NAME paper`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.said, self.out = folder, "", ""
+        self.folder = folder
+        self.said = ""
+        self.out = ""
 
     def __call__(
         self, name: str, *options: str, status: int = 0, **changes: Any
     ) -> dict[str, Result]:
         paper, small = TINY[name].scales
-        known, progress = {*self.folder.glob("*.json")}, Progress(said := io.StringIO())
-        command = [
-            "run",
-            name,
-            "--all",
-            "--on",
-            "cpu",
-            "--scale",
-            "small",
-            "--out",
-            str(self.folder),
-            *options,
-        ]
+        scales = paper, replace(small, **changes)
+        experiment = replace(TINY[name], scales=scales)
+        before = set(self.folder.glob("*.json"))
+        said = io.StringIO()
+        progress = Progress(said)
+        command = ["run", name, "--all", "--on", "cpu", "--scale", "small"]
+        command += ["--out", str(self.folder), *options]
         with (
             pytest.MonkeyPatch.context() as patch,
             contextlib.redirect_stdout(io.StringIO()) as out,
         ):
-            patch.setitem(
-                EXPERIMENTS, name, replace(TINY[name], scales=(paper, replace(small, **changes)))
-            )
+            patch.setitem(EXPERIMENTS, name, experiment)
             patch.setattr("reproduce.machine.devices.cores", lambda: CORES)
             patch.setattr("reproduce.cli.run.Progress", lambda: progress)
             assert main(command) == status
         assert status == 130 or not progress.seconds_left(), "no time is left to tell"
         self.said, self.out = said.getvalue(), out.getvalue()
-        (path,) = (
-            {*self.folder.glob("*.json")} - known
-        ) or known  # a run that is resumed has its file
+        new = set(self.folder.glob("*.json")) - before
+        (path,) = new or before  # a run that is resumed has its file
         self.record = load(path)
-        return {
-            each.row
-            + " emulated" * each.emulated
-            + f" {each.engine}" * (each.engine != "threads")
-            + " paper" * (each.scale == "paper"): each
-            for each in self.record.results
-        }
+        results = {}
+        for result in self.record.results:
+            key = result.row
+            if result.emulated:
+                key += " emulated"
+            if result.engine != "threads":
+                key += f" {result.engine}"
+            if result.scale == "paper":
+                key += " paper"
+            results[key] = result
+        return results
 
 
 @pytest.fixture
@@ -149,6 +166,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
         monkeypatch.setattr(f"reproduce.run.{module}.Training", Fake)
     monkeypatch.setattr("reproduce.run.speed.Emulation", Emulated)
     monkeypatch.setattr("reproduce.run.peak.measure_peak", fake_peak)
-    for name in ("raises", "alive", "order"):
-        monkeypatch.setattr(Fake, name, type(getattr(Fake, name))())
+    monkeypatch.setattr(Fake, "raises", {})
+    monkeypatch.setattr(Fake, "alive", set())
+    monkeypatch.setattr(Fake, "order", [])
     return Fake

@@ -1,6 +1,7 @@
-"""Around steps: a bar or occasional lines, with the time left; failures in one line; and the driver's word on GPUs.
+"""What happens around steps: progress, failures, and the utilization of GPUs.
 
-Timelines are tested in test_emulation.py and cli/test_run.py.
+Progress is a bar or a line now and then, with the time that is left. A failure is one line. The
+driver says how busy GPUs are. Timelines are tested in test_emulation.py and cli/test_run.py.
 """
 
 import io
@@ -47,7 +48,7 @@ def test_a_step_takes_what_its_steps_took_and_a_new_one_its_guess() -> None:
     progress.finish("b", 2)
     assert progress.seconds_left() is None, "nothing is known at first"
     take(progress, "a", seconds=2.0)
-    assert progress.seconds_left() == 3 * 2.0 + 5 * 4.0, "b is guessed to take twice as long as a"
+    assert progress.seconds_left() == 3 * 2.0 + 5 * 4.0, "by the guess, b takes twice as long as a"
     take(progress, "b", seconds=1.0, steps=2)
     assert progress.seconds_left() == 3 * 2.0 + 3 * 1.0
     progress.finish("a")
@@ -55,22 +56,19 @@ def test_a_step_takes_what_its_steps_took_and_a_new_one_its_guess() -> None:
 
 
 def test_a_time_limit_bounds_the_time_left() -> None:
-    progress = Progress(io.StringIO(), clock := Clock())
+    clock = Clock()
+    progress = Progress(io.StringIO(), clock)
     progress.plan("a", 100, guess=1.0, group="slow", limit=50.0)
     progress.plan("other", 3, guess=1.0)
     take(progress, "a", seconds=10.0)
-    assert progress.seconds_left() == 50.0 + 3 * 10.0, (
-        "first steps are not among those that are limited"
-    )
+    assert progress.seconds_left() == 50.0 + 3 * 10.0, "the limit is for steps after the first"
     progress.begin("slow")
     for seconds, left in ((10, 40.0), (100, 0.0)):
         clock.time += seconds
         assert progress.seconds_left() == left + 3 * 10.0
     progress.finish("slow")
     take(progress, "other", seconds=10.0)
-    assert progress.seconds_left() == 2 * 10.0, (
-        "a group that has ended needs no time, whatever its limit"
-    )
+    assert progress.seconds_left() == 2 * 10.0, "a finished group needs no time, whatever its limit"
 
 
 BARS = {
@@ -83,7 +81,8 @@ BARS = {
 @pytest.mark.parametrize(("columns", "last"), BARS.items())
 def test_a_terminal_has_a_bar(columns: int, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    progress = Progress(stream := Terminal(), Clock())
+    stream = Terminal()
+    progress = Progress(stream, Clock())
     progress.plan("a", 4, guess=1.0)
     progress.plan("b", 30, guess=1.0)
     take(progress, "a", seconds=2.0, steps=4)
@@ -92,29 +91,38 @@ def test_a_terminal_has_a_bar(columns: int, last: str, monkeypatch: pytest.Monke
     assert drawn[-1].rstrip() == f"|{last}"
     assert max(map(len, drawn)) <= columns - 3, "a terminal may show ^C behind it"
     progress.say("stays")
-    assert stream.getvalue().endswith("\r" + " " * (columns - 1) + "\rstays\n"), "the bar is gone"
+    blank = " " * (columns - 1)
+    assert stream.getvalue().endswith(f"\r{blank}\rstays\n"), "the bar is gone"
 
 
 def test_without_a_plan_there_is_text_and_elsewhere_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    progress = Progress(stream := Terminal(), Clock())
-    for text in ("x" * 200, "short"):
-        progress.show(text)
-    assert (
-        stream.getvalue().split("\r")[-1] == "short".ljust(37) and "x" * 38 not in stream.getvalue()
-    )
-    progress = Progress(file := io.StringIO(), Clock())
+    terminal = Terminal()
+    progress = Progress(terminal, Clock())
+    progress.show("x" * 200)
+    progress.show("short")
+    *_, last = terminal.getvalue().split("\r")
+    assert last == "short".ljust(37)
+    assert "x" * 38 not in terminal.getvalue()
+
+    file = io.StringIO()
+    progress = Progress(file, Clock())
     progress.plan("a", 4, 1.0)
     take(progress, "a", seconds=SECONDS_BETWEEN_LINES / 2, steps=4)
     progress.clear()
     assert file.getvalue() == "0/1 rows: a\n0/1 rows, 30 s left: a\n"
+
     texts = {9.6: "10 s", 59.7: "60 s", 125: "2 min", 5940: "99 min", 40000: "11 h"}
-    assert {seconds: duration(seconds) for seconds in texts} == texts
+    for seconds, text in texts.items():
+        assert duration(seconds) == text
 
 
-CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+CPU_ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. "
+    "DefaultCPUAllocator: can't allocate memory: you tried"
+)
 NONE = "out of memory"
 
 
@@ -132,7 +140,8 @@ NONE = "out of memory"
     ],
 )
 def test_of_any_kind(error: Exception, reason: str) -> None:
-    assert explain(error) == ("out of memory" if reason is NONE else "failed", reason)
+    status = "out of memory" if reason is NONE else "failed"
+    assert explain(error) == (status, reason)
 
 
 def test_what_pytorch_raises() -> None:
@@ -141,8 +150,10 @@ def test_what_pytorch_raises() -> None:
     with pytest.raises(RuntimeError) as large:
         torch.empty(2**60, dtype=torch.int8)
     assert explain(large.value).reason == NONE
-    place = rf"RuntimeError: inconsistent tensor size.* \(test_around_steps.py, line {wrong.traceback[0].lineno + 1}\)"
-    assert re.fullmatch(place, explain(wrong.value).reason)
+    line = wrong.traceback[0].lineno + 1
+    place = rf"\(test_around_steps.py, line {line}\)"
+    said = rf"RuntimeError: inconsistent tensor size.* {place}"
+    assert re.fullmatch(said, explain(wrong.value).reason)
 
 
 GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -150,47 +161,52 @@ GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 def test_on_cuda_the_device_takes_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may be far ahead of the device."""
-    monkeypatch.setattr(
-        torch.cuda, "Event", lambda enable_timing: Mock(elapsed_time=Mock(return_value=2500.0))
-    )
+
+    def event(enable_timing: bool) -> Mock:
+        milliseconds = Mock(return_value=2500.0)
+        return Mock(elapsed_time=milliseconds)
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(torch.cuda, "current_stream", "stream of {}".format)
-    start, end = (Mark(GPUS[1]) for _ in range(2))
-    assert end.since(start) == end.work_since(start) == 2.5
+    start, end = Mark(GPUS[1]), Mark(GPUS[1])
+    assert end.since(start) == 2.5
+    assert end.work_since(start) == 2.5
     first: Any = start.event
-    assert first.elapsed_time.call_args.args == (end.event,) and first.record.call_args.args == (
-        "stream of cuda:1",
-    )
+    assert first.elapsed_time.call_args.args == (end.event,)
+    assert first.record.call_args.args == ("stream of cuda:1",)
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(1.0, 3), (5.0, 1), (0.0, 50)])
 def test_samples_of_two_seconds_are_averaged(
     seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, taken = [0.0], [0]
+    now, taken = 0.0, 0
     ask = Mock(side_effect=lambda device: 50 * (device.index + 1))
 
-    def step() -> None:
-        if not taken[0]:
-            ask.reset_mock()  # calls before only check that the driver answers
-        taken[0] += 1
-        assert_eventually(
-            lambda: ask.call_count > 4 * len(GPUS),
-            lambda: "asked again and again while a step runs",
-        )
-        now[0] += seconds
+    def asked() -> bool:
+        return ask.call_count > 4 * len(GPUS)
 
+    def step() -> None:
+        nonlocal now, taken
+        if taken == 0:
+            ask.reset_mock()  # earlier calls only check that the driver answers
+        taken += 1
+        assert_eventually(asked, lambda: "asked again and again while a step runs")
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr(torch.cuda, "utilization", ask)
     monkeypatch.setattr("reproduce.run.timed.SAMPLING_SECONDS", 0.001)
-    monkeypatch.setattr("reproduce.run.timed.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("reproduce.run.timed.time", clock)
     assert ask_driver(GPUS, step) == [0.5, 1.0]
-    assert taken == [steps]
+    assert taken == steps
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),  # the first call only checks that the driver answers
+    ("answer", "said"),
     [
         (ModuleNotFoundError("no\npynvml"), r" \(no pynvml\); try 'pip install"),
-        ([1, 1], "the steps took less than 60"),
+        ([1, 1], "the steps took less than 60"),  # answers that show that the driver is there
     ],
 )
 def test_silence_is_told_not_guessed(

@@ -1,4 +1,7 @@
-"""Engines: they compute the same, their processes end, and a row that an engine cannot run has a reason."""
+"""Engines: they compute the same, and their processes end.
+
+A row that an engine cannot run has a reason.
+"""
 
 import os
 import signal
@@ -28,17 +31,24 @@ from ..tiny import TINY
 from .works import failing, ids, killed, work
 
 CPU = Devices("cpu", 2, threads=1)
-ROW, UNET = (
-    next(
-        row for row in EXPERIMENTS[f"{model}-speed"].scale("small").rows if row.name == "GPipe n2m4"
-    )
-    for model in ("amoebanet", "unet")
-)
 
 
-def assert_gone(ids: list[int]) -> None:
-    assert len(ids) == 2
-    assert_eventually(lambda: not any(Path(f"/proc/{each}").exists() for each in ids), lambda: ids)
+def row_of(experiment: str) -> Any:
+    rows = EXPERIMENTS[experiment].scale("small").rows
+    (row,) = [row for row in rows if row.name == "GPipe n2m4"]
+    return row
+
+
+ROW, UNET = row_of("amoebanet-speed"), row_of("unet-speed")
+
+
+def runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def assert_gone(pids: list[int]) -> None:
+    one, other = pids
+    assert_eventually(lambda: not runs(one) and not runs(other), lambda: pids)
 
 
 @pytest.fixture(scope="module")
@@ -52,26 +62,38 @@ def processes() -> Iterator[Processes]:
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
 @pytest.mark.parametrize("engine", ["ranks", "ScheduleGPipe", "Schedule1F1B"])
 def test_every_engine_trains_alike(processes: Processes, engine: Engine, checkpoint: Any) -> None:
-    """Gradients included: another factor would show in the loss after the first update. Ranks draw what threads do."""
+    """The losses show gradients, too: another factor would change the loss after an update.
+
+    Ranks draw the same random numbers as threads.
+    """
     make = partial(work, checkpoint, dropout=0.5 if engine == "ranks" else 0.0)
-    threads, steps = Trainer("threads", make()), []
-    processes.make(engine, make)
+    threads = Trainer("threads", make())
     measured = MeasuredSteps(ROW, lambda: (1.0, threads.step() or 0.0))
+    processes.make(engine, make)
+
+    all_seconds, losses = [], []
     for _ in range(3):
         measured.run()
         torch.rand(5)  # as if another row drew random numbers
-        steps.append(processes.step())
-    seconds, losses = zip(*steps, strict=True)
-    assert losses == pytest.approx(measured.losses, rel=1e-5) and abs(losses[0] - losses[1]) > 1e-3
-    assert 0 < min(seconds) < max(seconds) < 60
+        seconds, loss = processes.step()
+        all_seconds.append(seconds)
+        losses.append(loss)
+
+    assert losses == pytest.approx(measured.losses, rel=1e-5)
+    assert abs(losses[0] - losses[1]) > 1e-3
+    assert 0 < min(all_seconds) < max(all_seconds) < 60
     if engine == "ranks":
         timeline = processes.record()
-        counts = {"forward": 2, "recompute": int(checkpoint == "except_last"), "backward": 2}
-        found = Counter((event.kind, event.partition) for event in timeline.events)
-        assert found == +Counter(
-            {(kind, j): count for kind, count in counts.items() for j in range(2)}
-        )
-        assert timeline.partitions == 2 and 0 < timeline.window[1] <= timeline.seconds < 60
+        kinds = ["forward"] * 2 + ["backward"] * 2
+        if checkpoint == "except_last":
+            kinds.append("recompute")
+        for partition in (0, 1):
+            found = [event.kind for event in timeline.events if event.partition == partition]
+            assert Counter(found) == Counter(kinds)
+        assert len(timeline.events) == 2 * len(kinds)
+        assert timeline.partitions == 2
+        _, end = timeline.window
+        assert 0 < end <= timeline.seconds < 60
 
 
 @pytest.mark.parametrize(
@@ -95,8 +117,8 @@ def test_a_failure_is_told_in_a_line(make: Any, engine: Engine, said: str) -> No
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_processes_end_with_the_one_that_asks(sent: signal.Signals, start: Any) -> None:
     asking = start("-m", "tests.reproduce.run.works")
-    started = [int(each) for each in asking.stdout.readline().split()]
-    assert all(Path(f"/proc/{each}").exists() for each in started)
+    started = [int(pid) for pid in asking.stdout.readline().split()]
+    assert all(map(runs, started))
     os.kill(asking.pid, sent)
     asking.communicate()
     assert_gone(started)
@@ -126,17 +148,19 @@ def test_processes_end_with_the_one_that_asks(sent: signal.Signals, start: Any) 
     ],
 )
 def test_what_an_engine_cannot_run(engines: str, row: Any, why: str | None) -> None:
-    assert {why_not(engine, row, CPU) for each in engines.split() for engine in OFFERED[each]} == {
-        why
-    }
+    for offered in engines.split():
+        for engine in OFFERED[offered]:
+            assert why_not(engine, row, CPU) == why
     assert why_not("ranks", ROW, Devices("cuda", 2)) == "processes are measured on CPUs only"
     few = replace(ROW, chunks=1)
-    assert (why_not("ScheduleGPipe", few, CPU), why_not("Schedule1F1B", few, CPU)) == (None, FEW)
+    assert why_not("ScheduleGPipe", few, CPU) is None
+    assert why_not("Schedule1F1B", few, CPU) == FEW
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [([1.0, 2.0], [1.0, 2.01]), ([float("nan")], [1.0])])
 def test_other_losses_are_of_other_work(ours: list[float], theirs: list[float]) -> None:
-    for same in (theirs, [each * 1.00001 for each in theirs], [*theirs, 3.0], []):
+    rounded = [loss * 1.00001 for loss in theirs]
+    for same in (theirs, rounded, [*theirs, 3.0], []):
         check_same(theirs, same, "a row")
     check_same([1.0, 2.0, 3.0], [1.0, 2.0, 9.0], "rounding grows")
     check_same([float("nan")], [float("nan")], "a row")
@@ -153,42 +177,37 @@ def test_a_row_is_measured_by_each_engine(
 
     def processes(count: int) -> Mock:
         timeline = Timeline([Event("forward", 0, 0, 0.0, 1.0)], 2.0, count)
-        made.append(Mock(**{"step.return_value": (0.5, loss), "record.return_value": timeline}))
-        return made[-1]
+        stand_in = Mock()
+        stand_in.step.return_value = 0.5, loss
+        stand_in.record.return_value = timeline
+        made.append(stand_in)
+        return stand_in
 
     monkeypatch.setattr("reproduce.run.speed.Processes", processes)
-    rows = tuple(
-        row
-        for row in TINY["tiny-speed"].scale("small").rows
-        if row.name in ("naive n2", "GPipe n8m4")
-    )
-    options = [
-        "--engine=threads",
-        "--engine=ranks",
-        "--engine=torch",
-        "--no-emulate",
-        f"--trace={run.folder}/t/t.png",
-    ]
-    found = run("tiny-speed", *options, "--steps=3", rows=rows, warmup=1, status=2 * (loss != 1.0))
-    assert [each.close.call_count for each in made] == [1, 1], "ranks, and PyTorch's first schedule"
-    assert found["naive n2"].samples["loss"] == [1] * 3, "others are compared with it"
+    names = ("naive n2", "GPipe n8m4")
+    rows = [row for row in TINY["tiny-speed"].scale("small").rows if row.name in names]
+    options = "--engine=threads --engine=ranks --engine=torch --no-emulate --steps=3"
+    trace = f"--trace={run.folder}/t/t.png"
+    status = 0 if loss == 1.0 else 2
+
+    found = run("tiny-speed", *options.split(), trace, rows=tuple(rows), warmup=1, status=status)
+
+    of_ranks, of_schedule = made
+    of_ranks.close.assert_called_once()
+    of_schedule.close.assert_called_once()
+    threads, ranks = found["naive n2"], found["naive n2 ranks"]
+    assert threads.samples["loss"] == [1] * 3, "the losses of others are compared with these"
     assert found["naive n2 Schedule1F1B"].reason == FEW
-    assert {result.status for name, result in found.items() if "GPipe n8m4" in name} == {
-        "needs devices"
-    }
-    ranks = found["naive n2 ranks"]
+    for name, result in found.items():
+        if "GPipe n8m4" in name:
+            assert result.status == "needs devices"
     if loss == 1.0:
-        assert ranks.samples == {
-            "step_time": [0.5] * 3,
-            "loss": [1] * 3,
-            "round": found["naive n2"].samples["round"],
-        }
-        assert sum(ranks.config["balance"]) == 9 and ranks.values == {
-            "utilization": [0.5, 0.0],
-            "bubble": 0.5,
-        }
+        rounds = threads.samples["round"]
+        assert ranks.samples == {"step_time": [0.5] * 3, "loss": [1] * 3, "round": rounds}
+        assert sum(ranks.config["balance"]) == 9
+        assert ranks.values == {"utilization": [0.5, 0.0], "bubble": 0.5}
         traces = {path.name for path in run.folder.glob("t/*.json")}
-        assert traces == {"t-naive-n2-ranks.json"}, "what stands in for threads cannot be watched"
+        assert traces == {"t-naive-n2-ranks.json"}, "fake threads cannot be watched"
     else:
         assert ranks.status == "failed"
         assert ranks.reason == (

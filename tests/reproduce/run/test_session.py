@@ -2,39 +2,25 @@
 
 import contextlib
 import re
-import weakref
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from reproduce.experiments.row import Row
-from reproduce.machine.load import Load
-from reproduce.numbers.metrics import DISTURBED
-from reproduce.run.training import FakeData
+from reproduce.records.record import Result
 from torchgpipe.plan.replay import Event, Timeline
 
 from ..tiny import TINY
-from .conftest import SECONDS, Fake
+from .conftest import EVERY, ROWS, SECONDS, Fake
 
-ROWS = TINY["tiny-speed"].scale("small").rows
-EVERY = [
-    f"{row.name}{how}"
-    for row in ROWS
-    for how in ("", " emulated")
-    if how or (row.devices <= 2 and "/pb" not in row.name)
-]
-PAPER, OWN, GIVEN = (
-    "p40x8, in proportion to the tasks",
-    "a100x8",
-    "h100x8, in proportion to the tasks",
-)
+PAPER = "p40x8, in proportion to the tasks"
+OWN = "a100x8"
+GIVEN = "h100x8, in proportion to the tasks"
 NONE = torch.OutOfMemoryError("CUDA out of memory")
-LONG = {"warmup": 1, "steps": 1, "least_steps": 8, "seconds": 30.0}
-ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
+FEW_DEVICES = {row.name for row in ROWS if row.devices <= 2}
+MANY_DEVICES = {row.name for row in ROWS if row.devices > 2}
 
 
 @pytest.mark.parametrize(
@@ -55,46 +41,57 @@ def test_every_row_ends_in_a_result(
     links: list[str | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows are measured if there are enough devices, and emulated up to --emulate; published balances only emulated."""
+    """Rows are measured if there are enough devices, and emulated up to --emulate.
+
+    Rows in published balances are only emulated.
+    """
     monkeypatch.setattr("reproduce.run.session.own_links", lambda devices: own)
-    found = run(
-        "tiny-speed", *([f"--emulate={most}"] if most else ["--no-emulate"]), *link, "--steps=3"
-    )
-    emulated = {f"{row.name} emulated" for row in ROWS if row.devices <= most}
-    assert {name for name, result in found.items() if result.status == "emulated"} == emulated
-    measured = {name for name, result in found.items() if result.status == "measured"}
-    assert measured == {row.name for row in ROWS if row.devices <= 2}
-    assert {*found} - emulated == {row.name for row in ROWS if not (row.devices == 8 and most == 8)}
+    emulate = f"--emulate={most}" if most else "--no-emulate"
+    emulated_names = {f"{row.name} emulated" for row in ROWS if row.devices <= most}
+
+    found = run("tiny-speed", emulate, *link, "--steps=3")
+
+    emulated, measured, lacking = set(), set(), set()
     for name, result in found.items():
-        if not result.samples:
-            assert (result.status, result.reason) == ("needs devices", "needs 8 devices")
+        if name not in emulated_names:
+            assert "link" not in result.config
+        if result.status == "needs devices":
+            lacking.add(name)
+            assert result.reason == "needs 8 devices"
+            assert not result.samples
             continue
-        assert len(result.samples["step_time"]) == fake.order.count(name) == 3
-        assert len(set(result.samples["round"])) == 3 and result.samples["loss"] == [1, 1, 1]
-        assert result.config["balance"] == [1] * result.config["partitions"], (
-            "the balance as used is recorded"
-        )
-    assert found["GPipe n2m4"].values["utilization_problem"].startswith("AttributeError"), (
-        "it cannot be watched"
-    )
-    copies = [
-        found[f"{name} emulated"].config.get("link") for name in ("n2m4", "GPipe n2m4") if most
-    ]
-    assert copies == links and not any("link" in found[name].config for name in {*found} - emulated)
-    assert (found["n2m4"].over, found["n2m4"].published) == ("n2m1", "tg-amoebanetd-speed/n2m4")
+        if result.status == "emulated":
+            emulated.add(name)
+        else:
+            assert result.status == "measured"
+            measured.add(name)
+        samples, config = result.samples, result.config
+        assert fake.order.count(name) == 3
+        assert len(samples["step_time"]) == 3
+        assert len(set(samples["round"])) == 3
+        assert samples["loss"] == [1, 1, 1]
+        assert config["balance"] == [1] * config["partitions"], "the balance as used is recorded"
+    assert emulated == emulated_names
+    assert measured == FEW_DEVICES
+    assert lacking == (set() if most == 8 else MANY_DEVICES)
+    n2m4, gpipe = found["n2m4"], found["GPipe n2m4"]
+    assert gpipe.values["utilization_problem"].startswith("AttributeError"), "a fake has no tasks"
+    assert n2m4.over == "n2m1"
+    assert n2m4.published == "tg-amoebanetd-speed/n2m4"
+    if most:
+        copies = [found[f"{name} emulated"].config.get("link") for name in ("n2m4", "GPipe n2m4")]
+        assert copies == links
     if most == 8:
-        assert found["GPipe n8m4 emulated"].samples == {
+        eight = found["GPipe n8m4 emulated"]
+        assert eight.samples == {
             "step_time": [SECONDS] * 3,
             "here_time": [0.5] * 3,
             "work_time": [3.0] * 3,
             "loss": [1] * 3,
             "round": found["naive n8 emulated"].samples["round"],
         }
-        assert found["GPipe n8m4 emulated"].values == {
-            "executed": 4,
-            "bubble": 7 / 8,
-            "utilization": [0.5, *[0] * 7],
-        }
+        utilization = [0.5, 0, 0, 0, 0, 0, 0, 0]
+        assert eight.values == {"executed": 4, "bubble": 7 / 8, "utilization": utilization}
 
 
 @pytest.mark.parametrize(
@@ -117,18 +114,19 @@ def test_a_row_that_fails_is_a_result(
     at: int,
     error: Exception,
 ) -> None:
-    fake.raises[row] = lambda step: error if step >= at else None
-    found = run(experiment, "--steps=3", status=2 * (error is not NONE))
-    reason = r"ValueError: no \(conftest.py, line \d+\)"
+    code, status, reason = 2, "failed", r"ValueError: no \(conftest.py, line \d+\)"
     if error is NONE:
-        reason = "out of memory" + r": its 2 partition\(s\) take \d+ GiB on the one device .*" * (
-            "emulated" in row
-        )
-    assert found[row].status == ("out of memory" if error is NONE else "failed")
+        code, status, reason = 0, "out of memory", "out of memory"
+        if "emulated" in row:
+            reason += r": its 2 partition\(s\) take \d+ GiB on the one device .*"
+    fake.raises[row] = lambda step: error if step >= at else None
+
+    found = run(experiment, "--steps=3", status=code)
+
+    assert found[row].status == status
     assert re.fullmatch(reason, found[row].reason)
-    assert all(
-        found[name].status == ("emulated" if "emulated" in name else "measured") for name in others
-    )
+    for name in others:
+        assert found[name].status == ("emulated" if "emulated" in name else "measured")
 
 
 @pytest.mark.parametrize("row", ["GPipe n2m4", "GPipe n8m4 emulated"])
@@ -141,62 +139,65 @@ def test_an_interruption_keeps_every_step(
         if fake.order.count(row) == at:
             raise KeyboardInterrupt
 
+    def steps_of(results: dict[str, Result]) -> dict[str, int]:
+        return {name: len(each.samples.get("step_time", [])) for name, each in results.items()}
+
+    lost = Counter({row: 0 if between else 1})  # the step that is interrupted
+    interruptible = "reproduce.cli.run.interruptible"
     if between:
-        monkeypatch.setattr(
-            "reproduce.cli.run.interruptible", lambda: contextlib.nullcontext(check)
-        )
+        monkeypatch.setattr(interruptible, lambda: contextlib.nullcontext(check))
     else:
         fake.raises[row] = lambda _: check()
+
     found = run("tiny-speed", "--steps=5", status=130)
-    kept = Counter(
-        {name: len(result.samples.get("step_time", [])) for name, result in found.items()}
-    )
-    assert kept + Counter({row: int(not between)}) == Counter(fake.order)
-    assert (found[row].status == "interrupted") == (kept[row] == 0)
-    assert {name for name, each in found.items() if each.status == "interrupted"} == {
-        x for x in EVERY if not kept[x]
-    }
+
+    kept = Counter(steps_of(found))
+    assert kept + lost == Counter(fake.order)
+    assert set(EVERY) <= set(found)
+    without_steps = {name for name in EVERY if kept[name] == 0}
+    for name, result in found.items():
+        assert (result.status == "interrupted") == (name in without_steps)
 
     fake.raises.clear()
-    monkeypatch.setattr(
-        "reproduce.cli.run.interruptible", lambda: contextlib.nullcontext(lambda: None)
-    )
+    monkeypatch.setattr(interruptible, lambda: contextlib.nullcontext(lambda: None))
     run("tiny-speed", "--steps=4", "--resume", status=2)
     again = run("tiny-speed", "--steps=5", "--resume")
+
     assert run.record.run.state == "finished"
-    steps = {
-        name: len(result.samples["step_time"]) for name, result in again.items() if result.samples
-    }
-    assert {*steps} == {*EVERY} and {*steps.values()} <= {5, 6}, (
-        "a round that was broken off is run again"
-    )
-    ran = Counter(fake.order) - Counter({row: int(not between)})
-    anew = {name for name in steps if ran[name] != steps[name]}
-    group = {
-        name: next(each.group for each in ROWS if each.name == name.removesuffix(" emulated"))
-        for name in EVERY
-    }
-    broken = {group[name] for name in EVERY if not kept[name]}
-    assert anew == {name for name in EVERY if kept[name] and group[name] in broken}, (
-        "others are kept"
-    )
-    assert {steps[name] for name in steps if kept[name] == 5} == {5}, "and is not run again"
+    steps = steps_of(again)
+    assert {name for name in steps if steps[name] > 0} == set(EVERY)
+    assert 5 in kept.values(), "a row was finished"
+    ran = Counter(fake.order) - lost
+    groups = {each.name: each.group for each in ROWS}
+    broken_groups = {groups[name.removesuffix(" emulated")] for name in without_steps}
+    for name in EVERY:
+        assert steps[name] in (5, 6), "a round that was broken off is run again"
+        run_anew = ran[name] != steps[name]
+        in_broken_group = groups[name.removesuffix(" emulated")] in broken_groups
+        assert run_anew == (kept[name] > 0 and in_broken_group), "other steps are kept"
+        if kept[name] == 5:
+            assert steps[name] == 5, "a row that was finished is not run again"
     for name, result in again.items():
-        assert len(set(result.samples.get("round", ()))) == steps.get(name, 0), (
-            "each round has its own number"
-        )
+        rounds = result.samples.get("round", [])
+        assert len(set(rounds)) == steps[name], "each round has its own number"
 
 
 def test_rows_appear_before_all_is_done(
     fake: type[Fake], run: Any, monkeypatch: Any, capsys: Any
 ) -> None:
-    """A speed table after the first round, and a line for each memory row. Neither is written to stdout."""
+    """A speed table appears after the first round, and a line for each memory row.
+
+    Neither is written to stdout.
+    """
     monkeypatch.setattr("reproduce.run.speed.PREVIEW_AFTER", -1)
+    steps_of_tables = re.compile(r"(\d) steps?\s+per\s+row")
+
     run("tiny-speed", "--steps=2")
-    early, late = (
-        re.findall(r"(\d) steps?\s+per\s+row", text) for text in (capsys.readouterr().err, run.out)
-    )
-    assert (early, late, run.said.count("after 1 round; ")) == (["1", "1"], ["2", "2"], 3)
+
+    early = capsys.readouterr().err
+    assert steps_of_tables.findall(early) == ["1", "1"]
+    assert steps_of_tables.findall(run.out) == ["2", "2"]
+    assert run.said.count("after 1 round; ") == 3
     run("tiny-speed", "--steps=1")
     assert "after 1 round; " not in run.said, "the table comes at once"
     run("tiny-memory")
@@ -204,22 +205,26 @@ def test_rows_appear_before_all_is_done(
 
 
 def test_memory_rows_run_alone_and_for_any_n(fake: type[Fake], run: Any) -> None:
-    fake.raises["pipeline-1"] = lambda _: (
-        None if fake.alive == {"pipeline-1"} else ValueError(str(fake.alive))
-    )
+    def alone(_: int) -> Exception | None:
+        return None if fake.alive == {"pipeline-1"} else ValueError(str(fake.alive))
+
+    fake.raises["pipeline-1"] = alone
+
     found = run("tiny-memory")
-    rows = {name: result for name, result in found.items() if not name.endswith("paper")}
-    assert [result.status for result in rows.values()] == ["measured"] * 5
-    assert (
-        rows["pipeline-8"].values["peak_allocated"] == [7] * 8
-        and rows["pipeline-8"].config["balance"] == [1] * 8
-    )
-    assert Counter(fake.order) == dict.fromkeys(rows, 2)
-    assert [found[f"{name} paper"].device for name in rows] == ["meta"] * 5 and len(found) == 10
-    assert found["pipeline-8 paper"].values == {
-        "parameters": 1844858344,
-        "model_bytes": 12 * 1844858344,
-    }
+
+    names = [name for name in found if not name.endswith("paper")]
+    assert len(names) == 5
+    assert len(found) == 10
+    for name in names:
+        assert found[name].status == "measured"
+        assert found[f"{name} paper"].device == "meta"
+        assert fake.order.count(name) == 2
+    assert set(fake.order) == set(names)
+    eight, published = found["pipeline-8"], found["pipeline-8 paper"]
+    assert eight.values["peak_allocated"] == [7] * 8
+    assert eight.config["balance"] == [1] * 8
+    parameters = 1844858344
+    assert published.values == {"parameters": parameters, "model_bytes": 12 * parameters}
 
 
 @pytest.mark.parametrize("partitions", [2, 4])
@@ -238,149 +243,28 @@ def test_an_ablation_has_speed_utilization_and_memory(
     timeline = Timeline([Event("forward", 0, 1, 0.0, 1.0)], 2.0, 2)
     monkeypatch.setattr("reproduce.run.timed.record_step", lambda training, devices: timeline)
     monkeypatch.setattr("reproduce.run.peak.measure_peak", peak)
-    rows = tuple(
-        replace(row, partitions=partitions) for row in TINY["tiny-ablation"].scale("small").rows
-    )
-    found = run("tiny-ablation", "--steps=3", rows=rows)
-    timed = {name: result.values for name, result in found.items() if result.samples}
-    assert {*timed} == {
-        f"{row.name}{kind}" for row in rows for kind in ("", " emulated")[partitions == 4 :]
-    }
-    for name, values in timed.items():
-        assert values["utilization"] == (
-            [0.5, 0, 0, 0][:partitions] if "emulated" in name else [0.0, 0.5]
-        )
-        assert len(found[name].samples["step_time"]) == 3, "what was timed is kept in any case"
+    scale = TINY["tiny-ablation"].scale("small")
+    rows = [replace(row, partitions=partitions) for row in scale.rows]
+    expected = set()
+    for row in rows:
+        expected.add(f"{row.name} emulated")
+        if partitions == 2:
+            expected.add(row.name)
+
+    found = run("tiny-ablation", "--steps=3", rows=tuple(rows))
+
+    timed = set()
+    for name, result in found.items():
+        if not result.samples:
+            continue
+        timed.add(name)
+        values = result.values
+        emulated = [0.5, 0, 0, 0][:partitions]
+        assert values["utilization"] == (emulated if "emulated" in name else [0.0, 0.5])
+        assert len(result.samples["step_time"]) == 3, "the times are kept in any case"
         if error is None:
-            assert (
-                values["peak_allocated"] == [5, 6]
-                and values["model_bytes"] == 8 * values["parameters"]
-            )
+            assert values["peak_allocated"] == [5, 6]
+            assert values["model_bytes"] == 8 * values["parameters"]
         else:
             assert values["memory_problem"].startswith("ValueError: no")
-
-
-@pytest.mark.parametrize(
-    ("steps", "changes", "timed", "said"),
-    [
-        (
-            [],
-            LONG,
-            1,
-            "not measured: a step would take about 2 s; --steps K measures it nevertheless",
-        ),
-        (["--steps=1"], LONG, 1, None),
-        ([], {**LONG, "seconds": 190.0}, 1, None),  # extra rows take nothing of this time
-        ([], {**ENDED, "warmup": 0}, 4, None),  # not before the least number of steps
-        (["--steps=6"], ENDED, 6, None),
-    ],
-)
-def test_a_time_limit_bounds_steps_that_nobody_asked_for(
-    fake: type[Fake],
-    run: Any,
-    steps: list[str],
-    changes: dict[str, Any],
-    timed: int,
-    said: str | None,
-) -> None:
-    """Rows that would take too long to measure are only emulated."""
-    found = run("tiny-speed", *steps, **changes)
-    assert {found[name].reason for name in ("n2m4", "naive n2")} == {said}
-    assert len(found["n2m4 emulated"].samples["step_time"]) == timed
-    assert fake.order.count("n2m4") == (timed + changes.get("warmup", 0) if said is None else 0)
-
-
-@pytest.mark.parametrize(
-    ("busy", "steps", "changes", "timed", "left_out"),
-    [
-        ([0, 0.2, 0, 0], ["--steps=3"], {}, 3, 1),  # run again
-        ([0.2] * 9, ["--steps=3"], {}, 6, 0),  # again and again
-        ([0, 0, 0, 0, 0.2], [], ENDED, 4, 0),
-        ([0, 0, 0, 0.2, 0], [], ENDED, 4, 0),  # there is no time
-        ([0, 0.2, 0, 0, 0], [], {**ENDED, "least_steps": 2, "seconds": 1e9, "steps": 4}, 4, 1),
-    ],
-)
-def test_a_disturbed_round_is_run_again_while_there_is_time(
-    fake: type[Fake],
-    run: Any,
-    busy: list[float],
-    steps: list[str],
-    changes: dict[str, Any],
-    timed: int,
-    left_out: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Otherwise its rows are marked."""
-    monkeypatch.setattr(Load, "begin", lambda self: setattr(self, "left", iter(busy)))
-    monkeypatch.setattr(Load, "round", lambda self: {"others": next(self.left, 0.0)})
-    monkeypatch.setattr("reproduce.run.session.other_runs", lambda: {77: "reproduce run x"})
-    found = run("tiny-speed", *steps, **changes)
-    marked, out = 0.2 in busy[:timed] and not left_out, " ".join(run.out.split())
-    for result in map(found.__getitem__, EVERY):
-        assert len(result.samples["step_time"]) == len(result.samples["others"]) == timed
-        assert (result.disturbed, result.values.get("disturbed_rounds", 0)) == (marked, left_out)
-    assert Counter(fake.order) == dict.fromkeys(EVERY, timed + left_out)
-    assert (DISTURBED in out) == marked and ("1 disturbed round left out" in out) == left_out
-    assert run.said.count("process 77 runs here, too") == 1
-
-
-def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(
-    fake: type[Fake], run: Any
-) -> None:
-    """Measured and emulated rows run in turn."""
-    rows = tuple(row for row in ROWS if row.equal)
-    tasks = {
-        *(row.name for row in rows if row.devices <= 2),
-        *(f"{row.name} emulated" for row in rows),
-    }
-    orders = []
-    for seed in (1, 1, 2):
-        fake.order.clear()
-        run("tiny-speed", "--steps=4", f"--seed={seed}", rows=rows)
-        rounds = [
-            tuple(fake.order[i : i + len(tasks)]) for i in range(0, 4 * len(tasks), len(tasks))
-        ]
-        assert all(set(each) == tasks for each in rounds) and rounds[0] != rounds[2]
-        assert [each[::-1] for each in rounds[::2]] == rounds[1::2], (
-            "in two rounds none is first more often"
-        )
-        orders.append(rounds)
-    assert orders[0] == orders[1] != orders[2], "the seed gives the order"
-
-
-@pytest.mark.parametrize("row", ["GPipe n2m4", "GPipe n8m4 emulated"])
-def test_a_large_row_is_timed_alone(
-    fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch, row: str
-) -> None:
-    """It does not fit together with others. It runs again when the others' trainings and data have been freed."""
-    alive: weakref.WeakSet[FakeData] = weakref.WeakSet()
-    most = []
-
-    class Counted(FakeData):
-        def __init__(self, rows: Sequence[Row], seed: int) -> None:
-            super().__init__(rows, seed)
-            alive.add(self)
-            most.append(len(alive))
-
-    monkeypatch.setattr("reproduce.run.speed.FakeData", Counted)
-    # A new error each time: a reused one would keep its frames alive, and with them the data.
-    fake.raises[row] = lambda _: torch.OutOfMemoryError("no") if len(fake.alive) > 1 else None
-    found = run("tiny-speed", "--steps=3")
-    assert len(found[row].samples["step_time"]) == 3
-    assert "round" not in found[row].samples, "it shares no round with the others"
-    assert "round" in found["naive n2"].samples
-    assert max(most) <= 2, "a group has data for what it measures and for what it emulates"
-    assert most[-1] == 1
-
-
-def test_the_first_epoch_of_a_row_as_published_is_not_timed(fake: type[Fake], run: Any) -> None:
-    rows = tuple(
-        replace(row, steps_per_epoch=7, skip_epochs=int(row.name == "GPipe n2m4")) for row in ROWS
-    )
-    found = run("tiny-speed", "--steps=3", rows=rows)
-    assert all(len(found[name].samples["step_time"]) == 3 for name in ("GPipe n2m4", "naive n2"))
-    assert fake.order.count("GPipe n2m4") == 7 + 3 and fake.order.count("GPipe n2m4 emulated") == 3
-    assert (
-        found["GPipe n2m4"].config["skip_epochs"] == 1
-        and "skip_epochs" not in found["naive n2"].config
-    )
+    assert timed == expected

@@ -1,4 +1,4 @@
-"""`Work` for processes to train, from functions that other processes can import."""
+"""Functions that return the `Work` that processes train. Other processes can import them."""
 
 import os
 import signal
@@ -20,7 +20,8 @@ from ...parts import Fails
 def work(checkpoint: Mode = "never", dropout: float = 0.0) -> Work:
     torch.manual_seed(0)
     # Both outputs require grad: schedules of PyTorch 2.12 refuse others between stages.
-    first = nn.Sequential(nn.Dropout(dropout), nn.Linear(4, 4), layer(lambda y: (y, y.cos())))
+    split = layer(lambda y: (y, y.cos()))
+    first = nn.Sequential(nn.Dropout(dropout), nn.Linear(4, 4), split)
     last = layer(lambda y, other: (y * other).tanh())  # a partition may have no parameters
     return Work(
         layers=nn.Sequential(first, last),
@@ -35,14 +36,15 @@ def work(checkpoint: Mode = "never", dropout: float = 0.0) -> Work:
 
 
 def failing() -> Work:
-    """Fail in the second step."""
+    """Return work that fails in the second step."""
     fails = Fails()
     fails.fail("forward", ValueError("no such luck"), calls_before=2)
-    return replace(work(), layers=nn.Sequential(nn.Linear(4, 4), fails))
+    layers = nn.Sequential(nn.Linear(4, 4), fails)
+    return replace(work(), layers=layers)
 
 
 def killed() -> Work:
-    """Die on the last rank, while the other one waits."""
+    """Kill the last rank, while the other rank waits."""
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
@@ -51,10 +53,10 @@ def killed() -> Work:
 
 def ids(processes: Processes) -> list[int]:
     """Return the process ids of the ranks."""
-    return [each.pid for each in processes._ranks.processes]
+    return [process.pid for process in processes._ranks.processes]
 
 
-if __name__ == "__main__":  # start processes, print that, and wait to be killed
+if __name__ == "__main__":  # start processes, print their ids, and wait to be killed
     from tests.reproduce.run import works  # importable in another process
 
     with closing(Processes(2)) as processes:

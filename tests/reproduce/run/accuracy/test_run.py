@@ -1,6 +1,10 @@
-"""Accuracy runs: every epoch is saved; after any interruption, the next run resumes and gets the same results."""
+"""Accuracy runs: every epoch is saved.
+
+After any interruption, the next run goes on and gets the same results.
+"""
 
 import io
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,38 +24,45 @@ from ...tiny import TINY
 from ..conftest import Runner
 
 pytest.importorskip("torchvision", exc_type=Exception)  # type: ignore[arg-type]
-NAME, GPIPE = "tiny-accuracy", "GPipe n8m4"
-STEPS, EPOCHS = 2, 2  # of each training; there are two rows, with two seeds each
+NAME = "tiny-accuracy"
+GPIPE = "GPipe n8m4"
+# The steps of an epoch, and the epochs of a training. Two rows are trained with two seeds each.
+STEPS, EPOCHS = 2, 2
 ROW: Any = TINY[NAME].scale("small").rows[0]
 CPU = Devices("cpu", 2, threads=1)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    return Runner(tmp_path_factory.mktemp("run"))(NAME)
+    run = Runner(tmp_path_factory.mktemp("run"))
+    return run(NAME)
 
 
 def learnt(results: Mapping[str, Result]) -> dict[str, Any]:
     """Return the results that depend neither on the clock nor on interruptions."""
-    return {
-        row: (result.status, {**result.samples, "epoch_time": None})
-        for row, result in results.items()
-    }
+    found = {}
+    for row, result in results.items():
+        samples = {**result.samples, "epoch_time": None}
+        found[row] = result.status, samples
+    return found
 
 
 def test_every_epoch_of_every_seed_is_in_the_record(uninterrupted: dict[str, Result]) -> None:
     assert list(uninterrupted) == ["plain", GPIPE], "on two devices, for no clock is involved"
     for result in uninterrupted.values():
-        assert result.status == "measured" and tuple(result.samples) == SERIES
-        assert result.samples["seed"] == [0, 0, 1, 1] and result.samples["epoch"] == [1, 2, 1, 2]
-        assert result.samples["learning_rate"] == pytest.approx(2 * [0.0125, 0.00125])
-        assert all(0 <= error <= 100 for error in result.samples["top1_error"])
-        assert min(result.samples["epoch_time"]) > 0 and result.values == {"samples_per_epoch": 32}
-        assert set(result.samples) | set(result.values) <= set(UNITS)
-    assert (
-        uninterrupted["plain"].samples["train_loss"][0]
-        != uninterrupted["plain"].samples["train_loss"][2]
-    )
+        samples = result.samples
+        assert result.status == "measured"
+        assert tuple(samples) == SERIES
+        assert samples["seed"] == [0, 0, 1, 1]
+        assert samples["epoch"] == [1, 2, 1, 2]
+        assert samples["learning_rate"] == pytest.approx(2 * [0.0125, 0.00125])
+        for error in samples["top1_error"]:
+            assert 0 <= error <= 100
+        assert min(samples["epoch_time"]) > 0
+        assert result.values == {"samples_per_epoch": 32}
+        assert {*samples, *result.values} <= set(UNITS)
+    losses = uninterrupted["plain"].samples["train_loss"]
+    assert losses[0] != losses[2], "of two seeds"
 
 
 def fail(
@@ -61,15 +72,27 @@ def fail(
     where: str = "step",
     row: str = "",
 ) -> None:
-    """Make training steps raise from number `at` on, of one row if given; or make other calls raise at their end."""
+    """Make calls of a function raise an error from a number on.
+
+    Args:
+        monkeypatch: The patch of the function.
+        error: The error.
+        at: The number of the first call that raises.
+        where: `step`, whose calls raise at their begin, or another function, whose calls raise at
+            their end.
+        row: The row of which steps count; if empty, steps of all rows count.
+    """
     owner: Any = AccuracyTraining if where == "step" else run_module
-    call, calls = getattr(owner, where), iter(range(10**6))
+    call = getattr(owner, where)
+    calls = itertools.count()
 
     def failing(*arguments: Any) -> Any:
         if row and arguments[0].row.name != row:
             return call(*arguments)
         fails = next(calls) >= at
-        result = None if fails and where == "step" else call(*arguments)
+        if fails and where == "step":
+            raise error
+        result = call(*arguments)
         if fails:
             raise error
         return result
@@ -98,24 +121,29 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_results_to_the_bit(
 ) -> None:
     with monkeypatch.context() as patch:
         fail(patch, KeyboardInterrupt(), at, where)
-        results = run(NAME, status=130)
-    assert sum(len(result.samples.get("epoch", [])) for result in results.values()) == kept
-    assert learnt(run(NAME)) == learnt(uninterrupted)
-    assert sum(map(int, re.findall(r"goes on after epoch (\d+) of 2, in\n", run.said))) == kept
-    assert not list(run.folder.glob("checkpoints/*")), "what is finished is in nobody's way"
-    assert max(map(len, run.out.partition("written:")[0].splitlines())) <= WIDTH
+        stopped = run(NAME, status=130)
+    finished = run(NAME)
+
+    assert sum(len(result.samples.get("epoch", [])) for result in stopped.values()) == kept
+    assert learnt(finished) == learnt(uninterrupted)
+    epochs = re.findall(r"goes on after epoch (\d+) of 2, in\n", run.said)
+    assert sum(map(int, epochs)) == kept
+    assert not list(run.folder.glob("checkpoints/*")), "checkpoints of a finished run are deleted"
+    tables, _, _ = run.out.partition("written:")
+    assert max(map(len, tables.splitlines())) <= WIDTH
 
 
 def test_rows_and_seeds_may_be_chosen(run: Any, uninterrupted: dict[str, Result]) -> None:
     found = run(NAME, "--row=plain", "--seeds=1")
-    first = {name: each[:EPOCHS] for name, each in uninterrupted["plain"].samples.items()}
-    assert {**found["plain"].samples, "epoch_time": None} == {**first, "epoch_time": None}
+
+    assert list(found) == ["plain"]
+    samples = found["plain"].samples
+    for name, series in uninterrupted["plain"].samples.items():
+        if name != "epoch_time":
+            assert samples[name] == series[:EPOCHS]
     settings = run.record.run.settings
-    assert (
-        [*found] == ["plain"]
-        and settings["seeds"] == 1
-        and settings[NAME]["made"]["train_size"] == 32
-    )
+    assert settings["seeds"] == 1
+    assert settings[NAME]["made"]["train_size"] == 32
 
 
 @pytest.mark.slow
@@ -124,13 +152,15 @@ def test_only_a_whole_checkpoint_of_the_same_training_is_used(
 ) -> None:
     monkeypatch.setattr(run_module, "_put_away", lambda *_: None)
     first = learnt(run(NAME))
-    assert learnt(run(NAME, "--seed=1"))["plain"] != first["plain"] and "goes on" not in run.said
-    min(run.folder.glob("checkpoints/*-GPipe-*-seed0-*.pt")).write_bytes(b"not a checkpoint")
+    other = learnt(run(NAME, "--seed=1"))
+    assert other["plain"] != first["plain"]
+    assert "goes on" not in run.said
+
+    checkpoint = min(run.folder.glob("checkpoints/*-GPipe-*-seed0-*.pt"))
+    checkpoint.write_bytes(b"not a checkpoint")
     reason = run(NAME, status=2)[GPIPE].reason
-    assert (
-        reason.endswith(" cannot be read as a checkpoint (UnpicklingError); delete it")
-        and "\n" not in reason
-    )
+    assert reason.endswith(" cannot be read as a checkpoint (UnpicklingError); delete it")
+    assert "\n" not in reason
 
 
 @pytest.mark.parametrize(
@@ -148,41 +178,41 @@ def test_a_row_that_fails_is_a_result_and_keeps_its_epochs(
     uninterrupted: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    failed = status == "failed"
     with monkeypatch.context() as patch:
         fail(patch, error, STEPS, row=GPIPE)
-        found = run(NAME, status=2 * (status == "failed"))
-    assert found[GPIPE].status == status and found[GPIPE].reason.startswith(reason)
-    assert (
-        found[GPIPE].samples["epoch"] == [1] and len(found["plain"].samples["epoch"]) == 2 * EPOCHS
-    )
-    assert any(run.folder.glob("checkpoints/*")) == (status == "failed"), (
-        "without memory, it would end so again"
-    )
-    assert learnt(run(NAME)) == learnt(uninterrupted), (
-        "the next run goes on, now that the cause is gone"
-    )
+        found = run(NAME, status=2 if failed else 0)
+
+    plain, gpipe = found["plain"], found[GPIPE]
+    assert gpipe.status == status
+    assert gpipe.reason.startswith(reason)
+    assert gpipe.samples["epoch"] == [1]
+    assert len(plain.samples["epoch"]) == 2 * EPOCHS
+    checkpoints = list(run.folder.glob("checkpoints/*"))
+    assert bool(checkpoints) == failed, "a row that is out of memory does not go on"
+    again = run(NAME)
+    assert learnt(again) == learnt(uninterrupted), "the cause of the failure is gone"
 
 
 def test_a_training_that_diverges_is_told(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AccuracyTraining, "step", lambda self, *batch: torch.tensor(float("nan")))
+    nan = torch.tensor(float("nan"))
+    monkeypatch.setattr(AccuracyTraining, "step", lambda self, *batch: nan)
     plain = run(NAME, status=2)["plain"]
-    assert (plain.status, plain.samples["epoch"]) == ("failed", [])
+    assert plain.status == "failed"
+    assert plain.samples["epoch"] == []
     assert "the loss is nan in epoch 1: the training has diverged" in plain.reason
 
 
 def test_the_learning_rate_follows_the_recipe_and_wrong_classes_are_counted() -> None:
-    """The state is saved to a file like a checkpoint. Random numbers drawn in between do not matter."""
-    recipe = replace(
-        ROW.recipe,
-        base_lr=0.1,
-        base_batch_size=4,
-        warmup_epochs=1,
-        lr_decay_epochs=(2,),
-        lr_decay=0.5,
-    )
-    first, second = (
-        AccuracyTraining(replace(ROW, recipe=recipe), CPU, seed, STEPS) for seed in (3, 99)
-    )
+    """The state is saved to a file like a checkpoint.
+
+    It does not matter that random numbers are drawn before it is loaded.
+    """
+    rate = {"base_lr": 0.1, "base_batch_size": 4, "warmup_epochs": 1}
+    recipe = replace(ROW.recipe, **rate, lr_decay_epochs=(2,), lr_decay=0.5)
+    row = replace(ROW, recipe=recipe)
+    first = AccuracyTraining(row, CPU, 3, STEPS)
+    second = AccuracyTraining(row, CPU, 99, STEPS)
     images, labels = torch.rand(16, 3, 32, 32), torch.arange(16) % 8
     rates = []
     for _ in range(6):
@@ -192,14 +222,17 @@ def test_the_learning_rate_follows_the_recipe_and_wrong_classes_are_counted() ->
     assert rates == pytest.approx([0.1, 0.25, 0.4, 0.4, 0.2, 0.2])
 
     random = torch.get_rng_state()
-    torch.save(first.state(), file := io.BytesIO())
+    file = io.BytesIO()
+    torch.save(first.state(), file)
     torch.rand(7)
-    second.load(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    file.seek(0)
+    second.load(torch.load(file, weights_only=True))
     assert torch.get_rng_state().equal(random)
+
     with torch.no_grad():
-        right = first.model.eval()(images).argmax(dim=1)
-    right[:4] = (right[:4] + 1) % 8
-    assert (
-        second.top1_error([(images[:7], right[:7]), (images[7:], right[7:])]) == 25
-        and second.model.training
-    )
+        scores = first.model.eval()(images)
+    classes = scores.argmax(dim=1)
+    classes[:4] = (classes[:4] + 1) % 8  # four of sixteen are wrong
+    batches = [(images[:7], classes[:7]), (images[7:], classes[7:])]
+    assert second.top1_error(batches) == 25
+    assert second.model.training

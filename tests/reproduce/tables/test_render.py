@@ -1,0 +1,104 @@
+"""How numbers are written, and what the command `render` writes into pages.
+
+A block of a page shows the tables of the newest finished run. Committed pages equal the pages that
+are made from their records.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from reproduce.machine.description import ROOT
+from reproduce.numbers.metrics import DISTURBED, Reading
+from reproduce.records.record import Record, save
+from reproduce.tables.layout import number, ratio, reading_text, span, with_quartiles
+from reproduce.tables.render import render, stale
+
+from ..made import ran, record
+
+PAGE = "before\n<!-- from records: amoebanet-speed -->\nold\n<!-- end -->\nafter\n"
+
+
+@pytest.mark.parametrize(
+    ("write", "value", "text"),
+    [
+        (number, 0.0, "0"),
+        (number, 2.5e-5, "2.50e-05"),
+        (number, 0.0042, "0.00420"),
+        (number, 999.7, "1,000"),
+        (number, Reading([1.0, 3.0, -0.5]), "1.00"),
+        (ratio, 0.0042, "0.00420"),
+        (ratio, 0.104, "0.10"),
+        (reading_text, Reading(3 * 2**20, "bytes"), "3 MiB"),
+        (reading_text, Reading(1024.0, "MiB"), "1.00 GiB"),
+        (with_quartiles, Reading([0.5]), "0.500"),
+        (span, [64, 8, 9], "8 to 64"),
+    ],
+)
+def test_how_numbers_are_written(
+    write: Callable[[object], object], value: object, text: object
+) -> None:
+    assert write(value) == text
+
+
+def test_what_is_committed_is_as_its_records_say() -> None:
+    files = render(ROOT)
+    assert stale(files) == []
+    folders = {path.parent.name for path in files}
+    assert folders >= {"measured", "predicted", "docs"}
+
+
+def run_of(name: str, started: str, rows: int = 2) -> Record:
+    results = ran("amoebanet-speed", "small", lambda row: [8.0])
+    made = record(*results[:rows], cpu=name, started=started)
+    return replace(made, name=name)
+
+
+# The newest run lacks a row.
+RUNS = [run_of("new", "2026-02"), run_of("few", "2026-05", rows=1)]
+
+
+def test_a_block_shows_the_newest_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
+    monkeypatch.setattr("reproduce.cli.records.ROOT", tmp_path)
+    page, docs, measured = tmp_path / "README.md", tmp_path / "docs", tmp_path / "results/measured"
+    docs.mkdir()
+    measured.mkdir(parents=True)
+    page.write_text(PAGE)
+    (docs / "page.md").write_text("no block\n")
+    assert "Nothing measured is committed yet." in render(tmp_path)[page]
+
+    for run in RUNS:
+        save(run, measured / f"{run.name}.json")
+    _, err = command("render", "--check", code=1)
+    written, _ = command("render")
+    checked, _ = command("render", "--check")
+
+    names = ["results/measured/few.md", "results/measured/new.md", "README.md"]
+    assert err.startswith(f"reproduce: stale: {', '.join(names)}; run")
+    assert written.splitlines() == names
+    assert checked == "3 files are as their records say\n"
+    text = page.read_text()
+    assert text.startswith("before\n<!-- from records: amoebanet-speed -->\n### AmoebaNet-D")
+    assert text.endswith("<!-- end -->\nafter\n")
+    assert "old\n" not in text
+    assert "machine: new, 2 cores" in text
+    assert "(results/measured/new.md)" in text
+
+    for run in RUNS:
+        busy = []
+        for result in run.results:
+            samples = {**result.samples, "others": [0.2]}
+            busy.append(replace(result, samples=samples))
+        save(replace(run, results=busy), measured / f"{run.name}.json")
+    page.write_text(PAGE.replace("amoebanet-speed", "amoebanet-speed/short"))
+    short = render(tmp_path)[page]
+    assert short.count(f"\n- {DISTURBED}") == 1, "the only note of a short block"
+
+    page.write_text(PAGE.replace("amoebanet-speed", "x/y"))
+    _, err = command("render", code=2)
+    assert "README.md: a block is from 'x/y'; name one of amoebanet-speed, " in err
