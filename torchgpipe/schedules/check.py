@@ -12,20 +12,20 @@ Needs = Mapping[Action, list[Action]]
 """What each action needs."""
 
 Room = Mapping[Action, Action]
-"""Which action makes room for another one's result."""
+"""By action: which other action has to start before there is room for the action's result."""
 
 
 def in_turn(lists: Lists, room: Room | None = None) -> list[Action]:
     """Return all actions in an order in which a single thread could do them.
 
     The order agrees with each device's list, and has every action behind the actions that it needs.
-    A recomputation is also behind the gradient that its backward needs. A result is used as soon as
-    possible: in GPipe, a micro-batch goes through all stages before the next micro-batch starts.
+    A recomputation is also behind the action that makes the gradient for its backward. A result is
+    used as soon as possible: in GPipe, a micro-batch goes through all stages before the next one.
 
     Args:
         lists: The actions of each device.
-        room: Maps an action to another action that has to start first, because only that one makes
-            room at a boundary for what the action makes.
+        room: Maps an action to another action that has to start before there is room, at a boundary
+            between devices, for the action's result.
 
     Raises:
         ValueError: If there is no such order. The message names a device that would wait for ever,
@@ -57,9 +57,9 @@ def in_turn(lists: Lists, room: Room | None = None) -> list[Action]:
 
 
 def _pairs(lists: Lists, needed: Needs, room: Room) -> list[tuple[Action, Action]]:
-    """Return pairs of an earlier and a later action; what `room` asks for is added to `needed`."""
+    """Return all pairs of an earlier and a later action, and add what `room` says to `needed`."""
     pairs: list[tuple[Action, Action]] = []
-    gradients: dict[Action, list[Action]] = {}  # by the recomputations that are behind them, too
+    gradients: dict[Action, list[Action]] = {}  # by recomputation: what makes its gradient
     for actions in lists:
         for action, following in pairwise(actions):
             pairs.append((action, following))
@@ -73,13 +73,8 @@ def _pairs(lists: Lists, needed: Needs, room: Room) -> list[tuple[Action, Action
     return pairs
 
 
-def _refuse_waiting(
-    lists: Lists,
-    needed: Needs,
-    done: set[Action],
-    room: Room,
-) -> None:
-    """Raise `ValueError` for the first action that waits for another one that is never done."""
+def _refuse_waiting(lists: Lists, needed: Needs, done: set[Action], room: Room) -> None:
+    """Raise `ValueError` for the first action that waits for an action that is never done."""
     for d, actions in enumerate(lists):
         for action in actions:
             if action in done:

@@ -110,11 +110,12 @@ class Schedule:
 
         Args:
             seconds: Returns how many seconds an action takes.
-            copies: The copies that take time, as a source stage, a target stage, and seconds. A
-                skip's target is a later stage than the next one. Other copies take no time.
+            copies: The copies that take time, each as a source stage, a target stage, and
+                seconds. A skip's target may be any later stage. Other copies take no time.
             buffered: How many items a boundary between stages on two devices holds in each
-                direction; `None` for no limit. An item leaves when the action that needs it
-                starts. A device whose item finds no room waits.
+                direction; `None` for no limit. An item is the activation or the gradient of one
+                micro-batch. It leaves when the action that needs it starts. A device whose item
+                finds no room waits.
             blocking: Whether a copy occupies both devices, and starts when both are free.
             ahead: Whether a recomputation may start before the gradient of its task is there.
             loss: The seconds of a loss between the last forward and all other actions, in a
@@ -148,6 +149,7 @@ class Schedule:
             arrived = arrivals[i]
             d = at[stage]
             if loss is not None and kind != "forward":
+                # All forwards are over. Every device waits for the loss on the last stage's device.
                 begin = max(free) if blocking else free[at[-1]]
                 free = [begin + loss] * len(free)
                 loss = None
