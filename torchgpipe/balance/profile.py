@@ -27,7 +27,7 @@ from torchgpipe.trace.layer import batched, flat
 T = TypeVar("T")
 
 RUNS_PER_COPY = 3
-"""How often a copy is timed before the timeout. With 1, copying might take most of it."""
+"""How often each copy is timed, so that copying does not take most of the timeout."""
 
 
 def profile_times(
@@ -38,7 +38,7 @@ def profile_times(
     Args:
         module: The layers.
         sample: An input of the first layer.
-        timeout: Seconds after which no further measurement starts, once each layer has been timed.
+        timeout: Seconds after which no further measurement starts, if each layer has been timed.
         device: Where the layers run.
     """
     seconds: list[list[float]] = [[] for _ in module]
@@ -53,8 +53,8 @@ def profile_times(
 
     with undisturbed(device):
         while True:
-            a_round = rehearse(module, sample, device, measure)
-            for measured, runs in zip(seconds, a_round, strict=True):
+            measurements = rehearse(module, sample, device, measure)
+            for measured, runs in zip(seconds, measurements, strict=True):
                 measured += runs
                 if perf_counter() >= deadline and all(seconds):
                     return list(map(median, seconds))
@@ -78,8 +78,9 @@ def profile_sizes(
     """
 
     def measure(rehearsal: Rehearsal) -> float:
+        kept = _kept_bytes(rehearsal)
         parameters = sum(x.nbytes for x in rehearsal.layer.parameters())
-        return _kept_bytes(rehearsal) + param_scale * parameters
+        return kept + param_scale * parameters
 
     micro_batches = scatter(input, chunks, batched(module))
     with undisturbed(device):
