@@ -1,7 +1,7 @@
 """A schedule: which device has each stage, and what each device does, in order."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, starmap
@@ -14,7 +14,7 @@ from torchgpipe.schedules.check import Lists, check, in_turn
 from torchgpipe.schedules.replay import Copies, Event, Seconds, Timeline, units
 from torchgpipe.schedules.texts import drawn, read, written
 
-Targets = Mapping[int, list[tuple[int, int, float]]]
+Targets = defaultdict[int, list[tuple[int, int, float]]]
 """By stage: the stages that it sends to, their devices, and the seconds of a copy to each."""
 
 
@@ -128,7 +128,7 @@ class Schedule:
         room = {} if buffered is None else self._room(buffered)
         order = self._order if buffered is None else in_turn(self.lists, room)
         later, earlier = self._targets(copies)
-        nowhere: Targets = {}
+        nowhere: Targets = defaultdict(list)
         # When inputs of forwards, and gradients for backwards, arrive: by micro-batch and stage.
         activations = [[0.0] * len(at) for _ in range(self.micro_batches)]
         gradients = [[0.0] * len(at) for _ in range(self.micro_batches)]
@@ -163,7 +163,7 @@ class Schedule:
                 starts[action] = start
                 if action in room:
                     free[d] = end = max(end, starts[room[action]])
-            for target, device, delay in targets.get(stage, ()):
+            for target, device, delay in targets[stage]:
                 arrival = end + delay
                 if blocking and delay:
                     arrival = max(free[d], free[device]) + delay
@@ -175,8 +175,8 @@ class Schedule:
     def _targets(self, copies: Copies) -> tuple[Targets, Targets]:
         """Return where stages send their outputs, and where they send gradients of their inputs."""
         at = self.placement
-        later = defaultdict(list)
-        earlier = defaultdict(list)
+        later: Targets = defaultdict(list)
+        earlier: Targets = defaultdict(list)
         given = list(copies)
         taken = {(source, target) for source, target, _ in given}
         neighbours = pairwise(range(len(at)))

@@ -3,8 +3,8 @@
 Also compare what the module computes for a sample with what it computes for halves of it.
 """
 
-from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from torchgpipe.trace.layer import Layers
 from torchgpipe.trace.parts import tensors_in
 from torchgpipe.trace.refuse import Untraceable
 from torchgpipe.trace.restore import as_it_was
-from torchgpipe.trace.signature import Signature
-
-Tensors = Sequence[Tensor]
+from torchgpipe.trace.signature import Signature, Tensors
 
 Ran = tuple[list[Tensor], dict[str, Tensor]]
 """What a run gave: outputs and buffers, and gradients by name."""
@@ -103,7 +101,7 @@ def _gradients(outputs: Tensors, wanted: dict[str, Tensor]) -> dict[str, Tensor]
             weight = torch.linspace(1, 2, y.numel(), device=y.device)
             ends.append(y)
             weights.append(weight.to(y.dtype).view(y.shape))
-    found: Sequence[Tensor | None] = [None] * len(wanted)
+    found: Any = [None] * len(wanted)
     # Some functions have no derivative, but can be evaluated all the same.
     with suppress(RuntimeError):
         if ends and wanted:

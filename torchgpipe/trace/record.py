@@ -23,7 +23,7 @@ from torchgpipe.trace.parts import Slots, tensors_in
 from torchgpipe.trace.recorder import Recorder
 from torchgpipe.trace.refuse import Untraceable, where
 from torchgpipe.trace.restore import as_it_was
-from torchgpipe.trace.signature import Signature
+from torchgpipe.trace.signature import Signature, Tensors
 from torchgpipe.trace.watch import watched
 from torchgpipe.trace.whole import HOOKS, stays_whole
 
@@ -34,7 +34,7 @@ State = tuple[bool, torch.dtype | None]
 def record(
     recorder: Recorder,
     signature: Signature,
-    inputs: Sequence[Tensor],
+    inputs: Tensors,
     size: int,
     device: torch.device | None = None,
 ) -> Recording:
@@ -108,7 +108,7 @@ class Sizes:
         self,
         module: Module,
         signature: Signature,
-        inputs: Sequence[Tensor],
+        inputs: Tensors,
         whole: Container[Module],
         recordings: Sequence[Recording],
     ) -> None:
@@ -131,8 +131,8 @@ class Sizes:
             for hooks in HOOKS:
                 if hooks in attributes:
                     memo[id(attributes[hooks])] = type(attributes[hooks])()
-            # Recording changes tensors that submodules hold beside parameters and buffers, if the
-            # forward does.
+            # A recording changes the contents of tensors that are neither parameters nor buffers,
+            # if the forward does. So the copy of the module has copies of them.
             for x in tensors_in([*attributes.values()]):
                 if id(x) not in own:
                     copied = x.detach().clone()
@@ -146,7 +146,7 @@ class Sizes:
                 f"sizes ({type(error).__name__}: {error}); make copy.deepcopy work on it"
             ) from None
 
-    def __call__(self, tensors: Sequence[Tensor], training: bool) -> None:
+    def __call__(self, tensors: Tensors, training: bool) -> None:
         """Check that the layers are right for the batch size of these inputs, in this mode.
 
         Args:
@@ -161,14 +161,15 @@ class Sizes:
         state = (training, _autocast(tensors[0]))
         known = (size, *state)
         if known not in self._known and not tensors[0].is_meta:
-            with ThreadPoolExecutor(1) as thread:  # which modes of the present thread do not reach
+            # Modes of this thread, such as a recorder's, do not reach another thread.
+            with ThreadPoolExecutor(1) as thread:
                 thread.submit(self._check, tensors, size, state).result()
             self._known.add(known)
 
     def __deepcopy__(self, memo: object) -> "Sizes":
         return self
 
-    def _check(self, tensors: Sequence[Tensor], size: int, state: State) -> None:
+    def _check(self, tensors: Tensors, size: int, state: State) -> None:
         training, cast = state
         notes: Notes = {}
         module, device = self._module, tensors[0].device

@@ -21,7 +21,7 @@ from torchgpipe.trace.parts import within
 from torchgpipe.trace.record import Sizes, record
 from torchgpipe.trace.recorder import Recorder
 from torchgpipe.trace.refuse import Untraceable, refused
-from torchgpipe.trace.signature import Signature, arguments
+from torchgpipe.trace.signature import Signature, Tensors, arguments
 from torchgpipe.trace.whole import hooks_of
 
 Whole = nn.Module | type[nn.Module]
@@ -128,7 +128,7 @@ def _kept(module: Module, whole: Iterable[Whole]) -> set[Module]:
 
 
 def _choices(
-    signature: Signature, inputs: Sequence[Tensor], shared: Iterable[str] | None
+    signature: Signature, inputs: Tensors, shared: Iterable[str] | None
 ) -> Iterator[Iterable[Batched]]:
     """Yield guesses which of the tensors have a batch dimension.
 
@@ -157,9 +157,7 @@ def _subsets(members: Sequence[int], n: int) -> Iterator[Batched]:
             yield tuple([k in chosen for k in range(n)])
 
 
-def _layers(
-    module: Module, signature: Signature, inputs: Sequence[Tensor], whole: set[Module]
-) -> Layers:
+def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Module]) -> Layers:
     """Record a module and cut it into layers."""
     recordings = _recordings(module, signature, inputs, whole)
     recording = recordings[0]
@@ -182,7 +180,7 @@ def _layers(
 
 
 def _recordings(
-    module: Module, signature: Signature, inputs: Sequence[Tensor], whole: set[Module]
+    module: Module, signature: Signature, inputs: Tensors, whole: set[Module]
 ) -> list[Recording]:
     """Record a module for several batch sizes.
 

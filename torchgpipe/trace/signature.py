@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Collection, Sequence
+from inspect import BoundArguments, Parameter
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.generalise import same
 from torchgpipe.trace.parts import Slots
 
+Tensors = Sequence[Tensor]
 ByName = dict[str, Any]
 Arguments = tuple[tuple[Any, ...], ByName]
 """Arguments by place, and arguments by name."""
@@ -29,11 +31,12 @@ class Signature:
 
     def __init__(self, module: nn.Module, sample: Any) -> None:
         found = inspect.signature(module.forward)
-        bare = [p.replace(annotation=inspect.Parameter.empty) for p in found.parameters.values()]
+        parameters = found.parameters.values()
+        bare = [parameter.replace(annotation=Parameter.empty) for parameter in parameters]
         self._parameters = inspect.Signature(bare)
         self._rest: str | None = None  # the name of the parameter `**kwargs`
         for parameter in bare:
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            if parameter.kind is Parameter.VAR_KEYWORD:
                 self._rest = parameter.name
         slots = Slots()
         self._given: ByName = {}
@@ -49,7 +52,7 @@ class Signature:
         self._slots = slots.again()
         self.batched = (True,) * len(self.names)
 
-    def call(self, module: nn.Module, tensors: Sequence[Tensor]) -> Any:
+    def call(self, module: nn.Module, tensors: Tensors) -> Any:
         """Call the module as with the sample, with these tensors in place of the sample's."""
         found = self._slots.put_back(self._given, tensors)
         bound = self._parameters.bind_partial()
@@ -123,7 +126,7 @@ class Signature:
         tensors = [flat[i] for i in self._order]
         return self._result_slots.put_back(self._result, tensors)
 
-    def _bound(self, args: Sequence[Any], kwargs: ByName) -> inspect.BoundArguments:
+    def _bound(self, args: Sequence[Any], kwargs: ByName) -> BoundArguments:
         bound = self._parameters.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound
