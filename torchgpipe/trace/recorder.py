@@ -46,8 +46,8 @@ class Recorder(TorchFunctionMode):
     """A mode that keeps the calls of a module's forward.
 
     It keeps a call of each function of PyTorch, and of each submodule that stays whole. As a mode
-    it sees the functions, and `watched` tells it of the modules. What a recorded call does inside
-    is not recorded.
+    it sees the functions, and `watched` tells it of the modules. Calls within a recorded call are
+    not recorded.
 
     Args:
         root: The module.
@@ -58,7 +58,7 @@ class Recorder(TorchFunctionMode):
         fake: The mode in which the module's tensors are fake.
         calls: The recorded calls.
         shapes: The shapes of the inputs, and of the tensors that calls made, by number.
-        extra: The tensors that the module holds, and has not registered, by new names.
+        extra: The tensors that the module uses and has not registered, under new names.
     """
 
     def __init__(self, root: Module, whole: Container[Module], notes: Notes) -> None:
@@ -92,7 +92,7 @@ class Recorder(TorchFunctionMode):
         # them there.
         self._opened = [root]
         self._thread = threading.get_ident()
-        # The random states as recorded code has to leave them; `None` if other threads may draw.
+        # The random states, which recorded code must not change; `None` if other threads may.
         self._random: tuple[Any, ...] | None = random_states()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,7 +105,9 @@ class Recorder(TorchFunctionMode):
         return self.call(func, func, args, kwargs)
 
     def call_module(self, module: Module, run: Run, args: Any, kwargs: Any) -> Any:
-        """Call a module; record the call if the module stays whole, or else what its forward calls.
+        """Call a module, and record the call itself if the module stays whole.
+
+        Otherwise, the calls of its forward are recorded.
 
         Args:
             module: The module.
