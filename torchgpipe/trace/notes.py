@@ -11,8 +11,8 @@ from torchgpipe.trace.refuse import Where, refused
 Notes = dict[Module, tuple[str, Where]]
 """By module: what its forward uses that a recording cannot repeat, and the line that uses it."""
 
-# What a tensor is asked for that may be different when the layers run, and what has effects besides
-# its result. Of attributes, a recorder sees these methods.
+# Functions whose result may be different when the layers run, and functions with other effects than
+# their result. A recorder sees the use of an attribute as a call of its `__get__` or `__set__`.
 NOTED: dict[Any, str] = {
     torch.autograd.grad: "torch.autograd.grad",
     torch.autograd.backward: "torch.autograd.backward",

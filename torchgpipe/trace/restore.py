@@ -1,4 +1,4 @@
-"""Leave a module as it was before it runs."""
+"""Restore a module and random states after the module has run."""
 
 import copy
 import random
@@ -19,8 +19,8 @@ from torchgpipe.trace.parts import tensors_in
 def as_it_was(root: Module) -> Iterator[None]:
     """At the end of the context, restore a module and all random states.
 
-    The attributes of all submodules are restored, and the contents of these attributes, but not the
-    contents of parameters.
+    The attributes of all submodules and their contents are restored, except for the contents of
+    parameters.
     """
     with _same_attributes(root), _same_contents(root), _same_random_states(root):
         yield

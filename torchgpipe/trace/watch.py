@@ -26,8 +26,8 @@ def watched(recorder: Recorder) -> Iterator[None]:
 
     It does not see calls of modules and of custom autograd functions, buffers that are replaced,
     and reads of the mode. So methods of `nn.Module` and others are replaced within the context, in
-    the whole process. Then the recorder is also told of what other threads do. It passes that on,
-    and records nothing of it (`Recorder.passes`).
+    the whole process. Then calls of other threads reach the recorder, too. It passes them on and
+    does not record them (`Recorder.passes`).
     """
     replacements = [
         *_module_calls(recorder),
@@ -86,7 +86,7 @@ def _module_attributes(recorder: Recorder) -> list[Replacement]:
 
 
 def _noted_functions(recorder: Recorder) -> list[Replacement]:
-    """Replace functions whose use is noted, such as those that ask for modes or draw numbers."""
+    """Replace functions whose use is noted, such as those that ask for a mode or draw numbers."""
 
     def noted(owner: Any, name: str, what: str) -> Replacement:
         run = getattr(owner, name)

@@ -1,4 +1,4 @@
-"""Which submodules stay whole: a recording has the call of one, and not what its forward calls."""
+"""Submodules that stay whole: a recording has their calls, and not the calls of their forwards."""
 
 from collections.abc import Container
 
@@ -21,7 +21,7 @@ _OPENED = (
 
 
 def stays_whole(module: Module, whole: Container[Module]) -> bool:
-    """Return whether a submodule stays whole, as all modules in `whole` do."""
+    """Return whether a submodule stays whole. All submodules in `whole` do."""
     own = type(module).__module__.startswith("torch.") and not isinstance(module, _OPENED)
     childless = all(child is None for child in module._modules.values())
     return module in whole or own or hooks_of(module) or is_compiled(module) or childless
