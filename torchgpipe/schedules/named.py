@@ -99,7 +99,7 @@ def fill(lists: Lists, most: int) -> Lists:
     """
     among = set(chain.from_iterable(lists))
     change = {"forward": 1, "backward_weights": -1}
-    left = list(map(deque, lists))
+    left: list[deque[Action]] = list(map(deque, lists))
     weights: list[deque[Action]] = [deque() for _ in lists]
     kept = [0] * len(lists)
     filled: list[list[Action]] = [[] for _ in lists]

@@ -28,7 +28,7 @@ from torchgpipe.trace.signature import Signature, arguments
 Step, Batch = Call, BatchSize
 
 
-class Layer(nn.Module):
+class Layer(Module):
     """A module that makes some of the calls of a traced module.
 
     Args:
@@ -274,7 +274,7 @@ def _out_of_layers(module: Module, incompatible: Any) -> None:
                 names[:] = [name.replace(f"{key}.", "", 1) for name in names]
 
 
-class _Around(nn.Module):
+class _Around(Module):
     """An empty module, in the place of a module around one that a layer holds."""
 
 
