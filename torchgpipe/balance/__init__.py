@@ -4,8 +4,9 @@
     balance = balance_by_size(4, model, mini_batch)   # even bytes
     model = GPipe(model, balance, chunks=8)
 
-Both profile the layers one by one on copies, and then minimise the heaviest partition exactly. The module is
-left as it was: mode, gradients, buffers (statistics of batch normalization too) and random state.
+Both functions profile the layers one by one, on copies, and then find the balance whose heaviest
+partition is as light as possible. The module's mode, gradients and buffers (also the statistics of
+batch norms) and the random state are left as they were.
 """
 
 import torch
@@ -30,22 +31,24 @@ def balance_by_time(
 ) -> list[int]:
     """Balance by the time that forward and backward of every layer take on a sample.
 
-    The layers are timed in turn, each after a warm-up, over and over until the timeout (every layer at least
-    once); a layer's cost is the median.
+    The layers are timed in turn, in rounds, until the timeout, but each layer at least once. Each
+    copy of a layer runs once before it is timed. A layer's cost is the median of its times.
 
     Args:
-        partitions: number of partitions, from 1 to the number of layers.
-        module: the sequence to balance, on any device; one layer at a time is copied to `device`.
-        sample: an input of the size of a micro-batch, a tensor or a tuple of tensors, on any device.
-        timeout: seconds after which no further measurement starts.
-        device: where the layers are timed; by default "cuda" where there is one, otherwise "cpu".
+        partitions: How many partitions to make, from 1 to the number of layers.
+        module: The sequence to balance, on any device. One layer at a time is copied to `device`.
+        sample: An input with as many samples as a micro-batch, on any device: a tensor, or a tuple
+            of tensors.
+        timeout: Seconds after which no further measurement starts.
+        device: The device on which the layers are timed. The default is "cuda" if it is available,
+            and "cpu" otherwise.
 
     Returns:
         The number of layers of each partition, as `GPipe` takes it.
 
     Raises:
-        TypeError: a wrong type, skips that do not match, or a layer that cannot be copied.
-        ValueError: a number out of range, or the device "meta", on which nothing takes time.
+        TypeError: If an argument has a wrong type, skips do not match, or a layer cannot be copied.
+        ValueError: If a number is out of range, or the device is "meta", where nothing takes time.
     """
     sample, place = _check(partitions, module, sample, device)
     if not timeout >= 0:
@@ -54,10 +57,11 @@ def balance_by_time(
         raise ValueError(
             "nothing takes time on device 'meta': name one that computes, or use balance_by_size"
         )
-    return minimise_heaviest(profile_times(module, sample, timeout, place), partitions)
+    seconds = profile_times(module, sample, timeout, place)
+    return minimise_heaviest(seconds, partitions)
 
 
-def balance_by_size(
+def balance_by_size(  # noqa: PLR0913
     partitions: int,
     module: nn.Sequential,
     input: TensorOrTensors,
@@ -70,31 +74,40 @@ def balance_by_size(
 
         size = bytes for one micro-batch + param_scale * bytes of parameters
 
-    The bytes for one micro-batch are counted: the storages that the layer's forward made and that backward or a later
-    layer needs, each once; sparse tensors are not among them.
+    The bytes for one micro-batch are those of the storages that the layer's forward makes, and that
+    its backward or a later layer needs. Each storage counts once. Sparse tensors do not count.
 
     Args:
-        partitions, module: as for `balance_by_time`.
-        input: a mini-batch, a tensor or a tuple of tensors, on any device.
-        chunks: number of micro-batches that the mini-batch will be split into.
-        param_scale: bytes held per byte of parameters. Parameters and gradients alone make 2; add the
-            optimizer's state: 2 for SGD, 3 with momentum, 4 for Adam; and 1 more where a copy is kept.
-        device: as for `balance_by_time`; "meta" works out the sizes without computing.
+        partitions: How many partitions to make, from 1 to the number of layers.
+        module: The sequence to balance, on any device. One layer at a time is copied to `device`.
+        input: A mini-batch, on any device: a tensor, or a tuple of tensors.
+        chunks: How many micro-batches the mini-batch will be split into.
+        param_scale: How many bytes are held for each byte of parameters. Parameters and gradients
+            make 2. Add the optimizer's state: 0 for SGD, 1 for SGD with momentum, 2 for Adam. Add 1
+            if a copy of the parameters is kept.
+        device: The device on which the layers run, as for `balance_by_time`. On "meta" the sizes
+            are found without computing.
 
-    Returns, and raises, what `balance_by_time` does; and `ValueError` for tensors that disagree on the batch size.
+    Returns:
+        The number of layers of each partition, as `GPipe` takes it.
+
+    Raises:
+        TypeError: If an argument has a wrong type, skips do not match, or a layer cannot be copied.
+        ValueError: If a number is out of range, or tensors of the input differ in batch size.
     """
     input, place = _check(partitions, module, input, device)
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks must be a positive int, got {chunks!r}")
     if not 0 <= param_scale < float("inf"):
         raise ValueError(f"param_scale must be a finite number, 0 or more, got {param_scale!r}")
-    return minimise_heaviest(profile_sizes(module, input, chunks, param_scale, place), partitions)
+    sizes = profile_sizes(module, input, chunks, param_scale, place)
+    return minimise_heaviest(sizes, partitions)
 
 
 def _check(
     partitions: int, module: nn.Sequential, sample: TensorOrTensors, device: Device | None
 ) -> tuple[TensorOrTensors, torch.device]:
-    """Refuse what cannot be balanced, before the time is spent; return the tensors and the device to profile on."""
+    """Check the arguments before time is spent; return the sample's tensors and the device."""
     sample = checked_sample(module, sample, "balanced")
     check_partitions(partitions, len(module))
     if device is None:

@@ -1,7 +1,8 @@
-"""Split a row of costs into consecutive partitions, the heaviest as light as it can be.
+"""Split a row of costs into consecutive partitions, so that the heaviest is as light as possible.
 
-The answer is exact: costs become integers first (every finite float is a fraction), so that the least bound can be
-bisected to the last unit. Whether a bound holds shows by filling partitions greedily, each with a binary search in the
+The answer is exact. Costs become integers first, since every finite float is a fraction. Then the
+least bound for the heaviest partition is found by bisection, down to the last unit. A bound is
+possible if partitions that are filled greedily reach the end, each with a binary search in the
 prefix sums (Pinar and Aykanat, "Fast optimal load balancing algorithms for 1D partitioning", 2004).
 """
 
@@ -13,61 +14,70 @@ from math import lcm
 
 
 def minimise_heaviest(costs: Iterable[float | Fraction], partitions: int) -> list[int]:
-    """Return how many consecutive layers each partition takes, none empty, the heaviest as light as possible.
+    """Return how many layers each partition takes, so that the heaviest is as light as possible.
 
-    Between balances with the same heaviest partition, one is taken whose other partitions are about even;
-    layers that cost nothing are shared out by number.
+    A partition consists of consecutive layers, at least one. If several balances have the same
+    heaviest partition, the returned one has other partitions of about equal cost. Layers without a
+    cost are shared out by number.
 
     Args:
-        costs: one non-negative finite number per layer, in any unit (int, float or Fraction).
-        partitions: number of partitions, from 1 to the number of layers.
+        costs: One non-negative finite number per layer, in any unit (int, float or Fraction).
+        partitions: How many partitions to make, from 1 to the number of layers.
 
     Raises:
-        TypeError: ``partitions`` is not an int.
-        ValueError: ``partitions`` is out of range, or a cost is negative, infinite or NaN.
+        TypeError: If `partitions` is not an int.
+        ValueError: If `partitions` is out of range, or a cost is negative, infinite or NaN.
     """
     weights = _integers(list(costs))
     check_partitions(partitions, len(weights))
     prefix = list(accumulate(weights, initial=0))
-    starts = _place(prefix, partitions, _least_bound(prefix, max(weights), partitions))
+    bound = _least_bound(prefix, max(weights), partitions)
+    starts = _place(prefix, partitions, bound)
     _even_out(prefix, starts)
     return [stop - start for start, stop in pairwise(starts)]
 
 
 def check_partitions(partitions: int, layers: int) -> None:
-    """Refuse a number of partitions that this number of layers cannot fill."""
+    """Refuse a number of partitions that so many layers cannot fill."""
     if not isinstance(partitions, int) or isinstance(partitions, bool):
         raise TypeError(f"partitions must be an int, got {partitions!r}")
     if partitions < 1:
         raise ValueError(f"partitions must be at least 1, got {partitions}")
     if partitions > layers:
         raise ValueError(
-            f"cannot fill {partitions} partitions with {layers} layer(s): every partition needs one, "
-            f"so ask for at most {layers}"
+            f"cannot fill {partitions} partitions with {layers} layer(s): "
+            f"every partition needs one, so ask for at most {layers}"
         )
 
 
 def _integers(costs: Sequence[float | Fraction]) -> list[int]:
     """Scale the costs to even integers, so that sums and halves of sums are exact."""
-    ratios = []
+    numerators: list[int] = []
+    denominators: list[int] = []
     for layer, cost in enumerate(costs):
         # `not (0 <= cost < inf)` is also true of NaN.
         if not (0 <= cost < float("inf")):
             raise ValueError(
                 f"costs must be finite and not negative, got {cost!r} for layer {layer}"
             )
-        ratios.append(cost.as_integer_ratio())
-    scale = 2 * lcm(*{denominator for _, denominator in ratios})
-    return [numerator * (scale // denominator) for numerator, denominator in ratios]
+        numerator, denominator = cost.as_integer_ratio()
+        numerators.append(numerator)
+        denominators.append(denominator)
+    common = 2 * lcm(*set(denominators))
+    ratios = zip(numerators, denominators, strict=True)
+    return [numerator * (common // denominator) for numerator, denominator in ratios]
 
 
 def _least_bound(prefix: Sequence[int], heaviest_layer: int, partitions: int) -> int:
     """Return the cost of the heaviest partition in the best balance."""
-    low = max(heaviest_layer, -(-prefix[-1] // partitions))
-    high = prefix[-1]
+    total = prefix[-1]
+    mean = -(-total // partitions)  # rounded up
+    low = max(heaviest_layer, mean)
+    high = total
     while low < high:
         bound = (low + high) // 2
-        if _earliest_starts(prefix, partitions, bound)[-1] == 0:
+        earliest = _earliest_starts(prefix, partitions, bound)
+        if earliest[-1] == 0:
             high = bound
         else:
             low = bound + 1
@@ -75,46 +85,58 @@ def _least_bound(prefix: Sequence[int], heaviest_layer: int, partitions: int) ->
 
 
 def _place(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
-    """Return where partitions start, at even shares of what is left, none empty or above the bound; and the end."""
+    """Return where partitions start, and the number of layers as the end.
+
+    Each partition takes about an even share of what is left, and costs no more than the bound.
+    """
     layers = len(prefix) - 1
     earliest = _earliest_starts(prefix, partitions, bound)
     starts = [0]
     for left in range(partitions - 1, 0, -1):
         start = starts[-1]
+        before = prefix[start]
         first = max(start + 1, earliest[left])
-        last = min(layers - left, bisect_right(prefix, prefix[start] + bound, start) - 1)
-        share = prefix[start] + (prefix[-1] - prefix[start]) // (left + 1)
-        starts.append(_cut(prefix, first, last, share, start + (layers - start) // (left + 1)))
+        fullest = bisect_right(prefix, before + bound, start) - 1
+        last = min(layers - left, fullest)
+        share = before + (prefix[-1] - before) // (left + 1)
+        count = start + (layers - start) // (left + 1)
+        starts.append(_cut(prefix, first, last, share, count))
     return [*starts, layers]
 
 
 def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
-    """Move every cut to the middle between its neighbours, which never makes the heavier side heavier.
+    """Move every cut to the middle between its neighbours.
 
-    Cuts placed by shares are nearly there, unless a layer heavier than its share pulled them.
+    That never makes the heavier side heavier. A cut is nearly in the middle before, unless a layer
+    that is heavier than a share pulled it away.
     """
     for _ in starts:
         before = list(starts)
         for cut in range(1, len(starts) - 1):
             start, stop = starts[cut - 1], starts[cut + 1]
             middle = (prefix[start] + prefix[stop]) // 2
-            starts[cut] = _cut(prefix, start + 1, stop - 1, middle, (start + stop) // 2)
+            count = (start + stop) // 2
+            starts[cut] = _cut(prefix, start + 1, stop - 1, middle, count)
         if starts == before:
             return
 
 
 def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -> int:
-    """Return the cut, from first to last, that is nearest to the share; of equal ones, the nearest to the count."""
-    # Layers without cost make several cuts of one cost.
-    return min(
-        range(first, last + 1),
-        key=lambda cut: (abs(prefix[cut] - share), prefix[cut], abs(cut - count)),
-    )
+    """Return the cut from `first` to `last` whose prefix sum is nearest to the share.
+
+    Layers without a cost make several such cuts. Then the cut nearest to the count is returned.
+    """
+
+    def distance(cut: int) -> tuple[int, int, int]:
+        return abs(prefix[cut] - share), prefix[cut], abs(cut - count)
+
+    return min(range(first, last + 1), key=distance)
 
 
 def _earliest_starts(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
-    """Return, for every k, the first layer from which k partitions under the bound reach the end."""
+    """Return by k the first layer from which k partitions under the bound reach the end."""
     earliest = [len(prefix) - 1]
     for _ in range(partitions):
-        earliest.append(bisect_left(prefix, prefix[earliest[-1]] - bound, 0, earliest[-1]))
+        end = earliest[-1]
+        earliest.append(bisect_left(prefix, prefix[end] - bound, 0, end))
     return earliest

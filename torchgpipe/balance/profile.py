@@ -1,8 +1,9 @@
 """Profile a sequence layer by layer: seconds of forward and backward, or bytes for a micro-batch.
 
-Every layer runs on what the layers before it put out, skips included, cut off from their graph. An input requires grad
-if it would in training, so that a frozen layer costs no backward. A layer runs as a copy, one at a time, so that the
-module stays untouched and need not fit the device.
+Every layer runs on the outputs and skips of the layers before it, which are cut off from their
+autograd graph. An input requires grad if it would in training, so that a frozen layer costs no
+backward. Layers run one at a time, as copies. So the module stays untouched, and the device need
+not have room for all of it.
 """
 
 import copy
@@ -26,13 +27,20 @@ from torchgpipe.trace.layer import batched, flat
 T = TypeVar("T")
 
 RUNS_PER_COPY = 3
-"""Timed runs of a copy, so that copying does not take most of the timeout; fewer once that has passed."""
+"""How often each copy is timed, so that copying does not take most of the timeout."""
 
 
 def profile_times(
     module: nn.Sequential, sample: TensorOrTensors, timeout: float, device: torch.device
 ) -> list[float]:
-    """Return the median seconds of every layer's forward plus backward, from rounds over all layers."""
+    """Return the median seconds of every layer's forward and backward together.
+
+    Args:
+        module: The layers.
+        sample: An input of the first layer.
+        timeout: Seconds after which no further measurement starts, if each layer has been timed.
+        device: Where the layers run.
+    """
     seconds: list[list[float]] = [[] for _ in module]
     deadline = perf_counter() + timeout
 
@@ -45,12 +53,11 @@ def profile_times(
 
     with undisturbed(device):
         while True:
-            for measured, runs in zip(
-                seconds, rehearse(module, sample, device, measure), strict=True
-            ):
+            measurements = rehearse(module, sample, device, measure)
+            for measured, runs in zip(seconds, measurements, strict=True):
                 measured += runs
                 if perf_counter() >= deadline and all(seconds):
-                    return [median(measured) for measured in seconds]
+                    return list(map(median, seconds))
 
 
 def profile_sizes(
@@ -60,22 +67,38 @@ def profile_sizes(
     param_scale: float,
     device: torch.device,
 ) -> list[float]:
-    """Return every layer's bytes for one micro-batch plus `param_scale` times the bytes of its parameters."""
+    """Return every layer's bytes: for one micro-batch, and `param_scale` times its parameters.
+
+    Args:
+        module: The layers.
+        input: A mini-batch.
+        chunks: How many micro-batches the mini-batch is split into.
+        param_scale: How many bytes are held for each byte of parameters.
+        device: Where the layers run.
+    """
 
     def measure(rehearsal: Rehearsal) -> float:
-        return _kept_bytes(rehearsal) + param_scale * sum(
-            x.nbytes for x in rehearsal.layer.parameters()
-        )
+        kept = _kept_bytes(rehearsal)
+        parameters = sum(x.nbytes for x in rehearsal.layer.parameters())
+        return kept + param_scale * parameters
 
+    micro_batches = scatter(input, chunks, batched(module))
     with undisturbed(device):
-        return list(rehearse(module, scatter(input, chunks, batched(module))[0], device, measure))
+        return list(rehearse(module, micro_batches[0], device, measure))
 
 
 @dataclass(eq=False)
 class Rehearsal:
-    """Layer number `index` and what enters it. A copy of the layer runs; `make` makes it when it is first needed.
+    """A layer to be profiled: what enters it, a copy of it that runs, and what the last run made.
 
-    Runs get copies of `value` and `skips`. The last one has put out `output`, and stashed `scope`.
+    Attributes:
+        original: The layer, of which only a copy runs.
+        value: The layer's input. Every run gets a copy of it.
+        skips: The skips that the layer pops. Every run gets copies of them.
+        make: Makes the copy of the layer, when it is first needed.
+        index: The number of the layer.
+        output: The output of the last run.
+        scope: The skips that the last run stashed.
     """
 
     original: nn.Module
@@ -88,13 +111,15 @@ class Rehearsal:
 
     @functools.cached_property
     def layer(self) -> nn.Module:
-        """The copy."""
+        """The copy of the layer that runs."""
         return self.make()
 
     def prepare(self) -> TensorOrTensors:
-        """Forget the last run, and return the input for the next."""
+        """Forget the last run, and return the input for the next run."""
         self.output = ()
-        self.scope = {key: None if x is None else _fresh(x) for key, x in self.skips.items()}
+        self.scope = {}
+        for key, x in self.skips.items():
+            self.scope[key] = None if x is None else _fresh(x)
         return mapped(_fresh, self.value)
 
     def forward(self, value: TensorOrTensors) -> None:
@@ -103,12 +128,13 @@ class Rehearsal:
             self.output = self.layer(value)
 
     def saved(self, value: TensorOrTensors) -> dict[int, torch.UntypedStorage]:
-        """Run the layer as `forward` does; return the storages that its graph keeps, by their ids."""
+        """Run the layer as `forward` does; return the storages that its graph keeps, by id."""
         kept: dict[int, torch.UntypedStorage] = {}
 
         def keep(x: Tensor) -> Tensor:
             if x.layout is torch.strided:
-                kept[id(x.untyped_storage())] = x.untyped_storage()
+                storage = x.untyped_storage()
+                kept[id(storage)] = storage
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
@@ -116,17 +142,21 @@ class Rehearsal:
         return kept
 
     def results(self) -> list[Tensor]:
-        """Return the tensors that the last run put out or stashed."""
-        return [*tensors_of(self.output), *(x for x in self.scope.values() if x is not None)]
+        """Return the tensors that the last run returned or stashed."""
+        stashed = [x for x in self.scope.values() if x is not None]
+        return [*tensors_of(self.output), *stashed]
 
 
 def checked_sample(module: nn.Sequential, sample: TensorOrTensors, done: str) -> TensorOrTensors:
-    """Return the tensors of a sample for `module`; refuse layers or a sample that cannot be profiled.
+    """Return the tensors of a sample for `module`; refuse what cannot be profiled.
 
-    `done` is what is to be done with the layers, for the message: "balanced".
+    Args:
+        module: The layers.
+        sample: An input, with the structure that the layers take.
+        done: What is to be done with the layers, for a message: "balanced".
 
     Raises:
-        TypeError: a wrong type, or skips that do not match.
+        TypeError: If an argument has a wrong type, or skips do not match.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"only an nn.Sequential can be {done}, got {type(module).__name__}")
@@ -142,7 +172,15 @@ def rehearse(
     device: torch.device,
     measure: Callable[[Rehearsal], T],
 ) -> Iterator[T]:
-    """Measure the layers in turn; `measure` runs a layer once or more, and its last run feeds the next."""
+    """Measure the layers in turn, and yield each measurement.
+
+    Args:
+        module: The layers.
+        sample: An input of the first layer.
+        device: Where the layers run.
+        measure: Runs a layer once or more, and returns the measurement. The output of the last run
+            is the input of the next layer.
+    """
 
     def cut_off(x: Tensor) -> Tensor:
         return x.detach().to(device).requires_grad_(x.requires_grad)
@@ -150,33 +188,42 @@ def rehearse(
     value = mapped(cut_off, sample)
     waiting: Scope = {}
     for index, layer in enumerate(module):
-        skips = {key: waiting.pop(key) for key in skips_of(layer)[1] if key in waiting}
-        rehearsal = Rehearsal(
-            layer, value, skips, functools.partial(placed_copy, module, index, device), index
-        )
+        _, pops = skips_of(layer)
+        skips: Scope = {}
+        for key in pops:
+            if key in waiting:
+                skips[key] = waiting.pop(key)
+        make = functools.partial(placed_copy, module, index, device)
+        rehearsal = Rehearsal(layer, value, skips, make, index)
         measurement = measure(rehearsal)
         check(rehearsal.output, f"the output of layer {index}")
         value = mapped(cut_off, rehearsal.output)
         waiting.update(
             {key: None if x is None else cut_off(x) for key, x in rehearsal.scope.items()}
         )
-        # The device may have room for only one layer.
+        # The device may have room for only one layer, so no name may hold this layer's tensors.
         del rehearsal, skips
         yield measurement
 
 
 def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.Module:
-    """Copy a layer to the device, for training; nothing that the copy does reaches the original."""
+    """Copy layer number `index` to the device, for training.
+
+    Nothing that the copy does reaches the original.
+
+    Raises:
+        TypeError: If the layer cannot be copied.
+    """
     original = module[index]
-    # deepcopy refuses tensors that have a graph, which torch.nn.utils.weight_norm keeps as attributes.
-    held = [
-        x
-        for each in original.modules()
-        for x in vars(each).values()
-        if isinstance(x, Tensor) and not x.is_leaf
-    ]
+    # deepcopy refuses tensors with an autograd graph. torch.nn.utils.weight_norm keeps such tensors
+    # as attributes.
+    copies: dict[int, Tensor] = {}
+    for submodule in original.modules():
+        for x in vars(submodule).values():
+            if isinstance(x, Tensor) and not x.is_leaf:
+                copies[id(x)] = x.detach().clone()
     try:
-        layer = copy.deepcopy(original, {id(x): x.detach().clone() for x in held})
+        layer = copy.deepcopy(original, copies)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError) as error:
@@ -185,13 +232,14 @@ def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.M
             "make copy.deepcopy work on it, or give the balance by hand"
         ) from error
     layer = _placed(layer, device)
-    # Where a training module has parts frozen by eval(), they stay frozen.
+    # Parts of a training module that eval() has frozen stay frozen.
     return layer if module.training else layer.train()
 
 
 def time_forward(rehearsal: Rehearsal, device: torch.device) -> float:
     """Run forward once; return its seconds."""
-    value, _ = rehearsal.prepare(), rehearsal.layer  # a copy, which is not to be timed
+    value = rehearsal.prepare()
+    _ = rehearsal.layer  # so that it is copied before the time is taken
     return seconds_of(lambda: rehearsal.forward(value), device)
 
 
@@ -199,14 +247,14 @@ def time_run(rehearsal: Rehearsal, device: torch.device) -> tuple[float, float]:
     """Run forward and backward once; return the seconds of each."""
     forward = time_forward(rehearsal, device)
     roots = [x for x in rehearsal.results() if x.requires_grad]
-    gradients = [torch.ones_like(x) for x in roots]
+    gradients = list(map(torch.ones_like, roots))
     if not roots:
         return forward, 0.0
     return forward, seconds_of(lambda: torch.autograd.backward(roots, gradients), device)
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Do some work, and return the seconds that the device takes for it alone."""
+    """Call `work`, and return the seconds until the device has done it."""
     synchronize(device)
     start = perf_counter()
     work()
@@ -215,13 +263,16 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _kept_bytes(rehearsal: Rehearsal) -> int:
-    """Count the bytes that the layer's forward made for its backward and for later layers."""
+    """Count the bytes that the layer's forward makes for its backward and for later layers."""
     value = rehearsal.prepare()
     entering = [*tensors_of(value), *rehearsal.results()]
     kept = rehearsal.saved(value)
-    results = [x.untyped_storage() for x in rehearsal.results() if x.layout is torch.strided]
-    kept.update((id(storage), storage) for storage in results)
-    for x in (*entering, *rehearsal.layer.parameters(), *rehearsal.layer.buffers()):
+    for x in rehearsal.results():
+        if x.layout is torch.strided:
+            storage = x.untyped_storage()
+            kept[id(storage)] = storage
+    layer = rehearsal.layer
+    for x in (*entering, *layer.parameters(), *layer.buffers()):
         if x.layout is torch.strided:
             kept.pop(id(x.untyped_storage()), None)
     return sum(storage.nbytes() for storage in kept.values())
@@ -229,32 +280,37 @@ def _kept_bytes(rehearsal: Rehearsal) -> int:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Record gradients whatever the caller's mode, and leave the random state as it was."""
+    """Record gradients, whatever the caller's mode is, and leave the random state as it was."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
         yield
 
 
 def _placed(layer: nn.Module, device: torch.device) -> nn.Module:
-    """Move a layer's copy to the device; where it is on `meta`, give it contents that neither grow nor vanish."""
-    if device.type == "meta" or not any(x.is_meta for x in (*layer.parameters(), *layer.buffers())):
+    """Move a layer's copy to the device.
+
+    Parameters and buffers on `meta` get values with which activations neither grow nor vanish.
+    """
+    held = [*layer.parameters(), *layer.buffers()]
+    if device.type == "meta" or not any(x.is_meta for x in held):
         return layer.to(device)
     layer.to_empty(device=device)
     with torch.no_grad():
         for x in (*layer.parameters(), *layer.buffers()):
             if x.is_floating_point() and x.dim() > 1:
-                x.normal_(std=(2 * len(x) / max(1, x.numel())) ** 0.5)
+                variance = 2 * len(x) / max(1, x.numel())
+                x.normal_(std=variance**0.5)
             else:
                 x.fill_(1)
     return layer
 
 
 def _fresh(x: Tensor) -> Tensor:
-    """Copy a tensor for one run; what requires grad is no leaf, so that a layer may work in place."""
+    """Copy a tensor for one run. The copy is no leaf, so that a layer may change it in place."""
     return x.detach().requires_grad_(x.requires_grad).clone()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has done all its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -1,4 +1,7 @@
-"""Schedules: which device does what, in which order, as data. What needs what, times, memory and pictures follow."""
+"""Schedules: which device does what, in which order, as data.
+
+Dependencies between actions, times, memory and pictures are derived from the lists of actions.
+"""
 
 from torchgpipe.schedules.action import Action, Kind
 from torchgpipe.schedules.named import draw, make

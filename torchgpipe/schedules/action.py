@@ -1,10 +1,10 @@
-"""Actions: what a device does for one micro-batch on one stage, and the one rule of what has to be over before."""
+"""Actions: what a device does for one micro-batch on one stage, and what has to end before that."""
 
 from collections.abc import Container
 from typing import Literal, NamedTuple
 
 Kind = Literal["forward", "recompute", "backward", "backward_inputs", "backward_weights", "copy"]
-"""What devices are seen to do. Copies follow from the actions on both sides, so that none is an action itself."""
+"""The kind of a task. A schedule lists no copies: they follow from the actions on two stages."""
 
 # The kinds of actions by their letters in files and pictures.
 LETTERS: dict[str, Kind] = {
@@ -17,7 +17,11 @@ LETTERS: dict[str, Kind] = {
 
 
 class Action(NamedTuple):
-    """A piece of a device's work. A backward is whole, or one of the inputs and, later, one of the weights."""
+    """A piece of a device's work: a forward, a recomputation, a backward, or half of a backward.
+
+    A backward is either one action, or two halves: first the one that makes the gradients of the
+    stage's inputs, and later the one that makes the gradients of its weights.
+    """
 
     kind: Kind
     micro_batch: int
@@ -29,21 +33,32 @@ class Action(NamedTuple):
 
 
 def needs(action: Action, among: Container[Action]) -> list[Action]:
-    """Return what has to be over before an action starts, `among` all actions of the schedule.
+    """Return the actions that have to end before an action starts.
 
-    A forward needs the forward of the stage before. A recomputation needs its own forward, and no gradient. A
-    backward needs its recomputation, or its forward where there is none, and the gradient, which is there when the
-    stage after has done its backward, or the half of it for the inputs.
+    - A forward needs the forward of its micro-batch on the previous stage.
+    - A recomputation needs the forward that it repeats. It does not need the gradient.
+    - A backward of the weights needs the backward of the inputs on its own stage.
+    - Every other backward needs its recomputation, or its forward if nothing is recomputed. It also
+      needs the gradient that the backward on the next stage makes: the half for the inputs, if that
+      backward is split.
+
+    Args:
+        action: The action that is to start.
+        among: All actions of the schedule.
     """
-    kind, i, s = action
+    kind, i, stage = action
+    forward = Action("forward", i, stage)
     if kind == "forward":
-        return [Action("forward", i, s - 1)] if s else []
+        return [Action("forward", i, stage - 1)] if stage else []
     if kind == "recompute":
-        return [Action("forward", i, s)]
+        return [forward]
     if kind == "backward_weights":
-        return [Action("backward_inputs", i, s)]
-    again, half = Action("recompute", i, s), Action("backward_inputs", i, s + 1)
-    needed = [again if again in among else Action("forward", i, s)]
-    if Action("forward", i, s + 1) in among:
-        needed.append(half if half in among else Action("backward", i, s + 1))
+        return [Action("backward_inputs", i, stage)]
+    recomputation = Action("recompute", i, stage)
+    needed = [recomputation if recomputation in among else forward]
+    following = stage + 1
+    if Action("forward", i, following) in among:
+        half = Action("backward_inputs", i, following)
+        whole = Action("backward", i, following)
+        needed.append(half if half in among else whole)
     return needed

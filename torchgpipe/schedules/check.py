@@ -1,99 +1,151 @@
-"""Check that devices can do their lists of actions, and find an order in which one thread could do them all."""
+"""Check that devices can do their lists of actions, and find an order in which one thread could."""
 
-from collections.abc import Mapping, Sequence
-from itertools import chain, pairwise, product
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, pairwise
 
 from torchgpipe.schedules.action import LETTERS, Action, needs
 
 Lists = Sequence[Sequence[Action]]
+"""The actions of each device, in the order in which it does them."""
+
+Needs = Mapping[Action, list[Action]]
+"""What each action needs."""
+
+Room = Mapping[Action, Action]
+"""By action: which other action has to start before there is room for the action's result."""
 
 
-def in_turn(lists: Lists, room: Mapping[Action, Action] | None = None) -> list[Action]:
-    """Return all actions in one order that is that of each list, and has an action behind what it needs.
+def in_turn(lists: Lists, room: Room | None = None) -> list[Action]:
+    """Return all actions in an order in which a single thread could do them.
 
-    Recomputations, as their backwards, are behind what these need. What `room` maps an action to has to start before
-    there is room for what the action makes. That is used as soon as it can be: in GPipe, a micro-batch goes through all
-    stages before the next.
+    The order agrees with each device's list, and has every action behind the actions that it needs.
+    A recomputation is also behind the action that makes the gradient for its backward. A result is
+    used as soon as possible: in GPipe, a micro-batch goes through all stages before the next one.
+
+    Args:
+        lists: The actions of each device.
+        room: Maps an action to another action that has to start before there is room, at a boundary
+            between devices, for the action's result.
 
     Raises:
-        ValueError: there is none. The message names a device that waits for ever, and for what.
+        ValueError: If there is no such order. The message names a device that would wait for ever,
+            and the action that it would wait for.
     """
-    pairs = [*chain.from_iterable(map(pairwise, lists))]
+    room = room or {}
     among = dict.fromkeys(chain.from_iterable(lists))
-    needed = {action: needs(action, among) for action in among}
-    behind = {action: needed[after][1:] for action, after in pairs if action.kind == "recompute"}
-    for action, other in (room or {}).items():
-        needed[action].append(other)
-    waiting: dict[Action, list[Action]] = {action: [] for action in among}
-    left = dict.fromkeys(among, 0)  # what it still waits for
-    for other, action in [
-        *pairs,
-        *((other, x) for x in among for other in (*needed[x], *behind.get(x, ()))),
-    ]:
-        waiting[other].append(action)
-        left[action] += 1
-    ready = [actions[0] for actions in lists if actions and not left[actions[0]]]
+    needed: dict[Action, list[Action]] = {}
+    followers: dict[Action, list[Action]] = {}
+    for action in among:
+        needed[action] = needs(action, among)
+        followers[action] = []
+    blockers = dict.fromkeys(among, 0)  # how many earlier actions are not in the order yet
+    for earlier, later in _pairs(lists, needed, room):
+        followers[earlier].append(later)
+        blockers[later] += 1
+    ready = [actions[0] for actions in lists if not blockers[actions[0]]]
     order: list[Action] = []
     while ready:
-        order.append(ready.pop())
-        for action in waiting[order[-1]]:
-            left[action] -= 1
-            if not left[action]:
-                ready.append(action)
-    done = {*order}
-    for d, action in (
-        (d, action) for d, actions in enumerate(lists) for action in actions if action not in done
-    ):
-        for other in (other for other in needed[action] if other not in done):
-            full = (
-                ", to make room at the boundary between the two"
-                if (room or {}).get(action) == other
-                else ""
-            )
-            raise ValueError(f"device {d} waits for ever: {action} needs {other}{full}")
+        action = ready.pop()
+        order.append(action)
+        for follower in followers[action]:
+            blockers[follower] -= 1
+            if not blockers[follower]:
+                ready.append(follower)
+    if len(order) < len(among):
+        _refuse_waiting(lists, needed, set(order), room)
     return order
 
 
-def check(placement: Sequence[int], lists: Lists) -> list[Action]:
-    """Return all actions in turn, or raise what `Schedule` says."""
-    if not placement or set(placement) != set(range(len(lists))):
-        raise ValueError(
-            f"stages are on devices {sorted(set(placement))}, but lists are for {len(lists)} devices"
-        )
-    at: dict[Action, int] = {}
+def _pairs(lists: Lists, needed: Needs, room: Room) -> list[tuple[Action, Action]]:
+    """Return all pairs of an earlier and a later action, and add what `room` says to `needed`."""
+    pairs: list[tuple[Action, Action]] = []
+    gradients: dict[Action, list[Action]] = {}  # by recomputation: what makes its gradient
+    for actions in lists:
+        for action, following in pairwise(actions):
+            pairs.append((action, following))
+            if action.kind == "recompute":
+                gradients[action] = needed[following][1:]
+    for action, other in room.items():
+        needed[action].append(other)
+    for action, others in needed.items():
+        both = chain(others, gradients.get(action, ()))
+        pairs += [(other, action) for other in both]
+    return pairs
+
+
+def _refuse_waiting(lists: Lists, needed: Needs, done: set[Action], room: Room) -> None:
+    """Raise `ValueError` for the first action that waits for an action that is never done."""
     for d, actions in enumerate(lists):
-        own = [s for s, device in enumerate(placement) if device == d]
-        for k, action in enumerate(actions):
-            if action.kind not in LETTERS.values():
-                raise ValueError(
-                    f"device {d} does {action}, but kinds are {', '.join(LETTERS.values())}"
-                )
+        for action in actions:
+            if action in done:
+                continue
+            for other in needed[action]:
+                if other not in done:
+                    full = ""
+                    if room.get(action) == other:
+                        full = ", to make room at the boundary between the two"
+                    raise ValueError(f"device {d} waits for ever: {action} needs {other}{full}")
+
+
+def check(placement: Sequence[int], lists: Lists) -> list[Action]:
+    """Return all actions in the order of `in_turn`, or raise the errors that `Schedule` names."""
+    devices = set(placement)
+    if not placement or devices != set(range(len(lists))):
+        raise ValueError(
+            f"stages are on devices {sorted(devices)}, but lists are for {len(lists)} devices"
+        )
+    places = _places(placement, lists)
+    _check_complete(placement, places)
+    _check_order(placement, lists, places)
+    return in_turn(lists)
+
+
+def _places(placement: Sequence[int], lists: Lists) -> dict[Action, int]:
+    """Return the place of each action in its device's list. No action may be there twice."""
+    kinds = LETTERS.values()
+    places: dict[Action, int] = {}
+    for d, actions in enumerate(lists):
+        own = [stage for stage, device in enumerate(placement) if device == d]
+        for place, action in enumerate(actions):
+            if action.kind not in kinds:
+                raise ValueError(f"device {d} does {action}, but kinds are {', '.join(kinds)}")
             if action.stage not in own or action.micro_batch < 0:
                 raise ValueError(f"device {d} has stages {own}, and cannot do {action}")
-            if action in at:
+            if action in places:
                 raise ValueError(f"device {d} does {action} twice")
-            at[action] = k
-    for i, s in product(
-        range(1 + max((action.micro_batch for action in at), default=0)), range(len(placement))
-    ):
-        whole, *halves = (
-            Action(kind, i, s) for kind in ("backward", "backward_inputs", "backward_weights")
-        )
-        split = not at.keys().isdisjoint(halves)
-        for action in (Action("forward", i, s), *(halves if split else [whole])):
-            if action not in at:
-                raise ValueError(f"device {placement[s]} lacks {action}")
-        if split and whole in at:
-            raise ValueError(f"device {placement[s]} does {whole} twice: as a whole, and in halves")
-    for action, k in at.items():
+            places[action] = place
+    return places
+
+
+def _check_complete(placement: Sequence[int], actions: Iterable[Action]) -> None:
+    """Check that each stage has a forward and one backward, or its halves, for each micro-batch."""
+    present = set(actions)
+    last = max((action.micro_batch for action in present), default=0)
+    for i in range(last + 1):
+        for stage, d in enumerate(placement):
+            forward = Action("forward", i, stage)
+            whole = Action("backward", i, stage)
+            halves = [Action("backward_inputs", i, stage), Action("backward_weights", i, stage)]
+            split = not present.isdisjoint(halves)
+            backward = halves if split else [whole]
+            for action in (forward, *backward):
+                if action not in present:
+                    raise ValueError(f"device {d} lacks {action}")
+            if split and whole in present:
+                raise ValueError(f"device {d} does {whole} twice: as a whole, and in halves")
+
+
+def _check_order(placement: Sequence[int], lists: Lists, places: Mapping[Action, int]) -> None:
+    """Check that no device does an action before another action of its own that it needs."""
+    for action, place in places.items():
         d = placement[action.stage]
-        for other in needs(action, at):
-            if placement[other.stage] == d and at[other] > k:
+        for other in needs(action, places):
+            if placement[other.stage] == d and places[other] > place:
                 raise ValueError(f"device {d} does {action} before {other}, which it needs")
-        if (
-            action.kind == "recompute" and lists[d][k + 1][1:] != action[1:]
-        ):  # that backward is behind: it goes on
-            raise ValueError(
-                f"device {d} does {action} before {lists[d][k + 1]}, not directly before its backward"
-            )
-    return in_turn(lists)
+        if action.kind == "recompute":
+            # There is a next action: the backward, which needs the recomputation, is behind it.
+            following = lists[d][place + 1]
+            if following[1:] != action[1:]:
+                raise ValueError(
+                    f"device {d} does {action} before {following}, not directly before its backward"
+                )

@@ -3,18 +3,24 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from torchgpipe.schedules.action import Action, Kind
 
 Seconds = Callable[[Action], float]
+"""Returns how many seconds an action takes."""
+
 Copies = Iterable[tuple[int, int, float]]
-"""Seconds in which what one stage makes for a later one gets to its device, and the gradient comes back."""
+"""A source stage, a later target stage, and the seconds of a copy between their devices.
+
+The activation takes so long from the source to the target, and its gradient so long back.
+"""
 
 
 def units(action: Action) -> float:
-    """Return how long an action takes in pictures and closed forms: a whole backward two units, all others one."""
-    return 1 + (action.kind == "backward")
+    """Return the time of an action in pictures: 2 units for a whole backward, 1 for all others."""
+    return 2 if action.kind == "backward" else 1
 
 
 class Event(NamedTuple):
@@ -29,10 +35,13 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The tasks of a step that takes so many seconds, replayed or measured; copies occupy no device.
+    """The tasks of one step, replayed or measured. Copies occupy no device.
 
-    `partitions` are rows, one for each device; `placement` says in which each stage is, where some have several. In a
-    replay, no event is before one that it needs.
+    Attributes:
+        events: The tasks. In a replay, every event is behind the events that it needs.
+        seconds: How long the step takes.
+        partitions: How many rows the timeline has: one for each device.
+        placement: The row of each stage. It is empty if each device has one stage.
     """
 
     events: list[Event]
@@ -46,12 +55,12 @@ class Timeline:
 
     @cached_property
     def tasks(self) -> list[Event]:
-        """What computes."""
+        """All events but copies."""
         return [event for event in self.events if event.kind != "copy"]
 
     @cached_property
     def devices(self) -> list[list[Event]]:
-        """What computes, by device."""
+        """The tasks of each device."""
         devices: list[list[Event]] = [[] for _ in range(self.partitions)]
         for task in self.tasks:
             devices[self.row(task)].append(task)
@@ -59,37 +68,50 @@ class Timeline:
 
     @property
     def order(self) -> list[Action]:
-        """All actions as they start. One thread can do them for all devices in this order."""
-        return [Action(*task[:3]) for task in sorted(self.tasks, key=lambda task: task.start)]
+        """All actions, sorted by their start. One thread can do them in this order."""
+        tasks = sorted(self.tasks, key=attrgetter("start"))
+        return [Action(*task[:3]) for task in tasks]
 
     @property
     def window(self) -> tuple[float, float]:
-        """The time from the first task's start to the last one's end: a measured step goes on for its optimizer."""
+        """When the first task starts and when the last task ends.
+
+        A measured step goes on after that, with its optimizer.
+        """
         tasks = self.tasks
-        return (
-            (min(task.start for task in tasks), max(task.end for task in tasks))
-            if tasks
-            else (0.0, 0.0)
-        )
+        if not tasks:
+            return 0.0, 0.0
+        first = min(tasks, key=attrgetter("start"))
+        last = max(tasks, key=attrgetter("end"))
+        return first.start, last.end
 
     def busy(self, partition: int) -> float:
-        """Return the seconds during which a partition works."""
-        return sum(task.end - task.start for task in self.devices[partition])
+        """Return the seconds during which a device works."""
+        return _worked(self.devices[partition])
 
     @property
     def bubble(self) -> float:
-        """The share of the devices' time, from the first task to the last, in which they wait, from 0 to 1."""
+        """The share of the devices' time in which they wait, from 0 to 1, within the window."""
         start, end = self.window
         if end <= start:
             return 0.0
-        return max(
-            0.0,
-            1
-            - sum(task.end - task.start for task in self.tasks) / (self.partitions * (end - start)),
-        )
+        available = self.partitions * (end - start)
+        return max(0.0, 1 - _worked(self.tasks) / available)
 
     @property
     def bubble_of_longest(self) -> float:
-        """The share of its own span, first task to last, in which the device with the longest one waits."""
-        spans = [own[-1].end - own[0].start for own in self.devices]
-        return 1 - self.busy(spans.index(max(spans))) / max(spans)
+        """The share in which a device waits between its own first and last task.
+
+        The device is the one with the longest time between these two.
+        """
+        longest, worked = 0.0, 0.0
+        for tasks in self.devices:
+            span = tasks[-1].end - tasks[0].start
+            if span > longest:
+                longest, worked = span, _worked(tasks)
+        return 1 - worked / longest
+
+
+def _worked(tasks: Iterable[Event]) -> float:
+    """Return the seconds of all tasks together."""
+    return sum(task.end - task.start for task in tasks)

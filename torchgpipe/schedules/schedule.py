@@ -2,9 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import pairwise, starmap
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 
@@ -13,74 +14,87 @@ from torchgpipe.schedules.check import Lists, check, in_turn
 from torchgpipe.schedules.replay import Copies, Event, Seconds, Timeline, units
 from torchgpipe.schedules.texts import drawn, read, written
 
+Targets = defaultdict[int, list[tuple[int, int, float]]]
+"""By stage: the stages that it sends to, their devices, and the seconds of a copy to each."""
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """What devices do in a step, as lists that they can do. It compares by value, and `str` draws its picture.
+    """What each device does in a step: lists of actions, which are checked to be possible.
+
+    Schedules are compared by value. `str` returns a picture of one.
 
     Attributes:
-        name: what it is called.
-        placement: the device of each stage.
-        lists: the actions of each device, in order.
+        name: The schedule's name.
+        placement: The device of each stage.
+        lists: The actions of each device, in order.
 
     Raises:
-        ValueError: an action is missing, twice there, on another device than its stage, before what it needs, or waits
-            for ever; or a recomputation is not directly before its backward. One line names the action and the device.
+        ValueError: If an action is missing, is there twice, is on a device that does not have its
+            stage, is before an action that it needs, or would wait for ever; or if a recomputation
+            is not directly before its backward. The message names the action and the device.
     """
 
     name: str
     placement: Sequence[int]
     lists: Lists
-    _turns: Sequence[tuple[Action, int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Make tuples of what is given, and check it."""
+        """Make tuples of the placement and the lists, and check them."""
+        lists = [tuple(starmap(Action, actions)) for actions in self.lists]
         object.__setattr__(self, "placement", tuple(self.placement))
-        object.__setattr__(
-            self,
-            "lists",
-            tuple(tuple(Action(*action) for action in actions) for actions in self.lists),
-        )
-        object.__setattr__(self, "_turns", self._numbered(check(self.placement, self.lists)))
+        object.__setattr__(self, "lists", tuple(lists))
+        _ = self._order  # which checks them
 
     def __str__(self) -> str:
-        """Draw it; `texts` says how."""
+        """Draw the schedule; `torchgpipe.schedules.texts` says how to read the picture."""
         return drawn(self.replay())
 
     @classmethod
     def load(cls, file: str | PathLike[str]) -> "Schedule":
-        """Return the schedule in a file of `torch.distributed.pipelining`, called as the file; check it, too."""
-        return cls(Path(file).stem, *read(file))
+        """Read a file of `torch.distributed.pipelining`; the file's name becomes the schedule's."""
+        placement, lists = read(file)
+        return cls(Path(file).stem, placement, lists)
 
     def save(self, file: str | PathLike[str]) -> None:
-        """Write a file for `torch.distributed.pipelining`. Recomputation is left out."""
+        """Write a file for `torch.distributed.pipelining`. Recomputations are left out."""
         written(file, self.replay(lambda action: action.kind != "recompute"))
 
     @cached_property
+    def _order(self) -> Sequence[Action]:
+        """All actions in an order in which one thread could do them."""
+        return check(self.placement, self.lists)
+
+    @cached_property
     def actions(self) -> frozenset[Action]:
-        """What all devices do."""
-        return frozenset(action for actions in self.lists for action in actions)
+        """The actions of all devices."""
+        return frozenset(self._order)
 
     @cached_property
     def micro_batches(self) -> int:
-        """How many micro-batches it is for."""
-        return 1 + max(action.micro_batch for action in self.actions)
+        """How many micro-batches the schedule is for."""
+        last = max(self.actions, key=attrgetter("micro_batch"))
+        return 1 + last.micro_batch
 
     @cached_property
     def halves(self) -> bool:
-        """Whether some backwards are in halves."""
+        """Whether some backwards are split into halves."""
         return any(action.kind == "backward_weights" for action in self.actions)
 
     @property
     def in_flight(self) -> list[int]:
-        """How many tasks each device keeps at most: their forward is done, and their last backward is not."""
+        """How many tasks each device keeps at most, from their forward to their last backward."""
         change = {"forward": 1, "backward": -1, "backward_weights": -1}
-        return [
-            max(accumulate(change.get(action.kind, 0) for action in actions))
-            for actions in self.lists
-        ]
+        most = []
+        for actions in self.lists:
+            kept = highest = 0
+            for action in actions:
+                kept += change.get(action.kind, 0)
+                highest = max(highest, kept)
+            most.append(highest)
+        return most
 
-    def replay(
+    def replay(  # noqa: PLR0913
         self,
         seconds: Seconds = units,
         copies: Copies = (),
@@ -90,95 +104,131 @@ class Schedule:
         ahead: bool = True,
         loss: float | None = None,
     ) -> Timeline:
-        """Return when each action runs if every device does its own in order, as soon as it can.
+        """Return when each action runs if every device does its list in order, as soon as it can.
 
-        Recomputations that take no time are left out. `seconds` says how long an action takes; `copies` those that take
-        time, where alone they are waited for, of skips, too; `ahead`, whether recomputations start before their
-        gradients are there. With `blocking`, copies occupy both devices, and start when both are free. `loss`, where
-        given, lies between the last forward and all else, in lists whose forwards come first. `buffered` is how many
-        items a boundary between stages on two devices holds each way, unlimited by default. An item leaves when the
-        action that needs it starts; a device whose item finds no room waits.
+        Recomputations that take no time are not in the timeline.
+
+        Args:
+            seconds: Returns how many seconds an action takes.
+            copies: The copies that take time, each as a source stage, a target stage, and
+                seconds. A skip's target may be any later stage. Other copies take no time.
+            buffered: How many items a boundary between stages on two devices holds in each
+                direction; `None` for no limit. An item is the activation or the gradient of one
+                micro-batch. It leaves when the action that needs it starts. A device whose item
+                finds no room waits.
+            blocking: Whether a copy occupies both devices, and starts when both are free.
+            ahead: Whether a recomputation may start before the gradient of its task is there.
+            loss: The seconds of a loss between the last forward and all other actions, in a
+                schedule whose forwards come first; `None` for no loss.
 
         Raises:
-            ValueError: with so few buffered items, a device would wait for ever.
+            ValueError: If a device would wait for ever, because `buffered` is too small.
         """
+        at = self.placement
         room = {} if buffered is None else self._room(buffered)
-        turns = self._turns if buffered is None else self._numbered(in_turn(self.lists, room))
-        at, copies = self.placement, [*copies]
-        at_once = {
-            (s, s + 1, 0.0)
-            for s in range(len(at) - 1)
-            if all(copy[:2] != (s, s + 1) for copy in copies)
-        }
-        # To which stages each stage sends: how far on they are, their devices, and the seconds that a copy takes.
-        down, up, alone = ([list[tuple[int, int, float]]() for _ in at] for _ in range(3))
-        for source, target, delay in [*copies, *at_once]:
-            down[source].append((target - source, at[target], delay))
-            up[target].append((source - target, at[source], delay))
+        order = self._order if buffered is None else in_turn(self.lists, room)
+        later, earlier = self._targets(copies)
+        nowhere: Targets = defaultdict(list)
+        # When inputs of forwards, and gradients for backwards, arrive: by micro-batch and stage.
+        activations = [[0.0] * len(at) for _ in range(self.micro_batches)]
+        gradients = [[0.0] * len(at) for _ in range(self.micro_batches)]
+        # By kind: whether it waits for an arrival, the table of arrivals, and where results go.
         ways = {
-            "forward": (True, down),
-            "recompute": (not ahead, alone),
-            "backward": (True, up),
-            "backward_inputs": (True, up),
-            "backward_weights": (False, alone),
+            "forward": (True, activations, later),
+            "recompute": (not ahead, gradients, nowhere),
+            "backward": (True, gradients, earlier),
+            "backward_inputs": (True, gradients, earlier),
+            "backward_weights": (False, gradients, nowhere),
         }
-        free, there = [0.0] * len(self.lists), [0.0] * (2 * self.micro_batches * len(at))
+        free = [0.0] * len(self.lists)  # since when each device is free
         starts: dict[Action, float] = {}
         events: list[Event] = []
-        for action, item in turns:
-            kind, _, s = action
-            waits, targets = ways[kind]
+        for action in order:
+            kind, i, stage = action
+            waits, arrivals, targets = ways[kind]
+            arrived = arrivals[i]
+            d = at[stage]
             if loss is not None and kind != "forward":
-                free, loss = [(max(free) if blocking else free[at[-1]]) + loss] * len(free), None
-            start = free[d := at[s]]
-            if waits and there[item] > start:
-                start = there[item]
+                # All forwards are over. Every device waits for the loss on the last stage's device.
+                begin = max(free) if blocking else free[at[-1]]
+                free = [begin + loss] * len(free)
+                loss = None
+            start = free[d]
+            if waits and arrived[stage] > start:
+                start = arrived[stage]
             free[d] = end = start + seconds(action)
             if end > start or kind != "recompute":
                 events.append(Event(*action, start, end))
             if room:
                 starts[action] = start
-                end = free[d] = max(end, starts[room[action]]) if action in room else end
-            for step, far, delay in targets[s]:
+                if action in room:
+                    free[d] = end = max(end, starts[room[action]])
+            for target, device, delay in targets[stage]:
                 arrival = end + delay
                 if blocking and delay:
-                    arrival = free[d] = free[far] = max(free[d], free[far]) + delay
-                if arrival > there[item + step]:
-                    there[item + step] = arrival
+                    arrival = max(free[d], free[device]) + delay
+                    free[d] = free[device] = arrival
+                if arrival > arrived[target]:
+                    arrived[target] = arrival
         return Timeline(events, max(free), len(self.lists), at)
 
-    def _numbered(self, order: Sequence[Action]) -> Sequence[tuple[Action, int]]:
-        """Return each action with the number of its item: of the next stage's, the number is one more."""
-        stages = len(self.placement)
-        return [(x, (2 * x.micro_batch + (x.kind == "forward")) * stages + x.stage) for x in order]
+    def _targets(self, copies: Copies) -> tuple[Targets, Targets]:
+        """Return where stages send their outputs, and where they send gradients of their inputs."""
+        at = self.placement
+        later: Targets = defaultdict(list)
+        earlier: Targets = defaultdict(list)
+        given = list(copies)
+        taken = {(source, target) for source, target, _ in given}
+        neighbours = pairwise(range(len(at)))
+        at_once = [(*pair, 0.0) for pair in neighbours if pair not in taken]
+        for source, target, delay in given + at_once:
+            later[source].append((target, at[target], delay))
+            earlier[target].append((source, at[source], delay))
+        return later, earlier
 
     def _room(self, buffered: int) -> dict[Action, Action]:
-        """Return which action has to start before there is room for what another hands on, if one has to."""
+        """Return by action which other action has to start before there is room for its result.
+
+        The action that takes an item makes room for the item that is `buffered` places behind it.
+        """
         at = self.placement
-        needed = [(x, other) for x, _ in self._turns for other in needs(x, self.actions)]
-        takers = {other: x for x, other in needed if at[other.stage] != at[x.stage]}
-        sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
-        for action in (action for actions in self.lists for action in actions if action in takers):
-            sent[action.stage, takers[action].stage].append(action)
-        both = [
-            pair for items in sent.values() for pair in zip(items, items[buffered:], strict=False)
-        ]
-        return {later: takers[item] for item, later in both}
+        takers: dict[Action, Action] = {}
+        for action in self._order:
+            for other in needs(action, self.actions):
+                if at[other.stage] != at[action.stage]:
+                    takers[other] = action
+        # The actions that send something, in order, by the stages that they send from and to.
+        senders: dict[tuple[int, int], list[Action]] = defaultdict(list)
+        for actions in self.lists:
+            for action in actions:
+                taker = takers.get(action)
+                if taker is not None:
+                    senders[action.stage, taker.stage].append(action)
+        room: dict[Action, Action] = {}
+        for sent in senders.values():
+            for item, later in zip(sent, sent[buffered:], strict=False):
+                room[later] = takers[item]
+        return room
 
 
 def recomputing(lists: Lists, m: int, checkpoint: str) -> Lists:
-    """Return lists for the first m micro-batches, with recomputations directly before the backwards they are for."""
+    """Return lists for the first m micro-batches, with recomputations directly before backwards.
+
+    `checkpoint` is 'always', 'except_last' or 'never'.
+    """
     checkpointed = {"always": m, "except_last": m - 1, "never": 0}
     if checkpoint not in checkpointed:
-        raise ValueError(
-            f"checkpoint is one of {', '.join(map(repr, checkpointed))}, not {checkpoint!r}"
-        )
-    found: list[list[Action]] = [[] for _ in lists]
-    for own, actions in zip(found, lists, strict=True):
-        for kind, i, s in (
-            action for action in actions if action.kind != "recompute" and action.micro_batch < m
-        ):
+        allowed = ", ".join(map(repr, checkpointed))
+        raise ValueError(f"checkpoint is one of {allowed}, not {checkpoint!r}")
+    new: list[list[Action]] = []
+    for actions in lists:
+        own: list[Action] = []
+        for action in actions:
+            kind, i, stage = action
+            if kind == "recompute" or i >= m:
+                continue
             if kind in ("backward", "backward_inputs") and i < checkpointed[checkpoint]:
-                own.append(Action("recompute", i, s))
-            own.append(Action(kind, i, s))
-    return found
+                own.append(Action("recompute", i, stage))
+            own.append(Action(kind, i, stage))
+        new.append(own)
+    return new

@@ -1,74 +1,102 @@
-"""Schedules as text: pictures, and PyTorch's files.
+"""Schedules as text: pictures, and the files of `torch.distributed.pipelining`.
 
-    0 | 0 1 . . B0  B1          A row is a device, a column a unit of time: a forward takes one, a whole backward two.
-    1 | . 0 B0  1 B1            A bare number is a micro-batch's forward. R is a recomputation, B a backward, I that of
-                                the inputs, W that of the weights; in a dot, the device waits.
+    0 | 0 1 . . B0  B1      A row is a device, and a column is a unit of time.
+    1 | . 0 B0  1 B1        A forward takes one unit, a whole backward two.
 
-Where a device has several stages, a letter behind the number says which: a its first, b its second, and so on.
+A bare number is the forward of that micro-batch. R is a recomputation, B a whole backward, I a
+backward of the inputs, and W a backward of the weights. A dot is a unit in which the device waits.
+Where a device has several stages, a letter after the number says which one: a is the first, b the
+second.
 
-A file has a row for each device, of what it does as stage, kind and micro-batch: 0F1. The kinds are F forward, I
-backward of inputs, W backward of weights, B both. Recomputation is not written. Where an entry is empty, the device
-waits while others do an action.
+A file has a row for each device. Each entry is a stage, a kind and a micro-batch, such as 0F1. The
+kinds are F for a forward, B for a whole backward, I for a backward of the inputs, and W for a
+backward of the weights. Recomputations are not written. In an empty entry the device waits.
 """
 
 import csv
 import re
+from math import ceil
 from os import PathLike
 
 from torchgpipe.schedules.action import LETTERS, Action
-from torchgpipe.schedules.replay import Timeline
+from torchgpipe.schedules.replay import Event, Timeline
+
+File = str | PathLike[str]
 
 _ENTRY = re.compile(r"(\d+)([FIWB])(\d+)")
-_DERIVED = re.compile(
-    r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*"
-)  # PyTorch writes them, too
-_LETTER = {kind: letter for letter, kind in LETTERS.items()}
+# Entries of PyTorch for which this library has no action.
+_DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")
+_LETTER = dict(zip(LETTERS.values(), LETTERS, strict=True))
 
 
 def drawn(units: Timeline) -> str:
-    """Return the picture of what each device does. Columns are as wide as an entry needs."""
-    rows = []
-    for events in units.devices:
-        own = sorted({event.partition for event in events})
-        which = {s: chr(ord("a") + k) * (len(own) > 1) for k, s in enumerate(own)}
-        names = [f"{_LETTER[kind]}{i}{which[s]} ".removeprefix("F") for kind, i, s, *_ in events]
-        rows.append(
-            [
-                (name, int(event.start), int(event.end))
-                for name, event in zip(names, events, strict=True)
-            ]
-        )
-    width = max(-(-len(entry) // (end - start)) for row in rows for entry, start, end in row)
-    lines = []
+    """Return a picture of what each device does, in columns as wide as the longest entry needs."""
+    rows = list(map(_entries, units.devices))
+    width = 0
+    for row in rows:
+        for entry, start, end in row:
+            width = max(width, ceil(len(entry) / (end - start)))
+    digits = len(str(len(rows) - 1))
+    lines: list[str] = []
     for d, row in enumerate(rows):
-        lines.append(f"{d:{len(str(len(rows) - 1))}} | ")
-        for (entry, start, end), now in zip(row, [0, *(end for *_, end in row)], strict=False):
-            lines[d] += ".".ljust(width) * (start - now) + entry.ljust(width * (end - start))
-    return "\n".join(map(str.rstrip, lines))
+        line = f"{d:{digits}} | "
+        now = 0
+        for entry, start, end in row:
+            line += ".".ljust(width) * (start - now)
+            line += entry.ljust(width * (end - start))
+            now = end
+        lines.append(line.rstrip())
+    return "\n".join(lines)
 
 
-def written(file: str | PathLike[str], units: Timeline) -> None:
-    """Write what each device does, in units of time, into a file."""
+def _entries(events: list[Event]) -> list[tuple[str, int, int]]:
+    """Return the text of each event of one device, with a space behind it, its start and end."""
+    stages = sorted({event.partition for event in events})
+    entries = []
+    for kind, micro_batch, stage, start, end in events:
+        letter = "" if kind == "forward" else _LETTER[kind]
+        which = chr(ord("a") + stages.index(stage)) if len(stages) > 1 else ""
+        entries.append((f"{letter}{micro_batch}{which} ", int(start), int(end)))
+    return entries
+
+
+def written(file: File, units: Timeline) -> None:
+    """Write a file with what each device does in each unit of time."""
     with open(file, "w", newline="") as opened:
+        writer = csv.writer(opened)
         for events in units.devices:
-            row = {int(e.start): f"{e.partition}{_LETTER[e.kind]}{e.micro_batch}" for e in events}
-            csv.writer(opened).writerow([row.get(unit, "") for unit in range(1 + max(row))])
+            row: list[str] = []
+            for event in events:
+                waited = int(event.start) - len(row)
+                row += [""] * waited
+                row.append(f"{event.partition}{_LETTER[event.kind]}{event.micro_batch}")
+            writer.writerow(row)
 
 
-def read(file: str | PathLike[str]) -> tuple[list[int], list[list[Action]]]:
-    """Return the device of each stage, and the actions of each device; `ValueError` if an entry is none."""
+def read(file: File) -> tuple[list[int], list[list[Action]]]:
+    """Return the device of each stage, and the actions of each device.
+
+    Raises:
+        ValueError: If an entry is not an action.
+    """
     placement: dict[int, int] = {}
     lists: list[list[Action]] = []
     with open(file, newline="") as opened:
-        for d, row in enumerate(filter(None, csv.reader(opened))):
-            lists.append([])
-            for entry in map(str.strip, row):
+        rows = filter(None, csv.reader(opened))
+        for d, row in enumerate(rows):
+            actions: list[Action] = []
+            for cell in row:
+                entry = cell.strip()
                 found = _ENTRY.fullmatch(entry)
                 if found:
-                    lists[d].append(Action(LETTERS[found[2]], int(found[3]), int(found[1])))
-                    placement.setdefault(int(found[1]), d)
+                    stage, letter, micro_batch = found.groups()
+                    actions.append(Action(LETTERS[letter], int(micro_batch), int(stage)))
+                    placement.setdefault(int(stage), d)
                 elif entry and not _DERIVED.fullmatch(entry):
                     raise ValueError(
-                        f"{file}, device {d}: {entry!r} is not stage, F, I, W or B, and micro-batch: 0F1"
+                        f"{file}, device {d}: {entry!r} is not stage, F, I, W or B, "
+                        "and micro-batch: 0F1"
                     )
-    return [placement.get(s, 0) for s in range(1 + max(placement, default=0))], lists
+            lists.append(actions)
+    stages = range(1 + max(placement, default=0))
+    return [placement.get(stage, 0) for stage in stages], lists

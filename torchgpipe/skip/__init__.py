@@ -1,4 +1,7 @@
-"""Skip connections between layers of a sequence, also across partitions: how they are declared, found and checked."""
+"""Skip connections between layers of a sequence, also across partitions.
+
+Layers declare their skips, and the skips of a whole model are checked before it runs.
+"""
 
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.skip.scope import Namespace

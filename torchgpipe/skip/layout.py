@@ -1,4 +1,8 @@
-"""The skips of a whole model: are they in pairs, and which leave one partition for another (torchgpipe paper, 3.3)?"""
+"""The skips of a whole model: whether they match, and which of them cross partitions.
+
+Portals, which take a skip straight to the partition that pops it, are from section 3.3 of the
+torchgpipe paper.
+"""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -19,28 +23,38 @@ class Crossing(NamedTuple):
 
 
 def skip_layout(partitions: Iterable[nn.Module], *, portals: bool = True) -> list[Crossing]:
-    """Lay out a model's skips over its partitions; those that stay inside of one are not listed.
+    """Return how a model's skips cross its partitions. Skips within one partition are left out.
 
-    With `portals`, a skip goes straight from the partition that stashes it to the one that pops it. Without, it
-    travels through every partition between them as one more tensor of the micro-batch.
+    Args:
+        partitions: The model's partitions, in order.
+        portals: Whether a skip goes straight from the partition that stashes it to the partition
+            that pops it. Otherwise it travels through every partition between them, as one more
+            tensor of the micro-batch.
     """
-    origin: dict[SkipKey, int] = {}
+    origins: dict[SkipKey, int] = {}
     crossings: list[Crossing] = []
     for j, partition in enumerate(partitions):
         stashes, pops = skips_of(partition)
-        origin.update(dict.fromkeys(stashes, j))
+        for key in stashes:
+            origins[key] = j
         for key in pops:
-            # The partitions that the skip comes to: a single one if it is stashed and popped in the same.
-            stops = range(origin[key], j + 1, max(1, j - origin[key]) if portals else 1)
-            crossings += [Crossing(key, source, target) for source, target in pairwise(stops)]
+            origin = origins[key]
+            if origin == j:
+                continue
+            stops = [origin, j] if portals else range(origin, j + 1)
+            for source, target in pairwise(stops):
+                crossings.append(Crossing(key, source, target))
     return crossings
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Check the skips of a sequence of layers; raise `TypeError` that lists every fault.
+    """Check that the skips of a sequence of layers match.
 
-    Each skip has to be stashed by one layer and popped by one later layer. Where a class is used several times,
-    `layer.isolate(Namespace())` keeps its skips apart.
+    Each skip has to be stashed by one layer and popped by one later layer. Where a class is used
+    several times, `layer.isolate(Namespace())` tells the skips of its layers apart.
+
+    Raises:
+        TypeError: If skips do not match. The message lists every fault.
     """
     faults: list[str] = []
     stashed: dict[SkipKey, str] = {}
@@ -49,26 +63,27 @@ def verify_skippables(module: nn.Sequential) -> None:
         stashes, pops = skips_of(layer)
         for key in stashes:
             if key in stashed:
+                other = stashed[key]
                 faults.append(
-                    f"layer {name!r} stashes {key}, which layer {stashed[key]!r} stashed already"
+                    f"layer {name!r} stashes {key}, which layer {other!r} stashed already"
                 )
-            stashed.setdefault(key, name)
+            else:
+                stashed[key] = name
         for key in pops:
             if key in popped:
-                faults.append(
-                    f"layer {name!r} pops {key}, which layer {popped[key]!r} popped already"
-                )
-            elif key not in stashed:
+                other = popped[key]
+                faults.append(f"layer {name!r} pops {key}, which layer {other!r} popped already")
+                continue
+            if key not in stashed:
                 faults.append(f"layer {name!r} pops {key}, which no earlier layer stashes")
-            popped.setdefault(key, name)
-    faults += [
-        f"layer {name!r} stashes {key}, which no later layer pops"
-        for key, name in stashed.items()
-        if key not in popped
-    ]
+            popped[key] = name
+    for key, name in stashed.items():
+        if key not in popped:
+            faults.append(f"layer {name!r} stashes {key}, which no later layer pops")
     if faults:
+        listed = "\n- ".join(faults)
         raise TypeError(
-            "skips do not match:\n"
-            + "\n".join(f"- {fault}" for fault in faults)
-            + "\nA class used more than once needs a namespace for each pair: layer.isolate(Namespace())"
+            f"skips do not match:\n- {listed}\n"
+            "A class used more than once needs a namespace for each pair: "
+            "layer.isolate(Namespace())"
         )

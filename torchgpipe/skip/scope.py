@@ -12,9 +12,9 @@ from torch import Tensor
 
 @dataclass(slots=True, unsafe_hash=True)
 class Namespace:
-    """Set skip names apart: the same name in two namespaces is two skips.
+    """A namespace for names of skips: the same name in two namespaces means two skips.
 
-    Namespaces are compared by an identity of their own that copying and pickling keep, so that a copied model
+    Namespaces are compared by an identity that copying and pickling keep, so that a copied model
     still finds its skips.
     """
 
@@ -25,32 +25,38 @@ class Namespace:
 
 
 class SkipKey(NamedTuple):
-    """Identify one skip of a model: a name, within a namespace (`None` where the layer was not isolated)."""
+    """The key of one skip of a model: a namespace and a name.
+
+    The namespace is `None` if the layer was not isolated.
+    """
 
     namespace: Namespace | None
     name: str
 
     def __str__(self) -> str:
-        return repr(self.name) if self.namespace is None else f"{self.name!r} in {self.namespace!r}"
+        if self.namespace is None:
+            return repr(self.name)
+        return f"{self.name!r} in {self.namespace!r}"
 
 
 Scope = dict[SkipKey, Tensor | None]
-
+"""The tensors that are stashed and not popped yet."""
 
 _local = threading.local()
 
 
 def current_scope() -> Scope:
-    """Return the scope that layers of the running thread stash into and pop from."""
-    # At first that of a model that runs without GPipe, as a plain sequence of layers.
+    """Return the scope that layers stash into and pop from in the running thread."""
+    # Layers that run without a pipeline, in a plain nn.Sequential, use the thread's first scope.
     scope: Scope = vars(_local).setdefault("scope", {})
     return scope
 
 
 @contextmanager
 def skip_scope(scope: Scope) -> Iterator[Scope]:
-    """Make `scope` the current one of this thread."""
-    outer, _local.scope = current_scope(), scope
+    """Make `scope` the current scope of this thread within the context."""
+    outer = current_scope()
+    _local.scope = scope
     try:
         yield scope
     finally:

@@ -1,6 +1,7 @@
-"""Skippable layers: `stash` a tensor in one layer, `pop` it in a later one (torchgpipe paper, section 3.3).
+"""Skippable layers: one layer stashes a tensor, and a later layer pops it.
 
-A skippable layer works in a `GPipe` and in a plain `nn.Sequential` alike.
+They are an idea of the torchgpipe paper, section 3.3. A skippable layer works in a `GPipe` as in a
+plain `nn.Sequential`.
 """
 
 import functools
@@ -9,44 +10,60 @@ from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from torchgpipe.skip.scope import Namespace, SkipKey, current_scope
 
-Layer = TypeVar("Layer", bound=type[nn.Module])
+Layer = TypeVar("Layer", bound=type[Module])
 
 
 @dataclass(slots=True, eq=False)
 class stash:
-    """Say, by `yield stash(name, tensor)`, that a later layer will pop `tensor` (or `None`) under `name`."""
+    """What a forward yields to stash a tensor for a later layer: `yield stash(name, tensor)`.
+
+    Args:
+        name: The skip's name, as `skippable` declares it.
+        tensor: The tensor that the later layer will pop, or `None`.
+
+    Raises:
+        TypeError: If `tensor` is neither a tensor nor `None`.
+    """
 
     name: str
     tensor: Tensor | None
 
     def __post_init__(self) -> None:
-        if not (self.tensor is None or isinstance(self.tensor, Tensor)):
-            raise TypeError(
-                f"stash({self.name!r}, …) takes a tensor or None, but got {type(self.tensor).__name__}"
-            )
+        if self.tensor is not None and not isinstance(self.tensor, Tensor):
+            got = type(self.tensor).__name__
+            raise TypeError(f"stash({self.name!r}, …) takes a tensor or None, but got {got}")
 
 
 @dataclass(slots=True, eq=False)
 class pop:
-    """Ask, by `tensor = yield pop(name)`, for what an earlier layer stashed under `name`."""
+    """What a forward yields to get what an earlier layer stashed: `tensor = yield pop(name)`.
+
+    Args:
+        name: The skip's name, as `skippable` declares it.
+    """
 
     name: str
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
-    """Make a module class able to stash and pop the named skips; decorate the class with it.
+    """Return a decorator that lets a module class stash and pop the named skips.
 
-    The class's `forward` may then be a generator that yields `stash(name, tensor)` and `pop(name)`, and returns
-    its output. Every declared name has to be used in every forward. Instances gain
-    `isolate(ns, *, only=None)`, which puts their skips (or those named in `only`) into a namespace and
-    returns the instance.
+    The class's `forward` may then be a generator that yields `stash(name, tensor)` and `pop(name)`,
+    and returns its output. Every forward has to use every declared name. The class gets a method
+    `isolate(ns, *, only=None)`, which puts a layer's skips, or only the skips named in `only`, into
+    a namespace and returns the layer.
+
+    Args:
+        stash: The names of the skips that the layer stashes.
+        pop: The names of the skips that the layer pops.
 
     Raises:
-        TypeError: no name is declared, `stash` or `pop` is a single string, or one name is in both.
+        TypeError: If no name is declared, a name is in both, or one of the two is a single string.
     """
     stashes, pops = _names("stash", stash), _names("pop", pop)
     if not stashes and not pops:
@@ -60,31 +77,39 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
         plain_forward = layer.forward
 
         @functools.wraps(plain_forward)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
             result = plain_forward(self, *args, **kwargs)
             used: set[str] = set()
             if isinstance(result, GeneratorType):
                 result = _drive(self, result, used)
             if missing := (stashes | pops) - used:
                 raise RuntimeError(
-                    f"{type(self).__name__} declares skips {sorted(missing)}, but its forward did not stash or pop them"
+                    f"{type(self).__name__} declares skips {sorted(missing)}, "
+                    "but its forward did not stash or pop them"
                 )
             return result
 
         kind: Any = layer
-        kind.forward, kind._skips, kind.isolate = forward, {"stash": stashes, "pop": pops}, _isolate
+        kind.forward = forward
+        kind._skips = {"stash": stashes, "pop": pops}
+        kind.isolate = _isolate
         return layer
 
     return decorate
 
 
-def skips_of(module: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
-    """Return the skips that `module` and its submodules stash, and those that they pop, in module order."""
+def skips_of(module: Module) -> tuple[list[SkipKey], list[SkipKey]]:
+    """Return the skips that `module` and its submodules stash, and the skips that they pop.
+
+    They are in the order of the modules, and sorted by name within each module.
+    """
+    stashes: list[SkipKey] = []
+    pops: list[SkipKey] = []
     layers = [m for m in module.modules() if hasattr(m, "_skips")]
-    stashes, pops = (
-        [_key(m, n) for m in layers for n in sorted(_declared(m)[verb])]
-        for verb in ("stash", "pop")
-    )
+    for layer in layers:
+        declared = _declared(layer)
+        stashes += [_key(layer, name) for name in sorted(declared["stash"])]
+        pops += [_key(layer, name) for name in sorted(declared["pop"])]
     return stashes, pops
 
 
@@ -96,16 +121,18 @@ def _names(what: str, names: Iterable[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _declared(layer: nn.Module) -> dict[str, frozenset[str]]:
-    return layer._skips  # type: ignore[return-value]  # the class's, or the layer's own
+def _declared(layer: Module) -> dict[str, frozenset[str]]:
+    """Return the declared names by verb: the layer's own dictionary, or its class's."""
+    return layer._skips  # type: ignore[return-value]
 
 
-def _key(layer: nn.Module, name: str) -> SkipKey:
-    return SkipKey(layer.__dict__.get("_namespaces", {}).get(name), name)
+def _key(layer: Module, name: str) -> SkipKey:
+    namespaces = layer.__dict__.get("_namespaces", {})
+    return SkipKey(namespaces.get(name), name)
 
 
-def _isolate(self: nn.Module, ns: Namespace, *, only: Iterable[str] | None = None) -> nn.Module:
-    """Put this layer's skips, or only those named in `only`, into namespace `ns`; return the layer."""
+def _isolate(self: Module, ns: Namespace, *, only: Iterable[str] | None = None) -> Module:
+    """Put this layer's skips, or only the skips named in `only`, into `ns`; return the layer."""
     if not isinstance(ns, Namespace):
         raise TypeError(f"isolate takes a torchgpipe.skip.Namespace, but got {type(ns).__name__}")
     declared = _declared(self)["stash"] | _declared(self)["pop"]
@@ -114,15 +141,17 @@ def _isolate(self: nn.Module, ns: Namespace, *, only: Iterable[str] | None = Non
         raise ValueError(
             f"{type(self).__name__} has skips {sorted(declared)}, but isolate got {sorted(unknown)}"
         )
-    self.__dict__["_namespaces"] = {
-        **self.__dict__.get("_namespaces", {}),
-        **dict.fromkeys(names, ns),
-    }
+    namespaces = dict(self.__dict__.get("_namespaces", {}))
+    namespaces.update(dict.fromkeys(names, ns))
+    self.__dict__["_namespaces"] = namespaces
     return self
 
 
-def _drive(layer: nn.Module, steps: Generator[object, Tensor | None, Any], used: set[str]) -> Any:
-    """Run a generator forward to its end, answering what it yields; note the names that it has used."""
+def _drive(layer: Module, steps: Generator[object, Tensor | None, Any], used: set[str]) -> Any:
+    """Run a generator forward to its end, and return its output.
+
+    Each yielded `pop` is answered with a tensor. The names that are used are added to `used`.
+    """
     scope = current_scope()
     kind = type(layer).__name__
     answer: Tensor | None = None
@@ -135,16 +164,15 @@ def _drive(layer: nn.Module, steps: Generator[object, Tensor | None, Any], used:
             raise TypeError(
                 f"{kind}.forward may yield stash(…) or pop(…), but it yielded {type(step).__name__}"
             )
-        verb, name, key = (
-            "stash" if isinstance(step, stash) else "pop",
-            step.name,
-            _key(layer, step.name),
-        )
-        if name not in _declared(layer)[verb]:
+        verb = "stash" if isinstance(step, stash) else "pop"
+        name = step.name
+        declared = _declared(layer)[verb]
+        if name not in declared:
             raise RuntimeError(
-                f"{kind} tried to {verb} {name!r}, but is declared to {verb} {sorted(_declared(layer)[verb])}; "
+                f"{kind} tried to {verb} {name!r}, but is declared to {verb} {sorted(declared)}; "
                 f"add it to @skippable({verb}=[…])"
             )
+        key = _key(layer, name)
         if isinstance(step, pop) and key not in scope:
             raise RuntimeError(f"{kind} pops {key}, but no earlier layer stashed it")
         used.add(name)

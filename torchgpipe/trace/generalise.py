@@ -1,11 +1,13 @@
-"""Make of recordings for several batch sizes one list of steps that is right for all of them.
+"""Make one list of calls from recordings for several batch sizes, which is right for all sizes.
 
-Where a number differs between the recordings, it has to grow evenly with the batch size. Anything else that differs
-means that the module does something else for other batch sizes, which a fixed list of steps cannot repeat.
+Where a number differs between the recordings, it has to grow evenly with the batch size. Any other
+difference means that the module does something else for other batch sizes. A fixed list of calls
+cannot repeat that, so the module is refused.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -22,98 +24,144 @@ SIZES = (2, 3, 5)
 
 @dataclass(frozen=True)
 class Grows:
-    """A whole number that depends on the batch size: `each` for a sample, and `fixed`."""
+    """A whole number that grows with the batch size: `each` for every sample, plus `fixed`."""
 
     each: int
     fixed: int
 
 
 def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
-    """Return the calls of the recordings, with `Grows` for numbers that differ; other differences are `Untraceable`."""
-    sizes = [recording.size for recording in recordings]
+    """Return the calls of the recordings, with `Grows` in place of numbers that differ.
+
+    Raises:
+        Untraceable: If the recordings differ in another way.
+    """
+    sizes: list[int] = []
+    lists: list[list[Call]] = []
+    samples: list[str] = []
+    for recording in recordings:
+        sizes.append(recording.size)
+        lists.append(recording.calls)
+        samples.append(f"{recording.size}{recording.state}")
     calls: list[Call] = []
     try:
-        for step in zip(*(recording.calls for recording in recordings), strict=False):
-            at = (call := step[0]).where
-            kept = (call.target, call.outputs, call.grad, call.since)
-            if any((c.target, c.outputs, c.grad, c.since) != kept for c in step):
-                raise _Differs("it calls something else")
-            args, kwargs = general([(c.args, c.kwargs) for c in step], sizes)
+        for step in zip(*lists, strict=False):
+            call = step[0]
+            at = call.where
+            passed = []
+            for other in step:
+                if _fixed(other) != _fixed(call):
+                    raise _Differs("it calls something else")
+                passed.append((other.args, other.kwargs))
+            args, kwargs = general(passed, sizes)
             calls.append(call._replace(args=args, kwargs=kwargs))
-        lengths = [len(recording.calls) for recording in recordings]
+        lengths = list(map(len, lists))
         if len(set(lengths)) > 1:
-            at = max(recordings, key=lambda r: len(r.calls)).calls[min(lengths)].where
+            longest = max(lists, key=len)
+            at = longest[min(lengths)].where
             raise _Differs(f"it makes {', '.join(map(str, lengths))} calls")
-        ends = [(r.outputs, r.result[0], r.extra) for r in recordings]
-        if not all(same(end, ends[0]) for end in ends):
-            said = ", ".join(repr(r.result[0]) for r in recordings)[:200]
-            raise _Differs(
-                f"it uses other tensors that it holds, or returns {said}; a pipeline can return tensors alone, and "
-                "what is the same for all"
-            )
+        _check_ends(recordings)
     except _Differs as error:
-        shown = ", ".join(f"{recording.size}{recording.state}" for recording in recordings)
         raise refused(
             root,
             at,
-            f"with batches of {shown} samples it does not do the same: {error}",
-            "keep the module with this line as one layer, whole=[ItsClass], or say which inputs have "
-            "no batch dimension, shared=[…]",
+            f"with batches of {', '.join(samples)} samples it does not do the same: {error}",
+            "keep the module with this line as one layer, whole=[ItsClass], or say which inputs "
+            "have no batch dimension, shared=[…]",
         ) from None
     return calls
 
 
+_fixed = attrgetter("target", "outputs", "grad", "since")
+
+
+def _check_ends(recordings: Sequence[Recording]) -> None:
+    """Check that all recordings return the same and hold the same tensors, or raise `_Differs`."""
+    structures: list[Any] = []
+    ends: list[Any] = []
+    for recording in recordings:
+        structure = recording.result[0]
+        structures.append(structure)
+        ends.append((recording.outputs, structure, recording.extra))
+    if not all(same(end, ends[0]) for end in ends):
+        returned = ", ".join(map(repr, structures))
+        raise _Differs(
+            f"it uses other tensors that it holds, or returns {returned[:200]}; a pipeline can "
+            "return tensors alone, and what is the same for all"
+        )
+
+
 def check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
-    """Refuse outputs without a batch dimension."""
-    if not recordings[0].outputs:
+    """Refuse a module whose outputs have no batch dimension, or that returns no tensor."""
+    first = recordings[0]
+    if not first.outputs:
         raise Untraceable(f"{type(module).__name__} returns no tensor")
     for recording in recordings:
-        for first, number in zip(recordings[0].outputs, recording.outputs, strict=False):
-            shape = recording.shapes[number]
-            if shape != (recording.size, *recordings[0].shapes[first][1:]):
-                at = next(
-                    (call.where for call in recording.calls if number in call.outputs), where()
-                )
-                raise refused(
-                    module,
-                    at,
-                    f"it returns a tensor of shape {shape} for {recording.size} samples, but outputs of "
-                    "micro-batches are concatenated along dimension 0, and no other may grow with the batch",
-                    "what compares samples or adds them up, such as a loss, belongs after the pipeline: "
-                    "return what it is made of; or say which inputs have no batch dimension, shared=[…]",
-                )
+        for number, own in zip(first.outputs, recording.outputs, strict=False):
+            shape = recording.shapes[own]
+            if shape == (recording.size, *first.shapes[number][1:]):
+                continue
+            at = where()
+            for call in recording.calls:
+                if own in call.outputs:
+                    at = call.where
+                    break
+            raise refused(
+                module,
+                at,
+                f"it returns a tensor of shape {shape} for {recording.size} samples, but outputs "
+                "of micro-batches are concatenated along dimension 0, and no other may grow with "
+                "the batch",
+                "what compares samples or adds them up, such as a loss, belongs after the "
+                "pipeline: return what it is made of; or say which inputs have no batch dimension, "
+                "shared=[…]",
+            )
 
 
 class _Differs(Exception):
-    """Say in what recordings differ."""
+    """Says in what recordings differ."""
 
 
 def general(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return what the values for these batch sizes have in common, with `Grows` in place of numbers that differ."""
+    """Return what values have in common, with `Grows` in place of numbers that differ.
+
+    Args:
+        values: What a module passed with each batch size.
+        sizes: The batch sizes.
+
+    Raises:
+        _Differs: If the values differ in another way.
+    """
     first = values[0]
-    kind = type(first) if all(type(value) is type(first) for value in values) else None
-    if kind is int and any(value != first for value in values):
+    kinds = set(map(type, values))
+    kind = type(first) if len(kinds) == 1 else None
+    if kind is int and len(set(values)) > 1:
         each = (values[1] - first) // (sizes[1] - sizes[0])
         fixed = first - each * sizes[0]
-        if all(value == each * size + fixed for value, size in zip(values, sizes, strict=True)):
+        if list(values) == [each * size + fixed for size in sizes]:
             return Grows(each, fixed)
-    elif kind in (tuple, list) and all(len(value) == len(first) for value in values):
-        return kind(general(column, sizes) for column in zip(*values, strict=True))
-    elif kind is dict and all(value.keys() == first.keys() for value in values):
-        return {key: general([value[key] for value in values], sizes) for key in first}
+    elif kind in (tuple, list) and len(set(map(len, values))) == 1:
+        columns = zip(*values, strict=True)
+        return kind([general(column, sizes) for column in columns])
+    elif kind is dict and len(set(map(frozenset, values))) == 1:
+        found = {}
+        for key in first:
+            found[key] = general(list(map(itemgetter(key), values)), sizes)
+        return found
     elif kind is slice:
-        return slice(*general([(value.start, value.stop, value.step) for value in values], sizes))
+        ends = list(map(attrgetter("start", "stop", "step"), values))
+        return slice(*general(ends, sizes))
     elif all(same(value, first) for value in values):
         return first
     raise _Differs(f"it passes {', '.join(map(repr, values))}")
 
 
 def same(x: Any, y: Any) -> bool:
-    """Return whether two values are the same in all that is in them; an object may be a copy of the other."""
+    """Return whether two values have the same contents. One object may be a copy of the other."""
     return bool(_form(x) == _form(y))
 
 
-# What is equal or not by itself.
+# Values of these types are compared by `==`.
 _COMPARED = (
     Value,
     Held,
@@ -131,29 +179,33 @@ _COMPARED = (
 
 
 def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
-    """Return what tells a value from others. An object, which the recordings may have copied, is what is in it."""
+    """Return what tells a value from others: its type and its contents.
+
+    The recordings may have copied an object, so its identity does not matter. `within` has the ids
+    of the objects around it.
+    """
     if isinstance(x, _COMPARED):
         return type(x), x if x == x else "nan"
     if id(x) in within:
         return within.index(id(x))
     if isinstance(x, type | Tensor):
         return id(x)
-    parts = [*x, *x.values()] if isinstance(x, dict) else x
+    parts: Any
     if isinstance(x, FunctionType):
-        parts = [
-            x.__code__,
-            x.__defaults__,
-            x.__kwdefaults__,
-            [cell.cell_contents for cell in x.__closure__ or ()],
-        ]
-    elif not isinstance(x, dict | tuple | list):
+        closure = list(map(attrgetter("cell_contents"), x.__closure__ or ()))
+        parts = [x.__code__, x.__defaults__, x.__kwdefaults__, closure]
+    elif isinstance(x, dict):
+        parts = [*x, *x.values()]
+    elif isinstance(x, tuple | list):
+        parts = x
+    else:
         try:
-            found = x.__reduce_ex__(4)
-        except Exception:  # whatever says that it cannot be copied
+            reduced = x.__reduce_ex__(4)
+        except Exception:  # an object that cannot be copied is like no other
             return object()
-        parts = (
-            [id(x)]
-            if isinstance(found, str)
-            else [[*y] if isinstance(y, Iterator) else y for y in found]
-        )
-    return type(x), [_form(y, (*within, id(x))) for y in parts]
+        if isinstance(reduced, str):
+            parts = [id(x)]
+        else:
+            parts = [[*part] if isinstance(part, Iterator) else part for part in reduced]
+    around = (*within, id(x))
+    return type(x), [_form(part, around) for part in parts]

@@ -1,4 +1,7 @@
-"""The tensors in a structure, such as a dictionary or a dataclass: find them, take them out, put others back."""
+"""The tensors in a structure, such as a dictionary or a dataclass.
+
+They are found, taken out, and replaced by others.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ T = TypeVar("T")
 
 
 def within(value: Any, kind: type[T]) -> Iterator[T]:
-    """Yield what is of this kind in tuples, lists, sets, dictionaries, slices and dataclasses, in their order."""
+    """Yield all objects of a kind in a structure, in their order.
+
+    A structure consists of tuples, lists, sets, dictionaries, slices and dataclasses.
+    """
     inner: Iterable[Any] = ()
     if isinstance(value, kind):
         yield value
@@ -37,18 +43,21 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 @dataclass(unsafe_hash=True)
 class Slot:
-    """The place of a tensor in a structure. Two recordings are compared by its number."""
+    """The place of a tensor in a structure. Its number tells it from other slots."""
 
-    number: int = -1  # older pickles have none
+    number: int = -1  # slots in older pickles have no number
 
     def __repr__(self) -> str:
         return "Tensor"
 
 
 class Slots(TorchFunctionMode):
-    """The tensors that are taken out of structures; a slot is left in the place of each.
+    """The tensors that are taken out of structures. A slot is left in the place of each tensor.
 
-    As a mode, it lets `copy.deepcopy` leave slots, whatever holds the tensors.
+    As a mode, it lets `copy.deepcopy` leave slots, whatever object holds the tensors.
+
+    Args:
+        slots: The slots to leave first. More slots are made when these are used up.
     """
 
     def __init__(self, slots: Sequence[Slot] = ()) -> None:
@@ -57,7 +66,7 @@ class Slots(TorchFunctionMode):
         self._slots = list(slots)
 
     def taken(self, value: Any) -> Any:
-        """Return a copy of `value` with slots in place of its tensors; the tensors are added to `tensors`."""
+        """Return a copy of `value` with slots in place of tensors, and add them to `tensors`."""
         if isinstance(value, Tensor):
             return self._slot(value)
         if type(value) in (tuple, list):
@@ -69,19 +78,21 @@ class Slots(TorchFunctionMode):
 
     def put_back(self, value: Any, tensors: Sequence[Tensor]) -> Any:
         """Return a copy of `value` with tensors in place of the slots."""
-        return copy.deepcopy(
-            value, {id(slot): x for slot, x in zip(self._slots, tensors, strict=True)}
-        )
+        ids = map(id, self._slots)
+        return copy.deepcopy(value, dict(zip(ids, tensors, strict=True)))
 
     def again(self) -> Slots:
-        """Return a copy without tensors, which leaves the same slots."""
+        """Return slots without tensors, which leave the same slots as these."""
         return Slots(self._slots)
 
     def _slot(self, x: Tensor) -> Slot:
+        number = len(self.tensors)
         self.tensors.append(x)
-        if len(self._slots) < len(self.tensors):
-            self._slots.append(Slot(len(self._slots)))
-        return self._slots[len(self.tensors) - 1]
+        if number == len(self._slots):
+            self._slots.append(Slot(number))
+        return self._slots[number]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._slot(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+        if func is Tensor.__deepcopy__:
+            return self._slot(args[0])
+        return func(*args, **(kwargs or {}))

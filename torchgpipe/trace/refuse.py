@@ -5,18 +5,30 @@ import sys
 from itertools import chain
 from pathlib import Path
 from traceback import walk_stack, walk_tb
-from types import FrameType
 
 import torch
 from torch import nn
 
+Where = tuple[str, int]
+"""A file and a line."""
+
 
 class Untraceable(TypeError):
-    """Tell which line of a module cannot become part of a sequence of layers, why, and what to do."""
+    """The error for a module that cannot become a sequence of layers.
+
+    The message says which line of the module is the cause, why, and what to do.
+    """
 
 
-def refused(root: nn.Module, at: tuple[str, int], why: str, what: str) -> Untraceable:
-    """Return the error that says which line of a module is refused, why, and what to do."""
+def refused(root: nn.Module, at: Where, why: str, what: str) -> Untraceable:
+    """Return the error for a module that is refused.
+
+    Args:
+        root: The module.
+        at: The file and line that cannot be traced.
+        why: The reason.
+        what: What the user can do.
+    """
     file, line = at
     text = linecache.getline(file, line).strip()
     return Untraceable(
@@ -24,27 +36,25 @@ def refused(root: nn.Module, at: tuple[str, int], why: str, what: str) -> Untrac
     )
 
 
-def where(error: BaseException | None = None) -> tuple[str, int]:
-    """Return the file and line of the innermost code that is neither PyTorch's nor this library's.
+def where(error: BaseException | None = None) -> Where:
+    """Return the file and line of the innermost code that is not PyTorch's or this library's.
 
-    Of the code that runs, and before that, of what an `error` went through.
+    It is searched for in the traceback of `error`, if there is one, and then in the running code.
     """
-    # Not from this frame on, which would keep the error.
-    frames = chain(
-        reversed([*walk_tb(error.__traceback__ if error else None)]), walk_stack(sys._getframe(1))
-    )
-    return next(
-        ((frame.f_code.co_filename, line) for frame, line in frames if not _ours(frame)), ("", 0)
-    )
+    traceback = error.__traceback__ if error else None
+    raised = reversed(list(walk_tb(traceback)))
+    running = walk_stack(sys._getframe(1))  # this frame itself would keep the error alive
+    for frame, line in chain(raised, running):
+        file = frame.f_code.co_filename
+        if not _ours(file):
+            return file, line
+    return "", 0
 
 
 _FOLDERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 
 
-def _ours(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    return (
-        file.startswith(_FOLDERS)
-        or file.endswith(("/contextlib.py", "/copy.py"))
-        or file.startswith("<")
-    )
+def _ours(file: str) -> bool:
+    if file.startswith(_FOLDERS):
+        return True
+    return file.startswith("<") or file.endswith(("/contextlib.py", "/copy.py"))

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Collection, Sequence
+from inspect import BoundArguments, Parameter
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,46 +11,66 @@ from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.generalise import same
 from torchgpipe.trace.parts import Slots
 
+Tensors = Sequence[Tensor]
+ByName = dict[str, Any]
+Arguments = tuple[tuple[Any, ...], ByName]
+"""Arguments by place, and arguments by name."""
+
 
 class Signature:
-    """What a module takes and returns, from a sample: a tensor, a tuple of arguments, or a dictionary of them by name.
+    """What a module takes and returns, as found from a sample.
 
-    For each tensor among the arguments, `names` has that of its argument, and `batched` whether it has a batch
-    dimension.
+    Args:
+        module: The module.
+        sample: A tensor, a tuple of arguments, or a dictionary of arguments by name.
+
+    Attributes:
+        names: For each tensor among the arguments, the name of its argument.
+        batched: For each tensor among the arguments, whether it has a batch dimension.
     """
 
     def __init__(self, module: nn.Module, sample: Any) -> None:
         found = inspect.signature(module.forward)
-        bare = [p.replace(annotation=inspect.Parameter.empty) for p in found.parameters.values()]
+        parameters = found.parameters.values()
+        bare = [parameter.replace(annotation=Parameter.empty) for parameter in parameters]
         self._parameters = inspect.Signature(bare)
-        self._rest = next((p.name for p in bare if p.kind is inspect.Parameter.VAR_KEYWORD), None)
-        self._slots = Slots()
-        self._given: dict[str, Any] = {}
+        self._rest: str | None = None  # the name of the parameter `**kwargs`
+        for parameter in bare:
+            if parameter.kind is Parameter.VAR_KEYWORD:
+                self._rest = parameter.name
+        slots = Slots()
+        self._given: ByName = {}
         self.names: list[str] = []
         args, kwargs = arguments(sample)
         self._by_name = isinstance(sample, dict)
-        self._passed = [*self._parameters.bind(*args, **kwargs).arguments]
+        self._passed = list(self._parameters.bind(*args, **kwargs).arguments)
         for name, value in self._bound(args, kwargs).arguments.items():
-            self._given[name] = self._slots.taken(value)
-            self.names += [name] * (len(self._slots.tensors) - len(self.names))
-        self._like = [(tuple(x.shape), x.dtype) for x in self._slots.tensors]
-        self._slots = self._slots.again()
+            self._given[name] = slots.taken(value)
+            new = len(slots.tensors) - len(self.names)
+            self.names += [name] * new
+        self._like = [(tuple(x.shape), x.dtype) for x in slots.tensors]
+        self._slots = slots.again()
         self.batched = (True,) * len(self.names)
 
-    def call(self, module: nn.Module, tensors: Sequence[Tensor]) -> Any:
+    def call(self, module: nn.Module, tensors: Tensors) -> Any:
         """Call the module as with the sample, with these tensors in place of the sample's."""
         found = self._slots.put_back(self._given, tensors)
         bound = self._parameters.bind_partial()
-        bound.arguments.update({name: found[name] for name in self._passed})
+        for name in self._passed:
+            bound.arguments[name] = found[name]
         if not self._by_name:
             return module(*bound.args, **bound.kwargs)
-        more = {} if self._rest is None else found[self._rest]
-        return module(
-            **{name: x for name, x in bound.arguments.items() if name != self._rest}, **more
-        )
+        by_name = dict(bound.arguments)
+        if self._rest is not None:
+            by_name.pop(self._rest, None)
+            return module(**by_name, **found[self._rest])
+        return module(**by_name)
 
-    def arguments(self, input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments that an input stands for, as a sample does; a tuple may be one argument, too."""
+    def arguments(self, input: Any) -> Arguments:
+        """Return the arguments that an input stands for, as a sample stands for arguments.
+
+        A tuple that cannot be all arguments is taken as one argument.
+        """
         args, kwargs = arguments(input)
         try:
             self._parameters.bind(*args, **kwargs)
@@ -57,46 +78,64 @@ class Signature:
             return (input,), {}
         return args, kwargs
 
-    def flat(self, args: Sequence[Any], kwargs: dict[str, Any]) -> TensorOrTensors:
-        """Return the tensors among the arguments; raise if these differ from the sample's in more than batch size."""
+    def flat(self, args: Sequence[Any], kwargs: ByName) -> TensorOrTensors:
+        """Return the tensors among the arguments.
+
+        Raises:
+            ValueError: If the arguments differ from the sample's in more than the batch size.
+        """
         slots = self._slots.again()
         for name, value in self._bound(args, kwargs).arguments.items():
             taken = slots.taken(value)
-            if taken != self._given[name] and not same(taken, self._given[name]):
+            given = self._given[name]
+            if taken != given and not same(taken, given):
                 raise ValueError(
-                    f"{name} is {taken!r}, but was {self._given[name]!r} in the sample that the module was traced "
-                    "with; call sequential again with a sample like this"
+                    f"{name} is {taken!r}, but was {given!r} in the sample that the module was "
+                    "traced with; call sequential again with a sample like this"
                 )
-        for name, x, batched, (shape, dtype) in zip(
-            self.names, slots.tensors, self.batched, self._like, strict=True
-        ):
-            if tuple(x.shape)[batched:] != shape[batched:] or x.dtype != dtype:
+        tensors = slots.tensors
+        expected = zip(self.names, tensors, self.batched, self._like, strict=True)
+        for name, x, batched, (shape, dtype) in expected:
+            first = 1 if batched else 0  # the first dimension that has to be the same
+            if tuple(x.shape)[first:] != shape[first:] or x.dtype != dtype:
+                batch = " (the first is the batch size)" if batched else ""
                 raise ValueError(
-                    f"{name} has shape {tuple(x.shape)} and type {x.dtype}, but {shape} and {dtype} in the sample "
-                    f"that the module was traced with{' (the first is the batch size)' if batched else ''}; "
-                    "call sequential again with a sample like this"
+                    f"{name} has shape {tuple(x.shape)} and type {x.dtype}, "
+                    f"but {shape} and {dtype} in the sample that the module was traced with"
+                    f"{batch}; call sequential again with a sample like this"
                 )
-        return slots.tensors[0] if len(slots.tensors) == 1 else tuple(slots.tensors)
+        return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
     def returns(self, result: Any, slots: Slots, order: Collection[int]) -> None:
-        """Remember the structure of what the module returns; `order` numbers the tensors, equal ones alike."""
+        """Set the structure of what the module returns.
+
+        Args:
+            result: What the module returned, with slots in place of tensors.
+            slots: The slots.
+            order: The numbers of the tensors in the slots. A tensor that is returned twice has the
+                same number twice.
+        """
         unique = list(dict.fromkeys(order))
-        self._result, self._result_slots = result, slots.again()
-        self._order = [unique.index(number) for number in order]
+        self._result = result
+        self._result_slots = slots.again()
+        self._order = list(map(unique.index, order))
 
     def structured(self, outputs: TensorOrTensors) -> Any:
-        """Return what the module returns, with these tensors."""
+        """Return what the module returns, with these tensors in it."""
         flat = tensors_of(outputs)
-        return self._result_slots.put_back(self._result, [flat[i] for i in self._order])
+        tensors = [flat[i] for i in self._order]
+        return self._result_slots.put_back(self._result, tensors)
 
-    def _bound(self, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    def _bound(self, args: Sequence[Any], kwargs: ByName) -> BoundArguments:
         bound = self._parameters.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound
 
 
-def arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments, by place and by name, that a sample stands for."""
+def arguments(sample: Any) -> Arguments:
+    """Return the arguments that a sample stands for."""
     if isinstance(sample, dict):
         return (), sample
-    return (sample if isinstance(sample, tuple) else (sample,)), {}
+    if isinstance(sample, tuple):
+        return sample, {}
+    return (sample,), {}

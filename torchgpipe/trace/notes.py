@@ -1,0 +1,53 @@
+"""Notes: which modules use what a recording cannot repeat, such as their mode."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from torchgpipe.trace.refuse import Where, refused
+
+Notes = dict[Module, tuple[str, Where]]
+"""By module: what its forward uses that a recording cannot repeat, and the line that uses it."""
+
+# Functions whose result may be different when the layers run, and functions with other effects than
+# their result. A recorder sees the use of an attribute as a call of its `__get__` or `__set__`.
+NOTED: dict[Any, str] = {
+    torch.autograd.grad: "torch.autograd.grad",
+    torch.autograd.backward: "torch.autograd.backward",
+}
+for name in ("requires_grad", "is_leaf", "grad_fn", "grad", "_base"):
+    NOTED[getattr(Tensor, name).__get__] = name
+for name in ("requires_grad", "grad", "data"):
+    NOTED[getattr(Tensor, name).__set__] = name
+for name in (
+    "is_contiguous",
+    "stride",
+    "storage_offset",
+    "dim_order",
+    "_is_view",
+    "is_inference",
+    "requires_grad_",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "backward",
+):
+    NOTED[getattr(Tensor, name)] = name
+
+
+def check_notes(root: Module, notes: Notes) -> None:
+    """Refuse a module that uses what a recording cannot repeat.
+
+    It may read its mode, since there will be another recording for the other mode.
+    """
+    for what, at in notes.values():
+        if what != "training":
+            raise refused(
+                root,
+                at,
+                f"it sets or asks for {what}, which may be otherwise, or would be missed, "
+                "when the layers run",
+                "do that in a submodule of its own; what torch.utils.checkpoint does, "
+                "the pipeline does itself",
+            ) from None

@@ -1,0 +1,92 @@
+"""Restore a module and random states after the module has run."""
+
+import copy
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module
+
+from torchgpipe.trace.parts import tensors_in
+
+
+@contextmanager
+def as_it_was(root: Module) -> Iterator[None]:
+    """At the end of the context, restore a module and all random states.
+
+    The attributes of all submodules and their contents are restored, except for the contents of
+    parameters.
+    """
+    with _same_attributes(root), _same_contents(root), _same_random_states(root):
+        yield
+
+
+@contextmanager
+def _same_attributes(root: Module) -> Iterator[None]:
+    """Restore the attributes of all submodules, and what is in their dictionaries and lists."""
+    modules: list[tuple[Module, dict[str, Any]]] = []
+    containers: list[tuple[Any, Any]] = []
+    for module in root.modules():
+        attributes = dict(vars(module))
+        modules.append((module, attributes))
+        held = [x for x in attributes.values() if type(x) in (dict, OrderedDict, list)]
+        containers += zip(held, map(copy.copy, held), strict=True)
+    try:
+        yield
+    finally:
+        for module, attributes in modules:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for container, before in containers:
+            container.clear()
+            if isinstance(container, dict):
+                container.update(before)
+            else:
+                container.extend(before)
+
+
+@contextmanager
+def _same_contents(root: Module) -> Iterator[None]:
+    """Restore the contents of buffers, of other tensors, and of generators; not of parameters."""
+    buffers = set(map(id, root.buffers()))
+    tensors: list[tuple[Tensor, int | None, Tensor]] = []
+    generators: list[tuple[torch.Generator, Tensor]] = []
+    for module in root.modules():
+        for held in vars(module).values():
+            if isinstance(held, torch.Generator):
+                generators.append((held, held.get_state()))
+            for x in tensors_in(held):
+                if x.is_leaf and not isinstance(x, nn.Parameter):
+                    # Kernels may change a buffer without giving it a new version.
+                    version = None if id(x) in buffers else x._version
+                    tensors.append((x, version, x.detach().clone()))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for x, version, contents in tensors:
+                if x._version != version:
+                    x.copy_(contents)
+        for generator, state in generators:
+            generator.set_state(state)
+
+
+@contextmanager
+def _same_random_states(root: Module) -> Iterator[None]:
+    """Restore the random states of Python, NumPy and PyTorch, also on the module's devices."""
+    devices = {x.device for x in (*root.parameters(), *root.buffers()) if x.is_cuda}
+    numpy = sys.modules.get("numpy")
+    array = numpy.random.get_state() if numpy else None
+    python = random.getstate()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(array)

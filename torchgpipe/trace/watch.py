@@ -1,0 +1,120 @@
+"""Watch what a module does besides calling functions of PyTorch."""
+
+import inspect
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn import Module
+
+from torchgpipe.trace.recorder import Recorder
+
+Replacement = tuple[Any, str, Any]
+"""A module or class, the name of an attribute of it, and what replaces the attribute."""
+
+_one_at_a_time = threading.RLock()
+
+
+@contextmanager
+def watched(recorder: Recorder) -> Iterator[None]:
+    """Tell a recorder what it does not see as a `TorchFunctionMode`.
+
+    It does not see calls of modules and of custom autograd functions, buffers that are replaced,
+    and reads of the mode. So methods of `nn.Module` and others are replaced within the context, in
+    the whole process. Then calls of other threads reach the recorder, too. It passes them on and
+    does not record them (`Recorder.passes`).
+    """
+    replacements = [
+        *_module_calls(recorder),
+        *_module_attributes(recorder),
+        *_noted_functions(recorder),
+    ]
+    # Compiled code runs as it was written. A compiler does not expect the recorder, and would end
+    # the process.
+    with _one_at_a_time, torch.compiler.set_stance("force_eager"), ExitStack() as stack:
+        for replacement in replacements:
+            stack.enter_context(mock.patch.object(*replacement, create=True))
+        yield
+
+
+def _module_calls(recorder: Recorder) -> list[Replacement]:
+    """Replace calls of modules and of custom autograd functions."""
+    call: Any = Module.__call__
+    apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
+
+    def call_noted(module: Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(module, call, args, kwargs)
+
+    def apply_noted(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        run = apply.__get__(None, cls)
+        if recorder.passes():
+            return run(*args, **kwargs)
+        return recorder.call(run, run, args, kwargs)
+
+    return [
+        (Module, "__call__", call_noted),
+        (torch.autograd.Function, "apply", classmethod(apply_noted)),
+    ]
+
+
+def _module_attributes(recorder: Recorder) -> list[Replacement]:
+    """Replace how attributes of modules are set, and how the mode is read."""
+    assign: Any = Module.__setattr__
+
+    def assign_noted(module: Module, name: str, value: Any) -> None:
+        buffers = vars(module).get("_buffers", {})
+        if buffers.get(name, value) is not value:
+            recorder.note(f"another buffer {name!r} (change it in place: self.{name}.copy_(…))")
+        assign(module, name, value)
+
+    def read_training(module: Module) -> Any:
+        recorder.note("training")
+        return vars(module)["training"]
+
+    def write_training(module: Module, value: Any) -> None:
+        vars(module)["training"] = value
+
+    return [
+        (Module, "__setattr__", assign_noted),
+        (Module, "training", property(read_training, write_training)),
+    ]
+
+
+def _noted_functions(recorder: Recorder) -> list[Replacement]:
+    """Replace functions whose use is noted, such as those that ask for a mode or draw numbers."""
+
+    def noted(owner: Any, name: str, what: str) -> Replacement:
+        run = getattr(owner, name)
+
+        def run_noted(*args: Any, **kwargs: Any) -> Any:
+            # Uses by `torch.no_grad`, fake tensors and the recorder are not noted.
+            caller = sys._getframe(1).f_code.co_filename
+            if not caller.endswith(("grad_mode.py", "fake_tensor.py", "recorder.py")):
+                recorder.note(what)
+            return run(*args, **kwargs)
+
+        return owner, name, run_noted
+
+    replacements = [
+        noted(torch.autocast, "__enter__", "autocast"),
+        noted(torch, "is_autocast_enabled", "autocast"),
+        noted(torch, "is_grad_enabled", "the mode of gradients"),
+        noted(torch, "is_inference_mode_enabled", "the mode of gradients"),
+        noted(torch, "from_numpy", "an array of NumPy"),
+    ]
+    for owner in (torch, torch.random, torch.cuda):
+        for name in dir(owner):
+            state = "seed" in name or "rng_state" in name
+            if state and not name.startswith("_"):
+                replacements.append(noted(owner, name, "a random state"))
+    for library in (random, sys.modules.get("numpy.random")):
+        for name in dir(library):
+            function = callable(getattr(library, name))
+            if function and name[0].islower():
+                replacements.append(noted(library, name, "random numbers beside PyTorch's"))
+    return replacements
