@@ -17,6 +17,7 @@ from .compare import differences
 from .pipe import Pipe, Training
 from .row import ENGINES, MODES, Case, Row, cases, tensors, unlike
 from .rows import at_once, between, buffers, gradients, passed, random, tools, unusual
+from .rows.random.norms import channels, given
 from .rows.training import ROWS
 
 GROUPS = (passed, gradients, between, buffers, random, unusual, at_once, tools)
@@ -65,9 +66,9 @@ def test_replicas(row: Row, kind: str, mode: str) -> None:
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_shapes_on_meta(checkpoint: str, training: bool, deferred: bool) -> None:
-    layers = random.channels(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Dropout()))
+    layers = channels(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Dropout()))
     options = {"deferred_batch_norm": True} if deferred else {}
-    row = Row("", lambda: layers().train(training), random.given, chunks=4, options=options)
+    row = Row("", lambda: layers().train(training), given, chunks=4, options=options)
     assert unlike(row, "", "graph", checkpoint, ["meta"]) == []
 
 

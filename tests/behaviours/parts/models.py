@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..rows.between import Functions, Operators, in_float64, once
 from ..rows.buffers import LARGE, Holds, another, by_data, in_place, own_norm
-from ..rows.random import set_back
+from ..rows.random.draws import set_back
 from .draw import Draw
 from .layers import KINDS, OF_SEVERAL, TO_SEVERAL, WIDTH, Do, shared_parts
 from .wiring import POPS, STASHES, OnFirst, with_skips

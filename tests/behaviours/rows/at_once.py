@@ -21,7 +21,7 @@ from ...plain import Plain
 from ..compare import REORDERED, differences
 from ..parts.layers import linear, made, tied
 from ..row import MODES, Row, step, total
-from .random import layers
+from .random.draws import layers
 from .unusual import long, masks_are_alike
 
 TURNS = 12
