@@ -13,7 +13,7 @@ from torchgpipe.skip import Namespace
 from ...parts.layers import linear, only_a_skip, real
 from ...parts.wiring import with_skips
 from ...row import Row, steps
-from ..between import within
+from ..between.modes import within
 
 Stashed = Callable[[Tensor, Tensor], Tensor | None]
 

@@ -14,7 +14,8 @@ from ...row import Row, step, steps
 
 
 def given(size: int = 14) -> Tensor:
-    return torch.randn(size, 2, 3, 3).requires_grad_()
+    x = torch.randn(size, 2, 3, 3)
+    return x.requires_grad_()
 
 
 def channels(norm: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
