@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ..rows.between.modes import Functions, Operators, in_float64, once
-from ..rows.buffers import LARGE, Holds, another, by_data, in_place, own_norm
+from ..rows.buffers.held import LARGE, Holds, another, by_data, in_place, own_norm
 from ..rows.random.draws import set_back
 from .draw import Draw
 from .layers import KINDS, OF_SEVERAL, TO_SEVERAL, WIDTH, Do, shared_parts

@@ -16,7 +16,7 @@ from torchgpipe.skip import Namespace
 from ...library.layers import Pop, Stash
 from ..parts.layers import WIDTH, Do, acting, five, linear, made, weight
 from ..row import Row, step, steps
-from .buffers import norm_of_two
+from .buffers.held import norm_of_two
 
 
 def long() -> Tensor:
