@@ -23,7 +23,8 @@ from ..plain import Plain, piped
 from ..ranks import current
 from .compare import differences
 from .parts.draw import check_redraws, reuse_draws
-from .parts.models import AROUND, INPUTS, Case, Step, cases
+from .parts.models import AROUND, INPUTS, Case, Step
+from .parts.strategy import cases
 from .row import tensors, total
 
 SEED = os.environ.get("SEED")

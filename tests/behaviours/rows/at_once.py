@@ -1,4 +1,4 @@
-"""Several pipelines, or several threads, at once: each has the result it has alone, or is refused."""
+"""Several pipelines or several threads at once: each computes what it computes alone, or raises."""
 
 import copy
 import random

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from ....library.layers import same
 from ....plain import Plain
-from ...parts.layers import KINDS, WIDTH, Do, linear, made, real
+from ...parts.kinds import KINDS
+from ...parts.layers import WIDTH, Do, linear, made, real
 from ...row import Row, steps
 from .held import checkpointed
 
