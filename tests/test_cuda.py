@@ -28,6 +28,7 @@ from .plain import piped
 
 pytestmark = needs(1)
 
+Options = dict[str, Any]
 Places = list[str]
 """The devices of a pipeline's partitions."""
 
@@ -50,7 +51,8 @@ def given() -> Tensor:
 
 
 def balance(devices: Sequence[str]) -> list[int]:
-    return [8 // len(devices)] * len(devices)
+    count = len(devices)
+    return [8 // count] * count
 
 
 def in_bfloat16(run: Any, value: Any) -> Any:
@@ -94,7 +96,7 @@ def test_behaviours(row: Row, chunks: int, engine: str, devices: Places, checkpo
 @ways(*ON_GPUS, *WITH_HOST)
 def test_a_recomputation_drops_the_same(engine: str, devices: Places) -> None:
     draw = Draw(lambda x: dropout(torch.ones_like(x), 0.5))
-    options: dict[str, Any] = {"engine": engine, "devices": devices, "checkpoint": "always"}
+    options: Options = {"engine": engine, "devices": devices, "checkpoint": "always"}
     model = piped(layers(lambda: draw), balance(devices), 4, **options)
     y = model(torch.randn(8, 16))
     before = generators()
@@ -107,7 +109,7 @@ def test_a_recomputation_drops_the_same(engine: str, devices: Places) -> None:
 @ways(*ON_GPUS, *WITH_HOST)
 @pytest.mark.parametrize("when", ["forward", "recompute", "backward"])
 def test_an_error_arrives_and_the_next_call_works(engine: str, devices: Places, when: str) -> None:
-    options: dict[str, Any] = {"engine": engine, "devices": devices, "checkpoint": "always"}
+    options: Options = {"engine": engine, "devices": devices, "checkpoint": "always"}
     model = piped(layers(), balance(devices), 4, **options)
     x = torch.randn(8, 16)
     for calls_before in range(3):
@@ -155,7 +157,7 @@ def test_nothing_is_read_before_it_is_there(
     engine: str, devices: Places, checkpoint: Any, streams: bool
 ) -> None:
     n = len(devices)
-    options: dict[str, Any] = {"engine": engine, "devices": devices, "checkpoint": checkpoint}
+    options: Options = {"engine": engine, "devices": devices, "checkpoint": checkpoint}
     if engine == "graph":
         options["copy_streams"] = streams
     module = Sequential(*(Late() for _ in range(n)))
