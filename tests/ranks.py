@@ -194,7 +194,7 @@ class Rank:
             return [pickle.loads(each) for each in found]
 
     def agreed(self, n: int, case: Any, run: Callable[[Any], Any]) -> Any:
-        """Return what `run` returns for a part of a test. Raise on all ranks if it raises on one."""
+        """Return the result of a part of a test. Raise on all ranks if `run` raises on one."""
         result, error = None, ""
         try:
             result = run(case)

@@ -52,7 +52,8 @@ def imported(path: Path) -> Iterator[str]:
     """Yield the modules that a file imports, also within functions and for type checkers alone."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            for alias in node.names:
+                yield alias.name
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: relative import"
             for alias in node.names:

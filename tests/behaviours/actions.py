@@ -99,7 +99,7 @@ def as_with(**changes: Any) -> Callable[[Pipe], Found]:
     def action(pipe: Pipe) -> Found:
         ours = dropout_step(pipe).found()
         changed = dropout_step(pipe.again(**changes)).found()
-        common = [name for name in ours if name in changed]
+        common = sorted(ours.keys() & changed.keys())
         found = differences(picked(ours, common), picked(changed, common), 1e-4)
         return {"both are equal": not found}
 
@@ -126,8 +126,10 @@ def of_the_mini_batch(pipe: Pipe) -> Found:
     norm = nn.BatchNorm1d(4)
     x, _ = pipe.row.given()
     norm(x)
-    expected = {f"0.{name}": statistic for name, statistic in norm.named_buffers()}
-    names = [name for name in expected if name in found]
+    expected = {}
+    for name, statistic in norm.named_buffers():
+        expected[f"0.{name}"] = statistic
+    names = sorted(expected.keys() & found.keys())
     if not names:
         return {}  # another rank has the first layer
     unlike = differences(picked(found, names), picked(expected, names), REORDERED)

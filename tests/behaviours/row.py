@@ -197,8 +197,8 @@ def unlike(
     if refusal := row.refusal(engine, checkpoint):
         with pytest.raises((RuntimeError, TypeError, ValueError), match=refusal):
             row.use(piped(layers, balance, **options), value)
-        found = [name for name, p in layers.named_parameters() if p.grad is not None]
-        return [f"a gradient of {name}" for name in found]
+        parameters = layers.named_parameters()
+        return [f"a gradient of {name}" for name, p in parameters if p.grad is not None]
     deferred = "deferred_batch_norm" in options
     plain = Plain(again, chunks=options["chunks"], deferred_batch_norm=deferred)
     model = piped(layers, balance, **options)

@@ -162,13 +162,16 @@ class InOrder(Layers):
             self.plain(x)
         sizes = [len(tensors(part)[0]) for part in self.plain.split(x)]
         losses: list[Any] = []
+        total: Any = 0
         for y, part, size in zip(outputs, target.split(sizes), sizes, strict=True):
             share = size / sum(sizes) if self.row.mean else 1
-            losses.append(self.row.criterion(y, part) * share)
+            loss = self.row.criterion(y, part) * share
+            losses.append(loss)
+            total = total + loss.detach()
         for action in make(self.schedule, 1, len(sizes)).lists[0]:
             if action.kind in ("backward", "backward_weights") and action.stage == 0:
                 losses[action.micro_batch].backward()
-        self.losses.append(sum(loss.detach() for loss in losses))  # type: ignore[arg-type]
+        self.losses.append(total)
         return self
 
 
