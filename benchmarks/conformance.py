@@ -2,7 +2,7 @@
 
     python -m benchmarks.conformance --json results/benchmarks/conformance.json
 
-Each row of tests/behaviours/rows/training.py trains or evaluates a small pipeline on CPUs with each engine, and is
+Each row of tests/behaviours/rows/training trains or evaluates a small pipeline on CPUs with each engine, and is
 compared with the plain layers. Two engines need a separate folder of packages:
 
     pip install --no-deps --target FOLDER torchgpipe==0.0.7     # and then --older FOLDER
