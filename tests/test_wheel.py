@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_a_wheel_has_all_that_the_program_needs(tmp_path: Path) -> None:
     source, wheels, installed = tmp_path / "source", tmp_path / "wheels", tmp_path / "installed"
     copy_needed(source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source]
+    build: list[Any] = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source]
     subprocess.run([*pip, *build], check=True)
     (wheel,) = wheels.iterdir()
     with zipfile.ZipFile(wheel) as file:

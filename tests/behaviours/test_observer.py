@@ -191,7 +191,8 @@ def test_a_step_does_what_its_schedule_says(name: str, way: Way) -> None:
     whole = make(schedule, len(schedule.lists), 3, checkpoint=way["checkpoint"])
     assert seen() == [[*whole.lists[d]] for d in devices]
     y = model(torch.rand(3, 4))
-    forwards, others = [], []
+    forwards: list[Any] = []
+    others: list[Any] = []
     for d in devices:
         forwards.append([action for action in whole.lists[d] if action.kind == "forward"])
         others.append([action for action in whole.lists[d] if action.kind != "forward"])

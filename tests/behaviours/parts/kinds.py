@@ -219,7 +219,7 @@ def normed(kind: Callable[..., nn.Module], **options: Any) -> Make:
     return lambda parts: norm(kind(2, **options))
 
 
-def frozen_linear() -> nn.Module:
+def frozen_linear() -> nn.Linear:
     return linear().requires_grad_(False)
 
 

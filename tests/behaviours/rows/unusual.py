@@ -207,9 +207,10 @@ SKIP = Namespace()
 
 
 def with_a_skip() -> nn.Sequential:
-    stash, pop = Stash().isolate(SKIP), Pop().isolate(SKIP)
-    first, norm = linear(), nn.BatchNorm1d(WIDTH)
-    return nn.Sequential(first, norm, stash, pop, linear())
+    stash: Any = Stash()
+    pop: Any = Pop()
+    skipping = [stash.isolate(SKIP), pop.isolate(SKIP)]
+    return nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), *skipping, linear())
 
 
 COPIES = (

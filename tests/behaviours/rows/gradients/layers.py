@@ -55,7 +55,7 @@ def hooked_once(run: Any, x: Tensor) -> None:
     steps(run, x)
 
 
-def double_of_linear(layer: nn.Module, _: Any, y: Tensor) -> Tensor | None:
+def double_of_linear(layer: nn.Module, _: Any, y: Tensor) -> Any:
     return 2 * y if isinstance(layer, nn.Linear) else None
 
 
@@ -157,12 +157,12 @@ FROZEN: dict[str, tuple[int, ...]] = {
 
 ROWS: list[Row] = []
 for what, numbers in FROZEN.items():
-    layers = partial(freeze, five, *numbers)
+    frozen = partial(freeze, five, *numbers)
     without_grad = partial(real, grad=False)
-    ROWS.append(Row(f"frozen: {what}", layers))
-    ROWS.append(Row(f"frozen: {what}, input takes none", layers, without_grad))
+    ROWS.append(Row(f"frozen: {what}", frozen))
+    ROWS.append(Row(f"frozen: {what}, input takes none", frozen, without_grad))
     # The discriminator of a GAN has to be frozen while the generator's loss is computed.
-    ROWS.append(Row(f"frozen: {what}, and thawed before backward", layers, use=amid(thaw)))
+    ROWS.append(Row(f"frozen: {what}, and thawed before backward", frozen, use=amid(thaw)))
 ROWS.append(
     Row(
         "a layer that hooks its parameter",
