@@ -2,7 +2,7 @@
 
     python -m benchmarks.conformance --json results/benchmarks/conformance.json
 
-Each row of tests/behaviours/rows/training.py trains or evaluates a small pipeline on CPUs with
+Each row of tests/behaviours/rows/training trains or evaluates a small pipeline on CPUs with
 each engine, and the result is compared with that of the plain layers. Two engines need a separate
 folder of packages:
 

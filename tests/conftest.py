@@ -1,4 +1,4 @@
-"""What all tests take for granted: `--slow`, `ranks`, pairs of parameters, generated cases, and a Ctrl-C."""
+"""What all tests have in common: `--slow`, `ranks`, pairs of parameters, hypothesis, and Ctrl-C."""
 
 import gc
 import importlib
@@ -21,18 +21,19 @@ from .ranks import Ranks, current, is_rank
 
 settings.register_profile(
     "suite",
-    deadline=None,  # nothing about them is timed: that is for benchmarks
+    deadline=None,  # tests do not time anything: benchmarks do
     derandomize=True,
-    suppress_health_check=[
-        HealthCheck.too_slow
-    ],  # it looks at the clock, and a busy machine would fail it
+    # This check looks at the clock, and would fail on a busy machine.
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("suite")
 
-# To ask how many GPUs there are must not start CUDA, which does not work in processes that are forked after that.
+# The question how many GPUs there are must not start CUDA: processes that are forked after its
+# start cannot use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-# A shell lets what it starts in the background ignore it; programs started by tests would, too, and go on for ever.
+# A shell lets programs in the background ignore SIGINT. Programs that tests start would ignore it,
+# too, and go on for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -46,55 +47,65 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out combinations of parameters whose pairs are in others (with `--slow`: triples), and slow tests.
+    """Leave out slow tests, and tests whose pairs of parameters are in other tests.
 
-    Behaviours run over ranks where their engine is called so.
+    With `--slow`, leave out tests whose triples of parameters are in other tests. Tests of
+    behaviours on the engine "ranks" run over ranks.
     """
     slow, tests = config.getoption("slow"), defaultdict[tuple[str, int], list[Any]](list)
     for item in items:
         if ranks := over_ranks(item):
             item.add_marker("ranks")
         if slow or item.get_closest_marker("slow") is None:
-            tests[item.nodeid.split("[")[0], 3 if slow and not ranks else 2].append(item)
-    kept = {test for (_, size), group in tests.items() for test in few(group, size)}
+            function, _, _ = item.nodeid.partition("[")
+            size = 3 if slow and not ranks else 2
+            tests[function, size].append(item)
+    kept: set[Any] = set()
+    for (_, size), group in tests.items():
+        kept.update(few(group, size))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
 
 def over_ranks(item: Any) -> bool:
+    """Return whether a test is one of a behaviour on the engine "ranks"."""
     given = item.callspec.params if hasattr(item, "callspec") else {}
     engine = getattr(given.get("case"), "engine", given.get("engine"))
-    return item.path.is_relative_to(Path(__file__).parent / "behaviours") and engine == "ranks"
+    behaviours = Path(__file__).parent / "behaviours"
+    return engine == "ranks" and item.path.is_relative_to(behaviours)
 
 
 def few(tests: list[Any], size: int) -> list[Any]:
-    """Of one function's tests, return some that have all combinations of `size` values."""
+    """Of the tests of one function, return some that have all combinations of `size` values."""
     if len(tests) == 1 or len(tests[0].callspec.params) <= size:
         return tests
-    # A parameter's value is the same object in all tests that have it.
-    return [
-        tests[k]
-        for k in covering(
-            [{name: id(x) for name, x in t.callspec.params.items()} for t in tests], size
-        )
-    ]
+    rows = []
+    for test in tests:
+        # A parameter's value is the same object in all tests that have it.
+        row = {name: id(value) for name, value in test.callspec.params.items()}
+        rows.append(row)
+    return [tests[k] for k in covering(rows, size)]
 
 
 def covering(rows: Sequence[Mapping[Any, Hashable]], size: int) -> set[int]:
-    """Return the indices of a few rows that have all combinations of `size` values which any row has.
+    """Return the indices of a few rows that have all combinations of `size` values of all rows.
 
-    The row with the most new ones comes first. Ties are drawn, the same in every run, or whatever varies slowest
-    would always be combined with the first of all others.
+    The row with the most new combinations comes first. Ties are drawn, in every run the same.
+    Otherwise the value that varies slowest would always be combined with the first value of all
+    others.
     """
     order = Random(0).sample(range(len(rows)), len(rows))
-    having = defaultdict[Hashable, list[int]](list)  # a combination -> the rows that have it
+    having = defaultdict[Hashable, list[int]](list)  # by combination, the rows that have it
     for k in order:
         for combination in combinations(rows[k].items(), size):
             having[combination].append(k)
-    new = Counter(k for holders in having.values() for k in holders)
+    new: Counter[int] = Counter()
+    for holders in having.values():
+        new.update(holders)
     chosen: set[int] = set()
     while having:
-        chosen.add(best := max(order, key=new.__getitem__))
+        best = max(order, key=new.__getitem__)
+        chosen.add(best)
         for combination in combinations(rows[best].items(), size):
             new.subtract(having.pop(combination, ()))
     return chosen
@@ -104,16 +115,15 @@ STARTED = pytest.StashKey[Ranks]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if (
-        any(item.get_closest_marker("ranks") for item in session.items)
-        and not session.config.option.collectonly
-    ):
+    if session.config.option.collectonly:
+        return
+    if any(item.get_closest_marker("ranks") for item in session.items):
         session.config.stash[STARTED] = Ranks(session.config, session.items)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run tests that are marked with `ranks` there."""
+    """Run tests that are marked with `ranks` on ranks."""
     marker = pyfuncitem.get_closest_marker("ranks")
     if marker is None:
         return None
@@ -133,14 +143,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def alike() -> None:
-    """Begin with one seed, and keep the operators of tiny layers from waiting for threads of their own."""
+    """Begin with one seed, and with one thread for operators: tiny layers do not need more."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def only_what_the_tests_make() -> Iterator[None]:
-    """Set aside what is there already, so that a collection takes milliseconds; of all that is made no thread stays."""
+    """Assert that no thread remains of what the tests make.
+
+    Garbage collection ignores objects that are there before, so that it takes milliseconds.
+    """
     threads = {*threading.enumerate()}
     gc.collect()
     gc.freeze()
@@ -152,7 +165,10 @@ def only_what_the_tests_make() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None, Any, Any]:
-    """Skip what needs torchvision where that cannot be imported, such as beside a PyTorch of another build."""
+    """Skip tests that need torchvision where it cannot be imported.
+
+    Beside a PyTorch of another build, for example, it cannot be imported.
+    """
     try:
         return (yield)
     except Exception as error:
@@ -167,7 +183,8 @@ def pytest_runtest_setup() -> Generator[None, Any, Any]:
 pytest_runtest_call = pytest_runtest_setup
 
 
-# How a pipeline runs. A test takes `engine` and `checkpoint`, or both as `way`: keyword arguments of `GPipe`.
+# How a pipeline runs. A test takes `engine` and `checkpoint`, or both as `way`, which has keyword
+# arguments of `GPipe`.
 
 
 @pytest.fixture(params=["graph", "workers"])

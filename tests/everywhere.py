@@ -1,9 +1,10 @@
-"""`Everywhere`: a pipeline over ranks that looks on each of them as if it were there as a whole.
+"""`Everywhere`: a pipeline over ranks that looks on each rank as if it were there as a whole.
 
-A test is written for one process, and every rank runs all of it. It passes if it passes on each rank. A rank builds all
-layers, but its pipeline holds and runs only those of its own partition. After each forward and each backward, every
-rank sends the others its layers' gradients and buffers, and what they wrote down, as well as outputs and errors. So the
-test can look at any layer on any rank. On the rank that runs a layer, it looks at that layer itself, and not at a copy.
+A test is written for one process, and every rank runs all of it. It passes if it passes on each
+rank. A rank builds all layers, but its pipeline holds and runs only those of its own partition.
+After each forward and each backward, every rank sends the other ranks the gradients and buffers of
+its layers, what the layers wrote down, outputs and errors. So the test can look at any layer on any
+rank. On the rank that runs a layer, it looks at that layer itself, and not at a copy.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from torchgpipe.trace.parts import Slots
 
 from .ranks import Rank, current
 
-WRITTEN_DOWN = ("first", "second")  # by tests/behaviours/parts/draw.py
+WRITTEN_DOWN = ("first", "second")
+"""The attributes in which layers of tests/behaviours/parts/draw.py write down what they drew."""
 
 
 class Everywhere(nn.Module):
-    """A `DistributedGPipe` over the first ranks, one for each device; on ranks that are left over the test ends."""
+    """A `DistributedGPipe` over the first ranks, one for each device.
+
+    The test ends on ranks for which there is no device.
+    """
 
     _rank: Rank
     rank: int
@@ -48,15 +53,15 @@ class Everywhere(nn.Module):
         rank = current()
         rank.join(len(devices))
         pipeline = DistributedGPipe(layers, balance, device=devices[rank.index], **options)
-        # Past `__setattr__`: the pipeline's layers are this module's own children already.
+        # `__setattr__` would register the pipeline, but its layers are children of this module.
         self.__dict__.update(
             _rank=rank, rank=rank.index, _pipeline=pipeline, training=pipeline.training
         )
         self._modules.update({**layers._modules, **pipeline._modules})
         self._n, self._placement = len(devices), pipeline.schedule.placement
-        owners = [
-            rank for rank, count in zip(self._placement, balance, strict=True) for _ in range(count)
-        ]
+        owners: list[int] = []
+        for owner, count in zip(self._placement, balance, strict=True):
+            owners += [owner] * count
         self._owner = dict(zip(self._modules, owners, strict=True))
 
     @property
@@ -72,7 +77,8 @@ class Everywhere(nn.Module):
         self._pipeline.observer = observer
 
     def __getitem__(self, k: int) -> Any:
-        return [*self._modules.values()][k]
+        layers = [*self._modules.values()]
+        return layers[k]
 
     def train(self, mode: bool = True) -> Everywhere:
         super().train(mode)
@@ -82,7 +88,9 @@ class Everywhere(nn.Module):
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
         others = nn.Module()
         others.register_load_state_dict_pre_hook(translate_old_state)
-        others._modules.update({name: layer for name, layer, here in self._layers() if not here})
+        for name, layer, here in self._layers():
+            if not here:
+                others._modules[name] = layer
         others.load_state_dict(state, strict=False, assign=assign)
         return self._pipeline.load_state_dict(state, strict, assign)
 
@@ -91,80 +99,89 @@ class Everywhere(nn.Module):
         slots = Slots()
         arguments = slots.taken((args, kwargs))
         inputs = [*{id(x): x for x in slots.tensors}.values()]
-        given = {id(x): x.detach().requires_grad_(x.requires_grad) for x in inputs}
-        args, kwargs = slots.put_back(arguments, [given[id(x)] for x in slots.tensors])
-        last = self.rank == self._placement[-1]
+        copies: dict[int, Tensor] = {}
+        for x in inputs:
+            copies[id(x)] = x.detach().requires_grad_(x.requires_grad)
+        args, kwargs = slots.put_back(arguments, [copies[id(x)] for x in slots.tensors])
+        last = self._placement[-1]
         own: Any = None
 
-        def run() -> Any:
+        def run() -> _Outputs | None:
             nonlocal own
             own = self._pipeline(*args, **kwargs)
-            if last:
-                slots = Slots()
-                result, own = slots.taken(own), slots.tensors
-                return (
-                    result,
-                    slots.again(),
-                    [y.detach() for y in own],
-                    [y.requires_grad for y in own],
-                )
+            if self.rank != last:
+                return None
+            slots = Slots()
+            result, own = slots.taken(own), slots.tensors
+            return _Outputs(result, slots.again(), own)
 
-        result, slots, shown, needs = self.on_all(run)[self._placement[-1]]
-        if last:
-            shown = [y.detach() for y in own]  # the output's own memory
-        if True in needs:
-            done = _Done(self, own, [given[id(x)] for x in inputs])
-            shown = _Shown.apply(done, needs, shown, TOKEN, *inputs, *done.parameters.values())
-        return slots.put_back(result, shown)
+        outputs: _Outputs = self.on_all(run)[last]
+        # On the last rank, the output has its own memory.
+        shown = [y.detach() for y in (own if self.rank == last else outputs.tensors)]
+        if True in outputs.needs:
+            done = _Done(self, own, [*copies.values()])
+            parameters = done.parameters.values()
+            shown = _Shown.apply(done, outputs.needs, shown, TOKEN, *inputs, *parameters)
+        return outputs.slots.put_back(outputs.result, shown)
 
     def step(self, criterion: Any, x: Any, target: Any, **options: Any) -> Tensor:
         self._rank.use(self._pipeline)
         first, last = self.rank == self._placement[0], self.rank == self._placement[-1]
 
         def run() -> Any:
-            loss = self._pipeline.step(
-                criterion, x if first else None, target if last else None, **options
-            )
-            return (
-                loss,
-                getattr(x, "grad", None),
-                {name: p.grad for name, p in self._pipeline.named_parameters()},
-            )
+            own_x, own_target = x if first else None, target if last else None
+            loss = self._pipeline.step(criterion, own_x, own_target, **options)
+            grads = {name: p.grad for name, p in self._pipeline.named_parameters()}
+            return loss, getattr(x, "grad", None), grads
 
         found, parameters = self.on_all(run), dict(self.named_parameters())
-        for name, grad in [item for _, _, grads in found for item in grads.items()]:
-            parameters[name].grad = grad
+        for _, _, grads in found:
+            for name, grad in grads.items():
+                parameters[name].grad = grad
         if isinstance(x, Tensor):
-            x.grad = found[self._placement[0]][1]
-        losses = [loss for loss, *_ in found]
-        assert all(torch.equal(loss, losses[0]) for loss in losses)
-        return losses[self.rank]
+            _, x.grad, _ = found[self._placement[0]]
+        own: Tensor = found[self.rank][0]
+        for loss, _, _ in found:
+            assert torch.equal(loss, own)
+        return own
 
     def on_all(self, run: Callable[[], Any]) -> list[Any]:
-        """Run something on each rank; return what each returns, or raise what one raises.
+        """Run a function on each rank. Return what each rank returns, or raise what one raises.
 
-        Afterwards other ranks' layers are here as they are there.
+        Afterwards the layers of other ranks have here the state that they have there.
         """
         value, error = None, None
         try:
             value = run()
         except BaseException as raised:
             error = raised
-        layers = {name: _state(layer) for name, layer, here in self._layers() if here}
-        found = self._rank.exchange(self._n, (value, _picklable(error), layers))
-        assert all(type(each) is tuple for each in found), (
-            "another rank has ended this part of the test"
-        )
-        mine = {module for _, layer, here in self._layers() if here for module in layer.modules()}
-        states = {name: state for _, _, theirs in found for name, state in theirs.items()}
+        mine: dict[str, Any] = {}
+        for name, layer, here in self._layers():
+            if here:
+                mine[name] = _state(layer)
+        found = self._rank.exchange(self._n, (value, _picklable(error), mine))
+        values: list[Any] = []
+        errors: list[BaseException | None] = [error]
+        states: dict[str, Any] = {}
+        for each in found:
+            assert type(each) is tuple, "another rank has ended this part of the test"
+            value, theirs, layers = each
+            values.append(value)
+            errors.append(theirs)
+            states |= layers
+        self._show_others(states)
+        _raise(errors)
+        return values
+
+    def _show_others(self, states: dict[str, Any]) -> None:
+        """Give the layers of other ranks the states that they have there."""
+        mine: set[nn.Module] = set()
+        for _, layer, here in self._layers():
+            if here:
+                mine.update(layer.modules())
         for name, layer, here in self._layers():
             if not here:
                 _show(layer, states[name], mine)
-        # An error itself, rather than that another rank has heard of it; this rank's own comes first.
-        errors = [e for e in (error, *(theirs for _, theirs, _ in found)) if e is not None]
-        for told in sorted(errors, key=lambda e: isinstance(e, RankFailed)):
-            raise told
-        return [value for value, _, _ in found]
 
     def _layers(self) -> Iterator[tuple[str, nn.Module, bool]]:
         """Yield names, layers, and whether they are this rank's."""
@@ -173,8 +190,23 @@ class Everywhere(nn.Module):
             yield name, layer, self._owner[name] == self.rank
 
 
+class _Outputs:
+    """What a forward returned on the last rank: its structure, and copies of its tensors."""
+
+    def __init__(self, result: Any, slots: Slots, tensors: list[Tensor]) -> None:
+        self.result, self.slots = result, slots
+        self.tensors: list[Tensor] = []
+        self.needs: list[bool] = []
+        for y in tensors:
+            self.tensors.append(y.detach())
+            self.needs.append(y.requires_grad)
+
+
 class _Done:
-    """A forward that is done; `own` is what it returned on this rank, and `given` its inputs."""
+    """A forward that has run.
+
+    On this rank, `own` is what it returned, and `given` are its inputs.
+    """
 
     def __init__(self, model: Everywhere, own: Any, given: list[Tensor]) -> None:
         self._model, self._own, self._given = model, own, given
@@ -182,38 +214,52 @@ class _Done:
         self._here = _leaves(model._pipeline)
 
     def backward(self, grads: Flat, keep: bool) -> list[Tensor | None]:
-        """Run the backward of each rank; return the gradients of the inputs, and of all parameters."""
-        # The token, for a rank none of whose parameters takes a gradient.
+        """Run the backward of each rank. Return the gradients of inputs and of all parameters."""
+        # The token is for a rank without a parameter that takes a gradient.
         wanted = [x for x in (*self._given, *self._here.values(), TOKEN) if x.requires_grad]
         outputs: list[Tensor] = [self._own]
         given: list[Tensor | None] = [None]
         if isinstance(self._own, list):
-            kept = [(y, g) for y, g in zip(self._own, grads, strict=True) if g is not None]
-            outputs, given = [y for y, _ in kept], [g for _, g in kept]
-        options = {
-            "retain_graph": keep,
-            "create_graph": torch.is_grad_enabled(),
-            "allow_unused": True,
-        }
+            outputs, given = [], []
+            for y, grad in zip(self._own, grads, strict=True):
+                if grad is not None:
+                    outputs.append(y)
+                    given.append(grad)
+        create = torch.is_grad_enabled()
+        options = {"retain_graph": keep, "create_graph": create, "allow_unused": True}
 
         def run() -> Any:
             found = torch.autograd.grad(outputs, wanted, given, **options)
-            grad = dict(zip(map(id, wanted), found, strict=True))
-            return [grad.get(id(x)) for x in self._given], {
-                name: grad.get(id(p)) for name, p in self._here.items()
-            }
+            grad_of = dict(zip(map(id, wanted), found, strict=True))
+            of_parameters = {}
+            for name, p in self._here.items():
+                of_parameters[name] = grad_of.get(id(p))
+            return [grad_of.get(id(x)) for x in self._given], of_parameters
 
         found = self._model.on_all(run)
-        gradients = {name: grad for _, part in found for name, grad in part.items()}
-        pairs = [
-            (gradients.get(name), p) for name, p in self.parameters.items()
-        ]  # others' layers are on a CPU here
-        first = found[self._model._placement[0]][0]
-        return [*first, *(g if g is None else g.to(p.device) for g, p in pairs)]
+        gradients: dict[str, Tensor | None] = {}
+        for _, part in found:
+            gradients |= part
+        result, _ = found[self._model._placement[0]]
+        for name, p in self.parameters.items():
+            gradient = gradients.get(name)
+            # The layers of other ranks are on a CPU here.
+            result.append(None if gradient is None else gradient.to(p.device))
+        return [*result]
+
+
+def _raise(errors: list[BaseException | None]) -> None:
+    """Raise the first error, if there is one.
+
+    An error itself comes before the news that another rank has failed.
+    """
+    for error in sorted(errors, key=lambda error: isinstance(error, RankFailed)):
+        if error is not None:
+            raise error
 
 
 def _leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a model's gradients may be of: its parameters, and buffers that take some."""
+    """Return the tensors of a model that may have gradients: parameters and some buffers."""
     buffers = {name: x for name, x in model.named_buffers() if x.requires_grad and x.is_leaf}
     return dict(model.named_parameters()) | buffers
 
@@ -223,7 +269,8 @@ class _Shown(torch.autograd.Function):
     def forward(ctx: Any, done: _Done, needs: list[bool], shown: list[Tensor], *_: Tensor) -> Flat:
         ctx.set_materialize_grads(False)
         ctx.done = done
-        ctx.mark_non_differentiable(*(y for y, need in zip(shown, needs, strict=True) if not need))
+        without = [y for y, need in zip(shown, needs, strict=True) if not need]
+        ctx.mark_non_differentiable(*without)
         return tuple(shown)
 
     @staticmethod
@@ -232,11 +279,12 @@ class _Shown(torch.autograd.Function):
 
 
 def _state(layer: nn.Module) -> list[Any]:
-    """Return the buffers of each module in a layer, and what it wrote down."""
-    return [
-        (module._buffers, {name: x for name, x in vars(module).items() if name in WRITTEN_DOWN})
-        for module in layer.modules()
-    ]
+    """Return the buffers of each module in a layer, and what the module wrote down."""
+    state = []
+    for module in layer.modules():
+        written_down = {name: x for name, x in vars(module).items() if name in WRITTEN_DOWN}
+        state.append((module._buffers, written_down))
+    return state
 
 
 def _show(layer: nn.Module, state: list[Any], mine: set[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""A layer that fails when it is told to, and optimizers by the names that the planner knows."""
+"""A layer that fails on demand, and optimizers by the names that the planner knows."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,9 +15,10 @@ OPTIMIZERS: dict[str, Any] = {x.__name__.lower(): x for x in KINDS} | {
 
 
 class Fails(nn.Module):
-    """The identity; after `fail(…)` it raises an error, once: in forward, in a recomputation or in backward.
+    """The identity, which raises an error once after `fail(…)`.
 
-    After `at(…)` it calls something instead.
+    It does so in forward, in a recomputation or in backward. After `at(…)` it calls a function
+    instead.
     """
 
     def __init__(self) -> None:

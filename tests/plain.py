@@ -1,4 +1,4 @@
-"""`Plain`, the definition of what a pipeline computes, and `piped`, a pipeline of the same layers."""
+"""`Plain`, which defines what a pipeline computes, and `piped`, a pipeline of the same layers."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -30,11 +30,14 @@ class Undivided(nn.BatchNorm2d):
             super().forward(torch.cat(self.met))
 
     def _check_input_dim(self, input: Tensor) -> None:
-        pass  # of any number of dimensions
+        pass  # the input may have any number of dimensions
 
 
 class Plain(nn.Sequential):
-    """Take a pipeline's place: run the layers on each micro-batch in turn, and concatenate the outputs."""
+    """Run the layers on each micro-batch in turn, and concatenate the outputs.
+
+    This module takes the place of a pipeline.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,12 @@ class Plain(nn.Sequential):
     ) -> None:
         super().__init__(OrderedDict(layers.named_children()))
         self.chunks = chunks
-        for layer in self.modules() if deferred_batch_norm else ():
+        if deferred_batch_norm:
+            self._defer()
+
+    def _defer(self) -> None:
+        """Let batch norms have the statistics of the mini-batch."""
+        for layer in self.modules():
             if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d) and layer.track_running_stats:
                 layer.__class__ = Undivided
 
@@ -73,17 +81,21 @@ class Plain(nn.Sequential):
     def run(self, value: Any) -> Any:
         outputs = []
         for part in self.split(value):
-            # Or micro-batches would share the weights' casts, and so add up their gradients in low precision.
+            # Otherwise micro-batches would share the casts of weights, and so add up their
+            # gradients in low precision.
             torch.clear_autocast_cache()
             outputs.append(super().forward(part))
         if isinstance(outputs[0], Tensor):
             return torch.cat(outputs)
-        return tuple(torch.cat(column) for column in zip(*outputs, strict=True))
+        columns = zip(*outputs, strict=True)
+        return tuple(map(torch.cat, columns))
 
     def split(self, value: Tensors) -> list[Any]:
         if isinstance(value, Tensor):
-            return list(value.split(max(1, -(-len(value) // self.chunks))))
-        return list(zip(*(self.split(x) for x in value), strict=True))
+            size = -(-len(value) // self.chunks)  # rounded up
+            return list(value.split(max(1, size)))
+        columns = map(self.split, value)
+        return list(zip(*columns, strict=True))
 
 
 def piped(
@@ -94,12 +106,12 @@ def piped(
     v: int = 1,
     **options: Any,
 ) -> Any:
-    """Return a pipeline on these devices in turn, with v partitions on each.
+    """Return a pipeline on these devices in turn, with `v` partitions on each.
 
-    With `engine="ranks"` it is over the processes that run the test.
+    With `engine="ranks"` it runs over the processes that run the test.
     """
     places = [devices[j % len(devices)] for j in range(len(balance) // v)]
     if options.get("engine") == "ranks":
-        options = {k: x for k, x in options.items() if k != "engine"}
+        del options["engine"]
         return Everywhere(layers, balance, places, chunks=chunks, **options)
     return GPipe(layers, balance, devices=places, chunks=chunks, **options)

@@ -1,11 +1,12 @@
-"""Processes that run tests together: each is a rank of `torch.distributed`, and lives as long as the test run.
+"""Processes that run tests together. Each is a rank of `torch.distributed`.
 
-A test marked with `ranks(n)` runs on the first n of them; without n, on as many as `Rank.join` asks for.
+They live as long as the test run. A test marked with `ranks(n)` runs on the first n of them;
+without n, on as many as `Rank.join` asks for.
 
-They are forked when all tests have been collected and none has run, so that each process knows all tests. The
-test run tells every process which test is next. Each runs that test with its fixtures, and says how it went. What ranks
-tell each other goes through the test run (`Rank.exchange`). So it notices if a rank waits for something that will not
-come.
+The processes are forked when all tests have been collected and none has run, so that each process
+knows all tests. The test run tells every process which test is next. Each process runs that test
+with its fixtures, and says how it went. What ranks tell each other goes through the test run
+(`Rank.exchange`). So the test run notices if a rank waits for something that will not come.
 """
 
 import faulthandler
@@ -35,30 +36,31 @@ from reproduce.run.engines.launch import Ended, Launched
 from torchgpipe.distributed.liveness.ending import open_connections
 
 WORLD = 4
-PATIENCE = 60  # seconds; only what hangs takes as long
+PATIENCE = 60  # seconds; only a test that hangs takes as long
 
 
 class Ranks:
     """The processes, as the test run sees them.
 
     Attributes:
-        launched: they, and the links to them.
+        launched: The processes, and the links to them.
     """
 
     def __init__(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-        importlib.import_module("torch._dynamo")  # takes seconds; here only once
-        config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # made here, or each process makes it anew
+        # This import takes seconds: do it once, before processes are forked.
+        importlib.import_module("torch._dynamo")
+        # Make the folder here, or each process makes its own.
+        config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         self._index = {item.nodeid: k for k, item in enumerate(items)}
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115
         self._ended = ""
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # of threads: those of BLAS do nothing now
+            # Python warns of forks where there are threads. Those of BLAS do nothing now.
+            warnings.simplefilter("ignore", DeprecationWarning)
             self.launched = Launched("fork", WORLD, serve, config, items, self._printed.fileno())
 
     def run(self, test: str) -> str:
-        """Run a test on all ranks; return what those have to say on which it failed."""
+        """Run a test on all ranks, and return the errors of the ranks on which it failed."""
         if self._ended:
             return self._ended
         told: dict[int, str] = {}
@@ -79,14 +81,18 @@ class Ranks:
         return _said(told)
 
     def _receive(self, busy: set[int]) -> list[tuple[int, Any]]:
-        """Wait for what ranks say."""
-        for _ in range(PATIENCE):  # not in one go: time must not count while everything is stopped
+        """Wait for messages of ranks."""
+        # Wait a second at a time: time must not count while everything is stopped.
+        for _ in range(PATIENCE):
             if received := [*self.launched.receive(busy, 1)]:
                 return received
         return []
 
     def _answer(self, offered: dict[int, tuple[int, bytes]], told: dict[int, str]) -> None:
-        """Give ranks that wait for an exchange what each of them offers, or nothing if one has ended the test."""
+        """Give ranks that wait for an exchange what each of them offers.
+
+        They get nothing if one of them has ended the test.
+        """
         if not offered:
             return
         ranks = range(max(n for n, _ in offered.values()))
@@ -97,7 +103,7 @@ class Ranks:
         offered.clear()
 
     def _end(self, why: str, told: dict[int, str]) -> str:
-        """End the processes; return what they have told and printed, and where their threads are."""
+        """End the processes. Return what they said and printed, and where their threads are."""
         for process in self.launched.processes:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
@@ -113,7 +119,7 @@ def _said(told: dict[int, str]) -> str:
 
 
 class Rank:
-    """One of the processes, as a test sees it that runs there."""
+    """One of the processes, as a test that runs there sees it."""
 
     def __init__(self, index: int, link: Connection) -> None:
         self.index, self._link = index, link
@@ -128,9 +134,10 @@ class Rank:
         return current, ()  # a copy is itself
 
     def serve(self, config: pytest.Config, items: Sequence[pytest.Item], output: int) -> NoReturn:
-        """Run tests until the test run ends; print to the file `output`."""
+        """Run tests until the test run ends, and print to the file `output`."""
         gc.freeze()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test run hears it, too, and then ends
+        # The test run receives the signal, too, and then ends.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
@@ -138,10 +145,8 @@ class Rank:
         faulthandler.register(signal.SIGUSR1, 2)
         threading.Thread(target=self._listen, daemon=True).start()
         for name, plugin in config.pluginmanager.list_name_plugin():
-            if (
-                name in ("terminalreporter", "capturemanager")
-                or type(plugin).__name__ == "WorkerInteractor"
-            ):  # xdist's
+            of_xdist = type(plugin).__name__ == "WorkerInteractor"
+            if of_xdist or name in ("terminalreporter", "capturemanager"):
                 config.pluginmanager.unregister(name=name)
         config.pluginmanager.register(self)
         while True:
@@ -150,19 +155,21 @@ class Rank:
             self._link.send(self._run(config, items[self._test]))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a failure."""
+        """Note what failed."""
         if report.failed:
             self._failed.append(report.longreprtext)
 
     def join(self, n: int) -> None:
-        """Make a world of the first n ranks, if the test has none yet; end the test here if this is none of them."""
+        """Make a process group of the first n ranks, unless the test has one already.
+
+        If this rank is not one of them, end the test here.
+        """
         if self.index >= n:
             self._left = True
             pytest.skip("this rank takes no part in the test")
         if dist.is_initialized():
-            assert dist.get_world_size() == n, (
-                "all pipelines of a test have to have equally many partitions"
-            )
+            same = dist.get_world_size() == n
+            assert same, "all pipelines of a test have to have equally many partitions"
             return
         assert n <= WORLD, f"there are {WORLD} ranks"
         store = dist.PrefixStore(str(self._test), self._store)  # type: ignore[attr-defined]
@@ -171,14 +178,15 @@ class Rank:
         dist.init_process_group(
             "gloo", store=store, rank=self.index, world_size=n, timeout=patience
         )
-        dist.barrier()  # a rank that has nothing more to do must not go while another one still connects
+        # A rank that has nothing more to do must not go while another one still connects.
+        dist.barrier()
 
     def use(self, pipeline: Any) -> None:
         """Close this pipeline when the test ends."""
         self._used[id(pipeline)] = pipeline
 
     def exchange(self, n: int, value: Any) -> list[Any]:
-        """Return what each of the first n ranks offers."""
+        """Return the values of the first n ranks."""
         with torch.device("cpu"):  # a test may have another default
             self._link.send((n, pickle.dumps(value)))
             found = self._received.get()
@@ -186,7 +194,7 @@ class Rank:
             return [pickle.loads(each) for each in found]
 
     def agreed(self, n: int, case: Any, run: Callable[[Any], Any]) -> Any:
-        """Return what `run` returns for a part of a test; raise on all ranks if it raises on one."""
+        """Return the result of a part of a test. Raise on all ranks if `run` raises on one."""
         result, error = None, ""
         try:
             result = run(case)
@@ -194,29 +202,30 @@ class Rank:
             error = traceback.format_exc()
         self._close(failed=bool(error))
         found: list[Any] = [None]
-        while not all(
-            type(each) is list for each in found
-        ):  # others may still wait for this rank elsewhere
+        # Other ranks may still wait for this rank elsewhere.
+        while not all(type(each) is list for each in found):
             found = self.exchange(n, [repr(case), error])
-        assert len({drawn for drawn, _ in found}) == 1, "ranks have drawn different cases"
-        errors = [
-            f"on rank {index}:\n{raised}" for index, (_, raised) in enumerate(found) if raised
-        ]
-        assert not errors, "\n".join(errors)
+        errors = {}
+        for index, (drawn, raised) in enumerate(found):
+            assert drawn == repr(case), "ranks have drawn different cases"
+            errors[index] = raised
+        said = _said(errors)
+        assert not said, said
         return result
 
     def _close(self, *, failed: bool) -> None:
-        """Close what has been used."""
-        for connections in [*open_connections] if failed else ():
-            connections.abort()  # or other ranks would wait for this one
+        """Close the pipelines and connections of the test."""
+        if failed:
+            for connections in [*open_connections]:
+                connections.abort()  # otherwise other ranks would wait for this one
         for pipeline in self._used.values():
             pipeline.close()
         self._used.clear()
         for connections in [*open_connections]:
-            connections.close()  # what a test has left open would still be monitored
+            connections.close()  # otherwise they would still be monitored
 
     def _run(self, config: pytest.Config, item: pytest.Item) -> str:
-        """Run a test; return what to say about it, nothing if it passed."""
+        """Run a test. Return what to say about it: nothing if it passed."""
         self._failed, self._left = [], False
         try:
             config.hook.pytest_runtest_protocol(item=item, nextitem=None)
@@ -250,7 +259,7 @@ _current: Rank | None = None
 
 
 def serve(index: int, link: Connection, *given: Any) -> None:
-    """Be a rank."""
+    """Run tests as a rank."""
     global _current
     _current = Rank(index, link)
     _current.serve(*given)

@@ -1,28 +1,36 @@
-"""How many files may lie side by side, and how long one may be: what a reader has to look through to find a place."""
+"""Folders have few files side by side, and files are short, so that a place is found quickly."""
 
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SIDE_BY_SIDE = 15  # files of Python in a folder, beside its `__init__`
-LONGEST = 350  # lines of a file of Python
+SIDE_BY_SIDE = 15
+"""The greatest number of Python files in a folder, beside its `__init__`."""
+LONGEST = 350
+"""The greatest number of lines of a Python file."""
 
 
 def files() -> list[Path]:
-    """Return all files of Python, without those of environments and builds beside the packages."""
-    tops = ["torchgpipe", "reproduce", "benchmarks", "tests", "examples"]
-    return [path for top in tops for path in (ROOT / top).rglob("*.py")] + [ROOT / "setup.py"]
+    """Return all Python files, without those of environments and builds beside the packages."""
+    found = [ROOT / "setup.py"]
+    for top in ("torchgpipe", "reproduce", "benchmarks", "tests", "examples"):
+        found += (ROOT / top).rglob("*.py")
+    return found
 
 
 def test_files_side_by_side() -> None:
-    folders = {path.parent for path in files()}
-    many = {
-        folder: n
-        for folder in folders
-        if (n := len({*folder.glob("*.py")} - {folder / "__init__.py"})) > SIDE_BY_SIDE
-    }
-    assert folders and not many
+    counts: Counter[Path] = Counter()
+    for path in files():
+        if path.name != "__init__.py":
+            counts[path.parent] += 1
+    assert counts
+    for folder, count in counts.items():
+        assert count <= SIDE_BY_SIDE, f"{folder} has {count} files"
 
 
 def test_the_longest_file() -> None:
-    lengths = {path: path.read_text().count("\n") for path in files()}
-    assert lengths and not {path: lines for path, lines in lengths.items() if lines > LONGEST}
+    found = files()
+    assert found
+    for path in found:
+        lines = path.read_text().count("\n")
+        assert lines <= LONGEST, f"{path} has {lines} lines"

@@ -1,4 +1,4 @@
-"""A wheel: the library and the suite with its data, outside of a checkout."""
+"""A wheel has the library and the suite with its data, and works outside of a checkout."""
 
 import os
 import shutil
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,51 +27,76 @@ WRITING = {
     "import-paper tables.json": "paper",
 }
 REFUSED = ("publish x --force", "render", "regression --base HEAD")
-EACH = "import sys; from reproduce.cli.main import main; print([main(each.split()) for each in sys.argv[1:]])"
+EACH = """
+import sys
+from reproduce.cli.main import main
+print([main(each.split()) for each in sys.argv[1:]])
+"""
 
 
 @pytest.mark.slow
 def test_a_wheel_has_all_that_the_program_needs(tmp_path: Path) -> None:
     source, wheels, installed = tmp_path / "source", tmp_path / "wheels", tmp_path / "installed"
-    source.mkdir()
-    for name in NEEDED:
-        path = ROOT / name
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(path, source / name, ignore=ignored) if path.is_dir() else shutil.copy(
-            path, source
-        )
+    copy_needed(source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run(
-        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source],
-        check=True,
-    )
+    build: list[Any] = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source]
+    subprocess.run([*pip, *build], check=True)
     (wheel,) = wheels.iterdir()
     with zipfile.ZipFile(wheel) as file:
-        tops = {name.partition("/")[0] for name in file.namelist()}
-        published = {
-            Path(name).name
-            for name in file.namelist()
-            if name.startswith("reproduce/results/paper/")
-        }
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"torchgpipe", "reproduce"}
-    assert published == {path.name for path in (ROOT / "results" / "paper").glob("*.json")}
+        assert_content(file.namelist())
 
     subprocess.run([*pip, "install", "--no-deps", "--target", installed, wheel], check=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    tables = elsewhere / "tables.json"
+    tables.write_text("[]")
     arguments = ("run", "amoebanet-memory", "--scale", "small", "--on", "cpu", "--row", "baseline")
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    (elsewhere := tmp_path / "elsewhere").mkdir()
-    (tables := elsewhere / "tables.json").write_text("[]")
-    command = [str(installed / "bin" / "reproduce"), *arguments]
-    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    done = run(installed, elsewhere, str(installed / "bin" / "reproduce"), *arguments)
     assert done.returncode == 0, done.stderr
-    assert len(list((elsewhere / "runs").glob("*.json"))) == 1
-    command = [sys.executable, "-c", EACH, *WRITING, *REFUSED]
-    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
-    assert (
-        done.stdout.endswith("[0, 0, 0, 2, 2, 2]\n") and done.stderr.count("needs a checkout") == 3
-    ), done.stderr
-    assert all(list(elsewhere.glob(written)) for written in WRITING.values())
-    files = [path for path in installed.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    assert files and not [
-        path for path in files if path.stat().st_mtime_ns >= tables.stat().st_mtime_ns
-    ]
+    runs = elsewhere / "runs"
+    assert len(list(runs.glob("*.json"))) == 1
+    done = run(installed, elsewhere, sys.executable, "-c", EACH, *WRITING, *REFUSED)
+    assert done.stdout.endswith("[0, 0, 0, 2, 2, 2]\n"), done.stderr
+    assert done.stderr.count("needs a checkout") == 3, done.stderr
+    for written in WRITING.values():
+        assert list(elsewhere.glob(written)), written
+    assert_older(installed, tables.stat().st_mtime_ns)
+
+
+def copy_needed(to: Path) -> None:
+    """Copy what a wheel is built from."""
+    to.mkdir()
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in NEEDED:
+        path = ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, to / name, ignore=ignored)
+        else:
+            shutil.copy(path, to)
+
+
+def assert_content(names: list[str]) -> None:
+    """Assert that a wheel has the two packages, and all results of papers."""
+    tops, published = set(), set()
+    for name in names:
+        top = name.partition("/")[0]
+        if not top.endswith(".dist-info"):
+            tops.add(top)
+        if name.startswith("reproduce/results/paper/"):
+            published.add(Path(name).name)
+    assert tops == {"torchgpipe", "reproduce"}
+    papers = ROOT / "results" / "paper"
+    assert published == {path.name for path in papers.glob("*.json")}
+
+
+def run(installed: Path, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def assert_older(folder: Path, time: int) -> None:
+    """Assert that no file of the installation was written since then."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert files
+    for path in files:
+        assert path.stat().st_mtime_ns < time, path

@@ -1,21 +1,44 @@
-"""The actions of the rows in rows/training.py: what they do with a pipeline, and which results they return."""
+"""Actions of the rows in rows/training: what each does with a pipeline, and what it returns."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 
 from .compare import REORDERED, differences
 from .pipe import Found, Pipe, batch
 
 ON_PURPOSE = "on purpose"
 differ: list[bool] = []
+"""Whether the masks of two partitions differed, one for each micro-batch."""
 
 
 def sequence(length: int) -> tuple[Tensor, Tensor]:
     x, target = batch(8 * length, seed=length)
     return x.view(8, length, 4), target.view(8, length, 3)
+
+
+def seeded(count: int, **options: Any) -> list[Any]:
+    """Return different mini-batches."""
+    return [batch(8, seed, **options) for seed in range(count)]
+
+
+def picked(found: Found, names: list[str]) -> Found:
+    return {name: found[name] for name in names}
+
+
+# Steps.
+
+
+def as_it_is(pipe: Pipe) -> Pipe:
+    return pipe
+
+
+def accumulated(pipe: Pipe) -> Pipe:
+    second = batch(8, seed=1)
+    return pipe.step().step(*second)
 
 
 def trained(*batches: Any) -> Callable[[Pipe], Pipe]:
@@ -29,15 +52,39 @@ def trained(*batches: Any) -> Callable[[Pipe], Pipe]:
     return action
 
 
-def seeded(count: int, **options: Any) -> list[Any]:
-    return [batch(8, seed, **options) for seed in range(count)]
+def losses(pipe: Pipe) -> Found:
+    trained(*seeded(3, targets=4))(pipe)
+    found = pipe.found()
+    return picked(found, [name for name in found if name.startswith("loss")])
 
 
 def input_gradient(pipe: Pipe) -> Found:
     x, target = batch()
     x.requires_grad_()
     pipe.step(x, target)
-    return {"the input's gradient": x.grad} if x.grad is not None else {}
+    return {} if x.grad is None else {"the input's gradient": x.grad}
+
+
+def in_turn(pipe: Pipe) -> Found:
+    """Train two pipelines, in each of two rounds first one and then the other."""
+    pipes = [pipe, pipe.again()]
+    for seed in range(2):
+        for k, each in enumerate(pipes):
+            each.train(*batch(8, seed + k))
+    found = {}
+    for k, each in enumerate(pipes):
+        for name, x in each.found().items():
+            found[f"{k}: {name}"] = x
+    return found
+
+
+def in_autocast(pipe: Pipe) -> Pipe:
+    # With its cache, autocast would add up gradients in bfloat16.
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        return pipe.step()
+
+
+# Random numbers and batch norm.
 
 
 def dropout_step(pipe: Pipe) -> Pipe:
@@ -47,22 +94,23 @@ def dropout_step(pipe: Pipe) -> Pipe:
 
 
 def as_with(**changes: Any) -> Callable[[Pipe], Found]:
-    """Return an action: check that a pipeline of the changed row has the same losses and gradients."""
+    """Return an action that compares the row's losses and gradients with those of a changed row."""
 
     def action(pipe: Pipe) -> Found:
-        a, b = dropout_step(pipe).found(), dropout_step(pipe.again(**changes)).found()
-        return {
-            "both are equal": not differences(
-                {n: a[n] for n in a if n in b}, {n: b[n] for n in a if n in b}, 1e-4
-            )
-        }
+        ours = dropout_step(pipe).found()
+        changed = dropout_step(pipe.again(**changes)).found()
+        common = sorted(ours.keys() & changed.keys())
+        found = differences(picked(ours, common), picked(changed, common), 1e-4)
+        return {"both are equal": not found}
 
     return action
 
 
 def second_mask(x: Tensor, other: Tensor) -> Tensor:
-    y = nn.functional.dropout(x)
-    differ.append(not y.ne(0).equal(other.ne(0)))
+    """Draw a mask in the second partition, and note whether it differs from that of the first."""
+    y = dropout(x)
+    alike = y.ne(0).equal(other.ne(0))
+    differ.append(not alike)
     return y + other
 
 
@@ -74,35 +122,25 @@ def masks(pipe: Pipe) -> Found:
 
 def of_the_mini_batch(pipe: Pipe) -> Found:
     """Check that the first layer's running statistics are those of the whole mini-batch."""
-    found, norm = pipe.step().found(), nn.BatchNorm1d(4)
-    norm(pipe.row.given()[0])
-    names = [f"0.{name}" for name, _ in norm.named_buffers() if f"0.{name}" in found]
-    expected = {f"0.{name}": x for name, x in norm.named_buffers()}
-    kept = not differences({n: found[n] for n in names}, {n: expected[n] for n in names}, REORDERED)
-    return {"statistics are those of the mini-batch": kept} if names else {}
+    found = pipe.step().found()
+    norm = nn.BatchNorm1d(4)
+    x, _ = pipe.row.given()
+    norm(x)
+    expected = {}
+    for name, statistic in norm.named_buffers():
+        expected[f"0.{name}"] = statistic
+    names = sorted(expected.keys() & found.keys())
+    if not names:
+        return {}  # another rank has the first layer
+    unlike = differences(picked(found, names), picked(expected, names), REORDERED)
+    return {"statistics are those of the mini-batch": not unlike}
 
 
-def losses(pipe: Pipe) -> Found:
-    trained(*seeded(3, targets=4))(pipe)
-    return {name: x for name, x in pipe.found().items() if name.startswith("loss")}
-
-
-def in_turn(pipe: Pipe) -> Found:
-    pipes = [pipe, pipe.again()]
-    for seed in range(2):
-        for k, each in enumerate(pipes):
-            each.train(*batch(8, seed + k))
-    return {f"{k}: {name}": x for k, each in enumerate(pipes) for name, x in each.found().items()}
-
-
-def in_autocast(pipe: Pipe) -> Pipe:
-    with torch.autocast(
-        "cpu", torch.bfloat16, cache_enabled=False
-    ):  # the cache would add up gradients in bfloat16
-        return pipe.step()
+# State files.
 
 
 def moved(pipe: Pipe) -> Pipe:
+    """Go on with another balance."""
     pipe.train(*batch()).save()
     other = pipe.again(balance=(3, 1), optimizer=None)
     other.load()
@@ -116,29 +154,54 @@ def going_on(pipe: Pipe) -> Pipe:
     return other.train(*batch(8, seed=2))
 
 
+# Evaluation.
+
+
+def evaluated(*given: Any) -> Callable[[Pipe], Pipe]:
+    """Return an action that evaluates a mini-batch, or that of the row."""
+    return lambda pipe: pipe.evaluate(*given)
+
+
+def evaluated_then_stepped(pipe: Pipe) -> Pipe:
+    return pipe.evaluate().step()
+
+
+def stepped_then_evaluated(pipe: Pipe) -> Pipe:
+    return pipe.step().evaluate(*batch(8, seed=1))
+
+
+def trained_then_evaluated(pipe: Pipe) -> Pipe:
+    return pipe.train().evaluate(*batch(16))
+
+
 def between_steps(pipe: Pipe) -> Pipe:
     for given in seeded(2):
         pipe.train(*given).evaluate(*batch(8, seed=5))
     return pipe
 
 
+# Errors.
+
+
 def heard(pipe: Pipe) -> list[BaseException]:
     """Return the error that a step raises, followed by its chain of `__cause__`."""
+    errors: list[BaseException] = []
     try:
         pipe.step()
     except Exception as error:
-        errors: list[BaseException] = [error]
+        errors.append(error)
         while (cause := errors[-1].__cause__) is not None:
             errors.append(cause)
-        return errors
-    return []
+    return errors
 
 
 def raised(pipe: Pipe) -> Found:
     """Check that a step raises on this rank, and whether the layer's own error is in the chain."""
     errors = heard(pipe)
-    own = any(isinstance(error, ValueError) and str(error) == ON_PURPOSE for error in errors)
-    return {"every rank raises": bool(errors), **({"the layer's own error": True} if own else {})}
+    found = {"every rank raises": bool(errors)}
+    if any(isinstance(error, ValueError) and str(error) == ON_PURPOSE for error in errors):
+        found["the layer's own error"] = True
+    return found
 
 
 def told(pipe: Pipe) -> Found:
@@ -146,6 +209,7 @@ def told(pipe: Pipe) -> Found:
 
 
 def next_batch(pipe: Pipe) -> Pipe:
+    """Run a step that fails, and then the step of another mini-batch."""
     heard(pipe)
     pipe.module.zero_grad()
     pipe.losses.clear()

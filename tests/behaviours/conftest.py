@@ -1,4 +1,4 @@
-"""Behaviours also run on the engine `ranks`, a pipeline over processes (../ranks.py), unlike other tests."""
+"""Fixtures of behaviours. They also run on the engine `ranks`, a pipeline over processes."""
 
 import pytest
 

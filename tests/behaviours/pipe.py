@@ -1,6 +1,7 @@
-"""`Training`, a behaviour that any pipeline may have, and `Pipe`, the interface to a pipeline; adapters subclass it.
+"""`Training`, a behaviour that any pipeline may have, and `Pipe`, the interface to a pipeline.
 
-Rows run on other projects' pipelines, too (benchmarks/others), so this imports torch only.
+Rows also run on pipelines of other projects, by adapters that subclass `Pipe` (benchmarks/others).
+Therefore this module imports torch only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 Tensors = dict[str, Tensor | None]
 Found = Mapping[str, Tensor | bool | None]
-"""The visible results of a pipeline, or of a rank's part of it, by name: tensors, and whether a claim holds."""
+"""The results of a pipeline, or of a rank's part, by name: tensors, and whether a claim holds."""
 
 
 class NotOffered(Exception):
@@ -29,7 +30,9 @@ def batch(
 ) -> tuple[Any, Tensor]:
     """Return a mini-batch, the same on all ranks."""
     draw = torch.Generator().manual_seed(100 + seed)
-    return torch.randn(size, features, generator=draw), torch.randn(size, targets, generator=draw)
+    x = torch.randn(size, features, generator=draw)
+    target = torch.randn(size, targets, generator=draw)
+    return x, target
 
 
 def mlp(*between: nn.Module) -> nn.Sequential:
@@ -46,15 +49,29 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 class Training:
     """A behaviour of training: by default, one step.
 
-    After `action`, all results of the pipeline (or what `action` returns instead) must equal those of the plain layers,
-    run on each micro-batch in turn.
+    After `action`, all results of the pipeline must equal those of the plain layers, which run on
+    each micro-batch in turn. If `action` returns results itself, these are compared.
 
     Args:
-        layers: make the layers to train; with `sample`, any module, which is traced.
-        balance: layers per partition; with `sample`, the first submodule of each partition but the first.
-        criterion: the loss of output and target: a sum over samples, or with `mean` their mean.
-        clip: the norm to which `Pipe.train` clips gradients.
-        refused, tolerance: for this library's engines, as in row.py; `unlike` is the reason why they differ.
+        name: The name of the behaviour.
+        group: The part of the table of benchmarks/conformance.py that shows the behaviour.
+        why: Why the behaviour matters.
+        layers: A function that builds the layers to train; with `sample`, any module.
+        balance: The number of layers in each partition. With `sample`, the name of the first
+            submodule of each partition but the first.
+        given: A function that makes the mini-batch: the input and the target.
+        action: What is done with the pipeline.
+        chunks: The number of micro-batches.
+        checkpoint: The mode of checkpointing.
+        deferred_batch_norm: Whether batch norms have the statistics of the mini-batch.
+        criterion: The loss of an output and a target.
+        mean: Whether the loss is a mean over samples. Otherwise it is a sum.
+        optimizer: A function that makes the optimizer of parameters.
+        clip: The norm to which `Pipe.train` clips gradients.
+        sample: An input of one micro-batch, with which the module is traced.
+        refused: By engine of this library, a pattern of the error that is raised instead.
+        unlike: Why results of this library differ.
+        tolerance: The tolerance for this library, as in compare.py.
     """
 
     name: str
@@ -78,16 +95,20 @@ class Training:
 
     @property
     def partitions(self) -> int:
-        return len(self.balance) + (self.sample is not None)
+        count = len(self.balance)
+        return count if self.sample is None else count + 1
 
 
 class Pipe(ABC):
-    """The pipeline of a row; on ranks, a rank's part. Adapters implement `build`; the rest suits any one module."""
+    """The pipeline of a row; on ranks, a rank's part.
+
+    Adapters implement `build`, and what else does not suit a pipeline that is a single module.
+    """
 
     package = ""
-    """The folder of its code: an error raised there, with a message, is a refusal."""
+    """The folder of the pipeline's code. An error raised there, with a message, is a refusal."""
     ranks = False
-    """Whether each partition is a process."""
+    """Whether each partition runs in a process of its own."""
 
     def __init__(self, row: Training, folder: Path) -> None:
         self.row, self.folder = row, folder
@@ -99,14 +120,20 @@ class Pipe(ABC):
 
     @abstractmethod
     def build(self, layers: Any, balance: list[Any]) -> nn.Module:
-        """Build the pipeline. Return a module with this rank's parameters under the names of the whole model."""
+        """Build the pipeline, and return a module with the parameters of this rank.
+
+        Parameters have the names that they have in the whole model.
+        """
 
     def again(self, **changes: Any) -> Pipe:
         """Return a new pipeline of this row with changes."""
         return type(self)(replace(self.row, **changes), self.folder)
 
     def step(self, *given: Any) -> Pipe:
-        """Run forward and backward of a mini-batch (default: the row's). Record the loss if this rank has it."""
+        """Run forward and backward of a mini-batch; by default, of that of the row.
+
+        Record the loss if this rank has it.
+        """
         x, target = given or self.row.given()
         self.module.train()
         loss = self.loss(x, target)
@@ -122,9 +149,10 @@ class Pipe(ABC):
 
     def evaluate(self, *given: Any) -> Pipe:
         """Run forward in eval mode without gradients. Record the output if this rank has it."""
+        x, _ = given or self.row.given()
         self.module.eval()
         with torch.no_grad():
-            output = self.call((given or self.row.given())[0])
+            output = self.call(x)
         if output is not None:
             self.outputs.append(output)
         return self
@@ -151,11 +179,18 @@ class Pipe(ABC):
             dist.barrier()
 
     def load(self) -> None:
-        """Load files that a pipeline of any balance saved; with an optimizer, of the same balance."""
-        files = {path.stem: torch.load(path) for path in self.folder.glob("*.pt")}
-        self.load_model({name: x for state, _ in files.values() for name, x in state.items()})
+        """Load files that another pipeline saved.
+
+        Its balance may differ, unless there is an optimizer.
+        """
+        whole: dict[str, Tensor] = {}
+        optimizers = {}
+        for path in self.folder.glob("*.pt"):
+            state, optimizers[path.stem] = torch.load(path)
+            whole |= state
+        self.load_model(whole)
         if self.optimizer is not None:
-            self.optimizer.load_state_dict(files[str(rank())][1])
+            self.optimizer.load_state_dict(optimizers[str(rank())])
 
     def load_model(self, whole: dict[str, Tensor]) -> None:
         """Load this rank's part of the state dict of the whole model."""
@@ -167,12 +202,18 @@ class Pipe(ABC):
 
     def found(self) -> Tensors:
         """Return all results: losses, outputs, gradients, parameters and buffers."""
-        found: Tensors = {f"loss {k}": loss.detach() for k, loss in enumerate(self.losses)}
+        found: Tensors = {}
+        for k, loss in enumerate(self.losses):
+            found[f"loss {k}"] = loss.detach()
         for k, output in enumerate(self.outputs):
             parts = output if isinstance(output, tuple) else (output,)
-            found |= {f"output {k}.{number}": part.detach() for number, part in enumerate(parts)}
-        found |= {f"gradient of {name}": x for name, x in self.gradients().items()}
-        return found | {name: x.detach().clone() for name, x in self.module.state_dict().items()}
+            for number, part in enumerate(parts):
+                found[f"output {k}.{number}"] = part.detach()
+        for name, gradient in self.gradients().items():
+            found[f"gradient of {name}"] = gradient
+        for name, x in self.module.state_dict().items():
+            found[name] = x.detach().clone()
+        return found
 
 
 def rank() -> int:
@@ -182,8 +223,7 @@ def rank() -> int:
 
 def micro_batches(x: Any, m: int) -> list[Any]:
     """Split a tensor, or each tensor of a nested tuple, into at most m micro-batches."""
-    return (
-        list(zip(*(micro_batches(part, m) for part in x), strict=True))
-        if isinstance(x, tuple)
-        else [*x.chunk(m)]
-    )
+    if not isinstance(x, tuple):
+        return [*x.chunk(m)]
+    columns = [micro_batches(part, m) for part in x]
+    return list(zip(*columns, strict=True))

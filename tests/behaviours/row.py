@@ -1,4 +1,7 @@
-"""`Row`, a behaviour: something that is done with a small model. `unlike` does it with a pipeline and with `Plain`."""
+"""`Row`, a behaviour: something that is done with a small model.
+
+`unlike` does it with a pipeline and with `Plain`, and compares the results.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,7 +20,7 @@ from .parts.draw import check_redraws, reuse_draws
 from .parts.layers import WIDTH, five, real
 
 ENGINES = ("graph", "workers", "ranks")
-"""The engines that rows run on. To add an engine or a schedule, add a name here that `piped` knows."""
+"""The engines that rows run on. To add an engine, add a name here that `piped` knows."""
 
 MODES = ("always", "except_last", "never")
 VARIATIONS: dict[str, dict[str, Any]] = {
@@ -33,21 +36,28 @@ def tensors(value: Tensors) -> tuple[Tensor, ...]:
 
 
 def total(outputs: Tensors) -> Tensor:
-    """Reduce all outputs that require grad to a scalar, with a different weight for each element."""
-
-    def one(y: Tensor) -> Tensor:
-        counts = torch.linspace(1, 2, y.numel(), dtype=y.real.dtype, device=y.device)
-        return ((y * y.conj()).real * counts.reshape(y.shape)).sum()
-
-    return sum(one(y) for y in tensors(outputs) if y.requires_grad)  # type: ignore[return-value]
+    """Reduce all outputs that require grad to a scalar, with another weight for each element."""
+    result: Any = 0
+    for y in tensors(outputs):
+        if y.requires_grad:
+            weights = torch.linspace(1, 2, y.numel(), dtype=y.real.dtype, device=y.device)
+            squares = (y * y.conj()).real
+            result = result + (squares * weights.reshape(y.shape)).sum()
+    return result
 
 
 def step(run: nn.Module, value: Tensors, loss: Callable[[Any], Tensor] = total) -> list[Tensor]:
-    """Run forward and backward; return copies of the outputs from before that, which take gradients as they do."""
+    """Run forward and backward, and return copies of the outputs.
+
+    The copies are made before backward, and require grad if the outputs do.
+    """
     run.zero_grad()
     outputs = run(value)
-    shown = [y.detach().clone().requires_grad_(y.requires_grad) for y in tensors(outputs)]
-    if any(y.requires_grad for y in tensors(outputs)):
+    shown = []
+    for y in tensors(outputs):
+        copy = y.detach().clone()
+        shown.append(copy.requires_grad_(y.requires_grad))
+    if any(y.requires_grad for y in shown):
         loss(outputs).backward()
     return shown
 
@@ -57,15 +67,21 @@ def steps(run: nn.Module, value: Tensors) -> list[list[Tensor]]:
 
 
 def loss_of(run: nn.Module, x: Tensor | None = None) -> Tensor:
-    y: Tensor = run(torch.randn(8, WIDTH) if x is None else x)
+    if x is None:
+        x = torch.randn(8, WIDTH)
+    y: Tensor = run(x)
     return y.square().sum()
 
 
 def amid(change: Callable[[Any, Tensor], object]) -> Callable[[Any, Tensor], list[Tensor | None]]:
-    """Change something between forward and backward; return the gradients of what were the parameters before."""
+    """Return a use that changes something between forward and backward.
+
+    It returns the gradients of the parameters that the model had before the change.
+    """
 
     def use(run: Any, x: Tensor) -> list[Tensor | None]:
-        parameters, loss = [*run.parameters()], loss_of(run, x)
+        parameters = [*run.parameters()]
+        loss = loss_of(run, x)
         change(run, x)
         loss.backward()
         return [p.grad for p in parameters]
@@ -78,16 +94,20 @@ class Row:
     """A behaviour.
 
     Args:
-        layers: make the model.
-        given: make the input.
-        balance: layers per partition; by default, each of the last two layers is a partition.
-        use: a function of model and input. Its result must be the same with a pipeline, and so must input, parameters,
-            gradients and buffers afterwards.
-        refused: pattern of the error that is raised instead, by engine, mode, both, or `""` for all.
-        without: engines, modes and variations that the row does not run with, and the reason for each.
-        tolerance: see compare.py; with a reason beside the row.
-        options: of the pipeline, as its user would give them.
-        note: what users should know; rows that have one are in docs/works-with.md.
+        name: The name of the behaviour.
+        layers: A function that builds the model.
+        given: A function that makes the input.
+        balance: The number of layers in each partition. By default, each of the last two layers is
+            a partition.
+        use: A function of model and input. Its result must be the same with a pipeline, and so
+            must input, parameters, gradients and buffers afterwards.
+        refused: The pattern of the error that is raised instead, by engine, mode, both, or `""`
+            for all.
+        without: Engines, modes and variations that the row does not run with, and the reasons.
+        tolerance: The tolerance, as in compare.py, with a reason beside the row.
+        chunks: The number of micro-batches.
+        options: Further options of the pipeline.
+        note: What users should know. Rows that have a note are in docs/works-with.md.
     """
 
     name: str
@@ -104,20 +124,19 @@ class Row:
 
     def refusal(self, engine: str, checkpoint: str) -> str | None:
         """Return the pattern of the expected error, or `None` if none is expected."""
-        return next(
-            (
-                self.refused[k]
-                for k in (f"{engine} {checkpoint}", engine, checkpoint, "")
-                if k in self.refused
-            ),
-            None,
-        )
+        for key in (f"{engine} {checkpoint}", engine, checkpoint, ""):
+            if key in self.refused:
+                return self.refused[key]
+        return None
 
     def left_out(self, variation: str, engine: str, checkpoint: str) -> bool:
-        """Whether to skip this. Rows with refusals have no variations: a refusal may depend on boundaries."""
-        return bool({engine, checkpoint, variation} & {*self.without}) or bool(
-            variation and self.refused
-        )
+        """Return whether to skip this combination.
+
+        Rows with refusals have no variations, because a refusal may depend on boundaries.
+        """
+        if variation and self.refused:
+            return True
+        return not {engine, checkpoint, variation}.isdisjoint(self.without)
 
 
 class Case(NamedTuple):
@@ -130,15 +149,20 @@ class Case(NamedTuple):
 
 
 def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
-    """Return a few cases of each row, with every variation, engine and mode, or with `pairs` every pair of these."""
+    """Return a few cases of each row.
+
+    They have every variation, engine and mode, or with `pairs` every pair of these.
+    """
     found = []
     for r, row in enumerate(rows):
         ways = [way for way in product(VARIATIONS, ENGINES, MODES) if not row.left_out(*way)]
-        ways = [
-            ways[(k + 7 * r) % len(ways)] for k in range(len(ways))
-        ]  # so that rows get different combinations
-        chosen = covering([dict(enumerate(way)) for way in ways], size=2 if pairs else 1)
-        found += [Case(row, *ways[k]) for k in sorted(chosen)]
+        start = 7 * r % len(ways)  # so that rows get different combinations
+        ways = ways[start:] + ways[:start]
+        numbered = [dict(enumerate(way)) for way in ways]
+        chosen = covering(numbered, size=2 if pairs else 1)
+        for k in sorted(chosen):
+            variation, engine, checkpoint = ways[k]
+            found.append(Case(row, variation, engine, checkpoint))
     return found
 
 
@@ -151,9 +175,10 @@ def made(row: Row) -> tuple[nn.Sequential, Any]:
 def unlike(
     row: Row, variation: str, engine: str, checkpoint: str, devices: Sequence[str] = ("cpu",)
 ) -> list[str]:
-    """Return the differences of a pipeline from plain layers; if it must refuse, the gradients that it left.
+    """Return the differences of a pipeline from plain layers.
 
-    Partitions are placed on the devices in turn, the plain layers on the first.
+    If the pipeline must refuse, return the names of gradients that it left. Partitions are placed
+    on the devices in turn, the plain layers on the first.
     """
     with nullcontext() if devices[0] == "cpu" else torch.device(devices[0]):
         layers, value = made(row)
@@ -163,20 +188,19 @@ def unlike(
         "engine": engine,
         "checkpoint": checkpoint,
         **row.options,
+        "devices": devices,
+        "balance": row.balance or (len(layers) - 2, 1, 1),
+        **VARIATIONS[variation],
     }
-    options |= {"devices": devices, "balance": row.balance or (len(layers) - 2, 1, 1)} | VARIATIONS[
-        variation
-    ]
-    observer, balance = options.pop("observer", None), options.pop("balance") or (len(layers),)
-    plain = Plain(
-        again, chunks=options["chunks"], deferred_batch_norm="deferred_batch_norm" in options
-    )
+    observer = options.pop("observer", None)
+    balance = options.pop("balance") or (len(layers),)
     if refusal := row.refusal(engine, checkpoint):
         with pytest.raises((RuntimeError, TypeError, ValueError), match=refusal):
             row.use(piped(layers, balance, **options), value)
-        return [
-            f"a gradient of {name}" for name, p in layers.named_parameters() if p.grad is not None
-        ]
+        parameters = layers.named_parameters()
+        return [f"a gradient of {name}" for name, p in parameters if p.grad is not None]
+    deferred = "deferred_batch_norm" in options
+    plain = Plain(again, chunks=options["chunks"], deferred_batch_norm=deferred)
     model = piped(layers, balance, **options)
     model.observer = observer
     torch.manual_seed(1)
@@ -184,4 +208,5 @@ def unlike(
     reuse_draws(model, plain)
     check_redraws(model)
     torch.manual_seed(1)
-    return differences((ours, model, value), (row.use(plain, twin), plain, twin), row.tolerance)
+    expected = row.use(plain, twin)
+    return differences((ours, model, value), (expected, plain, twin), row.tolerance)

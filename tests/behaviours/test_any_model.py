@@ -17,12 +17,16 @@ from .row import total
 
 
 def parts(value: Any, i: int, chunks: int) -> Any:
-    """Return micro-batch `i` of a sample. Tensors without a batch dimension, and shared masks, stay whole."""
+    """Return micro-batch `i` of a sample.
+
+    Tensors without a batch dimension, and masks that samples share, stay whole.
+    """
     if isinstance(value, dict):
-        return {
-            key: x if key == "mask" and x.dim() < 2 else parts(x, i, chunks)
-            for key, x in value.items()
-        }
+        found = {}
+        for key, x in value.items():
+            shared = key == "mask" and x.dim() < 2
+            found[key] = x if shared else parts(x, i, chunks)
+        return found
     if isinstance(value, tuple):
         first, *masks = value
         return (parts(first, i, chunks), *masks)
@@ -32,7 +36,15 @@ def parts(value: Any, i: int, chunks: int) -> Any:
 def called(model: Any, sample: Any) -> Any:
     if isinstance(sample, dict):
         return model(**sample)
-    return model(*sample) if isinstance(sample, tuple) else model(sample)
+    if isinstance(sample, tuple):
+        return model(*sample)
+    return model(sample)
+
+
+def joined(outputs: list[Any]) -> tuple[Tensor, ...]:
+    """Concatenate the outputs of micro-batches."""
+    columns = zip(*map(tensors_in, outputs), strict=True)
+    return tuple(torch.cat(column) for column in columns)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -47,38 +59,36 @@ def test_any_model(case: Case, n: int, chunks: int, way: dict[str, Any]) -> None
     try:
         model = piped(layers, balance, chunks, **way)
     except ValueError as error:
-        assert (
-            way["engine"] == "ranks" and case.make is Unusual and "are one parameter" in str(error)
-        )
+        assert way["engine"] == "ranks"
+        assert case.make is Unusual
+        assert "are one parameter" in str(error)
         return
     outputs = called(model, sample)
     expected = [called(plain, parts(sample, i, chunks)) for i in range(chunks)]
-    joined = tuple(
-        torch.cat(column) for column in zip(*map(tuple, map(tensors_in, expected)), strict=True)
-    )
-    found = tuple(tensors_in(outputs))
     assert type(outputs) is type(expected[0])
-    for y in (found, joined):
-        total(y).backward()
-    assert differences((found, module), (joined, plain), REORDERED) == []
+    ours, theirs = tuple(tensors_in(outputs)), joined(expected)
+    total(ours).backward()
+    total(theirs).backward()
+    assert differences((ours, module), (theirs, plain), REORDERED) == []
     assert dict(model.named_parameters()).keys() == dict(module.named_parameters()).keys()
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_other_batch_sizes(name: str, way: dict[str, Any]) -> None:
-    """Layers are right for a batch size, or refuse it; traced in training, they are used in evaluation."""
+    """Layers are right for a batch size, or refuse it: traced in training, used in evaluation."""
     make, right, refused = BATCHES[name]
     module = make()
     layers = sequential(module, rows(), whole=[Choosing] if "contents" in name else [])
-    model = piped(layers, [1] * (len(layers) > 1) + [max(1, len(layers) - 1)], 2, **way).eval()
+    count = len(layers)
+    balance = [1, count - 1] if count > 1 else [1]
+    model = piped(layers, balance, 2, **way).eval()
     module.eval()
     for size in (*right, *refused, *right):
         x = torch.randn(2 * size, WIDTH)
         if size in refused:
-            with pytest.raises(
-                (TypeError, RuntimeError),
-                match=rf"2, 3, 5, {size} .*samples it does not do the same|asks for",
-            ):
+            message = rf"2, 3, 5, {size} .*samples it does not do the same|asks for"
+            with pytest.raises((TypeError, RuntimeError), match=message):
                 model(x)
         else:
-            assert differences(model(x), torch.cat([*map(module, x.chunk(2))]), 0.0) == []
+            expected = torch.cat([module(part) for part in x.chunk(2)])
+            assert differences(model(x), expected, 0.0) == []

@@ -1,16 +1,20 @@
-"""What a criterion may use beside an output: all of it gets its gradient, once a step, and the layers stay whole.
+"""What a criterion may use beside an output gets its gradient once a step; layers stay unchanged.
 
-Timing decides whether threads disturb each other, so each case runs several rounds of two accumulated steps.
+Timing decides whether threads disturb each other. Therefore each case runs several rounds of two
+accumulated steps.
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Embedding, Linear, Module, Parameter, Sequential, Tanh
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from torchgpipe import GPipe
@@ -22,18 +26,21 @@ WIDTH, ROUNDS = 16, 4
 Criterion = Callable[[Any, Tensor], Tensor]
 
 
-class Net(nn.Module):
-    """A module with a pipeline, or plain layers, and a criterion; as users of training frameworks write them."""
+class Net(Module):
+    """A module with a criterion, and with layers that a pipeline replaces.
+
+    Users of training frameworks write such modules.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        layers: list[nn.Module] = []
+        layers: list[Module] = []
         for _ in range(4):
-            layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
-        self.layers: Any = nn.Sequential(*layers)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.sparse = nn.Embedding(4, WIDTH, sparse=True)
+            layers += [Linear(WIDTH, WIDTH), Tanh()]
+        self.layers: Any = Sequential(*layers)
+        self.scale = Parameter(torch.ones(()))
+        self.head = Linear(WIDTH, WIDTH)
+        self.sparse = Embedding(4, WIDTH, sparse=True)
         self.hooked: list[str] = []
         for name, p in self.named_parameters():
             p.register_hook(partial(self._note, name))
@@ -51,10 +58,24 @@ def penalty(parameters: Any) -> Tensor:
     return 0.01 * total
 
 
-def consistent(net: Net, y: Tensor, t: Tensor) -> Tensor:
-    with torch.no_grad():
-        again = net.layers(t)
-    return F.mse_loss(y, again)
+# Criteria: the loss of an output and a target, and what they use of a net.
+
+
+def times_scale(net: Net, y: Tensor, t: Tensor) -> Tensor:
+    return F.mse_loss(y * net.scale, t)
+
+
+def with_penalty(net: Net, y: Tensor, t: Tensor) -> Tensor:
+    return F.mse_loss(y, t) + penalty(net.layers.parameters())
+
+
+def with_listed_penalty(net: Net, y: Tensor, t: Tensor) -> Tensor:
+    return F.mse_loss(y, t) + penalty(net.listed)
+
+
+def by_first_weight(net: Net, y: Tensor, t: Tensor) -> Tensor:
+    first, *_ = net.listed
+    return F.mse_loss(F.linear(y, first), t)
 
 
 def as_in_a_gan(net: Net, y: Tensor, t: Tensor) -> Tensor:
@@ -64,49 +85,38 @@ def as_in_a_gan(net: Net, y: Tensor, t: Tensor) -> Tensor:
     return loss
 
 
-def sparse_and_dense(net: Net, y: Tensor, t: Tensor) -> Tensor:
-    found = net.sparse(INDICES[: len(y)]) if t[0, 0] > 0 else net.sparse.weight[: len(y)]
+def sparse(net: Net, y: Tensor, t: Tensor) -> Tensor:
+    found = net.sparse(INDICES[: len(y)])
     return F.mse_loss(y + found, t)
 
 
-INDICES = torch.tensor([3, 1, 0, 2, 3, 1, 0, 2])
-
-# What makes a criterion of a net.
-CRITERIA: dict[str, Callable[[Net], Criterion]] = {
-    "a method of the module around": lambda net: net.loss,
-    "a parameter of the module around": lambda net: lambda y, t: F.mse_loss(y * net.scale, t),
-    "a module": lambda net: Head(net.head),
-    "a module that another module has, too": lambda net: Head(
-        nn.Sequential(net.head, net.layers[-2])
-    ),
-    "a penalty over parameters": lambda net: (
-        lambda y, t: F.mse_loss(y, t) + penalty(net.layers.parameters())
-    ),
-    "a penalty over parameters that were listed before": lambda net: (
-        lambda y, t: F.mse_loss(y, t) + penalty(net.listed)
-    ),
-    "the weight of the first layer, in the end": lambda net: (
-        lambda y, t: F.mse_loss(F.linear(y, net.listed[0]), t)
-    ),
-    "layers that it freezes when it has used them": lambda net: partial(as_in_a_gan, net),
-    "an embedding with sparse gradients": lambda net: (
-        lambda y, t: F.mse_loss(y + net.sparse(INDICES[: len(y)]), t)
-    ),
-    "one that has sparse and dense gradients": lambda net: partial(sparse_and_dense, net),
-    "a reentrant checkpoint": lambda net: (
-        lambda y, t: F.mse_loss(checkpointed(F.tanh, y, use_reentrant=True), t)
-    ),
-    "the model, without gradients": lambda net: partial(consistent, net),
-    "nothing, of some micro-batches": lambda net: (
-        lambda y, t: F.mse_loss(y, t) if t[0, 0] > 0 else torch.zeros(())
-    ),
-}
+def sparse_and_dense(net: Net, y: Tensor, t: Tensor) -> Tensor:
+    if t[0, 0] > 0:
+        return sparse(net, y, t)
+    dense = net.sparse.weight[: len(y)]
+    return F.mse_loss(y + dense, t)
 
 
-class Head(nn.Module):
+def reentrant(_: Net, y: Tensor, t: Tensor) -> Tensor:
+    return F.mse_loss(checkpointed(F.tanh, y, use_reentrant=True), t)
+
+
+def consistent(net: Net, y: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        again = net.layers(t)
+    return F.mse_loss(y, again)
+
+
+def sometimes_nothing(_: Net, y: Tensor, t: Tensor) -> Tensor:
+    if t[0, 0] > 0:
+        return F.mse_loss(y, t)
+    return torch.zeros(())
+
+
+class Head(Module):
     """A criterion that is a module with parameters."""
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, head: Module) -> None:
         super().__init__()
         self.head = head
 
@@ -114,9 +124,48 @@ class Head(nn.Module):
         return F.mse_loss(self.head(y), t)
 
 
+def method(net: Net) -> Criterion:
+    return net.loss
+
+
+def of_head(net: Net) -> Criterion:
+    return Head(net.head)
+
+
+def of_shared_head(net: Net) -> Criterion:
+    return Head(Sequential(net.head, net.layers[-2]))
+
+
+def of(criterion: Callable[[Net, Tensor, Tensor], Tensor]) -> Callable[[Net], Criterion]:
+    """Return a function that makes the criterion of a net."""
+    return lambda net: partial(criterion, net)
+
+
+INDICES = torch.tensor([3, 1, 0, 2, 3, 1, 0, 2])
+
+CRITERIA: dict[str, Callable[[Net], Criterion]] = {
+    "a method of the module around": method,
+    "a parameter of the module around": of(times_scale),
+    "a module": of_head,
+    "a module that another module has, too": of_shared_head,
+    "a penalty over parameters": of(with_penalty),
+    "a penalty over parameters that were listed before": of(with_listed_penalty),
+    "the weight of the first layer, in the end": of(by_first_weight),
+    "layers that it freezes when it has used them": of(as_in_a_gan),
+    "an embedding with sparse gradients": of(sparse),
+    "one that has sparse and dense gradients": of(sparse_and_dense),
+    "a reentrant checkpoint": of(reentrant),
+    "the model, without gradients": of(consistent),
+    "nothing, of some micro-batches": of(sometimes_nothing),
+}
+"""What a criterion uses, and the function that makes the criterion of a net."""
+
+
 def batch() -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
-    return torch.randn(8, WIDTH, generator=draw), torch.randn(8, WIDTH, generator=draw)
+    x = torch.randn(8, WIDTH, generator=draw)
+    target = torch.randn(8, WIDTH, generator=draw)
+    return x, target
 
 
 def made() -> Net:
@@ -124,7 +173,7 @@ def made() -> Net:
     return Net()
 
 
-def gradients(net: Net) -> dict[str, Tensor | None]:
+def gradients(net: Module) -> dict[str, Tensor | None]:
     return {name: p.grad for name, p in net.named_parameters()}
 
 
@@ -149,13 +198,14 @@ def test_a_criterion(
 ) -> None:
     name, expected = case
     twice = schedule in ("Interleaved1F1B", "ZBVZeroBubble")
+    taking = [name for name, grad in expected.items() if grad is not None]
     for _ in range(ROUNDS if engine == "workers" else 1):
         net, (x, t) = made(), batch()
-        before = {name: (p, p.detach().clone()) for name, p in net.named_parameters()}
-        balance = [2] * 4 if twice else [4, 4]
+        before = dict(net.named_parameters())
+        values = [p.detach().clone() for p in before.values()]
         net.layers = GPipe(
             net.layers,
-            balance,
+            [2, 2, 2, 2] if twice else [4, 4],
             devices=["cpu"] * 2,
             chunks=4,
             schedule=schedule,
@@ -166,14 +216,11 @@ def test_a_criterion(
         for _ in range(2):
             net.layers.step(criterion, x, t)
         assert differences(gradients(net), expected, REORDERED) == []
-        assert {name: p for name, p in net.named_parameters()} == {
-            name: p for name, (p, _) in before.items()
-        }
-        assert all(torch.equal(p, copy) for p, copy in before.values())
+        after = dict(net.named_parameters())
+        assert after == before
+        assert all(map(torch.equal, before.values(), values))
         # A hook of a parameter runs once a step.
-        assert sorted(net.hooked) == sorted(
-            2 * [name for name, grad in expected.items() if grad is not None]
-        )
+        assert sorted(net.hooked) == sorted(2 * taking)
 
 
 @pytest.mark.parametrize("where", ["in the layers", "in the criterion"])
@@ -186,20 +233,36 @@ def test_a_step_that_fails_changes_no_gradient_of_what_the_criterion_uses(where:
             raise ArithmeticError
         return F.mse_loss(y * net.scale, target)
 
-    net.layers.step(lambda y, target: F.mse_loss(y * net.scale, target), x, t)
-    before = {name: grad.clone() for name, grad in gradients(net).items() if grad is not None}
+    net.layers.step(partial(times_scale, net), x, t)
+    before = copy.deepcopy(gradients(net))
     if where == "in the layers":
-        calls = [0]
+        calls = count(1)
 
         def fail(*_: Any) -> None:
-            calls[0] += 1
-            if calls[0] == 4:
+            if next(calls) == 4:
                 raise ArithmeticError
 
         net.layers[6].register_forward_hook(fail)
     with pytest.raises(ArithmeticError):
         net.layers.step(criterion, x, t)
-    assert differences(gradients(net), {**dict.fromkeys(gradients(net)), **before}) == []
+    assert differences(gradients(net), before) == []
+
+
+class Tied(Module):
+    """A layer that has an embedding in a list, where it is not registered."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        self.embedding = [embedding]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.embedding[0].weight)
+
+
+def tied_layers() -> Sequential:
+    torch.manual_seed(0)
+    embedding = Embedding(20, WIDTH)
+    return Sequential(embedding, Linear(WIDTH, WIDTH), Tanh(), Tied(embedding))
 
 
 def stepping(model: Any, loss: Criterion, x: Tensor) -> None:
@@ -216,39 +279,18 @@ def calling(model: Any, loss: Criterion, x: Tensor) -> None:
 def test_a_weight_in_a_list_of_a_layer_of_another_stage_gets_both_gradients(
     engine: Any, train: Callable[[Any, Criterion, Tensor], None], mode: Any
 ) -> None:
-    class Tied(nn.Module):
-        def __init__(self, embedding: nn.Embedding) -> None:
-            super().__init__()
-            self.embedding = [embedding]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.embedding[0].weight)
-
-    def layers() -> nn.Sequential:
-        torch.manual_seed(0)
-        embedding = nn.Embedding(20, WIDTH)
-        return nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.Tanh(), Tied(embedding))
-
-    def loss(y: Tensor, t: Tensor) -> Tensor:
-        return F.cross_entropy(y, t)
-
-    plain, x = layers(), torch.arange(16)
+    plain, x = tied_layers(), torch.arange(16)
     for _ in range(2):
-        loss(plain(x), x).backward()
+        F.cross_entropy(plain(x), x).backward()
     for _ in range(ROUNDS):
-        tied = layers()
+        tied = tied_layers()
         before = tied[0].weight.detach().clone()  # type: ignore[operator]
         options: dict[str, Any] = {"checkpoint": mode, "schedule": "1F1B", "engine": engine}
         model = GPipe(tied, [2, 2], devices=["cpu"] * 2, chunks=8, **options)
         for _ in range(2):
-            train(model, loss, x)
+            train(model, F.cross_entropy, x)
         assert torch.equal(tied[0].weight, before)  # type: ignore[arg-type]
-        assert (
-            differences(
-                [p.grad for p in tied.parameters()], [p.grad for p in plain.parameters()], 1e-4
-            )
-            == []
-        )
+        assert differences(gradients(tied), gradients(plain), 1e-4) == []
 
 
 @pytest.mark.parametrize("engine", ["workers", "graph"])
@@ -258,25 +300,27 @@ def test_a_criterion_may_call_another_pipeline_that_shares_layers(engine: Any, m
 
     def parts() -> list[Any]:
         torch.manual_seed(0)
-        return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4), nn.Linear(4, 4)]
+        return [Sequential(Linear(4, 4), Tanh()), Linear(4, 4), Linear(4, 4)]
 
-    (encoder, decoder, head), (x, t) = parts(), torch.rand(2, 6, 4)
+    encoder, decoder, head = parts()
+    x, t = torch.rand(2, 6, 4)
     options: dict[str, Any] = {
         "devices": ["cpu"] * 2,
         "chunks": 2,
         "checkpoint": mode,
         "engine": engine,
     }
-    first = GPipe(nn.Sequential(encoder, decoder), [1, 1], schedule="1F1B", **options)
-    second = GPipe(nn.Sequential(encoder, head), [1, 1], **options)
+    first = GPipe(Sequential(encoder, decoder), [1, 1], schedule="1F1B", **options)
+    second = GPipe(Sequential(encoder, head), [1, 1], **options)
     hooked: list[str] = []
     head.weight.register_hook(lambda grad: hooked.append("head"))
     first.step(lambda y, target: F.mse_loss(y, second(target)), x, t)
-    e, d, h = parts()
+    ours, plain = [encoder, decoder, head], parts()
+    encoder, decoder, head = plain
     for part, target in zip(x.chunk(2), t.chunk(2), strict=True):
-        (F.mse_loss(d(e(part)), h(e(target))) / 2).backward()
-    for ours, plain in ((encoder, e), (decoder, d), (head, h)):
-        assert differences(ours, plain, REORDERED) == []
+        loss = F.mse_loss(decoder(encoder(part)), head(encoder(target))) / 2
+        loss.backward()
+    assert differences(ours, plain, REORDERED) == []
     assert len(hooked) == 1
 
 

@@ -1,4 +1,4 @@
-"""Generated models as pipelines: all visible results equal those of the plain layers, or the call is refused.
+"""Generated models as pipelines: all results equal those of the plain layers, or are refused.
 
     MODELS=2000 SEED=1 python -m pytest tests/behaviours/test_generated.py -s
 
@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import hypothesis
@@ -23,7 +24,8 @@ from ..plain import Plain, piped
 from ..ranks import current
 from .compare import differences
 from .parts.draw import check_redraws, reuse_draws
-from .parts.models import AROUND, INPUTS, Case, Step, cases
+from .parts.models import AROUND, INPUTS, Case, Step
+from .parts.strategy import cases
 from .row import tensors, total
 
 SEED = os.environ.get("SEED")
@@ -31,33 +33,28 @@ SEED = os.environ.get("SEED")
 # For float64, with 53 bits, and models that multiply by some thousand at most.
 REORDERED = 1e-9
 
-# What a pipeline may refuse: pattern of the message, and the kinds of layers or steps that justify it.
+BY_AUTOGRAD = (
+    "modified by an inplace operation|modified inplace|in an in-place operation|written-to"
+)
+BEFORE_BACKWARD = "an input of partition . was changed in place after its forward"
+BEFORE_THE_NEXT = "was changed in place before (the partition took it|it was sent)"
+SAME_BUFFER = "two partitions have layers that change the same buffer"
+PARAMETER = ("embedding, rescaled", "constant", "parameter in place", "changed between")
 REFUSED: dict[str, tuple[str, ...]] = {
-    "modified by an inplace operation|modified inplace|in an in-place operation|written-to": (
-        "in place",
-        "changed between",
-    ),
+    BY_AUTOGRAD: ("in place", "changed between"),
     "changed an input in place that shares memory": ("in place",),
     "partition . changed its input in place": ("in place",),
-    "an input of partition . was changed in place after its forward": (
-        "in place",
-        "constant",
-        "changed between",
-    ),
-    "parameter .* was changed in place": (
-        "embedding, rescaled",
-        "constant",
-        "parameter in place",
-        "changed between",
-    ),
-    "was changed in place before (the partition took it|it was sent)": ("in place",),
-    "two partitions have layers that change the same buffer": ("shared norm",),
+    BEFORE_BACKWARD: ("in place", "constant", "changed between"),
+    "parameter .* was changed in place": PARAMETER,
+    BEFORE_THE_NEXT: ("in place",),
+    SAME_BUFFER: ("shared norm",),
     "cannot defer .*, whose train": ("batch norm, frozen",),
     "draws random numbers within torch.utils.checkpoint": ("dropout, checkpointed",),
     "Inference tensor": ("inference",),
     "uses the gradient of its parameter": ("as weights",),
     "the default type was": ("a type",),
 }
+"""Patterns of refusals, and the kinds of layers or steps that justify each."""
 
 
 class Refused(Exception):
@@ -73,16 +70,19 @@ def refusing() -> Iterator[None]:
 
 
 class Unmodified(Plain):
-    """Plain layers whose saved tensors are copies, so that backward works even if they are changed in place later.
+    """Plain layers whose saved tensors are copies, so that backward works after changes in place.
 
-    A pipeline copies some tensors. So it may work where PyTorch refuses a backward of the plain layers.
+    A pipeline copies some tensors. So it may work where PyTorch refuses a backward of the plain
+    layers.
     """
 
     def run(self, value: Any) -> Any:
         # A deep copy keeps the strides. With other strides, sums would be in another order.
         with saved_tensors_hooks(lambda x: copy.deepcopy(x.detach()), lambda x: x):
             parts = self.split(value)
-            return super().run(value) if len(parts) > 1 else nn.Sequential.forward(self, parts[0])
+            if len(parts) > 1:
+                return super().run(value)
+            return nn.Sequential.forward(self, parts[0])
 
     def split(self, value: Any) -> list[Any]:
         if isinstance(value, Tensor):
@@ -93,50 +93,71 @@ class Unmodified(Plain):
 
 
 def leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters, also those that layers use without registering them, and buffers that take gradients."""
-    borrowed = {
-        f"{n} borrows": m.borrowed[0].weight
-        for n, m in model.named_modules()
-        if hasattr(m, "borrowed")
-    }
-    return (
-        dict(model.named_parameters())
-        | borrowed
-        | {n: x for n, x in model.named_buffers() if "taking" in n}
-    )
+    """Return all parameters and buffers that take gradients.
+
+    They include parameters that layers use without registering them.
+    """
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    for name, module in model.named_modules():
+        if hasattr(module, "borrowed"):
+            found[f"{name} borrows"] = module.borrowed[0].weight
+    return found | {name: x for name, x in model.named_buffers() if "taking" in name}
+
+
+NO_GRADIENTS = {"no grad": torch.no_grad, "inference": torch.inference_mode}
 
 
 def forward(
     model: nn.Module, case: Case, step: Step, seed: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Run the forward of a step; return its inputs (given by the seed), copies of its outputs, and its outputs."""
+    """Run the forward of a step, with inputs that the seed decides.
+
+    Return the inputs, copies of the outputs, and the outputs.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        inputs = [case.leaf() for _ in range(2 if step.run == "two forwards" else 1)]
+        inputs = [case.leaf()]
+        if step.run == "two forwards":
+            inputs.append(case.leaf())
     model.train(step.training)
     call: Callable[[Any], Any] = model
     if step.run == "functional_call":
         weights = {name: 2 * p for name, p in leaves(model).items()}
-        call = lambda value: torch.func.functional_call(model, weights, (value,))  # noqa: E731
-    with {"no grad": torch.no_grad, "inference": torch.inference_mode}.get(step.run, nullcontext)():
-        given = [INPUTS[case.input](x if torch.is_grad_enabled() else x.detach()) for x in inputs]
+        call = partial(called_with, model, weights)
+    outputs: list[Tensor] = []
+    with NO_GRADIENTS.get(step.run, nullcontext)():
+        given = []
+        for x in inputs:
+            leaf = x if torch.is_grad_enabled() else x.detach()
+            given.append(INPUTS[case.input](leaf))
         with AROUND[step.modes[0]]() as mode:
             results = [call(value) for value in given]
-        # `clone`, because an output may be a buffer.
-        outputs = [y.clone() for result in results for y in tensors(result)]
-    shown = [y.detach().clone().requires_grad_(y.requires_grad) for y in outputs]
-    if case.engine != "ranks":  # where each counts its own layers' calls
+        for result in results:
+            # `clone`, because an output may be a buffer.
+            outputs += [y.clone() for y in tensors(result)]
+    shown = []
+    for y in outputs:
+        copied = y.detach().clone()
+        shown.append(copied.requires_grad_(y.requires_grad))
+    if case.engine != "ranks":  # where each rank counts the calls of its own layers
         shown.append(torch.tensor(getattr(mode, "calls", [])))
     return inputs, shown, outputs
+
+
+def called_with(model: nn.Module, weights: dict[str, Tensor], value: Any) -> Any:
+    return torch.func.functional_call(model, weights, (value,))
 
 
 def backward(
     model: nn.Module, step: Step, inputs: list[Tensor], outputs: list[Tensor]
 ) -> dict[str, Tensor | None]:
     """Run the backward of a step, and return all gradients."""
-    for p in [*leaves(model).values()][:: step.every] if step.run == "frozen between" else ():
-        p.requires_grad_(not p.requires_grad)
-    everything = {f"input {k}": x for k, x in enumerate(inputs)} | leaves(model)
+    if step.run == "frozen between":
+        turn(model, step)
+    everything: dict[str, Tensor] = {}
+    for k, x in enumerate(inputs):
+        everything[f"input {k}"] = x
+    everything |= leaves(model)
     wanted = {name: x for name, x in everything.items() if x.requires_grad}
     found: dict[str, Tensor | None] = {}
     if any(y.requires_grad for y in outputs) and step.run != "no backward":
@@ -144,41 +165,57 @@ def backward(
         with AROUND[step.modes[1]]():
             if step.run == "autograd.grad" and wanted:
                 grads = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
-                found = {f"{name} by grad": grad for name, grad in zip(wanted, grads, strict=True)}
+                for name, grad in zip(wanted, grads, strict=True):
+                    found[f"{name} by grad"] = grad
             else:
-                model.train(step.training and step.run != "evaluation between")
-                for p in leaves(model).values() if step.run == "changed between" else ():
-                    p.detach().mul_(0.9)
-                if step.run == "backward twice" and outputs[0].requires_grad:
-                    total(outputs[0]).backward(retain_graph=True)
-                loss.backward(
-                    inputs=[*wanted.values()][::2] or None if step.run == "inputs" else None
-                )
-    return found | {name: x.grad for name, x in everything.items()}
+                go_backward(model, step, loss, outputs[0], [*wanted.values()])
+    for name, x in everything.items():
+        found[name] = x.grad
+    return found
+
+
+def go_backward(
+    model: nn.Module, step: Step, loss: Tensor, output: Tensor, wanted: list[Tensor]
+) -> None:
+    model.train(step.training and step.run != "evaluation between")
+    if step.run == "changed between":
+        for p in leaves(model).values():
+            p.detach().mul_(0.9)
+    if step.run == "backward twice" and output.requires_grad:
+        total(output).backward(retain_graph=True)
+    inputs = wanted[::2] if step.run == "inputs" else []
+    loss.backward(inputs=inputs or None)
+
+
+def turn(model: nn.Module, step: Step) -> None:
+    """Freeze some parameters, and let those of them that are frozen take gradients."""
+    parameters = [*leaves(model).values()]
+    for p in parameters[:: step.every]:
+        p.requires_grad_(not p.requires_grad)
 
 
 def finish(model: nn.Module, step: Step) -> None:
     """Do what follows a step: update, zero or keep gradients, freeze, or reload the state dict."""
-    parameters = [*leaves(model).values()]
-    for p in parameters:
+    for p in leaves(model).values():
         if p.grad is not None and step.after.startswith("update"):
             p.data.sub_(p.grad.to_dense().sign(), alpha=0.1)
         if p.grad is not None and step.after == "update, zero":
             p.grad.zero_()
         elif step.after != "accumulate":
             p.grad = None
-    for p in parameters[:: step.every] if step.after == "freeze" else ():
-        p.requires_grad_(not p.requires_grad)
+    if step.after == "freeze":
+        turn(model, step)
     if step.after == "reload":
         model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
 
 
 def assert_equals_plain(case: Case) -> None:
-    """Run a case as a pipeline and as plain layers, and compare all results. Raise `Refused` if the pipeline raises."""
-    module = case.build()
-    plain = Unmodified(
-        case.build(), chunks=case.chunks, deferred_batch_norm=case.deferred_batch_norm
-    )
+    """Run a case as a pipeline and as plain layers, and compare all results.
+
+    Raise `Refused` if the pipeline raises.
+    """
+    module, twin = case.build(), case.build()
+    plain = Unmodified(twin, chunks=case.chunks, deferred_batch_norm=case.deferred_batch_norm)
     with refusing():
         model = piped(module, case.balance, **case.options())
     model.observer = (lambda _: nullcontext()) if case.observed else None
@@ -192,26 +229,24 @@ def assert_equals_plain(case: Case) -> None:
         except RuntimeError:
             with refusing():  # the pipeline must refuse now, if it has not yet
                 backward(model, step, inputs, outputs)
-            # Or it works, because a partition has a copy of what plain layers change: a view of a parameter.
-            pairs = zip(leaves(model).values(), leaves(plain).values(), strict=True)
-            if case.has("parameter in place", "embedding, rescaled") or all(
-                p.equal(q) for p, q in pairs
-            ):
+            # Or it works, because a partition has a copy of what plain layers change: a view of a
+            # parameter.
+            changes = case.has("parameter in place", "embedding, rescaled")
+            if changes or all(map(torch.equal, leaves(model).values(), leaves(plain).values())):
                 return
             raise
         with refusing():
             gradients = backward(model, step, inputs, outputs)
         plain_gradients = backward(plain, step, plain_inputs, plain_outputs)
-        all_of_it = (
-            (shown, gradients, model, leaves(model)),
-            (plain_shown, plain_gradients, plain, leaves(plain)),
-        )
-        assert differences(*all_of_it, REORDERED if case.reorders else 0.0) == []
+        ours = (shown, gradients, model, leaves(model))
+        expected = (plain_shown, plain_gradients, plain, leaves(plain))
+        assert differences(ours, expected, REORDERED if case.reorders else 0.0) == []
 
         check_redraws(model)
         finish(model, step)
         finish(plain, step)
-        # Rounding gives a zero gradient any sign, and updates use the sign: make parameters equal again.
+        # Rounding gives a zero gradient any sign, and updates use the sign. Therefore make
+        # parameters equal again.
         for p, q in zip(leaves(model).values(), leaves(plain).values(), strict=True):
             q.data.copy_(p.data)
 
@@ -225,7 +260,8 @@ def verdict(case: Case) -> str:
         assert error is not None
         for message, reasons in REFUSED.items():
             if re.search(message, str(error)) and case.has(*reasons):
-                return f"refused{', in place' if case.has('in place') else ''}: {message}"
+                how = "refused, in place" if case.has("in place") else "refused"
+                return f"{how}: {message}"
         raise error from None
     return "equal"
 
@@ -235,10 +271,11 @@ def verdict(case: Case) -> str:
 )
 def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> None:
     """Check generated cases, and print how many ended in which way."""
-    one, check = (
-        n is None,
-        verdict if n is None else lambda case: current().agreed(n, case, verdict),
-    )
+    one = n is None
+
+    def check(case: Case) -> str:
+        return verdict(case) if n is None else str(current().agreed(n, case, verdict))
+
     models = int(os.environ.get("MODELS", 400 if pytestconfig.getoption("slow") else 150))
     # Do not shrink a failing case on ranks: each failure takes seconds.
     phases = [*hypothesis.Phase] if one else [hypothesis.Phase.generate]
@@ -255,11 +292,13 @@ def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> N
         found["models"] += 1
         found[check(case)] += 1
 
+    seeded = holds if SEED is None else hypothesis.seed(int(SEED))(holds)
     try:
-        (holds if SEED is None else hypothesis.seed(int(SEED))(holds))()
+        seeded()
     finally:
-        print("", *(f"{count:6} {what}" for what, count in found.most_common()), sep="\n")
-    # About a quarter is refused, most of it in place; among few models, by chance, more.
-    assert found["equal"] > (0.5 if one else 0.3) * found["models"], (
-        f"what is refused tests nothing: {found}"
-    )
+        print("")
+        for what, count in found.most_common():
+            print(f"{count:6} {what}")
+    # About a quarter is refused, most of it in place. Among few models, it may be more by chance.
+    least = (0.5 if one else 0.3) * found["models"]
+    assert found["equal"] > least, f"too few models are equal to test much: {found}"

@@ -1,4 +1,4 @@
-"""The observer sees every task once: with its right name, in the thread that runs it, in a possible order.
+"""The observer sees every task once: by name, in the thread that runs it, in a possible order.
 
 A recorded timeline has all tasks on one clock.
 """
@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module, Sequential
 
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.engine.arrangement import arranged, orders
@@ -29,6 +30,9 @@ from ..parts import Fails
 from ..plain import piped
 from .parts.layers import linear, only_a_skip
 from .row import step
+
+Way = dict[str, Any]
+"""The engine and the mode of checkpointing of a pipeline."""
 
 
 class Log:
@@ -51,7 +55,7 @@ class Log:
             self.ended.append(task)
 
 
-class Witness(nn.Module):
+class Witness(Module):
     """Record in which task each pass of this layer runs."""
 
     def __init__(self, log: Log, k: int) -> None:
@@ -69,32 +73,64 @@ class Witness(nn.Module):
         self.log.seen.add((self.k, self.log.running.task, *flags))
 
 
-def observed(
-    balance: list[int], chunks: int, way: dict[str, Any]
-) -> tuple[Any, Log, Sequence[int]]:
-    """Return a pipeline, the log of its observer, and the partitions whose tasks it sees: on ranks, its own."""
+def observed(balance: list[int], chunks: int, way: Way) -> tuple[Any, Log, Sequence[int]]:
+    """Return a pipeline, the log of its observer, and the partitions whose tasks it sees.
+
+    On ranks, these are the rank's own partitions.
+    """
     log = Log()
-    layers = (
-        nn.Sequential(*(Witness(log, k) for k in range(6))) if sum(balance) == 6 else only_a_skip()
-    )
+    if sum(balance) == 6:
+        layers = Sequential()
+        for k in range(6):
+            layers.append(Witness(log, k))
+    else:
+        layers = only_a_skip()
     model = piped(layers, balance, chunks, **way)
     model.observer = log
-    return model, log, [model.rank] if way.get("engine") == "ranks" else range(len(balance))
+    partitions = [model.rank] if way.get("engine") == "ranks" else range(len(balance))
+    return model, log, partitions
 
 
 def tasks(kind: Any, m: int, partitions: Sequence[int]) -> set[Task]:
-    return {Task(kind, i, j) for i in range(m) for j in partitions}
+    return {Task(kind, i, j) for i, j in product(range(m), partitions)}
 
 
 def expected_tasks(m: int, partitions: Sequence[int], checkpoint: Any) -> set[Task]:
-    kinds = {"forward": m, "recompute": checkpointed(checkpoint, m), "backward": m}
-    return {task for kind, count in kinds.items() for task in tasks(kind, count, partitions)}
+    found = tasks("forward", m, partitions) | tasks("backward", m, partitions)
+    return found | tasks("recompute", checkpointed(checkpoint, m), partitions)
+
+
+def assert_in_order(ended: list[Task], m: int, partitions: Sequence[int]) -> None:
+    """Assert that tasks ended after those that they depend on."""
+    at: dict[Any, int] = {task: k for k, task in enumerate(ended)}
+    for i, j in product(range(m), partitions):
+        before = []
+        if j - 1 in partitions:
+            before.append((i, j - 1))
+        if i > 0:
+            before.append((i - 1, j))
+        forward, backward = at["forward", i, j], at["backward", i, j]
+        for other, partition in before:
+            assert at["forward", other, partition] < forward
+            assert backward < at["backward", other, partition]
+        assert at.get(("recompute", i, j), -1) < backward
+
+
+def expected_passes(balance: list[int], tasks: set[Task], count: int) -> set[Any]:
+    """Return which layers run in each task, if the first `count` micro-batches are recomputed."""
+    expected = set()
+    for task in tasks:
+        first = sum(balance[: task.partition])
+        is_first_pass = task.kind == "forward" and task.micro_batch < count
+        for k in range(first, first + balance[task.partition]):
+            expected.add((k, task, is_first_pass, task.kind == "recompute"))
+    return expected
 
 
 @pytest.mark.parametrize("batch, chunks, m", [(8, 1, 1), (8, 4, 4), (13, 8, 7)])
 @pytest.mark.parametrize("balance", [[6], [2, 4], [1, 2, 3], [2, 1, 1, 2], [2, 1]], ids=str)
 def test_every_task_once_and_in_order(
-    balance: list[int], batch: int, chunks: int, m: int, way: dict[str, Any]
+    balance: list[int], batch: int, chunks: int, m: int, way: Way
 ) -> None:
     model, log, partitions = observed(balance, chunks, way)
     expected = expected_tasks(m, partitions, way["checkpoint"])
@@ -106,26 +142,14 @@ def test_every_task_once_and_in_order(
         y.sum().backward()
         assert max(Counter(log.started).values()) == 1
         assert set(log.started) == set(log.ended) == expected
-    at: dict[Any, int] = {task: k for k, task in enumerate(log.ended)}
-    for i, j in product(range(m), partitions):
-        before = [(i, j - 1)] * (j - 1 in partitions) + [(i - 1, j)] * (i > 0)
-        assert all(at[Task("forward", *task)] < at["forward", i, j] for task in before)
-        assert all(at["backward", i, j] < at[Task("backward", *task)] for task in before)
-        assert at.get(("recompute", i, j), -1) < at["backward", i, j]
+    assert_in_order(log.ended, m, partitions)
     if sum(balance) == 6:
-        count, owner = (
-            checkpointed(way["checkpoint"], m),
-            [j for j, n in enumerate(balance) for _ in range(n)],
-        )
-        assert log.seen == {
-            (k, task, task.kind == "forward" and task.micro_batch < count, task.kind == "recompute")
-            for task, k in product(expected, range(6))
-            if owner[k] == task.partition
-        }
+        count = checkpointed(way["checkpoint"], m)
+        assert log.seen == expected_passes(balance, expected, count)
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "frozen"])
-def test_only_forwards_without_gradients(mode: str, way: dict[str, Any]) -> None:
+def test_only_forwards_without_gradients(mode: str, way: Way) -> None:
     model, log, partitions = observed([2, 4], 4, way)
     model.requires_grad_(mode != "frozen")
     with torch.set_grad_enabled(mode != "no_grad"):
@@ -133,57 +157,71 @@ def test_only_forwards_without_gradients(mode: str, way: dict[str, Any]) -> None
     assert Counter(log.started) == Counter(tasks("forward", 4, partitions))
 
 
+def by_device(actions: list[Action], placement: Sequence[int], devices: Any) -> list[list[Action]]:
+    """Return the actions of each device."""
+    found = []
+    for device in devices:
+        own = [action for action in actions if placement[action.stage] == device]
+        found.append(own)
+    return found
+
+
 @pytest.mark.parametrize("name", NAMED)
-def test_a_step_does_what_its_schedule_says(name: str, way: dict[str, Any]) -> None:
-    """On each device, or this rank; in one thread, in the order of the replay. `model(x)` does forwards alone."""
-    v, log, engine = len(make(name, 1, 1).placement), Log(), way["engine"]
-    model = piped(
-        nn.Sequential(*(linear() for _ in range(2 * v))), [1] * 2 * v, 3, v=v, schedule=name, **way
-    )
-    model.observer = log
+def test_a_step_does_what_its_schedule_says(name: str, way: Way) -> None:
+    """On each device, or on this rank, tasks run in the order of the schedule.
+
+    In one thread, they run in the order of the replay. `model(x)` runs forwards alone.
+    """
+    v, engine = len(make(name, 1, 1).placement), way["engine"]
+    layers = Sequential(*(linear() for _ in range(2 * v)))
+    model = piped(layers, [1] * 2 * v, 3, v=v, schedule=name, **way)
+    log = model.observer = Log()
     made = schedule = make(name, 2, 3, v)
     if engine == "graph":
         schedule = Schedule(name, [0] * 2 * v, [made.replay().order])
     devices = [model.rank] if engine == "ranks" else range(len(schedule.lists))
 
     def seen() -> list[list[Action]]:
-        found, log.started = [Action(*task) for task in log.started], []
-        return [
-            [action for action in found if schedule.placement[action.stage] == d] for d in devices
-        ]
+        """Return the actions since the last call, by device."""
+        actions = [Action(*task) for task in log.started]
+        log.started = []
+        return by_device(actions, schedule.placement, devices)
 
     model.step(lambda y, t: y.square().sum(), torch.rand(3, 4), None, reduction="sum")
     whole = make(schedule, len(schedule.lists), 3, checkpoint=way["checkpoint"])
     assert seen() == [[*whole.lists[d]] for d in devices]
     y = model(torch.rand(3, 4))
-    first, then = (
-        [[x for x in whole.lists[d] if (x.kind == "forward") == is_first] for d in devices]
-        for is_first in (1, 0)
-    )
-    assert seen() == (
-        [*orders(arranged(name, 2 * v, 2), 3, "never", False).forwards]
-        if engine == "graph"
-        else first
-    )
+    forwards: list[Any] = []
+    others: list[Any] = []
+    for d in devices:
+        forwards.append([action for action in whole.lists[d] if action.kind == "forward"])
+        others.append([action for action in whole.lists[d] if action.kind != "forward"])
+    if engine == "graph":
+        forwards = [*orders(arranged(name, 2 * v, 2), 3, "never", False).forwards]
+    assert seen() == forwards
     y.square().sum().backward()
-    assert engine == "graph" or seen() == then
+    assert engine == "graph" or seen() == others
+    assert model.schedule.report().split("\n") == report(name, made.placement, engine, devices)
 
+
+def report(name: str, placement: Sequence[int], engine: str, devices: Any) -> list[str]:
+    """Return the lines of a schedule's report."""
     how = "weights of 1 products later" if name.startswith("ZB") else f"whole: {name} splits none"
-    places = [(s, d) for s, d in enumerate(made.placement) if engine != "ranks" or d in devices]
     where = "rank" if engine == "ranks" else "device"
-    assert model.schedule.report().split("\n") == [
-        f"stage {s} on {where} {d}: {how}" for s, d in places
-    ]
+    lines = []
+    for stage, device in enumerate(placement):
+        if engine != "ranks" or device in devices:
+            lines.append(f"stage {stage} on {where} {device}: {how}")
+    return lines
 
 
 def test_copies_between_devices_belong_to_the_sender() -> None:
-    model = GPipe(nn.Sequential(linear(), linear()), [1, 1], devices=["cpu", "meta"], chunks=2)
+    model = GPipe(Sequential(linear(), linear()), [1, 1], devices=["cpu", "meta"], chunks=2)
     log = model.observer = Log()
     with torch.no_grad():
         model(torch.randn(4, 4))
-    assert [task for task in log.ended if task.kind == "copy"] == [
-        Task("copy", i, 0) for i in range(2)
-    ]
+    copies = [task for task in log.ended if task.kind == "copy"]
+    assert copies == [Task("copy", 0, 0), Task("copy", 1, 0)]
 
 
 CHUNKS, X = 3, torch.ones(6, 4)
@@ -191,56 +229,78 @@ CHUNKS, X = 3, torch.ones(6, 4)
 
 def recording_of(n: int, **way: Any) -> tuple[Any, Any]:
     """Return the model to call, and the pipeline to record."""
-    model = piped(
-        nn.Sequential(*(nn.Sequential(linear(), Fails()) for _ in range(n))), [1] * n, CHUNKS, **way
-    )
+    layers = Sequential()
+    for _ in range(n):
+        layers.append(Sequential(linear(), Fails()))
+    model = piped(layers, [1] * n, CHUNKS, **way)
     return model, model._pipeline if way["engine"] == "ranks" else model
+
+
+def assert_on_one_clock(timeline: Any, n: int, checkpoint: Any, slack: float) -> None:
+    """Assert that a timeline has each task once, after those that it depends on."""
+    found = {event[:3]: event for event in timeline.events}
+    assert set(found) == expected_tasks(CHUNKS, range(n), checkpoint)
+    assert len(timeline.events) == len(found)
+    for i, j in product(range(CHUNKS), range(n - 1)):
+        before, after = found["forward", i, j], found["forward", i, j + 1]
+        assert before.end <= after.start + slack
+        before, after = found["backward", i, j + 1], found["backward", i, j]
+        assert before.end <= after.start + slack
+    assert 0 <= timeline.bubble < 1
+    assert 0 < timeline.seconds < 100
+
+
+def assert_written(path: Path, timelines: Any) -> None:
+    """Assert that a file has all events of the timelines."""
+    written: Counter[str] = Counter()
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["ph"] == "X" and event["cat"] != "bubble":
+            written[event["cat"]] += 1
+    expected: Counter[str] = Counter()
+    for timeline in timelines:
+        for event in timeline.events:
+            expected[event.kind] += 1
+    assert written == expected
 
 
 @pytest.mark.parametrize("ahead", [0, 1000])
 @pytest.mark.parametrize("n", [2, 3])
 def test_all_partitions_on_one_clock(
-    n: int, ahead: int, way: dict[str, Any], tmp_path: Path, monkeypatch: Any
+    n: int, ahead: int, way: Way, tmp_path: Path, monkeypatch: Any
 ) -> None:
     model, recorded = recording_of(n, **way)
-    first, clock = getattr(model, "rank", 0), time.perf_counter
-    monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead * first)
+    rank, clock = getattr(model, "rank", 0), time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead * rank)
     step(model, X)
-    with record(recorded, tmp_path / "t.json") as recording:
+    path = tmp_path / "t.json"
+    with record(recorded, path) as recording:
         for _ in range(2):
             step(model, X)
-    assert recorded.observer is None and len(recording.steps) == 2
-    assert (recording.clock_error > 0) == (way["engine"] == "ranks") and recording.clock_error < 100
-    slack = 2 * recording.clock_error
+    assert recorded.observer is None
+    assert len(recording.steps) == 2
+    on_ranks = way["engine"] == "ranks"
+    assert (recording.clock_error > 0) == on_ranks
+    assert recording.clock_error < 100
     for timeline in recording.steps:
-        found = {event[:3]: event for event in timeline.events}
-        assert set(found) == expected_tasks(CHUNKS, range(n), way["checkpoint"]) and len(
-            timeline.events
-        ) == len(found)
-        for i, j in product(range(CHUNKS), range(n - 1)):
-            assert found["forward", i, j].end <= found["forward", i, j + 1].start + slack
-            assert found["backward", i, j + 1].end <= found["backward", i, j].start + slack
-        assert 0 <= timeline.bubble < 1 and 0 < timeline.seconds < 100
-    row = "rank" if way["engine"] == "ranks" else "partition"
-    assert f"({row} 0 " in str(recording) and f", {row} {n - 1} " in str(recording)
-    assert ("clocks agree to" in str(recording)) == (row == "rank")
+        assert_on_one_clock(timeline, n, way["checkpoint"], 2 * recording.clock_error)
+    row, said = "rank" if on_ranks else "partition", str(recording)
+    assert f"({row} 0 " in said
+    assert f", {row} {n - 1} " in said
+    assert ("clocks agree to" in said) == on_ranks
 
-    assert [path.name for path in tmp_path.iterdir()] == ([] if first else ["t.json"])
-    if not first:
-        events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-        kinds = Counter(
-            event["cat"] for event in events if event["ph"] == "X" and event["cat"] != "bubble"
-        )
-        assert kinds == Counter(
-            event.kind for timeline in recording.steps for event in timeline.events
-        )
+    if rank == 0:
+        assert [*tmp_path.iterdir()] == [path]
+        assert_written(path, recording.steps)
+    else:
+        assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_failure_leaves_no_file(when: str, way: dict[str, Any], tmp_path: Path) -> None:
+def test_a_failure_leaves_no_file(when: str, way: Way, tmp_path: Path) -> None:
     model, recorded = recording_of(2, **way)
     step(model, X)
     with pytest.raises(ZeroDivisionError), record(recorded, tmp_path / "t.json"):
         model[1][1].fail(when, ZeroDivisionError())
         step(model, X)
-    assert recorded.observer is None and not [*tmp_path.iterdir()]
+    assert recorded.observer is None
+    assert not [*tmp_path.iterdir()]

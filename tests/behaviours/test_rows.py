@@ -1,4 +1,4 @@
-"""Every row of rows/ with every engine and mode: a pipeline has the results of its layers, or it refuses."""
+"""Every row of rows/ with every engine and mode: a pipeline has its layers' results, or refuses."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,35 +17,48 @@ from .compare import differences
 from .pipe import Pipe, Training
 from .row import ENGINES, MODES, Case, Row, cases, tensors, unlike
 from .rows import at_once, between, buffers, gradients, passed, random, tools, unusual
+from .rows.random.norms import channels, given
 from .rows.training import ROWS
 
 GROUPS = (passed, gradients, between, buffers, random, unusual, at_once, tools)
-NAMES = {
-    row: f"{group.__name__.split('.')[-1]}: {row.name}" for group in GROUPS for row in group.ROWS
-}
-# The others differ from plain layers; benchmarks/conformance.py lists them with the reason, `unlike`.
-TOGETHER = [row for row in ROWS if not row.unlike]
+NAMES: dict[Row, str] = {}
+for group in GROUPS:
+    _, _, module = group.__name__.rpartition(".")
+    for each in group.ROWS:
+        NAMES[each] = f"{module}: {each.name}"
+
+EQUAL = [row for row in ROWS if not row.unlike]
+"""Rows without the others, which differ from plain layers for the reason `unlike`.
+
+benchmarks/conformance.py lists all of them.
+"""
+
 TWICE = [name for name in NAMED if len(make(name, 1, 1).placement) > 1]
 """Schedules with two stages on a device."""
+
+
+def id_of(case: Case) -> str:
+    how = [word for word in case[1:] if word]
+    return "-".join([NAMES[case.row], *how])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         chosen = cases([*NAMES], pairs=metafunc.config.getoption("slow"))
-        metafunc.parametrize(
-            "case", chosen, ids=lambda case: "-".join((NAMES[case.row], *filter(None, case[1:])))
-        )
+        metafunc.parametrize("case", chosen, ids=id_of)
 
 
-# From a reentrant checkpoint in the first pass, which runs without a graph.
+# A reentrant checkpoint warns of this in the first pass, which runs without a graph.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-# Before torch 2.13, if a layer raises, the generator in `checkpoint` is closed only when the error is freed.
+# Before torch 2.13, if a layer raises, the generator in `checkpoint` is closed only when the error
+# is freed.
 @pytest.mark.filterwarnings(
     "ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning"
 )
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-# From torch.compile, also with plain layers; from torch.distributed.checkpoint; from a forked process.
+# These warnings come from torch.compile, also with plain layers; from
+# torch.distributed.checkpoint; and from a forked process.
 @pytest.mark.filterwarnings("ignore:`torch.jit.(script|trace|trace_method)` is deprecated")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -65,25 +78,35 @@ def test_replicas(row: Row, kind: str, mode: str) -> None:
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_shapes_on_meta(checkpoint: str, training: bool, deferred: bool) -> None:
-    layers = random.channels(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Dropout()))
+    layers = channels(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Dropout()))
+
+    def in_mode() -> nn.Sequential:
+        return layers().train(training)
+
     options = {"deferred_batch_norm": True} if deferred else {}
-    row = Row("", lambda: layers().train(training), random.given, chunks=4, options=options)
+    row = Row("", in_mode, given, chunks=4, options=options)
     assert unlike(row, "", "graph", checkpoint, ["meta"]) == []
 
 
 def left(row: Training, pipe: type[Pipe], folder: Path) -> Any:
-    """Return the results of a training row with a `Pipe`, which trains with criteria, optimizers and files."""
+    """Return the results of a row of training with a pipeline."""
     folder.mkdir()
     found = row.action(pipe(row, folder))
     return found.found() if isinstance(found, Pipe) else found
 
 
-@pytest.mark.parametrize("row", TOGETHER, ids=lambda row: row.name)
+def mode_of(row_mode: str, checkpoint: str) -> str:
+    """Return the mode of checkpointing of the test, unless a row asks for "always"."""
+    return "always" if row_mode == "always" else checkpoint
+
+
+@pytest.mark.parametrize("row", EQUAL, ids=lambda row: row.name)
 def test_training(row: Training, engine: str, checkpoint: str, tmp_path: Path) -> None:
     class Piped(Threads):
         def piped(self, layers: nn.Sequential, balance: list[int], **options: Any) -> nn.Module:
-            mode = {"always": "always"}.get(options["checkpoint"], checkpoint)
-            return piped(layers, balance, **options | {"engine": engine, "checkpoint": mode})
+            options["engine"] = engine
+            options["checkpoint"] = mode_of(options["checkpoint"], checkpoint)
+            return piped(layers, balance, **options)
 
     assert_as_plain(row, engine, Piped, Layers, tmp_path)
 
@@ -109,23 +132,25 @@ class Stepping(Threads):
     schedule = "GPipe"
 
     def piped(self, layers: nn.Sequential, balance: list[int], **options: Any) -> nn.Module:
-        v = 1 + (self.schedule in TWICE)
-        balance = balance if v == 1 else evenly(layers, 4 if len(layers) > 3 else 2)
-        model: nn.Module = piped(
-            layers, balance, v=v, engine=self.engine, schedule=self.schedule, **options
-        )
+        v = 1
+        if self.schedule in TWICE:
+            v = 2
+            balance = evenly(layers, 4 if len(layers) > 3 else 2)
+        options |= {"v": v, "engine": self.engine, "schedule": self.schedule}
+        model: nn.Module = piped(layers, balance, **options)
         return model
 
     def step(self, *given: Any) -> Pipe:
         x, target = given or self.row.given()
         model: Any = self.module.train()
-        how = {"reduction": "mean" if self.row.mean else "sum"}
-        self.losses.append(model.step(self.row.criterion, x, target, **how))
+        reduction = "mean" if self.row.mean else "sum"
+        loss = model.step(self.row.criterion, x, target, reduction=reduction)
+        self.losses.append(loss)
         return self
 
 
 class InOrder(Layers):
-    """The layers on each micro-batch in turn, and then the losses backward in the schedule's order."""
+    """The layers on each micro-batch in turn, and then the backwards in the schedule's order."""
 
     schedule = "GPipe"
 
@@ -136,26 +161,31 @@ class InOrder(Layers):
         with self.module.register_forward_hook(lambda module, x, y: outputs.append(y)):
             self.plain(x)
         sizes = [len(tensors(part)[0]) for part in self.plain.split(x)]
-        shares = [size / sum(sizes) if self.row.mean else 1 for size in sizes]
-        losses = [
-            self.row.criterion(*each) for each in zip(outputs, target.split(sizes), strict=True)
-        ]
-        losses = [loss * share for loss, share in zip(losses, shares, strict=True)]
+        losses: list[Any] = []
+        total: Any = 0
+        for y, part, size in zip(outputs, target.split(sizes), sizes, strict=True):
+            share = size / sum(sizes) if self.row.mean else 1
+            loss = self.row.criterion(y, part) * share
+            losses.append(loss)
+            total = total + loss.detach()
         for action in make(self.schedule, 1, len(sizes)).lists[0]:
             if action.kind in ("backward", "backward_weights") and action.stage == 0:
                 losses[action.micro_batch].backward()
-        self.losses.append(sum(loss.detach() for loss in losses))  # type: ignore[arg-type]
+        self.losses.append(total)
         return self
 
 
+def with_schedule(base: type[Pipe], schedule: str, engine: str) -> type[Pipe]:
+    return type(base.__name__, (base,), {"schedule": schedule, "engine": engine})
+
+
 @pytest.mark.parametrize("schedule", NAMED)
-@pytest.mark.parametrize("row", TOGETHER, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", EQUAL, ids=lambda row: row.name)
 def test_steps(row: Training, schedule: str, engine: str, checkpoint: str, tmp_path: Path) -> None:
     if engine == "ranks" and row.name.startswith("tied") and schedule in TWICE:
-        schedule = "1F1B"  # else a weight may be on two ranks, which is refused
-    given = {"schedule": schedule, "engine": engine}
-    mode: Any = {"always": "always"}.get(row.checkpoint, checkpoint)
+        schedule = "1F1B"  # otherwise a weight may be on two ranks, which is refused
+    mode: Any = mode_of(row.checkpoint, checkpoint)
     row = replace(row, checkpoint=mode)
-    assert_as_plain(
-        row, engine, type("Piped", (Stepping,), given), type("Plain", (InOrder,), given), tmp_path
-    )
+    ours = with_schedule(Stepping, schedule, engine)
+    plain = with_schedule(InOrder, schedule, engine)
+    assert_as_plain(row, engine, ours, plain, tmp_path)

@@ -1,55 +1,72 @@
-"""State dicts of 0.0.7 load with any balance. See rows/training.py for other states, rows/unusual.py for copies."""
+"""State dicts of torchgpipe 0.0.7 load with any balance.
+
+Other states are tested by rows/training, and copies of pipelines by rows/unusual.py.
+"""
 
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import BatchNorm1d, Linear, Module, ModuleDict, ReLU, Sequential, Tanh
 
 from ..plain import piped
 from .compare import differences
 
 
-def layers() -> nn.Sequential:
-    block = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6, bias=False))
-    return nn.Sequential(
-        OrderedDict(
-            stem=nn.Linear(5, 6),
-            norm=nn.BatchNorm1d(6),
-            block=block,
-            act=nn.Tanh(),
-            head=nn.Linear(6, 4),
-        )
-    )
+def layers() -> Sequential:
+    named: OrderedDict[str, Module] = OrderedDict()
+    block = Sequential(Linear(6, 6), ReLU(), Linear(6, 6, bias=False))
+    named["stem"] = Linear(5, 6)
+    named["norm"] = BatchNorm1d(6)
+    named["block"] = block
+    named["act"] = Tanh()
+    named["head"] = Linear(6, 4)
+    return Sequential(named)
 
 
-def state_of_0_0_7(module: nn.Module, balance: list[int]) -> dict[str, Tensor]:
-    """Return the state dict with the names of torchgpipe 0.0.7: the partition, then the layer's own name."""
-    partition_of = [j for j, count in enumerate(balance) for _ in range(count)]
-    place = {name: partition_of[k] for k, (name, _) in enumerate(module.named_children())}
-    return {
-        f"partitions.{place[name.split('.')[0]]}.{name}": x
-        for name, x in module.state_dict().items()
-    }
+def numbered_layers() -> Sequential:
+    return Sequential(*layers())
+
+
+def itself(model: Any) -> Any:
+    return model
+
+
+def state_of_0_0_7(module: Module, balance: list[int]) -> dict[str, Tensor]:
+    """Return the state dict with the names of torchgpipe 0.0.7.
+
+    There, a name begins with the partition, and goes on with the layer's own name.
+    """
+    children = iter(module.named_children())
+    place: dict[str, int] = {}
+    for j, count in enumerate(balance):
+        for name, _ in islice(children, count):
+            place[name] = j
+    state = {}
+    for name, x in module.state_dict().items():
+        child, _, _ = name.partition(".")
+        state[f"partitions.{place[child]}.{name}"] = x
+    return state
 
 
 @pytest.mark.parametrize("prefix", ["", "backbone."])
-@pytest.mark.parametrize(
-    "build", [layers, lambda: nn.Sequential(*layers())], ids=["named", "numbered"]
-)
+@pytest.mark.parametrize("build", [layers, numbered_layers], ids=["named", "numbered"])
 @pytest.mark.parametrize("balance", [[5], [2, 3], [2, 1, 1, 1]], ids=str)
-@pytest.mark.parametrize("made", [lambda model: model, copy.deepcopy], ids=["itself", "a copy"])
+@pytest.mark.parametrize("made", [itself, copy.deepcopy], ids=["itself", "a copy"])
 def test_a_state_of_0_0_7_loads(
-    made: Any, balance: list[int], build: Callable[[], nn.Sequential], prefix: str
+    made: Any, balance: list[int], build: Callable[[], Sequential], prefix: str
 ) -> None:
     saved = build()
-    state = {prefix + name: x for name, x in state_of_0_0_7(saved, [1, 2, 2]).items()}
+    old = state_of_0_0_7(saved, [1, 2, 2])
+    state = {prefix + name: x for name, x in old.items()}
     before = dict(state)
     model = made(piped(build(), balance))
-    whole = nn.ModuleDict({"backbone": model}) if prefix else model
+    whole = ModuleDict({"backbone": model}) if prefix else model
     assert list(model.state_dict()) == list(saved.state_dict())
     assert differences(model.state_dict(), saved.state_dict()) != []
     whole.load_state_dict(state)
@@ -58,9 +75,9 @@ def test_a_state_of_0_0_7_loads(
 
 
 def test_a_layer_called_partitions_keeps_its_name() -> None:
-    model = piped(
-        nn.Sequential(OrderedDict(partitions=nn.Sequential(nn.Sequential(nn.Linear(2, 2))))), [1]
-    )
+    inner = Sequential(Sequential(Linear(2, 2)))
+    layers = Sequential(OrderedDict(partitions=inner))
+    model = piped(layers, [1])
     state = {name: torch.ones_like(x) for name, x in model.state_dict().items()}
     assert "partitions.0.0.weight" in state
     model.load_state_dict(state)

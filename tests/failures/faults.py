@@ -1,4 +1,4 @@
-"""What may go wrong with a process, or only take long; each is called where it happens."""
+"""Faults of a process, and what only takes long. Each function is called where it happens."""
 
 import ctypes
 import errno
@@ -31,7 +31,7 @@ def ends() -> None:
 
 
 def forks() -> None:
-    """Leave a process that was forked from this one, such as a worker of a data loader, for some seconds."""
+    """Leave a forked process for some seconds, like a worker of a data loader."""
     here, there = os.pipe()
     if not os.fork():
         os.write(there, b"it runs")
@@ -64,10 +64,12 @@ time.sleep(float(seconds))
 
 
 def dies_and_its_ports_are_used() -> None:
-    """Die; from then on a program that has nothing to do with this one listens on its ports."""
-    given = [os.getpid(), 3 * SILENCE, *(each.getsockname()[1] for each in _listening())]
-    other = subprocess.Popen([sys.executable, "-c", USES, *map(str, given)], stdout=subprocess.PIPE)
-    assert other.stdout is not None and other.stdout.readline()
+    """Die. From then on, another program listens on the ports of this process."""
+    ports = [str(each.getsockname()[1]) for each in _listening()]
+    command = [sys.executable, "-c", USES, str(os.getpid()), str(3 * SILENCE), *ports]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    assert other.stdout.readline()
     dies()
 
 
@@ -87,22 +89,22 @@ def hangs() -> None:
 
 
 def strangers_write() -> None:
-    """Write what gloo does not know to each port of this process, as whoever mistakes it for another's."""
+    """Write to each port of this process what gloo does not know, as a stranger does by mistake."""
     for each in _listening():
         with socket.create_connection(each.getsockname()[:2]) as stranger:
             stranger.sendall(os.urandom(1000))
 
 
 def overflows() -> None:
-    """Let a gradient of this rank be infinite; all ranks have to skip the step."""
+    """Stand for an infinite gradient of this rank. All ranks have to skip the update."""
 
 
 def takes_another_pipeline() -> None:
-    """Go on, but call the other one of two pipelines of the same ranks."""
+    """Stand for a call of another pipeline, while other ranks call the first one."""
 
 
 def hangs_while_the_clock_is_set_back() -> None:
-    """It is set back all the time, as this process sees it."""
+    """Hang, while the clock of this process runs backwards."""
     time.time = lambda: -time.monotonic()
     hangs()
 
@@ -137,65 +139,68 @@ def fills_the_disk() -> None:
 
 
 def fills_memory() -> None:
-    """Allocate until memory runs out; the limit is 64 MB above what is in use now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(
-        resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**26, resource.RLIM_INFINITY)
-    )
+    """Allocate memory until it runs out. The limit is 64 MB above what is in use now."""
+    pages, *_ = Path("/proc/self/statm").read_text().split()
+    limit = int(pages) * resource.getpagesize() + 2**26
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     filled = []
     while True:
         filled.append(torch.zeros(2**20))
 
 
 def cuts_links(where: Path) -> None:
-    """Cut the links of this rank, and write the local ports of these links into a file for the others."""
-    sockets = [*_sockets()]
-    for each in sockets:
+    """Cut the links of this rank, and write their local ports into a file for other ranks."""
+    ports = []
+    for each in [*_sockets()]:
         _cut(each)
-    where.with_suffix(".part").write_text(" ".join(str(each.getsockname()[1]) for each in sockets))
-    where.with_suffix(".part").rename(where)
+        ports.append(str(each.getsockname()[1]))
+    part = where.with_suffix(".part")
+    part.write_text(" ".join(ports))
+    part.rename(where)
 
 
 def cut_off(where: Path) -> None:
     """Cut the links to the rank that `cuts_links` is called on, as soon as that has happened."""
     while not where.exists():
         time.sleep(0.01)
-    ports = [*map(int, where.read_text().split())]
+    ports = [int(port) for port in where.read_text().split()]
     for each in _sockets():
-        with suppress(OSError):  # it does not listen to one other
+        with suppress(OSError):  # the socket has no peer
             if each.getpeername()[1] in ports:
                 _cut(each)
 
 
 def _sockets() -> Iterator[socket.socket]:
     for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # it is none
+        with suppress(OSError):  # the file is no socket
             found = socket.socket(fileno=os.dup(int(number)))
             if found.family in (socket.AF_INET, socket.AF_INET6):
                 yield found
 
 
 def _listening() -> list[socket.socket]:
-    found = [
-        each for each in _sockets() if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    ]
+    found = []
+    for each in _sockets():
+        listens = each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if listens:
+            found.append(each)
     assert found
     return found
 
 
 def _cut(link: socket.socket) -> None:
-    """Make a socket receive nothing, not even that its peer has closed: a filter drops every byte."""
+    """Let a filter drop every byte that a socket receives, also the news that its peer closed."""
     nothing = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+    program = struct.pack("HL", 1, ctypes.addressof(nothing))
     so_attach_filter = 26
-    link.setsockopt(
-        socket.SOL_SOCKET, so_attach_filter, struct.pack("HL", 1, ctypes.addressof(nothing))
-    )
+    link.setsockopt(socket.SOL_SOCKET, so_attach_filter, program)
 
 
 class Keyboard:
-    """Press Ctrl-C in a task that lasts for half a second, or for ever. Only the first `times` signals count.
+    """Press Ctrl-C in a task that lasts for half a second, or for ever.
 
-    It is pressed again and again, since what comes when a thread is just about to wait does not wake it.
+    It is pressed again and again, because a signal that comes just before a thread waits does not
+    wake the thread. Only the first `times` signals count.
     """
 
     def __init__(self, times: int = 1, lasts: float = 0.5) -> None:
@@ -218,8 +223,7 @@ class Keyboard:
 
     def _hear(self, *_: object) -> None:
         now = time.monotonic()
-        if (
-            self.times and now - self._latest > 0.2
-        ):  # the second time when the first one has had its effect
+        # A second signal counts when the first one has had its effect.
+        if self.times and now - self._latest > 0.2:
             self.times, self._latest = self.times - 1, now
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What a process of a row of the table does: it trains three steps, in the second of which something goes wrong."""
+"""What a process of a row does: it trains three steps. In the second, something goes wrong."""
 
 import os
 import signal
@@ -26,8 +26,10 @@ X = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
 
 
 def pipeline(engine: str, schedule: str = "") -> Any:
-    """Return a pipeline of three partitions, each a linear layer and one that can be made to fail."""
-    layers = nn.Sequential(*(layer for _ in range(WORLD) for layer in (nn.Linear(4, 4), Fails())))
+    """Return a pipeline of three partitions, each a linear layer and a layer that may fail."""
+    layers = nn.Sequential()
+    for _ in range(WORLD):
+        layers.extend([nn.Linear(4, 4), Fails()])
     options: dict[str, Any] = {"chunks": 2, "checkpoint": "always", "schedule": schedule or "GPipe"}
     if engine == "ranks":
         return DistributedGPipe(layers, [2] * WORLD, timeout=SILENCE, **options)
@@ -35,7 +37,7 @@ def pipeline(engine: str, schedule: str = "") -> Any:
 
 
 def train(rank: int, said: Any, row: Row, folder: Path) -> None:
-    """Say when it comes to the place, and how the training ends."""
+    """Train, and tell the test when this process comes to the place, and how the training ends."""
     os.setsid()  # so that nobody but the test stops or continues it
     os.dup2(os.open(folder / f"{rank}.errors", os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
@@ -44,81 +46,111 @@ def train(rank: int, said: Any, row: Row, folder: Path) -> None:
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
         )
     try:
-        _steps(row, rank, folder, said)
+        _Training(row, rank, folder, said).run()
     except BaseException as error:
         said.send((f"{type(error).__name__}: {error}", time.monotonic()))
         raise
     said.send(("", time.monotonic()))
 
 
-def _steps(row: Row, rank: int, folder: Path, said: Any) -> None:
-    model, saves = pipeline(row.engine, row.schedule), Saves(folder / "saves")
-    writer: Any = FileSystemWriter
-    written = writer.write_data
-    point = Fails()  # outside, in the criterion, and while it saves
-    if row.place in ("forward", "recompute", "backward"):
-        point = model.partition[1] if row.engine == "ranks" else model[3]
-    number, here = 0, row.engine != "ranks" or rank == row.rank
-    other = pipeline(row.engine) if row.does is takes_another_pipeline else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = ShardedGradScaler("cpu", init_scale=8.0, enabled=row.does is overflows)
+class _Training:
+    """The training of a process, and what goes wrong in it."""
 
-    def happens() -> None:
-        if row.engine == "ranks":
-            time.sleep(SILENCE / 2)  # in which others hear of the place, also on a busy machine
-        said.send(("", time.monotonic()))
-        if row.does is cuts_links:
-            cuts_links(folder / "cut")
-        elif row.does is not None:
-            row.does()
+    def __init__(self, row: Row, rank: int, folder: Path, said: Any) -> None:
+        self.row, self.folder, self.said = row, folder, said
+        self.model = pipeline(row.engine, row.schedule)
+        self.saves = Saves(folder / "saves")
+        # In the criterion, while it saves, or outside.
+        self.point = Fails()
+        if row.place in ("forward", "recompute", "backward"):
+            self.point = self.model.partition[1] if row.engine == "ranks" else self.model[3]
+        self.here = row.engine != "ranks" or rank == row.rank
+        self.other = self.model
+        if row.does is takes_another_pipeline:
+            self.other = pipeline(row.engine)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.scaler = ShardedGradScaler("cpu", init_scale=8.0, enabled=row.does is overflows)
+        self.number = 0
 
-    def criterion(output: Tensor, target: Tensor) -> Tensor:
-        point.reach("criterion")
+    @property
+    def goes_wrong(self) -> bool:
+        """Whether something goes wrong in the present step of this process."""
+        return self.here and self.number == 2
+
+    def happens(self) -> None:
+        if self.row.engine == "ranks":
+            # Meanwhile others hear of the place, also on a busy machine.
+            time.sleep(SILENCE / 2)
+        self.said.send(("", time.monotonic()))
+        if self.row.does is cuts_links:
+            cuts_links(self.folder / "cut")
+        elif self.row.does is not None:
+            self.row.does()
+
+    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
+        self.point.reach("criterion")
         return (output - target).square().mean()
 
-    def write_data(*args: Any) -> Any:
-        point.reach("saving")
-        return written(*args)
+    def watch_saving(self) -> None:
+        """Let the point be reached whenever something is saved."""
+        writer: Any = FileSystemWriter
+        written = writer.write_data
 
-    def step() -> list[Tensor]:
-        nonlocal number
-        number += 1
-        if here and number == 2:
-            point.at(row.place, happens)
-        point.reach("outside")
-        model.zero_grad()
-        if row.schedule:
-            model.step(criterion, X, X, scaler=scaler)
+        def write_data(*args: Any) -> Any:
+            self.point.reach("saving")
+            return written(*args)
+
+        writer.write_data = write_data
+
+    def step(self) -> list[Tensor]:
+        """Train a step, and return the gradients."""
+        self.number += 1
+        if self.goes_wrong:
+            self.point.at(self.row.place, self.happens)
+        self.point.reach("outside")
+        self.model.zero_grad()
+        if self.row.schedule:
+            self.model.step(self.criterion, X, X, scaler=self.scaler)
         else:
-            loss = (other if here and number == 2 else model).loss(criterion, X, X)
-        if not row.schedule and (row.does is not None or not here or number != 2):
-            scaler.scale(loss).backward()
-        if row.does is overflows:
-            if here and number == 2:
-                next(model.parameters()).grad.fill_(torch.inf)
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            assert scaler.get_scale() == (8.0 if number == 1 else 4.0)
-        if row.place == "saving":
-            saves.save(number, model, None)
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            model = self.other if self.goes_wrong else self.model
+            loss = model.loss(self.criterion, X, X)
+            if self.row.does is not None or not self.goes_wrong:
+                self.scaler.scale(loss).backward()
+        if self.row.does is overflows:
+            self.update()
+        if self.row.place == "saving":
+            self.saves.save(self.number, self.model, None)
+        return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
 
-    writer.write_data = write_data
-    if isinstance(row.does, Keyboard):
-        row.does.listen()
-    if row.does is cuts_links and not here:
-        threading.Thread(target=cut_off, args=[folder / "cut"], daemon=True).start()
-    expected = step()
-    try:
-        step()
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is still on its way
-        if row.engine == "workers" and isinstance(row.does, Keyboard) and row.does.lasts < 1:
-            assert row.does.over
-            assert all(map(torch.equal, step(), expected))
-        raise
-    except Exception:
-        assert not row.schedule or all(p.grad is None for p in model.parameters())
-        raise
-    assert all(map(torch.equal, step(), expected))
+    def update(self) -> None:
+        """Update the parameters; skip that if a gradient of any rank is infinite."""
+        if self.goes_wrong:
+            first = next(self.model.parameters())
+            first.grad.fill_(torch.inf)
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        assert self.scaler.get_scale() == (8.0 if self.number == 1 else 4.0)
+
+    def run(self) -> None:
+        """Train the steps."""
+        self.watch_saving()
+        row = self.row
+        if isinstance(row.does, Keyboard):
+            row.does.listen()
+        if row.does is cuts_links and not self.here:
+            cut = self.folder / "cut"
+            threading.Thread(target=cut_off, args=[cut], daemon=True).start()
+        expected = self.step()
+        try:
+            self.step()
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # more signals may be on their way
+            if row.engine == "workers" and isinstance(row.does, Keyboard) and row.does.lasts < 1:
+                assert row.does.over
+                assert all(map(torch.equal, self.step(), expected))
+            raise
+        except Exception:
+            assert not row.schedule or all(p.grad is None for p in self.model.parameters())
+            raise
+        assert all(map(torch.equal, self.step(), expected))

@@ -1,10 +1,11 @@
-"""Runs a script as ranks that fail: what each start of torchrun does is said in JSON.
+"""Run a script as ranks that fail. A list in JSON says what each start of torchrun does.
 
-    torchrun ... -m tests.failures.script '[[1, "raises", 2], [0, "dies while it saves", 6], null]' SCRIPT ...
+    FAULTS='[[1, "raises", 2], [0, "dies while it saves", 6], null]'
+    torchrun ... -m tests.failures.script "$FAULTS" SCRIPT ...
 
-At the first start, this machine's rank 1 raises when it clips gradients for the second time; at the second, rank 0 is
-killed when it flushes a file for the sixth time; the third goes well. Of a rank, the whole `node` may be killed, too.
-There is no dropout.
+At the first start, local rank 1 raises when it clips gradients for the second time. At the second
+start, rank 0 is killed when it flushes a file for the sixth time. The third start has no fault.
+The fault "node" kills the whole node of a rank. There is no dropout.
 """
 
 import json
@@ -25,7 +26,7 @@ from . import faults
 
 
 def at(when: int, act: Callable[[], object], called: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does something when it is called for that time."""
+    """Return a function that calls `called`, and before its call of number `when` also `act`."""
     number = count(1)
 
     def counted(*args: Any) -> Any:
@@ -50,13 +51,12 @@ def main() -> None:
         if what == "dies while it saves":
             os.fsync = at(when, faults.dies, os.fsync)
         else:
-            act, pipeline = (
-                {"raises": faults.raises, "node": node_dies}[what],
-                cast(Any, Partitioned),
-            )
+            act = {"raises": faults.raises, "node": node_dies}[what]
+            pipeline = cast(Any, Partitioned)
             pipeline.clip_grad_norm_ = at(when, act, pipeline.clip_grad_norm_)
+    # Masks of dropout depend on the balance.
     made: Any = nn.TransformerEncoderLayer
-    made.__init__ = partialmethod(made.__init__, dropout=0.0)  # whose masks depend on the balance
+    made.__init__ = partialmethod(made.__init__, dropout=0.0)
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 

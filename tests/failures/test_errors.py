@@ -1,6 +1,7 @@
-"""Errors in tasks reach the caller once, promptly, and leave the pipeline as good as new, and nothing beyond its life.
+"""Errors in tasks reach the caller once and promptly, and leave the pipeline as good as new.
 
-Misuse that is refused before anything runs is tested with the module that refuses it.
+When the pipeline ends, nothing of it remains. Misuse that is refused before anything runs is tested
+with the module that refuses it.
 """
 
 import operator
@@ -35,23 +36,25 @@ M, N = 4, 3
 PATIENCE = 300  # seconds; only a hang takes as long
 
 
+def undecodable() -> BaseException:
+    return UnicodeDecodeError("utf-8", b"luck", 0, 1, "out of it")
+
+
 ERRORS: dict[str, Callable[[], BaseException]] = {
-    "an error that its message alone does not make": lambda: UnicodeDecodeError(
-        "utf-8", b"luck", 0, 1, "out of it"
-    ),
-    "an error of PyTorch": lambda: torch.OutOfMemoryError("tried to allocate too much"),
+    "an error that its message alone does not make": undecodable,
+    "an error of PyTorch": partial(torch.OutOfMemoryError, "tried to allocate too much"),
     "Ctrl-C": KeyboardInterrupt,
-    "exit": lambda: SystemExit(3),
+    "exit": partial(SystemExit, 3),
     "the end of a generator": GeneratorExit,
-    "the end of an iterator": lambda: StopIteration("data"),
+    "the end of an iterator": partial(StopIteration, "data"),
 }
 
 
 class Journal:
     """Write down each task that starts, from within the layers, and fail at one of them.
 
-    Tasks that start while another one is failing wait until the engine knows, so that they are as many as there
-    can be, whatever the threads' timing: one per partition.
+    Tasks that start while another task fails wait until the engine knows of the error. So there is
+    the greatest possible number of them, whatever the timing of threads: one per partition.
     """
 
     def __init__(self, checkpoint: Any) -> None:
@@ -69,12 +72,14 @@ class Journal:
 
     def reached(self, j: int, kind: Kind) -> None:
         with self._lock:
-            step = 1 if kind == "forward" else -1
-            i = self._next[kind, j] = self._next.get((kind, j), self.last[kind]) + step
+            before = self._next.get((kind, j), self.last[kind])
+            i = before + 1 if kind == "forward" else before - 1
+            self._next[kind, j] = i
             task = Task(kind, i, j)
             late = self.fail_at in self.started
             self.started.append(task)
-            self.late += [task] * late
+            if late:
+                self.late.append(task)
         if task == self.fail_at and self.error is not None:
             explode(self.error)
         if late:
@@ -83,18 +88,21 @@ class Journal:
 
 def pipeline(journal: Journal, way: dict[str, Any]) -> GPipe:
     """Return a pipeline whose tasks are written down, with a skip from end to end."""
-    fails = [Fails() for _ in range(N)]
-    for j, layer in enumerate(fails):
-        layer.reach = partial(journal.reached, j)  # type: ignore[method-assign]
-    layers = (layer for each in fails for layer in (nn.Linear(3, 3), each))
-    model: GPipe = piped(nn.Sequential(Stash(torch.sin), *layers, Pop()), [3, 2, 3], M, **way)
+    layers = nn.Sequential(Stash(torch.sin))
+    for j in range(N):
+        fails = Fails()
+        fails.reach = partial(journal.reached, j)  # type: ignore[method-assign]
+        layers.extend([nn.Linear(3, 3), fails])
+    layers.append(Pop())
+    model: GPipe = piped(layers, [3, 2, 3], M, **way)
     return model
 
 
 @pytest.fixture
 def journal(monkeypatch: pytest.MonkeyPatch, checkpoint: str) -> Journal:
-    """A journal that is told when workers have been stopped."""
-    journal, stop = Journal(checkpoint), Relay.stop
+    """Return a journal that is told when workers have been stopped."""
+    journal = Journal(checkpoint)
+    stop = Relay.stop
 
     def stop_and_tell(self: Relay, error: BaseException) -> None:
         stop(self, error)
@@ -108,7 +116,8 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     model.zero_grad()
     y = model(x)
     y.pow(2).sum().backward()
-    return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    found = [y.detach()]
+    return found + [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("make", ERRORS.values(), ids=ERRORS)
@@ -124,9 +133,10 @@ def test_an_error_in_any_task(
     journal: Journal,
 ) -> None:
     count = checkpointed(way["checkpoint"], M) if kind == "recompute" else M
-    place = Task(kind, {"first": 0, "middle": count // 2, "last": max(0, count - 1)}[moment], j)
+    micro_batches = {"first": 0, "middle": count // 2, "last": max(0, count - 1)}
+    place = Task(kind, micro_batches[moment], j)
     model, x, ledger = pipeline(journal, way), torch.rand(M, 3), Ledger()
-    model.observer = ledger if j else None  # without one, all tasks may be in one graph
+    model.observer = ledger if j else None  # without an observer, all tasks may be in one graph
     expected = gradients(model, x)
     every_task = set(journal.started)
     assert (place in every_task) == (count > 0)
@@ -138,33 +148,32 @@ def test_an_error_in_any_task(
     with pytest.raises(type(error)) as caught:
         gradients(model, x)
 
-    # Once, as it is.
+    # The error is raised once, as it is.
     assert caught.value is error
-    assert caught.value.__cause__ is caught.value.__context__ is None
-    # With its own traceback, down to the layer.
+    assert error.__cause__ is error.__context__ is None
+    # It has its own traceback, down to the layer.
     own = "<lambda>" if kind == "backward" else "forward"
     assert [frame.name for frame in extract_tb(caught.tb)][-3:] == [own, "reached", "explode"]
-    # Promptly: of the tasks that had not started, each other worker was about to start one at most.
+    # It is raised promptly: each other worker was about to start one more task at most.
     assert set(journal.started) <= every_task
     assert len(journal.started) == len(set(journal.started))
     late = [task.partition for task in journal.late]
-    assert (
-        late == []
-        if way["engine"] == "graph"
-        else place.partition not in late and len(late) == len({*late})
-    )
+    if way["engine"] == "graph":
+        assert late == []
+    assert place.partition not in late
+    assert len(late) == len({*late})
 
-    # As good as new.
+    # The pipeline is as good as new.
     journal.begin()
     assert torch.is_grad_enabled()
     assert_close(gradients(model, x), expected, rtol=0, atol=0)
     assert set(journal.started) == every_task
 
-    # And gone with all that it has, but for what the error has come through.
+    # It is gone with all that it has, apart from the frames that the error has come through.
     error.__traceback__ = None
-    refs = [
-        weakref.ref(each) for each in (model, *model.modules(), *model.parameters(), model._engine)
-    ]
+    parts = (model, *model.modules(), *model.parameters(), model._engine)
+    refs = [*map(weakref.ref, parts)]
+    del parts
     del model, caught
     assert_gone(refs)
     ledger.assert_comes_to(0)
@@ -191,47 +200,59 @@ def stepped(model: Any, x: Tensor) -> list[Tensor]:
 def test_ctrl_c_at_any_line(
     way: dict[str, Any], run: Callable[[Any, Any], Any], kept: bool
 ) -> None:
-    """As if it came right before a line of this library, in the thread that called; of all lines, some.
+    """Ctrl-C right before a line of this library leaves the pipeline as good as new.
 
-    An error that is kept, as by an interactive Python, keeps all objects of the run.
+    It comes in the calling thread, before some of all lines. An error that is kept, as by an
+    interactive Python, keeps all objects of the run.
     """
-    model, x = (
-        piped(nn.Sequential(*(nn.Linear(3, 3) for _ in range(N))), [1] * N, 2, **way),
-        torch.rand(2, 3),
-    )
+    layers = nn.Sequential()
+    for _ in range(N):
+        layers.append(nn.Linear(3, 3))
+    model, x = piped(layers, [1] * N, 2, **way), torch.rand(2, 3)
     expected, parameters = run(model, x), [*model.parameters()]
-    lines, errors = 0, list[BaseException]()
-
-    def interrupted(at: float) -> None:
-        def trace(frame: FrameType, event: str, _: object) -> Any:
-            nonlocal lines
-            lines += event == "line"
-            # No signal strikes between the end of a block and the exit of its `with`, but a tracer is called there.
-            exits = getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
-            if (
-                lines >= at
-                and not exits
-                and all(each.f_code.co_name != "__del__" for each, _ in walk_stack(frame))
-            ):
-                raise KeyboardInterrupt
-            return trace if frame.f_globals["__name__"].startswith("torchgpipe.") else None
-
-        nonlocal lines
-        lines = 0
-        sys.settrace(trace)
-        try:
-            run(model, x)
-        finally:
-            sys.settrace(None)
-
-    interrupted(inf)
+    errors: list[BaseException] = []
+    lines = interrupted(inf, run, model, x)
     for at in range(1, lines, 47):
         try:
-            interrupted(at)
+            lines = interrupted(at, run, model, x)
         except KeyboardInterrupt as error:
-            errors += [error] * kept
+            if kept:
+                errors.append(error)
         else:
-            assert lines < at  # waits for other threads take more lines at one time than at another
+            # Waits for other threads take more lines at one time than at another.
+            assert lines < at
         assert torch.is_grad_enabled()
         assert_close(run(model, x), expected, rtol=0, atol=0)
         assert all(map(operator.is_, model.parameters(), parameters))
+
+
+def interrupted(at: float, run: Callable[[Any, Any], Any], model: Any, x: Tensor) -> int:
+    """Run, and press Ctrl-C before line `at` of the library. Return how many lines have run."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if event == "line":
+            lines += 1
+        if lines >= at and may_be_interrupted(frame):
+            raise KeyboardInterrupt
+        return trace if frame.f_globals["__name__"].startswith("torchgpipe.") else None
+
+    sys.settrace(trace)
+    try:
+        run(model, x)
+    finally:
+        sys.settrace(None)
+    return lines
+
+
+def may_be_interrupted(frame: FrameType) -> bool:
+    """Return whether a signal may strike here.
+
+    No signal strikes between the end of a block and the exit of its `with`, but Python calls the
+    tracer there. Errors in `__del__` are not raised.
+    """
+    line = getline(frame.f_code.co_filename, frame.f_lineno)
+    if line.lstrip().startswith("with "):
+        return False
+    return all(each.f_code.co_name != "__del__" for each, _ in walk_stack(frame))

@@ -1,11 +1,13 @@
-"""Each row of the table, in processes that are forked from one that has imported torch: what all see, and how soon."""
+"""What all processes of each row see of its fault, and how soon.
+
+The processes are forked from one that has imported torch.
+"""
 
 import os
 import re
 import signal
 import time
 from contextlib import closing
-from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,22 +25,24 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals 
 
 
 def started(k: int, link: Any, method: str, row: Row, folder: Path) -> None:
-    """Train in this process, or, on the rank where it happens, in one that it starts by another method.
+    """Train in this process, or, on the rank of the fault, in one that is started by a method.
 
-    It can be forked, since it has not used autograd, which has threads.
+    This process can be forked, since it has not used autograd, which has threads.
     """
     if method == "forkserver" or k != row.rank:
-        return program.train(k, link, row, folder)
+        program.train(k, link, row, folder)
+        return
     context: Any = get_context(method)
     process = context.Process(target=program.train, args=(k, link, row, folder))
     process.start()
     process.join()
 
 
-@pytest.mark.parametrize(
-    "name, method",
-    [*product(ROWS, ["forkserver"]), ("raises outside", "fork"), ("raises outside", "spawn")],
-)
+METHODS = [(name, "forkserver") for name in ROWS]
+METHODS += [("raises outside", "fork"), ("raises outside", "spawn")]
+
+
+@pytest.mark.parametrize("name, method", METHODS)
 def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
     """Processes of `multiprocessing` say why they end, however they were started."""
     row = ROWS[name]
@@ -56,13 +60,13 @@ def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
         launched.processes[k].join(PATIENCE)
         printed = (tmp_path / f"{k}.errors").read_text()
         causes = printed.count("The above exception was the direct cause")
-        assert printed.count("Traceback") - causes == bool(error) - error.startswith(
-            "SystemExit"
-        ), printed
+        errors = 1 if error and not error.startswith("SystemExit") else 0
+        assert printed.count("Traceback") - causes == errors, printed
         return float(at)
 
     def send(number: int) -> None:
-        for process in launched.processes if row.does is all_stop else [launched.processes[own]]:
+        told = launched.processes if row.does is all_stop else [launched.processes[own]]
+        for process in told:
             os.kill(process.pid, number)
 
     with closing(launched):

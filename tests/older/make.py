@@ -1,6 +1,6 @@
-"""The models of what revision 414bf55 wrote into `data`, whose pickles name this module.
+"""The models that revision 414bf55 wrote into `data`. The pickles there name this module.
 
-The function that wrote it is in this file at revision 438bf2e.
+The function that wrote the files is in this module at revision 438bf2e.
 """
 
 from pathlib import Path
@@ -31,9 +31,8 @@ class Pop(nn.Module):
 
 
 def piped() -> GPipe:
-    layers = nn.Sequential(
-        nn.Linear(4, 4), Stash(), nn.BatchNorm1d(4), nn.Dropout(0.5), Pop(), nn.Linear(4, 2)
-    )
+    norm, dropout = nn.BatchNorm1d(4), nn.Dropout(0.5)
+    layers = nn.Sequential(nn.Linear(4, 4), Stash(), norm, dropout, Pop(), nn.Linear(4, 2))
     return GPipe(layers, [2, 4], devices=["cpu", "cpu"], chunks=2, deferred_batch_norm=True)
 
 
@@ -42,7 +41,8 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def drawn(engine: Any) -> Tensor:
-    """Return which of some numbers a pipeline's dropouts keep: the same on every machine."""
+    """Return which numbers a pipeline's dropouts keep. They are the same on every machine."""
     torch.manual_seed(5)
     dropouts = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5), nn.Dropout(0.5))
-    return GPipe(dropouts, [1, 2], devices=["cpu", "cpu"], chunks=3, engine=engine)(DRAWN).detach()
+    model = GPipe(dropouts, [1, 2], devices=["cpu", "cpu"], chunks=3, engine=engine)
+    return model(DRAWN).detach()

@@ -1,6 +1,6 @@
 """Plant each fault in a copy of the tree, and see whether the test that its row names finds it.
 
-A row of rows.json has the file, old text, new text, and the test that finds it.
+A row of rows.json has a file, old text, new text, and the test that finds the fault.
 """
 
 import argparse
@@ -39,8 +39,9 @@ class Row:
         text = path.read_text() if path.exists() else ""
         if text.count(self.old) != 1:
             raise SystemExit(
-                f"planted: {self.file} has {self.old!r} {text.count(self.old)} times, but a fault needs it once; "
-                "moves of files change the rows' paths, and new text their old text (tests/planted/rows.json)"
+                f"planted: {self.file} has {self.old!r} {text.count(self.old)} times, but a fault "
+                "needs it once. If the file was moved or its text has changed, change `file` or "
+                "`old` of the fault's row in tests/planted/rows.json"
             )
         return text.replace(self.old, self.new)
 
@@ -51,7 +52,10 @@ def read() -> list[Row]:
 
 @contextmanager
 def copied(source: Path = ROOT) -> Iterator[Path]:
-    """Copy the working tree, without what git ignores, into a temporary clone: some tests ask git."""
+    """Copy the working tree into a temporary clone, without the files that git ignores.
+
+    It is a clone because some tests ask git.
+    """
     with TemporaryDirectory(prefix="planted-") as folder:
         tree = Path(folder, "tree")
         subprocess.run(
@@ -71,22 +75,11 @@ def copied(source: Path = ROOT) -> Iterator[Path]:
 
 
 def passes(tree: Path, test: str, limit: float, stop: threading.Event) -> bool:
-    """Run a test; return whether it passes within so many seconds."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-xq",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        test,
-    ]
-    env, end = (
-        os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
-        time.monotonic() + limit,
-    )
+    """Run a test, and return whether it passes within so many seconds."""
+    options = ["-xq", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", *options, test]
+    env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    end = time.monotonic() + limit
     nothing = subprocess.DEVNULL
     process = subprocess.Popen(
         command, cwd=tree, env=env, stdout=nothing, stderr=nothing, start_new_session=True
@@ -102,7 +95,11 @@ def passes(tree: Path, test: str, limit: float, stop: threading.Event) -> bool:
 
 
 def try_fault(row: Row, plain: Path, limit: float, stop: threading.Event) -> str:
-    """Return "found" if the row's test passes in the plain tree and fails in a copy with the fault."""
+    """Return "found" if the row's test passes in the plain tree and fails with the fault.
+
+    "LOST" means that it passes with the fault, "FAILS" that it fails without. "-" means that the
+    row names no test.
+    """
     if not row.by:
         return "-"
     with copied(plain) as tree:
@@ -122,22 +119,19 @@ def main() -> int:
     )
     parser.add_argument("files", nargs="*", help="try the faults of these files only")
     arguments = parser.parse_args()
-    for each in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a shell may start background jobs with the signal ignored
-        signal.signal(each, signal.default_int_handler)
+    # A shell may start background jobs with a signal ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows, stop, found = read(), threading.Event(), list[str]()
     rows = [row for row in rows if not arguments.files or row.file in arguments.files]
     with copied() as plain, ThreadPoolExecutor(arguments.jobs) as pool:
         try:
             tries = [pool.submit(try_fault, row, plain, arguments.limit, stop) for row in rows]
             for row, tried in zip(rows, tries, strict=True):
-                found.append(tried.result())
-                print(
-                    f"{found[-1]:5}  {row.kind:17}  {row.file:40}  {row.by or 'no test finds it'}",
-                    flush=True,
-                )
+                result = tried.result()
+                found.append(result)
+                by = row.by or "no test finds it"
+                print(f"{result:5}  {row.kind:17}  {row.file:40}  {by}", flush=True)
         except KeyboardInterrupt:
             return 130
         finally:

@@ -1,4 +1,4 @@
-"""What the suite relies on: rows match the files, a fault in a tiny tree is found, and what differs is said."""
+"""What the suite relies on: rows of faults match files, a fault is found, differences are told."""
 
 import ast
 import subprocess
@@ -17,55 +17,71 @@ ROWS = read()
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{k} {row.file}" for k, row in enumerate(ROWS)])
 def test_rows(row: Row) -> None:
-    """The old text occurs once in the file, the new text changes the program, and there is such a test."""
-    assert ast.dump(ast.parse(row.planted())) != ast.dump(ast.parse((ROOT / row.file).read_text()))
+    """The old text occurs once, the new text changes the program, and the test exists."""
+    program, changed = (ROOT / row.file).read_text(), row.planted()
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(program))
     file, _, test = row.by.partition("::")
-    assert not test or f"def {test}(" in (ROOT / file).read_text()
+    if test:
+        assert f"def {test}(" in (ROOT / file).read_text()
+
+
+CODE = """\
+def less(a, b):
+    return a < b
+
+def more(a, b):
+    return a > b
+"""
+TESTS = """\
+import code_
+
+def test_less():
+    assert not code_.less(1, 1)
+
+def test_no():
+    assert False
+"""
 
 
 def test_a_fault_is_found(tmp_path: Path) -> None:
-    """It is found if the test fails with it alone."""
-    code = "def less(a, b):\n    return a < b\n\ndef more(a, b):\n    return a > b\n"
-    tests = "import code_\n\ndef test_less():\n    assert not code_.less(1, 1)\n\ndef test_no():\n    assert False\n"
+    """A fault is found if its test fails with the fault, and passes without it."""
     (tmp_path / "tests").mkdir()
-    (tmp_path / "code_.py").write_text(code)
-    (tmp_path / "tests/test_code.py").write_text(tests)
+    (tmp_path / "code_.py").write_text(CODE)
+    (tmp_path / "tests/test_code.py").write_text(TESTS)
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
-    named = [("<", "less"), ("<", "no"), (">", "less")]
-    rows = [
-        Row("code_.py", "", f"a {old} b", f"a {old}= b", f"tests/test_code.py::test_{by}")
-        for old, by in named
-    ]
+    rows = []
+    for old, by in (("<", "less"), ("<", "no"), (">", "less")):
+        test = f"tests/test_code.py::test_{by}"
+        rows.append(Row("code_.py", "", f"a {old} b", f"a {old}= b", test))
+    found = []
     with copied(tmp_path) as plain:
-        found = [try_fault(row, plain, 600, threading.Event()) for row in rows]
+        for row in rows:
+            result = try_fault(row, plain, 600, threading.Event())
+            found.append(result)
     assert found == ["found", "FAILS", "LOST"]
 
 
 ONE, OTHER = torch.ones(2), torch.tensor([1.0, 1.1])
+NEAR = ONE * (1 + 1e-6)
+HALF, DOUBLE = ONE[:1], ONE.double()
+TAKING = ONE.clone().requires_grad_() * 1
+NAN = torch.full((2,), torch.nan)
+X = {"x": ONE}
+VALUES = [ONE, None, 1, "a"]
 CASES: list[tuple[Any, Any, float, list[str]]] = [
     (ONE, ONE, 0, []),
-    ([ONE, None, 1, "a"], [ONE, None, 1, "a"], 0, []),
-    ({"x": OTHER}, {"x": ONE}, 0, ["x differs by 0.1, where the largest value is 1"]),
-    ({"x": ONE * (1 + 1e-6)}, {"x": ONE}, 1e-5, []),
-    (
-        {"x": ONE * (1 + 1e-6)},
-        {"x": ONE},
-        0,
-        ["x differs by 9.5e-07, where the largest value is 1"],
-    ),
-    ({"x": None}, {"x": ONE}, 0, ["x missing"]),
-    ({"x": ONE}, {}, 0, ["x there, but not in the model"]),
-    ({"x": ONE[:1]}, {"x": ONE}, 1, ["x shape (1,) of torch.float32 for (2,) of torch.float32"]),
-    (
-        {"x": ONE.double()},
-        {"x": ONE},
-        1,
-        ["x shape (2,) of torch.float64 for (2,) of torch.float32"],
-    ),
-    ({"x": ONE}, {"x": ONE.clone().requires_grad_() * 1}, 0, ["x takes no gradient"]),
+    (VALUES, [ONE, None, 1, "a"], 0, []),
+    ({"x": OTHER}, X, 0, ["x differs by 0.1, where the largest value is 1"]),
+    ({"x": NEAR}, X, 1e-5, []),
+    ({"x": NEAR}, X, 0, ["x differs by 9.5e-07, where the largest value is 1"]),
+    ({"x": None}, X, 0, ["x missing"]),
+    (X, {}, 0, ["x there, but not in the model"]),
+    ({"x": HALF}, X, 1, ["x shape (1,) of torch.float32 for (2,) of torch.float32"]),
+    ({"x": DOUBLE}, X, 1, ["x shape (2,) of torch.float64 for (2,) of torch.float32"]),
+    (X, {"x": TAKING}, 0, ["x takes no gradient"]),
     ({"x": 1}, {"x": True}, 0, ["x is 1 for True"]),
     ([1.0], [1.0, 2.0], 0, ["1 missing", "length is 1 for 2"]),
-    (torch.full((2,), torch.nan), ONE, 1, ["differs by nan, where the largest value is 1"]),
+    (NAN, ONE, 1, ["differs by nan, where the largest value is 1"]),
 ]
 
 

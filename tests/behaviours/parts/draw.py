@@ -10,14 +10,16 @@ from torchgpipe import is_recomputing
 
 
 def dropout(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    return torch.rand(x.shape, generator=generator, device="cpu").to(x).round()
+    numbers = torch.rand(x.shape, generator=generator, device="cpu")
+    return numbers.to(x).round()
 
 
 class Draw(nn.Module):
-    """In training, multiply the input by `draw(input)`, or by the next of the numbers in `recorded`.
+    """In training, multiply the input by `draw(input)`, or by the next numbers of `recorded`.
 
-    The numbers drawn in first passes and in recomputations are kept in two lists. With `use_reentrant`, draw within
-    `torch.utils.checkpoint` of that kind.
+    The list `first` keeps the numbers drawn in first passes, and `second` those drawn in
+    recomputations. With `use_reentrant`, the layer draws within `torch.utils.checkpoint`, which
+    gets this flag.
     """
 
     def __init__(
@@ -41,17 +43,16 @@ class Draw(nn.Module):
         def run(x: Tensor) -> Tensor:
             if self.recorded is None:
                 drawn.append(self.draw(x))
-                assert torch.equal(drawn[0], drawn[-1]), (
-                    "PyTorch's checkpointing drew something else"
-                )
+                same = torch.equal(drawn[0], drawn[-1])
+                assert same, "PyTorch's checkpointing drew something else"
             return x.mul_(drawn[0]) if self.inplace else x * drawn[0]
 
-        y = (
-            run(x)
-            if self.use_reentrant is None
-            else checkpoint(run, x, use_reentrant=self.use_reentrant)
-        )
-        (self.second if is_recomputing() else self.first).append(drawn[0].detach())
+        if self.use_reentrant is None:
+            y = run(x)
+        else:
+            y = checkpoint(run, x, use_reentrant=self.use_reentrant)
+        record = self.second if is_recomputing() else self.first
+        record.append(drawn[0].detach())
         return y
 
 
@@ -68,7 +69,6 @@ def reuse_draws(model: nn.Module, plain: nn.Module) -> None:
 def check_redraws(model: nn.Module) -> None:
     """Assert that recomputations drew the same numbers as first passes, and clear both lists."""
     for layer in drawing(model):
-        assert all(any(map(mask.equal, layer.first)) for mask in layer.second), (
-            "a recomputation drew anew"
-        )
+        for numbers in layer.second:
+            assert any(map(numbers.equal, layer.first)), "a recomputation drew anew"
         layer.first, layer.second = [], []

@@ -1,56 +1,50 @@
-"""`Case`, a generated model and how it is run, and `cases()`, the hypothesis strategy for it."""
+"""`Case`, a generated model and how it is run."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ..rows.between import Functions, Operators, in_float64, once
-from ..rows.buffers import LARGE, Holds, another, by_data, in_place, own_norm
-from ..rows.random import set_back
+from ..rows.between.modes import Functions, Operators, in_float64, once
+from ..rows.buffers.held import LARGE, Holds, another, by_data, in_place, own_norm
+from ..rows.random.draws import set_back
 from .draw import Draw
-from .layers import KINDS, OF_SEVERAL, TO_SEVERAL, WIDTH, Do, shared_parts
-from .wiring import POPS, STASHES, OnFirst, with_skips
+from .kinds import KINDS, OF_SEVERAL, TO_SEVERAL
+from .layers import WIDTH, Do, shared_parts
+from .wiring import POPS, STASHES, OnFirst, Pops, Stashes, with_skips
 
-# kind of input -> the input, made from a leaf tensor.
+
+def itself(x: Tensor) -> Tensor:
+    return x
+
+
+def computed(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def with_integers(x: Tensor) -> tuple[Tensor, ...]:
+    return x, torch.arange(len(x))
+
+
+def twice(x: Tensor) -> tuple[Tensor, ...]:
+    return x, x
+
+
 INPUTS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
-    "no gradient": lambda x: x,
-    "gradient": lambda x: x,
-    "computed": lambda x: 2 * x,
-    "with integers": lambda x: (x, torch.arange(len(x))),
-    "twice": lambda x: (x, x),
+    "no gradient": itself,
+    "gradient": itself,
+    "computed": computed,
+    "with integers": with_integers,
+    "twice": twice,
 }
+"""Kinds of input, each made from a leaf tensor."""
 
-# The ways to run a step. To each belong the layers that are not drawn together with it: PyTorch itself refuses them,
-# computes something wrong or warns; or they have an unregistered parameter, which autograd.grad(…) does not find.
-RUNS: dict[str, set[str]] = {
-    "backward": set(),
-    "no grad": set(),
-    "inference": set(),
-    "no backward": set(),
-    "backward twice": set(),
-    "evaluation between": set(),
-    "changed between": {"checkpointed, reentrant", "checkpointed", "borrowed"},
-    "frozen between": {"checkpointed, reentrant", "checkpointed", "borrowed"},
-    "two forwards": set(),
-    "autograd.grad": {"checkpointed, reentrant", "borrowed"},
-    "inputs": {"checkpointed, reentrant", "borrowed"},
-    "functional_call": {
-        "checkpointed, reentrant",
-        "checkpointed",
-        "shared",
-        "shared norm",
-        "borrowed",
-        "as weights",
-    },
-}
-AFTER = ["update", "update, zero", "accumulate", "freeze", "reload"]
+
+# More kinds of layers: layers of rows, for numbers of 64 bits, and for a single sample.
 
 
 def by_numpy(layer: Any) -> None:
@@ -58,75 +52,54 @@ def by_numpy(layer: Any) -> None:
     array += 1
 
 
-# Layers of rows, for numbers of 64 bits, and for a single sample.
-KINDS["dropout, set back"] = lambda _: Draw(lambda x: set_back(x.detach().float()).double())
-KINDS["own norm"] = lambda _: Do(
-    lambda self, x: self.norm(torch.cat([x, 2 * x]))[: len(x)], norm=own_norm()
-)
-for size in (2, LARGE):
-    KINDS[f"gradient of {size} elements"] = (
-        lambda _, size=size: Do(  # type: ignore[misc]
-            lambda self, x: x * self.taking[:1], taking=torch.ones(size).double().requires_grad_()
-        )
-    )
-    for change in (in_place, by_data, by_numpy, another):
-        KINDS[f"{change.__name__}, {size} elements"] = partial(
-            lambda change, size, _: Holds(change, size), change, size
-        )
+def drawn_in_float32(x: Tensor) -> Tensor:
+    return set_back(x.detach().float()).double()
 
-# Modes around a forward or a backward, not drawn with layers that PyTorch itself recomputes without them.
+
+def norm_of_more(self: Any, x: Tensor) -> Tensor:
+    """Apply a norm to more than one sample."""
+    more = torch.cat([x, 2 * x])
+    y: Tensor = self.norm(more)
+    return y[: len(x)]
+
+
+def times_taking(self: Any, x: Tensor) -> Tensor:
+    return x * self.taking[:1]
+
+
+def with_gradient(size: int, _: Any) -> nn.Module:
+    """Return a layer with a buffer that takes a gradient."""
+    buffer = torch.ones(size).double().requires_grad_()
+    return Do(times_taking, taking=buffer)
+
+
+def holds(change: Callable[[Any], object], size: int, _: Any) -> nn.Module:
+    return Holds(change, size)
+
+
+KINDS["dropout, set back"] = lambda parts: Draw(drawn_in_float32)
+KINDS["own norm"] = lambda parts: Do(norm_of_more, norm=own_norm())
+for size in (2, LARGE):
+    KINDS[f"gradient of {size} elements"] = partial(with_gradient, size)
+    for change in (in_place, by_data, by_numpy, another):
+        KINDS[f"{change.__name__}, {size} elements"] = partial(holds, change, size)
+
+
+class Watching(Functions):
+    """A mode that may run in several threads, because its class says that it only watches."""
+
+    only_watches = True
+
+
 AROUND: dict[str, Callable[[], Any]] = {
     "": nullcontext,
     "functions": Functions,
     "operators": Operators,
     "a type": in_float64,
-    "a count": lambda: type("Counts", (Functions,), {"only_watches": True})(once),
+    "a count": partial(Watching, once),
     "a device": partial(torch.device, "meta"),
 }
-WITHOUT_MODES = {
-    "checkpointed, reentrant",
-    "checkpointed",
-    "dropout, checkpointed",
-    "dropout, set back",
-}
-CHECKPOINT = ["never", "except_last", "always"]
-
-# Layers that return their input or aliases of it, and layers that then change both in place.
-ALIASES = [
-    "identity",
-    "linear",
-    "tied",
-    "shared",
-    "twice",
-    "and a view",
-    "and its input",
-    "swap",
-    "relu in place",
-    "add in place",
-]
-# What asks how things are, and what it may find.
-ASK = [
-    "as things are",
-    "as weights",
-    "as things are",
-    "and a name",
-    "by name",
-    "and detached",
-    "detached",
-]
-
-# Not drawn for ranks: modules shared by two partitions (refused); unregistered parameters (unknown to other ranks);
-# parameters that a forward changes (not sent to other ranks); and what works with backward() only, because `Everywhere`
-# runs each rank's part by autograd.grad.
-NOT_FOR_RANKS = {
-    "tied",
-    "shared",
-    "shared norm",
-    "borrowed",
-    "embedding, rescaled",
-    "parameter in place",
-    "checkpointed, reentrant",
-}
+"""Modes around a forward or a backward."""
 
 FORKS = TO_SEVERAL | {"squares", "half detached", "transformer", "swap", "own norm"}
 USE_TWICE = {
@@ -156,7 +129,15 @@ class Skip:
 
 @dataclass(frozen=True)
 class Step:
-    """A step: how forward and backward run, what follows, the modes, and every how many parameters are frozen."""
+    """A step of training or evaluation.
+
+    Attributes:
+        run: How forward and backward run: a key of `strategy.RUNS`.
+        after: What follows: one of `strategy.AFTER`.
+        training: Whether the model is in training mode.
+        every: Parameters whose number is a multiple of this are frozen, or no longer frozen.
+        modes: The modes around forward and around backward, keys of `AROUND`.
+    """
 
     run: str = "backward"
     after: str = "update"
@@ -167,7 +148,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Case:
-    """A model (kinds of layers, skips), a kind of input, options of `GPipe`, and the steps to run."""
+    """A model (kinds of layers, skips), a kind of input, options of `GPipe`, and steps to run."""
 
     kinds: tuple[str, ...]
     balance: tuple[int, ...]
@@ -194,93 +175,63 @@ class Case:
             layer = KINDS[kind](parts)
             if several and kind not in OF_SEVERAL:
                 layer = OnFirst(layer)
-            stashes = {
-                f"skip {s}": STASHES[skip.stash]
-                for s, skip in enumerate(self.skips)
-                if skip.source == k
-            }
-            pops = {
-                f"skip {s}": POPS[skip.pop] for s, skip in enumerate(self.skips) if skip.target == k
-            }
-            layers.append(with_skips(layer, stashes, pops) if stashes or pops else layer)
-            both = any(
-                s.target == k and s.pop == "return both" and s.stash != "nothing"
-                for s in self.skips
-            )
-            several = both or kind in TO_SEVERAL or (several and not kind.startswith("sum"))
+            stashes, pops = self._skips_of(k)
+            if stashes or pops:
+                layer = with_skips(layer, stashes, pops)
+            layers.append(layer)
+            remain = several and not kind.startswith("sum")
+            several = remain or kind in TO_SEVERAL or self._returns_a_skip(k)
         return nn.Sequential(*layers).double()
 
+    def _skips_of(self, k: int) -> tuple[Stashes, Pops]:
+        """Return what layer `k` stashes and pops."""
+        stashes: dict[str, Any] = {}
+        pops: dict[str, Any] = {}
+        for number, skip in enumerate(self.skips):
+            name = f"skip {number}"
+            if skip.source == k:
+                stashes[name] = STASHES[skip.stash]
+            if skip.target == k:
+                pops[name] = POPS[skip.pop]
+        return stashes, pops
+
+    def _returns_a_skip(self, k: int) -> bool:
+        """Return whether layer `k` returns a skip beside its output."""
+        for skip in self.skips:
+            if skip.target == k and skip.pop == "return both" and skip.stash != "nothing":
+                return True
+        return False
+
     def leaf(self) -> Tensor:
-        return torch.randn(self.batch, WIDTH, dtype=torch.float64).requires_grad_(
-            self.input != "no gradient"
-        )
+        x = torch.randn(self.batch, WIDTH, dtype=torch.float64)
+        return x.requires_grad_(self.input != "no gradient")
 
     def options(self) -> dict[str, Any]:
         names = ["chunks", "engine", "checkpoint", "deferred_batch_norm"]
-        names += ["portals", "dependency"] if self.engine != "ranks" else []
+        if self.engine != "ranks":
+            names += ["portals", "dependency"]
         return {name: getattr(self, name) for name in names}
 
     def has(self, *what: str) -> bool:
-        """Whether the case has one of these kinds of layers or steps; "in place" means any of the in-place ones."""
-        there = {*self.kinds, *(what for step in self.steps for what in (step.run, *step.modes))}
-        if any("in place" in what for what in (*self.kinds, *(skip.pop for skip in self.skips))):
+        """Return whether the case has one of these kinds of layers or of steps.
+
+        "in place" means any kind of layer, or use of a skip, that changes something in place.
+        """
+        there = {*self.kinds}
+        for step in self.steps:
+            there |= {step.run, *step.modes}
+        uses = [*self.kinds, *(skip.pop for skip in self.skips)]
+        if any("in place" in use for use in uses):
             there.add("in place")
         return not there.isdisjoint(what)
 
     @property
     def reorders(self) -> bool:
-        """Whether sums of more than two terms may have another order: gradients of one tensor, or batch statistics."""
-        forks = (
-            sum(kind in FORKS for kind in self.kinds) + len(self.skips) + (self.input == "twice")
-        )
+        """Whether sums of more than two terms may have another order.
+
+        Such sums are gradients of one tensor, or batch statistics.
+        """
+        forks = sum(kind in FORKS for kind in self.kinds) + len(self.skips)
+        if self.input == "twice":
+            forks += 1
         return forks > 1 or self.has(*USE_TWICE) or self.deferred_batch_norm
-
-
-@st.composite
-def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
-    """Draw a case for one process, or for so many ranks."""
-    # Draw few in-place layers: PyTorch refuses many of their uses.
-    apart = [kind for kind in KINDS if "in place" not in kind]
-    fit = (lambda kind: True) if ranks is None else (lambda kind: kind not in NOT_FOR_RANKS)
-    several = (apart, ALIASES, ASK, [*KINDS])
-    kind = st.one_of(*(st.sampled_from([kind for kind in kinds if fit(kind)]) for kinds in several))
-    kinds = draw(st.lists(kind, min_size=ranks or 1, max_size=7))
-    n = len(kinds)
-    count = {"max_size": 3} if ranks is None else {"min_size": ranks - 1, "max_size": ranks - 1}
-    cuts = draw(st.sets(st.integers(1, n - 1), **count)) if n > 1 else set()
-    pair = st.sampled_from([(a, b) for b in range(n) for a in range(b)] or [(0, 0)])
-    skip = st.builds(
-        lambda pair, *how: Skip(*pair, *how),
-        pair,
-        st.sampled_from([*STASHES]),
-        st.sampled_from([*POPS]),
-    )
-    run = st.sampled_from(
-        ["backward"] * 2 + [run for run, unfit in RUNS.items() if unfit.isdisjoint(kinds)]
-    )
-    mode = st.sampled_from([""] * 6 + [*AROUND] * WITHOUT_MODES.isdisjoint(kinds))
-    how = (
-        st.sampled_from(AFTER),
-        st.sampled_from([True, True, False]),
-        st.integers(1, 3),
-        st.tuples(mode, mode),
-    )
-    step = st.builds(Step, run, *how)
-    return Case(
-        kinds=tuple(kinds),
-        balance=tuple(b - a for a, b in pairwise([0, *sorted(cuts), n])),
-        skips=tuple(draw(st.lists(skip, max_size=3))) if n > 1 else (),
-        input=draw(st.sampled_from([*INPUTS])),
-        batch=draw(st.integers(1, 9)),
-        chunks=draw(st.integers(1, 5)),
-        engine=draw(st.sampled_from(["graph", "workers"])) if ranks is None else "ranks",
-        checkpoint=draw(st.sampled_from(CHECKPOINT)),
-        # A bias before a norm by its input has no gradient but rounding, and deferred statistics are rounded otherwise.
-        deferred_batch_norm=draw(st.booleans())
-        and {"batch norm, no statistics", "own norm"}.isdisjoint(kinds),
-        portals=not draw(st.booleans()),
-        dependency=not draw(st.booleans()),
-        observed=draw(st.booleans()),
-        steps=tuple(draw(st.lists(step, min_size=3, max_size=3))),
-        seed=draw(st.integers(0, 99)),
-    )

@@ -9,34 +9,97 @@ from torch import Tensor, nn
 from torchgpipe.skip import pop, skippable, stash
 
 Stashes = Mapping[str, Callable[[Tensor, Tensor], Tensor | None]]
+"""By the name of a skip, a function that computes what to stash of a layer's input and output."""
 Pops = Mapping[str, Callable[[Tensor, Tensor], Any]]
+"""By the name of a skip, a function that combines a layer's output with the popped skip."""
 
 
 def merge(value: Any, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Add up tensors of any shapes and types: each but the first is reduced to its mean per sample."""
+    """Add up tensors of any shapes and types: all but the first are reduced to means per sample."""
     total, *others = (value,) if isinstance(value, Tensor) else value
     for x in others:
-        total = add(total, x.to(total.dtype).reshape(len(x), -1).mean(1, keepdim=True))
+        rows = x.to(total.dtype).reshape(len(x), -1)
+        total = add(total, rows.mean(1, keepdim=True))
     return total
 
 
-# What a layer with input x and output y stashes; how a layer combines its output y with a popped skip.
+# What is stashed of an input `x` and an output `y`.
+
+
+def double(x: Tensor, _: Tensor) -> Tensor:
+    return 2 * x
+
+
+def the_input(x: Tensor, _: Tensor) -> Tensor:
+    return x
+
+
+def the_output(_: Tensor, y: Tensor) -> Tensor:
+    return y
+
+
+def view_of_input(x: Tensor, _: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def half_of_output(_: Tensor, y: Tensor) -> Tensor:
+    return y[:, :2]
+
+
+def detached(_: Tensor, y: Tensor) -> Tensor:
+    return y.detach()
+
+
+def integers(x: Tensor, _: Tensor) -> Tensor:
+    return torch.arange(len(x), device=x.device)
+
+
+def nothing(_: Tensor, __: Tensor) -> None:
+    return None
+
+
 STASHES: Stashes = {
-    "product": lambda x, y: 2 * x,
-    "input": lambda x, y: x,
-    "output": lambda x, y: y,
-    "view of its input": lambda x, y: x.view_as(x),
-    "half of its output": lambda x, y: y[:, :2],
-    "detached": lambda x, y: y.detach(),
-    "integers": lambda x, y: torch.arange(len(x), device=x.device),
-    "nothing": lambda x, y: None,
+    "product": double,
+    "input": the_input,
+    "output": the_output,
+    "view of its input": view_of_input,
+    "half of its output": half_of_output,
+    "detached": detached,
+    "integers": integers,
+    "nothing": nothing,
 }
+
+
+# What a layer returns that has an output `y` and pops a skip.
+
+
+def add(y: Tensor, skip: Tensor) -> Tensor:
+    return merge((y, skip), Tensor.add)
+
+
+def add_in_place(y: Tensor, skip: Tensor) -> Tensor:
+    return merge((y, skip), Tensor.add_)
+
+
+def both(y: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+    return y, skip
+
+
+def the_skip(y: Tensor, skip: Tensor) -> Tensor:
+    """Return the skip if it has the output's shape."""
+    return skip if skip.shape == y.shape else y
+
+
+def drop(y: Tensor, _: Tensor) -> Tensor:
+    return y
+
+
 POPS: Pops = {
-    "add": lambda y, skip: merge((y, skip), Tensor.add),
-    "add in place": lambda y, skip: merge((y, skip), Tensor.add_),
-    "return both": lambda y, skip: (y, skip),
-    "return it": lambda y, skip: skip if skip.shape == y.shape else y,
-    "drop": lambda y, skip: y,
+    "add": add,
+    "add in place": add_in_place,
+    "return both": both,
+    "return it": the_skip,
+    "drop": drop,
 }
 
 
@@ -52,7 +115,7 @@ class OnFirst(nn.Module):
 
 
 def with_skips(layer: nn.Module, stashes: Stashes, pops: Pops) -> Any:
-    """Make a layer stash and pop skips: for each name, a function from `STASHES` or `POPS`."""
+    """Make a layer stash and pop skips: for each name, by a function as in `STASHES` or `POPS`."""
 
     @skippable(stash=stashes, pop=pops)
     class Skipping(nn.Module):
@@ -79,7 +142,11 @@ def _first(value: Any) -> Tensor:
 
 
 def _with_first(value: Any, y: Any) -> Any:
+    """Return a value with `y`, a tensor or a tuple of tensors, in the place of its first tensor."""
     if isinstance(value, Tensor):
         return y
-    parts = (*((y,) if isinstance(y, Tensor) else y), *value[1:])
-    return value._make(parts) if hasattr(value, "_make") and len(parts) == len(value) else parts
+    first = (y,) if isinstance(y, Tensor) else y
+    parts = (*first, *value[1:])
+    if hasattr(value, "_make") and len(parts) == len(value):
+        return value._make(parts)
+    return parts

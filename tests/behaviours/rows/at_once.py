@@ -1,4 +1,4 @@
-"""Several pipelines, or several threads, at once: each gets what it would get alone, or an error."""
+"""Several pipelines or several threads at once: each computes what it computes alone, or raises."""
 
 import copy
 import random
@@ -16,15 +16,19 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe, is_recomputing
 
+from ...library.layers import same
 from ...parts import Fails
 from ...plain import Plain
 from ..compare import REORDERED, differences
 from ..parts.layers import linear, made, tied
 from ..row import MODES, Row, step, total
-from .random import layers
+from .random.draws import layers
 from .unusual import long, masks_are_alike
 
 TURNS = 12
+
+
+# Layers.
 
 
 def pause(x: Tensor) -> Tensor:
@@ -33,32 +37,62 @@ def pause(x: Tensor) -> Tensor:
     return x
 
 
+def draw_after_pause(x: Tensor) -> Tensor:
+    return torch.rand_like(pause(x))
+
+
+def norm() -> nn.Module:
+    """Return a norm with momentum 0, because threads count mini-batches in any order."""
+    return nn.BatchNorm1d(4, momentum=0.0)
+
+
 def normed(*last: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return what makes layers. Momentum is 0, for threads count mini-batches in any order."""
-    return made(linear, lambda: nn.BatchNorm1d(4, momentum=0.0), nn.ReLU, linear, nn.Tanh, *last)
+    """Return a function that builds layers."""
+    return made(linear, norm, nn.ReLU, linear, nn.Tanh, *last)
 
 
 def inner(engine: Any, checkpoint: Any) -> nn.Module:
+    """Return a pipeline that is a layer."""
     return GPipe(
         normed()(), [3, 2], devices=["cpu"] * 2, chunks=2, engine=engine, checkpoint=checkpoint
     )
+
+
+def drawing_meanwhile(x: Tensor) -> Tensor:
+    """Drop out, while another thread draws numbers in the first pass."""
+    if not is_recomputing():
+        thread = threading.Thread(target=torch.rand, args=(5,))
+        thread.start()
+        thread.join()
+    return F.dropout(x, 0.5)
+
+
+def tied_over() -> nn.Sequential:
+    first = linear()
+    pausing = partial(same, pause)
+    build = made(
+        partial(same, first), partial(same, torch.sin), pausing, partial(tied, first), pausing
+    )
+    return build()
+
+
+# What is done with the model.
 
 
 def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
     other = copy.deepcopy(run)
     for p in other.parameters():
         p.data.neg_()
-    total((run(x) * other(x), other(x))).backward()
+    product = run(x) * other(x)
+    total((product, other(x))).backward()
     return other
 
 
 def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> Any:
-    """Train a model and another one, or itself, each in a thread; plain layers in turn."""
-    runs, xs, outputs = (
-        [run, also(run)],
-        torch.randn(2, TURNS, 9, 4),
-        [list[Tensor](), list[Tensor]()],
-    )
+    """Train a model and another one, or itself, each in a thread. Plain layers train in turn."""
+    runs = [run, also(run)]
+    xs = torch.randn(2, TURNS, 9, 4)
+    outputs: list[list[Tensor]] = [[], []]
 
     def train(k: int) -> None:
         for x in xs[k]:
@@ -67,9 +101,14 @@ def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> A
             outputs[k].append(y.detach())
 
     with ThreadPoolExecutor(1 if isinstance(run, Plain) else 2) as pool:
-        for done in [pool.submit(train, k) for k in (0, 1)]:
-            done.result()
+        trainings = [pool.submit(train, 0), pool.submit(train, 1)]
+        for training in trainings:
+            training.result()
     return outputs, runs[1]
+
+
+def itself(run: Any) -> Any:
+    return run
 
 
 def sharing_layers(run: Any) -> Any:
@@ -86,52 +125,66 @@ def sharing_layers(run: Any) -> Any:
     )
 
 
+def evaluating_copy(run: nn.Module) -> nn.Module:
+    return copy.deepcopy(run).eval()
+
+
 def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
-    """One model draws, one does not. Threads that share a generator may disturb each other; then an error says so."""
+    """Train two models in threads, of which one draws random numbers.
+
+    Threads that share a generator may disturb each other. Then an error says so.
+    """
     try:
-        in_threads(run, x, lambda run: copy.deepcopy(run).eval())
+        in_threads(run, x, evaluating_copy)
     except RuntimeError as error:
-        assert (
-            one_generator
-            and run.checkpoint != "never"
-            and "more or fewer random numbers" in str(error)
-        )
+        assert one_generator
+        assert run.checkpoint != "never"
+        assert "more or fewer random numbers" in str(error)
     run.zero_grad()
 
 
 def the_same_bits(run: nn.Module, x: Tensor) -> list[str]:
-    """One seed gives the same numbers in any order of threads, also to the caller."""
+    """Run steps with one seed, whose numbers must not depend on threads, also for the caller."""
     found = []
     for _ in range(10):
         torch.manual_seed(7)
-        found.append((step(run, x), torch.rand(4), [p.grad for p in run.parameters()]))
+        shown = step(run, x)
+        drawn = torch.rand(4)
+        gradients = [p.grad for p in run.parameters()]
+        found.append((shown, drawn, gradients))
     return differences(found[1:], found[:-1])
 
 
 def hooks_draw(run: Any, x: Tensor) -> bool:
-    """If no layer draws, a recomputation restores no generator: the caller's thread keeps its numbers."""
+    """Return whether the hooks and the caller have drawn different numbers.
+
+    If no layer draws, a recomputation restores no generator, and the caller's thread keeps its
+    numbers.
+    """
     drawn: list[float] = []
-    for layer in (run[1], run[2]):
-        layer.register_full_backward_hook(lambda *_: drawn.append(torch.rand(()).item()))
+
+    def draw(*_: Any) -> None:
+        drawn.append(torch.rand(()).item())
+
+    run[1].register_full_backward_hook(draw)
+    run[2].register_full_backward_hook(draw)
     for _ in range(2):
         loss = run(x).sum()
-        drawn.append(torch.rand(()).item())
+        draw()
         loss.backward()
     return len(drawn) == len(set(drawn)) >= 6
 
 
-def drawing_meanwhile(x: Tensor) -> Tensor:
-    thread = threading.Thread(target=torch.rand, args=(5,))
-    if not is_recomputing():
-        thread.start()
-        thread.join()
-    return F.dropout(x, 0.5)
-
-
 def two_backwards(run: Any, x: Tensor) -> None:
+    """Go backward while another thread is in the middle of a backward of the same mini-batch."""
     started, go_on = threading.Event(), threading.Event()
-    run[0].at("backward", lambda: started.set() or go_on.wait(60))  # type: ignore[func-returns-value]
-    run.observer = nullcontext  # each task has a graph of its own then
+
+    def wait() -> None:
+        started.set()
+        go_on.wait(60)
+
+    run[0].at("backward", wait)
+    run.observer = nullcontext  # with an observer, each task has a graph of its own
     loss, weight = run(x).square().sum(), run[1].weight
 
     def gradient() -> Tensor:
@@ -147,33 +200,36 @@ def two_backwards(run: Any, x: Tensor) -> None:
             assert torch.equal(first.result(60), gradient())
 
 
-def tied_over() -> nn.Sequential:
-    first = linear()
-    return made(
-        lambda: first, lambda: torch.sin, lambda: pause, lambda: tied(first), lambda: pause
-    )()
-
-
 APART = {"ranks": "they have to run mini-batches in one order"}
 NOTICED = "more or fewer random"
+NOTICED_IN_RECOMPUTATION = {
+    "graph always": NOTICED,
+    "graph except_last": NOTICED,
+    "ranks always": NOTICED,
+    "ranks except_last": NOTICED,
+}
 
-ROWS = [
-    # The second is used twice: plain parameters add both uses up before .grad, piped ones each.
-    Row("two pipelines in one loss", normed(linear), use=in_one_loss, tolerance=REORDERED),
-    # Both engines go backward for each inner micro-batch, so gradients are added up in another order.
-    *(
-        Row(
+# The other model is used twice. Plain parameters add both uses up before `.grad`, and those of a
+# pipeline add up each use.
+ROWS = [Row("two pipelines in one loss", normed(linear), use=in_one_loss, tolerance=REORDERED)]
+# Both engines go backward for each inner micro-batch: gradients are added up in another order.
+for engine in ("graph", "workers"):
+    for mode in MODES:
+        row = Row(
             f"a pipeline in a pipeline, {engine} {mode}",
             made(linear, partial(inner, engine, mode), nn.Tanh),
             partial(torch.randn, 12, 4),
             without={"ranks": "only one rank would run the inner one"},
             tolerance=REORDERED,
         )
-        for engine in ("graph", "workers")
-        for mode in MODES
-    ),
-    *(
-        Row(
+        ROWS.append(row)
+for what, also in (
+    ("one pipeline", itself),
+    ("two pipelines", copy.deepcopy),
+    ("two pipelines of the same layers", sharing_layers),
+):
+    for m in (1, 3):
+        row = Row(
             f"two threads, {what}, m={m}",
             normed(linear),
             use=partial(in_threads, also=also),
@@ -181,29 +237,23 @@ ROWS = [
             without=APART,
             tolerance=REORDERED,
         )
-        for what, also in (
-            ("one pipeline", lambda run: run),
-            ("two pipelines", copy.deepcopy),
-            ("two pipelines of the same layers", sharing_layers),
-        )
-        for m in (1, 3)
-    ),
-    *(
-        Row(
-            f"threads that draw, {what}",
-            made(linear, nn.Tanh, linear, nn.Dropout),
-            use=partial(drawing_in_threads, one_generator=one),
-            without=APART | dict.fromkeys(but, ""),
-        )
-        for what, one, but in (
-            ("one generator", True, ("workers", "one partition")),
-            # A single micro-batch draws the numbers of a plain run, from the generator of all threads.
-            ("each its own", False, ("graph", "one partition", "one micro-batch")),
-        )
-    ),
+        ROWS.append(row)
+for what, one, but in (
+    ("one generator", True, ("workers", "one partition")),
+    # A single micro-batch draws the numbers of a plain run, from the generator of all threads.
+    ("each its own", False, ("graph", "one partition", "one micro-batch")),
+):
+    row = Row(
+        f"threads that draw, {what}",
+        made(linear, nn.Tanh, linear, nn.Dropout),
+        use=partial(drawing_in_threads, one_generator=one),
+        without=APART | dict.fromkeys(but, ""),
+    )
+    ROWS.append(row)
+ROWS += [
     Row(
         "the seed alone decides what is drawn",
-        partial(layers, lambda x: torch.rand_like(pause(x))),
+        partial(layers, draw_after_pause),
         balance=(2, 1, 2),
         chunks=4,
         use=the_same_bits,
@@ -217,11 +267,11 @@ ROWS = [
     ),
     Row(
         "a thread that draws amid the first pass",
-        made(lambda: drawing_meanwhile, nn.Identity),
+        made(partial(same, drawing_meanwhile), nn.Identity),
         long,
         (1, 1),
         use=masks_are_alike,
-        refused={f"{e} {mode}": NOTICED for e in ("graph", "ranks") for mode in MODES[:2]},
+        refused=NOTICED_IN_RECOMPUTATION,
     ),
     Row(
         "two backwards",

@@ -10,41 +10,62 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from torchgpipe.skip import Namespace
 
-from ...library.layers import Pop, Stash
+from ...library.layers import Pop, Stash, same
 from ..parts.layers import WIDTH, Do, acting, five, linear, made, weight
 from ..row import Row, step, steps
-from .buffers import norm_of_two
+from .buffers.held import norm_of_two
+
+# Inputs.
 
 
 def long() -> Tensor:
     return torch.ones(6, 50, requires_grad=True)
 
 
-def padded() -> nn.Module:
-    """Attention that leaves out the ends of sequences, for which PyTorch has another way without gradients."""
-    encoder = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True), 1, enable_nested_tensor=False
-    )
+def sequences() -> Tensor:
+    return torch.randn(6, 4, WIDTH)
+
+
+def in_bfloat16() -> Tensor:
+    return torch.randn(6, WIDTH).bfloat16()
+
+
+# Layers.
+
+
+def encode_masked(self: Any, x: Tensor) -> Tensor:
     mask = torch.arange(4) >= 2
-    return Do(
-        lambda self, x: self.encoder(x, src_key_padding_mask=mask.expand(len(x), 4)),
-        encoder=encoder,
-    )
+    y: Tensor = self.encoder(x, src_key_padding_mask=mask.expand(len(x), 4))
+    return y
+
+
+def padded() -> nn.Module:
+    """Return attention that ignores the ends of sequences.
+
+    PyTorch computes it in another way if there are no gradients.
+    """
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True)
+    return Do(encode_masked, encoder=nn.TransformerEncoder(layer, 1, enable_nested_tensor=False))
+
+
+def evaluating_attention() -> nn.Sequential:
+    return nn.Sequential(padded(), linear(), linear()).eval()
+
+
+def checkpoint_the_norm(self: Any, x: Tensor) -> Any:
+    return checkpoint(self.norm, x, use_reentrant=False)
 
 
 def norm_checkpointed() -> nn.Module:
-    norm = nn.BatchNorm1d(WIDTH)
-    return Do(
-        lambda self, x: torch.utils.checkpoint.checkpoint(self.norm, x, use_reentrant=False),
-        norm=norm,
-    )
+    return Do(checkpoint_the_norm, norm=nn.BatchNorm1d(WIDTH))
 
 
 class OwnCheckpoint(torch.autograd.Function):
-    """Keep nothing, and run dropout again in backward with the numbers of the first time."""
+    """Keep nothing, and run dropout again in backward with the numbers of the first pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -58,32 +79,83 @@ class OwnCheckpoint(torch.autograd.Function):
             return F.dropout(grad, 0.5)
 
 
+def own_checkpoint() -> Any:
+    return OwnCheckpoint.apply
+
+
 def seeding(x: Tensor) -> Tensor:
     torch.manual_seed(3)
     return F.dropout(x, 0.5)
 
 
+def replace_data(layer: Any) -> None:
+    layer.weight.data = layer.weight.sign()
+
+
+def write_on_weight(layer: Any) -> None:
+    layer.weight.seen = True
+
+
+def penalized(self: Any, x: Tensor) -> Tensor:
+    """Keep an auxiliary loss, which has a graph of its own."""
+    y = x * self.weight
+    values = y if self.of_output else self.weight
+    self.penalty = values.square().mean()
+    return y
+
+
+def with_penalty(*, of_output: bool) -> nn.Module:
+    return Do(penalized, weight=weight(), of_output=of_output)
+
+
+def norm_without_parameters() -> nn.Module:
+    return nn.BatchNorm1d(WIDTH, affine=False)
+
+
+def five_in_bfloat16() -> nn.Sequential:
+    return five().bfloat16()
+
+
+# What is done with the model.
+
+
+def within_checkpoint(run: Any, x: Tensor) -> None:
+    loss = checkpoint(run, x, use_reentrant=False).square().sum()
+    loss.backward()
+
+
 def masks_are_alike(run: nn.Module, x: Tensor) -> bool:
-    """A layer that sets the generator back by itself is at odds with private generators only."""
+    """Return whether backward had the mask of forward.
+
+    A layer that sets the generator back itself is incompatible with private generators only.
+    """
     given = x.detach().requires_grad_()
     y = run(given)
     y.sum().backward()
-    return torch.equal(y, given.grad)  # type: ignore[arg-type]
+    assert given.grad is not None
+    return torch.equal(y, given.grad)
 
 
-def marks(run: nn.Module, x: Tensor) -> bool:
+def finds_what_was_written(run: nn.Module, x: Tensor) -> bool:
     run(x).sum().backward()
     return any(hasattr(p, "seen") for p in run.parameters())
 
 
 def threads_of(run: Any, x: Tensor) -> list[Any]:
-    """Layers run with as many threads as the caller would, in backward, too."""
-    found: list[Any] = []
+    """Return the numbers of threads with which layers run in forward and in backward.
+
+    They must be the caller's.
+    """
     seen: set[int] = set()
+
+    def note(*_: Any) -> None:
+        seen.add(torch.get_num_threads())
+
     for layer in run.modules():
         if isinstance(layer, nn.Tanh):
-            layer.register_forward_hook(lambda *_: seen.add(torch.get_num_threads()))
-            layer.register_full_backward_hook(lambda *_: seen.add(torch.get_num_threads()))
+            layer.register_forward_hook(note)
+            layer.register_full_backward_hook(note)
+    found: list[Any] = []
     for threads in (1, 3, 2, 1):
         torch.set_num_threads(threads)
         run(x).sum().backward()
@@ -92,25 +164,21 @@ def threads_of(run: Any, x: Tensor) -> list[Any]:
     return found
 
 
-def penalized(self: Any, x: Tensor) -> Tensor:
-    """Keep an auxiliary loss, which has a graph of its own."""
-    y = x * self.weight
-    self.penalty = (y if self.of_output else self.weight).square().mean()
-    return y
-
-
-def with_penalty(run: Any, x: Tensor, *, observed: bool) -> Any:
+def add_the_penalty(run: Any, x: Tensor, *, observed: bool) -> Any:
+    """Go backward from the output and from the loss that the first layer keeps."""
     if observed:
-        run.observer = nullcontext  # each task has a graph of its own then
+        run.observer = nullcontext  # with an observer, each task has a graph of its own
     try:
-        (run(x).sum() + run[0].penalty).backward(retain_graph=observed)
+        loss = run(x).sum() + run[0].penalty
+        loss.backward(retain_graph=observed)
         return run[0].weight.grad.clone()
     finally:
         run.zero_grad()
 
 
 def with_other_buffers(run: nn.Module, x: Tensor) -> Tensor:
-    run.load_state_dict({name: x.clone() for name, x in run.state_dict().items()}, assign=True)
+    copies = {name: tensor.clone() for name, tensor in run.state_dict().items()}
+    run.load_state_dict(copies, assign=True)
     return run(x)
 
 
@@ -121,8 +189,12 @@ def of_another_type(run: nn.Module, x: Tensor) -> list[str]:
     return [str(p.grad.dtype) for p in run.parameters() if p.grad is not None]
 
 
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
 def copied(run: nn.Module, x: Tensor, duplicate: Callable[[Any], Any], used: bool) -> Any:
-    """A copy is trained, and then the model: neither has anything of the other."""
+    """Train a copy of the model, and then the model. Neither has anything of the other."""
     if used:
         step(run, x)
     twin = duplicate(run)
@@ -132,50 +204,47 @@ def copied(run: nn.Module, x: Tensor, duplicate: Callable[[Any], Any], used: boo
 
 
 SKIP = Namespace()
-SKIPPED: list[Any] = [lambda kind=kind: kind().isolate(SKIP) for kind in (Stash, Pop)]
-COPIES: list[tuple[str, Callable[[Any], Any], str]] = [
+
+
+def with_a_skip() -> nn.Sequential:
+    stash: Any = Stash()
+    pop: Any = Pop()
+    skipping = [stash.isolate(SKIP), pop.isolate(SKIP)]
+    return nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), *skipping, linear())
+
+
+COPIES = (
     ("deepcopy", copy.deepcopy, "The copy is a pipeline of its own."),
-    (
-        "pickle",
-        lambda model: pickle.loads(pickle.dumps(model)),
-        "Also `torch.save` of the whole pipeline.",
-    ),
-]
-KEEPS = "a layer keeps a tensor that has a graph"
+    ("pickle", pickled, "Also `torch.save` of the whole pipeline."),
+)
+KEEPS = {"graph never": "", "": "a layer keeps a tensor that has a graph"}
 ALWAYS = {
     "always": "no graph is kept there, as the guide says",
     "ranks": "others do not have what a layer keeps",
 }
 REPLACED = "replaced, added, froze or hooked a parameter|was changed in place"
+AROUND_A_NORM = r"checkpoint\(use_reentrant=False\) around a batch norm"
 
 ROWS = [
-    Row(
-        "attention in evaluation mode",
-        lambda: nn.Sequential(padded(), linear(), linear()).eval(),
-        lambda: torch.randn(6, 4, WIDTH),
-    ),
+    Row("attention in evaluation mode", evaluating_attention, sequences),
     # The pipeline's forward then runs within its own backward.
     Row(
         "`torch.utils.checkpoint` around the pipeline",
-        use=lambda run, x: (
-            torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False).square().sum().backward()
-        ),
+        use=within_checkpoint,
         without={"ranks": "each would run the forward again at a time of its own"},
-        note='It keeps the mini-batch alone and runs the whole forward again. `checkpoint="always"` recomputes while '
-        "other partitions go backward.",
+        note="It keeps the mini-batch alone and runs the whole forward again. "
+        '`checkpoint="always"` recomputes while other partitions go backward.',
     ),
     Row(
         "`torch.utils.checkpoint` around a norm",
         made(linear, norm_checkpointed, linear),
         balance=(2, 1),
         use=steps,
-        refused=dict.fromkeys(
-            ("always", "except_last"), r"checkpoint\(use_reentrant=False\) around a batch norm"
-        ),
+        refused=dict.fromkeys(("always", "except_last"), AROUND_A_NORM),
     ),
     Row(
         "a checkpoint of a layer's own",
-        made(lambda: OwnCheckpoint.apply, nn.Identity),
+        made(own_checkpoint, nn.Identity),
         long,
         (1, 1),
         use=masks_are_alike,
@@ -183,7 +252,7 @@ ROWS = [
     ),
     Row(
         "a layer that sets the seed",
-        made(lambda: seeding, nn.Identity),
+        made(partial(same, seeding), nn.Identity),
         long,
         (1, 1),
         use=masks_are_alike,
@@ -191,65 +260,50 @@ ROWS = [
     ),
     Row(
         "a parameter whose data are replaced in forward",
-        made(
-            partial(acting, lambda layer: setattr(layer.weight, "data", layer.weight.sign())),
-            linear,
-        ),
+        made(partial(acting, replace_data), linear),
         balance=(1, 1),
         use=steps,
         refused={"": REPLACED, "graph never": ""},
     ),
     Row(
         "what a layer writes on a parameter",
-        made(*[partial(acting, lambda layer: setattr(layer.weight, "seen", True))] * 2),
+        made(partial(acting, write_on_weight), partial(acting, write_on_weight)),
         balance=(1, 1),
-        use=marks,
+        use=finds_what_was_written,
     ),
     Row(
         "a graph that a layer keeps",
-        made(lambda: Do(penalized, weight=weight(), of_output=False), linear),
+        made(partial(with_penalty, of_output=False), linear),
         balance=(1, 1),
-        use=partial(with_penalty, observed=False),
-        refused={"graph never": "", "": KEEPS},
+        use=partial(add_the_penalty, observed=False),
+        refused=KEEPS,
         without=ALWAYS,
     ),
     Row(
         "a graph that a layer keeps, observed",
-        made(lambda: Do(penalized, weight=weight(), of_output=True), linear),
+        made(partial(with_penalty, of_output=True), linear),
         balance=(1, 1),
         chunks=1,
-        use=partial(with_penalty, observed=True),
+        use=partial(add_the_penalty, observed=True),
         refused={"": "another way than its outputs"},
         without=ALWAYS,
     ),
     Row("the number of threads", made(nn.Tanh, nn.Tanh, nn.Tanh), use=threads_of),
-    *(
-        Row(
-            f"{how} of {what}",
-            made(linear, lambda: nn.BatchNorm1d(WIDTH), *SKIPPED, linear),
-            use=partial(copied, duplicate=duplicate, used=used),
-            note=note if used else "",
-        )
-        for how, duplicate, note in COPIES
-        for what, used in (("a new model", False), ("a used model", True))
-    ),
+]
+for how, duplicate, note in COPIES:
+    new = partial(copied, duplicate=duplicate, used=False)
+    used = partial(copied, duplicate=duplicate, used=True)
+    ROWS.append(Row(f"{how} of a new model", with_a_skip, use=new))
+    ROWS.append(Row(f"{how} of a used model", with_a_skip, use=used, note=note))
+ROWS.append(
     Row(
         "a norm of two partitions whose buffers were replaced",
-        partial(norm_of_two, lambda: nn.BatchNorm1d(WIDTH, affine=False)),
+        partial(norm_of_two, norm_without_parameters),
         balance=(2, 2),
         use=with_other_buffers,
         refused={"": "change the same buffer"},
-    ),
-    *(
-        [
-            Row(
-                "gradients of another type",
-                lambda: five().bfloat16(),
-                lambda: torch.randn(6, WIDTH).bfloat16(),
-                use=of_another_type,
-            )
-        ]
-        if hasattr(torch.Tensor, "grad_dtype")
-        else []
-    ),
-]
+    )
+)
+if hasattr(torch.Tensor, "grad_dtype"):
+    name = "gradients of another type"
+    ROWS.append(Row(name, five_in_bfloat16, in_bfloat16, use=of_another_type))

@@ -18,7 +18,8 @@ from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.skip import Namespace
 from torchgpipe.skip.scope import current_scope
 
-from ...behaviours.parts.layers import KINDS, Do, shared_parts
+from ...behaviours.parts.kinds import KINDS
+from ...behaviours.parts.layers import Do, shared_parts
 from ..layers import Lambda, Pop, Stash
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

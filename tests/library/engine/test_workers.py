@@ -1,7 +1,7 @@
 """Engines: which one runs a pipeline; threads of workers, and that no task comes before there is a use for it.
 
 That tasks run at once, as early as they may, is tested in tests/benchmarks/gates/test_meeting.py, errors in
-tests/failures, the end of threads in tests/library/test_leaks.py, forked processes in tests/behaviours/rows/tools.py.
+tests/failures, the end of threads in tests/library/test_leaks.py, forked processes in tests/behaviours/rows/tools.
 """
 
 import pickle

@@ -24,7 +24,8 @@ from torchgpipe.tensors.checkpoint import MODES
 from torchgpipe.tensors.microbatch import mapped
 from torchgpipe.tensors.observe import Task
 
-from ...behaviours.parts.layers import KINDS, WIDTH, Do, freeze
+from ...behaviours.parts.kinds import KINDS
+from ...behaviours.parts.layers import WIDTH, Do, freeze
 from ...parts import OPTIMIZERS
 
 

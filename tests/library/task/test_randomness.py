@@ -18,7 +18,7 @@ from torchgpipe.task.guards.randomness import Randomness
 from torchgpipe.task.guards.seeded import PrivateGenerator, SeededDefault
 from torchgpipe.task.stage import Stage
 
-from ...behaviours.rows.random import DRAWS
+from ...behaviours.rows.random.draws import DRAWS
 
 X = torch.ones(4, 4)
 

@@ -16,7 +16,7 @@ from torchgpipe import GPipe
 from torchgpipe.tensors.copy import CopyPath, StreamFence
 
 from ...behaviours.row import Row, steps, unlike
-from ...behaviours.rows.passed import PATTERN, paired
+from ...behaviours.rows.passed.skips import PATTERN, paired
 from ..layers import Pop, Stash
 
 SOURCE, TARGET = torch.device("cpu", 0), torch.device("cpu", 1)

@@ -15,7 +15,7 @@ from torchgpipe import GPipe
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.counter import Counter
 
-from ....behaviours.parts.layers import KINDS
+from ....behaviours.parts.kinds import KINDS
 from ...layers import Lambda
 
 

@@ -1,0 +1,177 @@
+"""`cases()`, the hypothesis strategy that draws generated models and the ways to run them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+
+from .kinds import KINDS
+from .models import AROUND, INPUTS, Case, Skip, Step
+from .wiring import POPS, STASHES
+
+REENTRANT = "checkpointed, reentrant"
+RUNS: dict[str, set[str]] = {
+    "backward": set(),
+    "no grad": set(),
+    "inference": set(),
+    "no backward": set(),
+    "backward twice": set(),
+    "evaluation between": set(),
+    "changed between": {REENTRANT, "checkpointed", "borrowed"},
+    "frozen between": {REENTRANT, "checkpointed", "borrowed"},
+    "two forwards": set(),
+    "autograd.grad": {REENTRANT, "borrowed"},
+    "inputs": {REENTRANT, "borrowed"},
+    "functional_call": {
+        REENTRANT,
+        "checkpointed",
+        "shared",
+        "shared norm",
+        "borrowed",
+        "as weights",
+    },
+}
+"""The ways to run a step, with the layers that are not drawn together with each.
+
+With these layers PyTorch itself refuses the way, computes something wrong or warns. Or the layers
+have an unregistered parameter, which `autograd.grad` does not find.
+"""
+
+AFTER = ["update", "update, zero", "accumulate", "freeze", "reload"]
+
+WITHOUT_MODES = {
+    REENTRANT,
+    "checkpointed",
+    "dropout, checkpointed",
+    "dropout, set back",
+}
+"""Layers that are not drawn with modes, because PyTorch recomputes them without the modes."""
+
+CHECKPOINT = ["never", "except_last", "always"]
+
+ALIASES = [
+    "identity",
+    "linear",
+    "tied",
+    "shared",
+    "twice",
+    "and a view",
+    "and its input",
+    "swap",
+    "relu in place",
+    "add in place",
+]
+"""Layers that return their input or aliases of it, and layers that then change both in place."""
+
+ASK = [
+    "as things are",
+    "as weights",
+    "as things are",
+    "and a name",
+    "by name",
+    "and detached",
+    "detached",
+]
+"""Layers that depend on attributes, types and flags of tensors, and layers that change these."""
+
+NOT_FOR_RANKS = {
+    "tied",
+    "shared",
+    "shared norm",
+    "borrowed",
+    "embedding, rescaled",
+    "parameter in place",
+    REENTRANT,
+}
+"""Layers that are not drawn for ranks.
+
+Two partitions may not share a module. Other ranks do not know unregistered parameters, nor
+parameters that a forward changes. And `Everywhere` runs the part of each rank by
+`autograd.grad`, so that layers must not depend on `backward()`.
+"""
+
+
+def _lists_of_kinds(ranks: int | None) -> Any:
+    """Return the strategy for the kinds of layers of a model."""
+    # Draw few in-place layers: PyTorch refuses many of their uses.
+    apart = [kind for kind in KINDS if "in place" not in kind]
+    strategies = []
+    for kinds in (apart, ALIASES, ASK, [*KINDS]):
+        if ranks is not None:
+            kinds = [kind for kind in kinds if kind not in NOT_FOR_RANKS]
+        strategies.append(st.sampled_from(kinds))
+    return st.lists(st.one_of(*strategies), min_size=ranks or 1, max_size=7)
+
+
+def _skips(n: int) -> Any:
+    """Return the strategy for skips between `n` layers."""
+    pairs: list[tuple[int, int]] = []
+    for target in range(n):
+        for source in range(target):
+            pair = (source, target)
+            pairs.append(pair)
+
+    def skip(pair: tuple[int, int], stash: str, pop: str) -> Skip:
+        source, target = pair
+        return Skip(source, target, stash, pop)
+
+    stash, pop = st.sampled_from([*STASHES]), st.sampled_from([*POPS])
+    one = st.builds(skip, st.sampled_from(pairs), stash, pop)
+    return st.lists(one, max_size=3)
+
+
+def _steps(kinds: list[str]) -> Any:
+    """Return the strategy for the steps of a model with these kinds of layers."""
+    runs = ["backward", "backward"]
+    runs += [run for run, unfit in RUNS.items() if unfit.isdisjoint(kinds)]
+    modes = [""] * 6
+    if WITHOUT_MODES.isdisjoint(kinds):
+        modes += [*AROUND]
+    mode = st.sampled_from(modes)
+    training, every = st.sampled_from([True, True, False]), st.integers(1, 3)
+    step = st.builds(
+        Step, st.sampled_from(runs), st.sampled_from(AFTER), training, every, st.tuples(mode, mode)
+    )
+    return st.lists(step, min_size=3, max_size=3)
+
+
+@st.composite
+def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
+    """Draw a case for one process, or for so many ranks."""
+    kinds = draw(_lists_of_kinds(ranks))
+    n = len(kinds)
+    cuts: set[int] = set()
+    if n > 1:
+        least, most = (0, 3) if ranks is None else (ranks - 1, ranks - 1)
+        cuts = draw(st.sets(st.integers(1, n - 1), min_size=least, max_size=most))
+    balance: list[int] = []
+    start = 0
+    for end in (*sorted(cuts), n):
+        balance.append(end - start)
+        start = end
+    skips = draw(_skips(n)) if n > 1 else []
+    input = draw(st.sampled_from([*INPUTS]))
+    batch, chunks = draw(st.integers(1, 9)), draw(st.integers(1, 5))
+    engine = draw(st.sampled_from(["graph", "workers"])) if ranks is None else "ranks"
+    checkpoint = draw(st.sampled_from(CHECKPOINT))
+    deferred = draw(st.booleans())
+    # A bias before a norm by its input has no gradient but rounding, and deferred statistics are
+    # rounded in another way.
+    if not {"batch norm, no statistics", "own norm"}.isdisjoint(kinds):
+        deferred = False
+    return Case(
+        kinds=tuple(kinds),
+        balance=tuple(balance),
+        skips=tuple(skips),
+        input=input,
+        batch=batch,
+        chunks=chunks,
+        engine=engine,
+        checkpoint=checkpoint,
+        deferred_batch_norm=deferred,
+        portals=not draw(st.booleans()),
+        dependency=not draw(st.booleans()),
+        observed=draw(st.booleans()),
+        steps=tuple(draw(_steps(kinds))),
+        seed=draw(st.integers(0, 99)),
+    )

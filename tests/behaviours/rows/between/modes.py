@@ -1,0 +1,152 @@
+"""Rows about modes of PyTorch that change what functions and operators do."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...parts.layers import Do, linear
+from ...row import Row
+from .reports import seen
+
+one_at_a_time = threading.Lock()
+
+
+class Functions(TorchFunctionMode):
+    """Multiply what tanh returns by a number that depends on the mode's `calls`: by default, 2."""
+
+    only_watches = False
+
+    def __init__(self, by: Callable[[list[int]], int] = lambda calls: 2) -> None:
+        self.by, self.calls = by, [0]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        if func is Tensor.tanh:
+            y = y * self.by(self.calls)
+        return y
+
+
+def once(calls: list[int]) -> int:
+    """Count a call, and return 1."""
+    with one_at_a_time:
+        calls[0] += 1
+    return 1
+
+
+def as_often_as_called(calls: list[int]) -> int:
+    return once(calls) * calls[0]
+
+
+class Operators(TorchDispatchMode):
+    """Double what tanh returns."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.tanh.default:
+            y = 2 * y
+        return y
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def meet(_: Any, x: Tensor) -> Tensor:
+    """Compute something that depends on the modes and on the default type."""
+    bits = torch.finfo(torch.get_default_dtype()).bits
+    return x.tanh() * bits
+
+
+def met() -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers += [linear(), Do(meet)]
+    return nn.Sequential(*layers)
+
+
+def within(
+    forward: Callable[[], Any], backward: Callable[[], Any] = nullcontext
+) -> Callable[[nn.Module, Tensor], Any]:
+    """Return a use: run two forwards within a context, each with its backward within another."""
+
+    def use(run: nn.Module, x: Tensor) -> Any:
+        shown = []
+        for _ in range(2):
+            run.zero_grad()
+            with forward():
+                y = run(x)
+            shown += [y.detach(), y.requires_grad, y.is_inference()]
+            if y.requires_grad:
+                with backward():
+                    y.backward(torch.ones_like(y))
+            shown.append(seen(run))
+        return shown
+
+    return use
+
+
+def counted(run: nn.Module, x: Tensor, by: Any = once, *, safe: bool = False) -> list[int]:
+    """Run a step, with the forward in a mode that counts calls. Return the count."""
+    mode = Functions(by)
+    mode.only_watches = safe
+    with mode:
+        y = run(x)
+    y.sum().backward()
+    return mode.calls
+
+
+TYPE = dict.fromkeys(("workers always", "workers except_last"), "default type was")
+STATE = "has state of its own"
+APART = {"ranks": "each counts what its own layers call"}
+NOTE = "Also around one of the two: a recomputation is in the modes of its forward."
+TWO_EACH: Any = {"layers": met, "balance": (2, 2, 2)}
+
+ROWS: list[Row] = []
+for what, mode, refused in (
+    ("`TorchFunctionMode`", Functions, {}),
+    ("`TorchDispatchMode`", Operators, {}),
+    ("a default type", in_float64, TYPE),
+):
+    around_both = within(mode, mode)
+    around_forward, around_backward = within(mode), within(nullcontext, mode)
+    note = "" if refused else NOTE
+    ROWS += [
+        Row(f"{what} in forward", use=around_forward, refused=refused, **TWO_EACH),
+        Row(f"{what} in backward", use=around_backward, refused=refused, **TWO_EACH),
+        Row(f"{what} in forward and backward", use=around_both, note=note, **TWO_EACH),
+    ]
+ROWS += [
+    Row(
+        "a mode that counts, as `FlopCounterMode`",
+        use=counted,
+        refused={"workers": STATE},
+        without=APART,
+        note="Threads would count at once, unless its class says `only_watches = True`.",
+        **TWO_EACH,
+    ),
+    Row(
+        "a mode that counts, for threads",
+        use=partial(counted, safe=True),
+        without=APART,
+        **TWO_EACH,
+    ),
+    Row(
+        "a mode whose count matters",
+        refused={"workers": STATE, "": "depends on state"},
+        use=partial(counted, by=as_often_as_called),
+        without={"never": "of another order"},
+        **TWO_EACH,
+    ),
+]

@@ -1,0 +1,167 @@
+"""Rows about inputs and outputs that are changed in place, by layers or by the caller."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....library.layers import same
+from ....plain import Plain
+from ...parts.kinds import KINDS
+from ...parts.layers import WIDTH, Do, linear, made, real
+from ...row import Row, steps
+from .held import checkpointed
+
+# Layers.
+
+
+def relu() -> nn.Module:
+    return nn.ReLU(inplace=True)
+
+
+def relu_within() -> nn.Module:
+    """Return a layer that changes its input in place, deep inside."""
+    inner = nn.Sequential(nn.Flatten(), relu())
+    return nn.Sequential(nn.Identity(), inner, linear())
+
+
+def add_one(x: Tensor) -> Tensor:
+    """Change the input in place, without an attribute `inplace`."""
+    return x.add_(1)
+
+
+adding = partial(same, add_one)
+
+
+def plus_one(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def times_weight(self: Any, x: Tensor) -> Tensor:
+    return x.mul_(self.weight)
+
+
+def weighted() -> nn.Module:
+    """Return a layer that changes its input in place, by a parameter.
+
+    The copy that it works on may require grad although the input does not.
+    """
+    return Do(times_weight, weight=nn.Parameter(torch.ones(WIDTH)))
+
+
+def twice(kind: Any) -> Any:
+    return made(linear, kind, linear, kind, linear)
+
+
+def doubled() -> nn.Module:
+    return KINDS["twice"](None)
+
+
+def with_its_buffer() -> nn.Module:
+    return KINDS["and its buffer in place"](None)
+
+
+def summed() -> nn.Module:
+    return KINDS["sum"](None)
+
+
+# What is done with the model.
+
+
+def at_the_start(run: Any, x: Tensor) -> list[Tensor]:
+    """Run a step, after which the input must be what it was.
+
+    Plain layers get no in-place layer: their micro-batches are views of one tensor, and PyTorch
+    refuses to change a view of a tensor that is split.
+    """
+    if isinstance(run, Plain):
+        run[0] = nn.ReLU()
+    run(x).square().sum().backward()
+    return [x]
+
+
+def forward_only(run: Any, x: Tensor) -> Any:
+    return run(x)
+
+
+def changed_after(run: Any, x: Tensor) -> list[Tensor]:
+    one, other = run(x)
+    return [one.add_(1).detach(), other.mul_(2).detach()]
+
+
+def changed_before_backward(run: Any, x: Tensor) -> None:
+    """Change an output that sigmoid's backward needs. Concatenation of micro-batches would copy."""
+    y = run(x)
+    y.mul_(2)
+    y.sum().backward()
+
+
+SAYS = r"partition 1 changed its input in place.*checkpoint='never'"
+USED_AGAIN = "was changed in place before the partition took it"
+BY_AUTOGRAD = "modified by an inplace operation"
+
+ROWS = [
+    Row(
+        "a copy of an input in place",
+        made(partial(same, plus_one), relu, weighted, linear),
+        partial(torch.ones, 8, WIDTH),
+        (1, 2, 1),
+    ),
+    Row("relu within a partition", twice(relu), balance=(2, 3), use=steps),
+    Row("add within a partition", twice(adding), balance=(2, 3), use=steps),
+    # A layer with the attribute `inplace` gets a copy to work on, also behind layers that return
+    # their input.
+    Row("relu at a partition's start", twice(relu), balance=(1, 2, 2), use=steps),
+    Row(
+        "relu within others at a partition's start",
+        twice(relu_within),
+        balance=(1, 2, 2),
+        use=steps,
+    ),
+    Row(
+        "add at a partition's start",
+        twice(adding),
+        balance=(1, 2, 2),
+        use=steps,
+        refused=checkpointed(SAYS),
+    ),
+]
+for balance in ((1, 2), (2, 1)):
+    row = Row(
+        f"at the model's start, {balance}",
+        made(relu, linear, nn.Tanh),
+        partial(real, grad=False),
+        balance,
+        use=at_the_start,
+        without={"one micro-batch": "the input is changed, as without a pipeline"},
+    )
+    ROWS.append(row)
+ROWS += [
+    # With one micro-batch, outputs are not concatenated.
+    Row(
+        "an output changed by the caller",
+        made(nn.Identity, doubled),
+        balance=(1, 1),
+        chunks=1,
+        use=changed_after,
+        without={"graph": "autograd refuses it where one graph has all"},
+    ),
+    Row(
+        "an output whose memory is used again",
+        made(with_its_buffer, summed),
+        balance=(1, 1),
+        use=forward_only,
+        refused={"": USED_AGAIN},
+        without={"workers": "when they use it again is left to chance", "ranks": "likewise"},
+    ),
+    Row(
+        "an output changed by the caller that backward needs",
+        made(linear, nn.Sigmoid),
+        balance=(1, 1),
+        chunks=1,
+        use=changed_before_backward,
+        refused={"except_last": BY_AUTOGRAD, "never": BY_AUTOGRAD},
+        without={"always": "the output is a copy"},
+    ),
+]

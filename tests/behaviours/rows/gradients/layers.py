@@ -1,0 +1,227 @@
+"""Rows about layers that are frozen, have hooks, or compute with gradients in their forward."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import register_module_forward_hook
+
+from ....library.layers import same
+from ...parts.layers import WIDTH, Do, acting, five, freeze, linear, made, real, weight
+from ...row import Row, amid, step, steps
+
+NOT_NEVER = ("always", "except_last")
+
+
+def weighted(function: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    return Do(function, weight=weight())
+
+
+def between_linears(make: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
+    return made(linear, make, linear)
+
+
+# Hooks.
+
+
+def doubled(grad: Tensor) -> Tensor:
+    return 2 * grad
+
+
+def double_all(_: nn.Module, grads: Any, __: Any) -> tuple[Tensor, ...]:
+    """Double the gradients of a layer's inputs; a full backward hook."""
+    return tuple(2 * grad for grad in grads)
+
+
+def hook_its_weight(layer: Any) -> None:
+    layer.weight.register_hook(doubled)
+
+
+def hook_gradients(run: Any, _: Tensor) -> None:
+    run[1].register_full_backward_hook(double_all)
+
+
+def hooked_once(run: Any, x: Tensor) -> None:
+    """Run steps with a forward hook that removes itself when it runs first."""
+
+    def triple_once(*args: Any) -> Any:
+        handle.remove()
+        return 3 * args[-1]
+
+    handle = run[1].register_forward_hook(triple_once)
+    steps(run, x)
+
+
+def double_of_linear(layer: nn.Module, _: Any, y: Tensor) -> Any:
+    return 2 * y if isinstance(layer, nn.Linear) else None
+
+
+def hooked_all(run: nn.Module, x: Tensor) -> None:
+    """Run a forward with a hook of all modules, and the backward without it."""
+    handle = register_module_forward_hook(double_of_linear)
+    amid(lambda *_: handle.remove())(run, x)
+
+
+def always_hooked(_: Any, x: Tensor) -> Tensor:
+    y = 1 * x
+    y.register_hook(doubled)
+    return y
+
+
+# Layers.
+
+
+def gradients_of_samples(x: Tensor) -> Tensor:
+    """Return the gradient of each sample, by transforms of `torch.func`."""
+
+    def loss(sample: Tensor) -> Tensor:
+        return sample.tanh().square().sum()
+
+    grads: Tensor = torch.func.vmap(torch.func.grad(loss))(x)
+    return grads
+
+
+@forward_ad.dual_level()
+def times_tangent(x: Tensor) -> Tensor:
+    dual = forward_ad.make_dual(x, torch.ones_like(x))
+    tangent: Tensor = forward_ad.unpack_dual(dual.tanh()).tangent
+    return x * tangent
+
+
+def keeps_its_output(self: Any, x: Tensor) -> Tensor:
+    self.kept = x * self.weight
+    return self.kept
+
+
+def keeping() -> nn.Module:
+    return Do(keeps_its_output, kept=torch.zeros(1), weight=weight())
+
+
+def times_gradient(self: Any, x: Tensor) -> Tensor:
+    grad = self.weight.grad
+    return x * self.weight * (1 if grad is None else grad.clone())
+
+
+def differentiated(self: Any, x: Tensor) -> Tensor:
+    sines = (x.sin() * self.weight).sum()
+    return torch.autograd.grad(sines, x, create_graph=True)[0]
+
+
+def times_buffer(self: Any, x: Tensor) -> Tensor:
+    return x * self.by
+
+
+def with_trained_buffer() -> nn.Module:
+    return Do(times_buffer, by=torch.rand(WIDTH).requires_grad_())
+
+
+def with_made_buffer() -> nn.Module:
+    return Do(times_buffer, by=torch.rand(WIDTH), scale=weight())
+
+
+# What is done with the model.
+
+
+def thaw(run: nn.Module, _: Tensor) -> None:
+    run.requires_grad_(True)
+
+
+def made_by_a_hypernetwork(run: Any, x: Tensor) -> Any:
+    """Run two steps, each with a buffer that is computed from a parameter."""
+    found = []
+    for _ in range(2):
+        run[1].by = run[1].scale.exp()
+        found.append(step(run, x))
+    return found
+
+
+def forgotten_in_the_end(run: Any, x: Tensor) -> Any:
+    """Run steps, and drop the graph that the layer keeps."""
+    seen = steps(run, x)
+    run[1].kept = None
+    return seen
+
+
+# The numbers of the layers that are frozen.
+FROZEN: dict[str, tuple[int, ...]] = {
+    "nothing": (),
+    "the first layer": (0,),
+    "the last partition": (4,),
+    "all but the first": (2, 4),
+    "all but the last": (0, 2),
+    "everything": (0, 2, 4),
+}
+
+ROWS: list[Row] = []
+for what, numbers in FROZEN.items():
+    frozen = partial(freeze, five, *numbers)
+    without_grad = partial(real, grad=False)
+    ROWS.append(Row(f"frozen: {what}", frozen))
+    ROWS.append(Row(f"frozen: {what}, input takes none", frozen, without_grad))
+    # The discriminator of a GAN has to be frozen while the generator's loss is computed.
+    ROWS.append(Row(f"frozen: {what}, and thawed before backward", frozen, use=amid(thaw)))
+ROWS.append(
+    Row(
+        "a layer that hooks its parameter",
+        between_linears(partial(acting, hook_its_weight)),
+        balance=(2, 1),
+        use=steps,
+        refused={"graph never": "", "": "hooked a parameter in its forward"},
+    )
+)
+for what, layer in (("torch.func.grad", gradients_of_samples), ("forward_ad", times_tangent)):
+    layers = between_linears(partial(same, layer))
+    ROWS.append(Row(f"a layer that uses `{what}`", layers, balance=(2, 1), use=steps))
+for what, use in (
+    ("that removes itself", hooked_once),
+    ("of gradients after forward", amid(hook_gradients)),
+):
+    without = {"ranks": "they have other copies of the layers"}
+    ROWS.append(Row(f"a hook {what}", use=use, without=without))
+ROWS += [
+    Row(
+        "a hook of all modules during forward",
+        use=hooked_all,
+        refused=dict.fromkeys(NOT_NEVER, "'hooks of all modules' of .* was changed"),
+    ),
+    Row(
+        "a parameter thawed in forward",
+        partial(freeze, between_linears(partial(acting, nn.Module.requires_grad_)), 1),
+        balance=(1, 2),
+        without={
+            "ranks": "what takes a gradient there does not come back to the process that compares"
+        },
+    ),
+    Row(
+        "a buffer that takes a gradient",
+        between_linears(with_trained_buffer),
+        balance=(2, 1),
+        use=steps,
+    ),
+    Row(
+        "a buffer that a hypernetwork makes",
+        between_linears(with_made_buffer),
+        balance=(2, 1),
+        use=made_by_a_hypernetwork,
+        note="Its output stands in a buffer's place, anew for each step.",
+    ),
+    Row(
+        "a buffer that keeps an output with its graph",
+        between_linears(keeping),
+        balance=(2, 1),
+        use=forgotten_in_the_end,
+    ),
+    Row(
+        "a layer that reads its gradient",
+        between_linears(partial(weighted, times_gradient)),
+        balance=(2, 1),
+        refused=dict.fromkeys(NOT_NEVER, "reads the gradient of its parameter"),
+        without={"never": "nothing watches its first pass, and the layer finds no gradient"},
+    ),
+]
+for what, function in (("a hook", always_hooked), ("`autograd.grad`", differentiated)):
+    layers = between_linears(partial(weighted, function))
+    ROWS.append(Row(f"{what} without a condition", layers, balance=(2, 1), use=steps))

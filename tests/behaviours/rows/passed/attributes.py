@@ -1,0 +1,136 @@
+"""Rows about attributes of tensors, and about named tuples."""
+
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....library.layers import same
+from ....plain import Plain
+from ...parts.layers import Do, Pair, linear, made
+from ...parts.wiring import with_skips
+from ...row import Row
+from .skips import stashing
+from .tensors import of
+
+HERE: Any = type("Here", (Pair,), {})
+"""A named tuple that is no attribute of a module, so that a process cannot find it by name."""
+
+
+def marked(x: Tensor, **attributes: Any) -> Tensor:
+    """Return a tensor with the given attributes, or else with some of each plain kind."""
+    if not attributes:
+        attributes = {"scale": 3.0, "names": ["a", (1, {"b": None})]}
+    y = x.tanh()
+    vars(y).update(attributes)
+    return y
+
+
+def scaled(x: Any) -> Tensor:
+    """Compute with the attributes of a tensor."""
+    scale = float(getattr(x, "scale", 1.0))
+    names = getattr(x, "names", "x")
+    return x * scale * len(names)
+
+
+def marked_by_a_fraction(x: Tensor) -> Tensor:
+    return marked(x, scale=Fraction(3, 2))
+
+
+def marked_by_a_tensor(x: Tensor) -> Tensor:
+    return marked(x, more=x.sin())
+
+
+def times_more(x: Any) -> Tensor:
+    return x * x.more
+
+
+def mark_the_skip(x: Tensor, _: Tensor) -> Tensor:
+    return marked(x)
+
+
+def scale_by_the_skip(y: Tensor, skip: Tensor) -> Tensor:
+    return y * scaled(skip)
+
+
+def with_a_marked_skip() -> nn.Sequential:
+    popping = with_skips(linear(), {}, {"a": scale_by_the_skip})
+    return nn.Sequential(stashing("a", mark_the_skip), linear(), popping)
+
+
+def handing_on(make: Any, take: Any) -> Any:
+    """Return a function that builds a model, in which a named tuple goes through a partition.
+
+    `make` builds the named tuple of two tensors, and `take` computes a tensor from it.
+    """
+
+    def hand_on(_: Any, x: Tensor) -> Any:
+        return make((x.tanh(), x.argmax(1, keepdim=True)))
+
+    def take_it(_: Any, value: Any) -> Tensor:
+        y: Tensor = take(value)
+        return y
+
+    return made(linear, lambda: Do(hand_on), nn.Identity, lambda: Do(take_it))
+
+
+def product_of_pair(pair: Pair) -> Tensor:
+    y: Tensor = pair.one * pair.other
+    return y
+
+
+def product_of_max(found: Any) -> Tensor:
+    y: Tensor = found.values * found.indices
+    return y
+
+
+def to_a_pair(_: Any, x: Tensor) -> Pair:
+    return Pair(x.tanh(), x)
+
+
+def named_out(run: nn.Module, x: Tensor) -> Any:
+    """Return whether a pipeline's output is the named tuple, and its first tensor."""
+    y = run(x)
+    kept = isinstance(run, Plain) or type(y) is Pair
+    return kept, y[0]
+
+
+ROWS = [
+    Row(
+        "attributes of tensors (`y.scale = 3.0`)",
+        of(linear, marked, same, scaled),
+        note="Between ranks: numbers, strings, and tuples, lists and dictionaries of them.",
+    ),
+    Row("attributes of a skip", with_a_marked_skip),
+    Row(
+        "an attribute that is not plain",
+        of(linear, marked_by_a_fraction, scaled),
+        balance=(2, 1),
+        refused={"ranks": r"outputs of partition 0 have attributes \(scale\)"},
+    ),
+    Row(
+        "an attribute that takes a gradient",
+        of(linear, marked_by_a_tensor, times_more),
+        refused={"graph never": "", "": "attribute.*more"},
+        balance=(2, 1),
+    ),
+    Row(
+        "named tuples between layers",
+        handing_on(Pair._make, product_of_pair),
+        note="Between ranks, if their class is at the top of a module.",
+    ),
+    Row("a named tuple of PyTorch", handing_on(torch.return_types.max, product_of_max)),
+    Row(
+        "a named tuple of no module",
+        handing_on(HERE._make, product_of_pair),
+        refused={"ranks": "which ranks do not find"},
+    ),
+    Row(
+        "a named tuple out",
+        made(linear, linear, partial(Do, to_a_pair)),
+        use=named_out,
+        without={"ranks": "other ranks show what the last one has"},
+    ),
+]

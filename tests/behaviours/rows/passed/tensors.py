@@ -1,0 +1,294 @@
+"""Rows about the tensors that layers receive and return, and about outputs that are refused."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....library.layers import same
+from ....plain import Plain
+from ...parts.layers import Do, linear, made, real
+from ...parts.wiring import OnFirst
+from ...row import Row, step, steps
+
+Two = tuple[Tensor, Tensor]
+
+plain = partial(real, grad=False)
+
+
+def first() -> nn.Module:
+    return OnFirst(linear())
+
+
+def of(*layers: Any) -> Any:
+    """Return a function that builds a model.
+
+    `linear` and `first` build a layer each. Any other function is a layer same.
+    """
+    factories = []
+    for given in layers:
+        builds = given in (linear, first)
+        factories.append(given if builds else partial(same, given))
+    return made(*factories)
+
+
+# Inputs.
+
+
+def ids() -> Tensor:
+    """Return a whole number for each sample."""
+    return torch.arange(8).remainder(5)
+
+
+def two() -> Two:
+    return real(), real()
+
+
+def one_without_grad() -> Two:
+    return plain(), real()
+
+
+def with_ids() -> Two:
+    return plain(), ids()
+
+
+def with_a_scalar() -> Two:
+    return real(), torch.tensor(1.0)
+
+
+def of_two_sizes() -> Two:
+    return real(), torch.zeros(4)
+
+
+# Layers that are functions of one tensor or of several.
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return a * b
+
+
+def only_the_first(a: Tensor, *_: Tensor) -> Tensor:
+    return a
+
+
+def both(a: Tensor, b: Tensor) -> Two:
+    return a, b
+
+
+def doubled(a: Tensor) -> Two:
+    return a, a
+
+
+def in_a_tuple(a: Tensor) -> tuple[Tensor]:
+    return (a,)
+
+
+def with_sum(a: Tensor) -> Two:
+    return a, a.sum(1)
+
+
+def with_loss(a: Tensor) -> Two:
+    return a, a.sum()
+
+
+def to_three(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return a, b, a + b
+
+
+def to_two(a: Tensor, b: Tensor, c: Tensor) -> Two:
+    return a * c, b
+
+
+def to_four(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return a, b, a, b
+
+
+def with_exp(a: Tensor) -> Two:
+    return a, a.exp()
+
+
+def swapped(a: Tensor, b: Tensor) -> Two:
+    return b, a
+
+
+def views(a: Tensor) -> Two:
+    return a[:, :2], a.view(-1, 2, 2)
+
+
+def sum_of_views(a: Tensor, b: Tensor) -> Tensor:
+    return a + b.sum(1)
+
+
+def transposed_twice(a: Tensor) -> Tensor:
+    return a.t().t()
+
+
+def scaled_by_ids(a: Tensor, k: Tensor) -> Two:
+    scale = (1 + k).unsqueeze(1)
+    return a * scale, k
+
+
+def first_half(a: Tensor, k: Tensor) -> Two:
+    return a[:, :2], k
+
+
+def with_largest(a: Tensor) -> Two:
+    return a, a.argmax(1)
+
+
+def gathered(a: Tensor, k: Tensor) -> Two:
+    return a.gather(1, k.unsqueeze(1)), k
+
+
+def largest_first(a: Tensor) -> Two:
+    return a.argmax(1), a
+
+
+def second_exp(k: Tensor, a: Tensor) -> Two:
+    return k, a.exp()
+
+
+def with_detached(a: Tensor) -> Two:
+    return a, a.detach()
+
+
+def product_and_second(a: Tensor, b: Tensor) -> Two:
+    return a * b, b
+
+
+def plus_one(k: Tensor) -> Tensor:
+    return k + 1
+
+
+def scaled_by_requires_grad(x: Tensor) -> Tensor:
+    return x * (3 if x.requires_grad else 4)
+
+
+def nothing(_: Tensor) -> None:
+    return None
+
+
+def with_a_number(a: Tensor) -> tuple[Tensor, float]:
+    return a, 2.0
+
+
+def no_output(_: Tensor) -> tuple[()]:
+    return ()
+
+
+def tensor_or_tuple(a: Tensor) -> Any:
+    """Return a tuple for the smaller micro-batch, and a tensor for the others."""
+    if len(a) > 2:
+        return a
+    return (a,)
+
+
+def maybe_detached(self: Any, a: Tensor) -> Two:
+    if self.detach:
+        return a, a.detach()
+    return a, 1 * a
+
+
+def asking(a: Tensor, b: Tensor) -> Tensor:
+    """Compute something else of a tensor that requires no gradient."""
+    if not a.requires_grad:
+        a = a.exp()
+    if b.requires_grad:
+        b = b.exp()
+    return a + b
+
+
+ask_of_detached = made(
+    linear, lambda: Do(maybe_detached, detach=True), partial(same, asking), linear
+)
+
+
+# What is done with the model.
+
+
+def undivided(run: Any, x: Tensor) -> Any:
+    """Go backward from a loss of the one micro-batch, which plain layers must not concatenate."""
+    y = nn.Sequential.forward(run, x) if isinstance(run, Plain) else run(x)
+    y.backward()
+    return y.detach()
+
+
+def at_last(run: Any, x: Tensor) -> Any:
+    """Run three steps, of which the second and the third detach. Return what the third one shows.
+
+    The second step does not see the change.
+    """
+    for number in range(3):
+        run[1].detach = number > 0
+        x.grad = None
+        shown = step(run, x)
+    return shown
+
+
+ROWS = [
+    Row("in, one without grad", of(product, linear, linear), one_without_grad),
+    Row("in, unused", of(only_the_first, linear, linear), two),
+    Row("of one", of(in_a_tuple, first, first), lambda: (real(),)),
+    Row("out", of(linear, linear, with_sum)),
+    Row("all the way", of(first, first, first), two),
+    Row("longer and shorter", of(to_three, to_two, to_four), two),
+    Row("the same tensor twice", of(doubled, product, linear)),
+    Row("an input is an output", of(only_the_first, with_exp, swapped)),
+    Row("views", of(views, sum_of_views, transposed_twice)),
+    Row("an integer goes along", of(first, scaled_by_ids, first_half), with_ids),
+    Row("an integer is made", of(linear, with_largest, gathered)),
+    Row("an integer is first", of(largest_first, second_exp, both)),
+    Row("detached", of(linear, with_detached, product_and_second)),
+    Row("detached, and the next partition asks", ask_of_detached, balance=(2, 2), use=steps),
+    Row("detached from some step on", ask_of_detached, balance=(2, 2), use=at_last),
+    Row(
+        "a layer that asks what takes a gradient",
+        of(linear, scaled_by_requires_grad, linear),
+        use=steps,
+        balance=(2, 1),
+    ),
+    Row("nothing takes grad", of(both, both, both), with_ids),
+    Row("only integers", of(plus_one, doubled, product), ids),
+    Row("no parameters", of(torch.sin, torch.exp, torch.square)),
+    Row("a loss of one micro-batch", of(linear, linear, Tensor.sum), chunks=1, use=undivided),
+    Row(
+        "nothing",
+        of(linear, nothing, linear),
+        refused={"": "output of partition 1 must be .* got NoneType"},
+    ),
+    Row(
+        "a number",
+        of(linear, with_a_number, linear),
+        refused={"": "of partition 1 must .* element 1 is float"},
+    ),
+    Row("no output", of(linear, no_output, linear), refused={"": "got an empty tuple"}),
+    Row(
+        "a tensor or a tuple",
+        of(linear, linear, tensor_or_tuple),
+        refused={"": "micro-batch 0 returned a tensor and micro-batch 2 a tuple of 1"},
+    ),
+]
+for m in (1, 3):
+    row = Row(
+        f"a scalar in, {m} micro-batches",
+        of(only_the_first, linear, linear),
+        with_a_scalar,
+        chunks=m,
+        refused={"": "needs a batch dimension, but tensor 1 is a scalar"},
+    )
+    ROWS.append(row)
+ROWS += [
+    Row(
+        "two batch sizes in",
+        of(only_the_first, linear, linear),
+        of_two_sizes,
+        refused={"": r"one batch size \(dimension 0\), but they have \[8, 4\]"},
+    ),
+    Row(
+        "a loss beside a tensor",
+        of(linear, linear, with_loss),
+        refused={"": "returned a scalar"},
+    ),
+    Row("a loss", of(linear, linear, Tensor.sum), refused={"": "returned a scalar; move a loss"}),
+]

@@ -1,0 +1,178 @@
+"""Rows about copies of a pipeline in two processes, and about layers that are shared by both."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from examples.works_with import (
+    Batches,
+    loss_in_replicas,
+    no_sync,
+    steps,
+    steps_in_replicas,
+    train,
+)
+
+from ....ranks import current
+from ...compare import REORDERED
+from ...parts.layers import Do
+from ...row import Row
+from .rows import Block, Change, Use, batches, changed, then, tool, unchanged
+
+
+def of_this_rank() -> Batches:
+    return batches(current().index)
+
+
+def replicated(
+    name: str, use: Use = train, note: str = "", change: Change = unchanged, **options: Any
+) -> Row:
+    """Return a row of `DistributedDataParallel` over two ranks, each with its own mini-batches."""
+
+    def wrapped(run: Any, batches: Any) -> Any:
+        return use(DistributedDataParallel(run, **options), batches)
+
+    return changed(name, change, note, use=wrapped, given=of_this_rank)
+
+
+def train_twice(run: nn.Module, batches: Batches) -> list[float]:
+    return train(run, batches + batches)
+
+
+def step_past_replicas(run: nn.Module, batches: Batches) -> None:
+    replicas = DistributedDataParallel(run)
+    steps(replicas.module, batches)
+
+
+# Changes of layers.
+
+
+def taken_branch(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.branches[self.taken](x)
+    return y
+
+
+def put_two_branches(layers: Any) -> None:
+    """Put in a layer with two branches, of which it uses the one whose number is `taken`."""
+    branches = nn.ModuleList([Block(), Block()])
+    layers[1] = Do(taken_branch, branches=branches, taken=0)
+
+
+def take_the_other_branch(run: Any) -> None:
+    run.module[1].taken = 1
+
+
+def shard(layers: nn.Sequential) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+
+
+class TwoLinears(nn.Module):
+    """Two linear layers, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.narrow(self.wide(x).tanh())
+        return y
+
+
+def parallelize(layers: Any) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    layers[1], layers[2] = TwoLinears(), TwoLinears()
+    for layer in layers[1:3]:
+        parallelize_module(layer, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+
+
+class Synchronized(nn.Module):
+    """A norm that subtracts the mean over samples and processes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        dist.all_reduce(mean)
+        return x - mean / dist.get_world_size()
+
+
+def synchronize(layers: Any) -> None:
+    layers[1] = Synchronized()
+
+
+COLLECTIVE = {"workers": "calls a collective"}
+
+REPLICAS = [
+    replicated("`DistributedDataParallel`", note="Gradients are averaged once a step."),
+    replicated(
+        "`DistributedDataParallel(static_graph=True)`",
+        train_twice,
+        "As without a pipeline.",
+        static_graph=True,
+    ),
+    replicated(
+        "`DistributedDataParallel(find_unused_parameters=True)`",
+        then(take_the_other_branch),
+        "A checkpointed partition counts as using all of its parameters, so there may be a "
+        "warning that none is unused.",
+        change=put_two_branches,
+        find_unused_parameters=True,
+    ),
+    replicated(
+        "`DistributedDataParallel`, accumulating with `no_sync`",
+        no_sync,
+        "As without a pipeline.",
+    ),
+    tool(
+        "`ddp.module.step(…)` within `DistributedDataParallel`",
+        step_past_replicas,
+        "It would average nothing: use one of the two below.",
+        given=of_this_rank,
+        refused={"": "DistributedDataParallel around a pipeline does not see step"},
+    ),
+    tool(
+        "`DistributedDataParallel` of a module that returns `model.loss(…)`",
+        loss_in_replicas,
+        "Gradients are averaged once a step.",
+        given=of_this_rank,
+    ),
+    # A step adds up the micro-batches' shares of the mean. Plain layers compute one mean.
+    tool(
+        "`replicate`, and `model.step(…)`",
+        steps_in_replicas,
+        "Of `torch.distributed._composable.replicate`. Gradients are averaged once a step.",
+        given=of_this_rank,
+        tolerance=REORDERED,
+    ),
+    # The gradients of each micro-batch are averaged over ranks.
+    changed(
+        "FSDP2: `fully_shard` of the layers",
+        shard,
+        "Each micro-batch gathers weights and reduces gradients. Ranks have to do so in one order, "
+        "but workers run at once.",
+        given=of_this_rank,
+        tolerance=REORDERED,
+        refused={"workers": "layers that FSDP shards"},
+    ),
+    changed(
+        "tensor parallelism: `parallelize_module` of the layers",
+        parallelize,
+        "Also on ranks, over a mesh with a dimension for each. Clip by the pipeline's "
+        "`clip_grad_norm_`, which takes DTensors and plain gradients together.",
+        refused=COLLECTIVE,
+    ),
+    changed(
+        "collectives in layers, as in synchronized norms",
+        synchronize,
+        "Also on ranks. Workers refuse those of each partition's first micro-batch before they "
+        "are called. Those that only a later one calls, or only backward, are not found. A "
+        "criterion's are right.",
+        given=of_this_rank,
+        refused=COLLECTIVE,
+    ),
+]

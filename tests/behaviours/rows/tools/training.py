@@ -1,0 +1,151 @@
+"""Rows about what surrounds a training step, and about compilers and exporters."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+
+from examples.works_with import (
+    Batches,
+    activations_on_the_host,
+    average_of_weights,
+    exported,
+    hooks_of_layers,
+    hooks_of_parameters,
+    layers_alone,
+    mixed_precision,
+    optimizer_in_backward,
+    traced,
+    train,
+)
+
+from ....plain import Plain
+from ...parts.layers import checkpointed, linear, made
+from ...row import Row, steps
+from .rows import ALONE, changed, tool
+
+graphs: list[object] = []
+
+
+def backend(graph: Any, inputs: object) -> Any:
+    """Note what is compiled, and leave it as it is."""
+    graphs.append(graph)
+    return graph
+
+
+def train_compiled(run: nn.Module, batches: Batches, compiled: bool) -> Any:
+    """Train, and check whether something was compiled.
+
+    Workers that compile a layer at the same time may do so more than once.
+    """
+    graphs.clear()
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        losses = train(run, batches)
+    assert bool(graphs) == compiled
+    return losses
+
+
+def compile_model(run: nn.Module, batches: Batches) -> Any:
+    model: Any = torch.compile(run, backend=backend)
+    return train_compiled(model, batches, compiled=isinstance(run, Plain))
+
+
+def compile_in_place(layers: Any) -> None:
+    for layer in layers:
+        layer.compile(backend=backend)
+
+
+def compile_each(layers: Any) -> None:
+    for name, layer in layers.named_children():
+        layers._modules[name] = torch.compile(layer, backend=backend)
+
+
+CANNOT_BE_TRACED = r"cannot be traced or exported; "
+TRACED = CANNOT_BE_TRACED + r"(trace .* model\[:\]|load the states of all ranks)"
+EXPORTED = CANNOT_BE_TRACED + r"trace or export its layers, model\[:\]"
+
+ROWS = [
+    tool(
+        "`autocast`, `GradScaler` and clipping",
+        mixed_precision,
+        "Autocast keeps no copies of weights between micro-batches: their gradients are summed in "
+        "full precision.",
+    ),
+    tool(
+        "hooks of parameters",
+        hooks_of_parameters,
+        "Once a step, with the mini-batch's gradient.",
+        **ALONE,
+    ),
+    tool(
+        "an optimizer in backward",
+        optimizer_in_backward,
+        "By `register_post_accumulate_grad_hook`.",
+    ),
+    tool(
+        "hooks of layers and of the model",
+        hooks_of_layers,
+        "A layer's run once per micro-batch, the model's once a step. A layer's forward hooks run "
+        "again when it is recomputed.",
+        **ALONE,
+    ),
+    tool(
+        "an average of the weights",
+        average_of_weights,
+        "`AveragedModel` holds another pipeline.",
+        **ALONE,
+    ),
+    tool(
+        "`save_on_cpu` and other `saved_tensors_hooks`",
+        activations_on_the_host,
+        "They do not reach what is recomputed, and with workers only the last partition.",
+    ),
+    Row(
+        "`torch.utils.checkpoint` inside a layer",
+        made(linear, partial(checkpointed, False), partial(checkpointed, True)),
+        use=steps,
+        note="Reentrant or not.",
+        **ALONE,
+    ),
+    changed(
+        "`torch.compile` of the layers",
+        compile_in_place,
+        "Each layer is compiled twice, as a first pass takes no gradients. A compiled batch norm "
+        'in training cannot be recomputed, which is refused: use `checkpoint="never"`.',
+        use=partial(train_compiled, compiled=True),
+    ),
+    changed(
+        "`torch.compile(layer)` in the place of a layer",
+        compile_each,
+        "As `layer.compile()`; names of state get `_orig_mod`, as without a pipeline.",
+        use=partial(train_compiled, compiled=True),
+    ),
+    tool(
+        "`torch.compile(model)`",
+        compile_model,
+        "It compiles nothing: compile the layers.",
+        **ALONE,
+    ),
+    tool(
+        "`torch.jit.trace(model, x)`",
+        traced,
+        "Trace the layers, `model[:]`.",
+        refused={"": TRACED},
+    ),
+    tool(
+        "`torch.export.export(model, (x,))`",
+        exported,
+        "Export the layers, `model[:]`.",
+        refused={"": EXPORTED},
+        **ALONE,
+    ),
+    tool(
+        "`torch.jit.trace` and `torch.export` of `model[:]`",
+        layers_alone,
+        "The layers run as one mini-batch.",
+        **ALONE,
+    ),
+]

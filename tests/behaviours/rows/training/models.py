@@ -1,0 +1,27 @@
+"""Layers and optimizers that rows of several files use."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...parts.layers import layer
+from ...pipe import mlp
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+adam = partial(torch.optim.Adam, lr=0.01)
+
+
+def with_functions(*functions: Callable[..., Any]) -> Callable[[], nn.Sequential]:
+    """Return a function that builds the usual layers, with functions as layers in the middle."""
+    return lambda: mlp(*map(layer, functions))
+
+
+def between(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
+    """Return a function that builds the usual layers, with these in the middle."""
+    return lambda: mlp(*(layer() for layer in layers))
+
+
+normed = between(partial(nn.BatchNorm1d, 6))

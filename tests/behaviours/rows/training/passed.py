@@ -1,0 +1,260 @@
+"""Rows about the split of a mini-batch, and about what passes between partitions."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ...actions import evaluated_then_stepped, input_gradient, sequence, trained
+from ...parts.layers import layer
+from ...parts.wiring import OnFirst
+from ...pipe import Training, batch, mlp
+from .models import sgd, with_functions
+
+SPLIT = "how a mini-batch is split"
+PASSED = "what passes between partitions"
+
+SAMPLE, _ = batch()
+
+Two = tuple[Tensor, Tensor]
+
+
+class Residual(nn.Module):
+    """A module whose last layer uses the output of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.a(x).tanh()
+        b = self.b(a).tanh()
+        result: Tensor = self.c(b + a)
+        return result
+
+
+# Functions as layers.
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return a * b
+
+
+def total(a: Tensor, b: Tensor) -> Tensor:
+    return a + b
+
+
+def only_the_first(a: Tensor, _: Tensor) -> Tensor:
+    return a
+
+
+def twice(x: Tensor) -> Two:
+    return x, x
+
+
+def with_double(x: Tensor) -> Two:
+    return x, x * 2
+
+
+def with_constant(x: Tensor) -> Two:
+    return x, x.detach() * 2
+
+
+def with_mask(x: Tensor) -> Two:
+    return x, x > 0
+
+
+def turned(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
+
+
+# Models.
+
+
+def of_two_inputs() -> nn.Sequential:
+    return nn.Sequential(layer(product), *mlp())
+
+
+def of_two_outputs() -> nn.Sequential:
+    return mlp().append(layer(with_double))
+
+
+def embedded() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(5, 4), *mlp())
+
+
+def masked() -> nn.Sequential:
+    on_first = OnFirst(nn.Linear(3, 3))
+    return nn.Sequential(nn.Linear(4, 3), layer(with_mask), on_first, layer(product))
+
+
+def beginning_in_place() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3))
+
+
+def handed_on() -> nn.Sequential:
+    between = [OnFirst(nn.Linear(3, 3)), OnFirst(nn.Tanh())]
+    ends = [layer(total), nn.Linear(3, 3)]
+    return nn.Sequential(nn.Linear(4, 3), layer(twice), *between, *ends)
+
+
+# Inputs and losses.
+
+
+def two_inputs() -> tuple[Two, Tensor]:
+    x, target = batch()
+    return (x, x + 1), target
+
+
+def tokens() -> Two:
+    _, target = batch()
+    numbers = torch.arange(8) % 5
+    return numbers, target
+
+
+def squares_of_sum(outputs: Two, target: Tensor) -> Tensor:
+    a, b = outputs
+    return ((a + b - target) ** 2).sum()
+
+
+ROWS = [
+    Training(
+        "equal micro-batches",
+        SPLIT,
+        "The ordinary case: losses and gradients are those of the mini-batch.",
+    ),
+    Training(
+        "one micro-batch",
+        SPLIT,
+        "Whoever tries a pipeline, or looks for an error, begins without micro-batches.",
+        chunks=1,
+    ),
+    Training(
+        "uneven micro-batches",
+        SPLIT,
+        "A batch seldom divides: no sample may be lost, or count twice.",
+        given=partial(batch, 14),
+    ),
+    Training(
+        "fewer micro-batches than asked for",
+        SPLIT,
+        "13 samples in 8 are seven micro-batches, as `torch.chunk` has it.",
+        given=partial(batch, 13),
+        chunks=8,
+    ),
+    Training(
+        "fewer samples than micro-batches",
+        SPLIT,
+        "The last batch of a data set may be that small.",
+        given=partial(batch, 3),
+    ),
+    Training(
+        "a smaller second batch",
+        SPLIT,
+        "So an epoch ends, unless its last samples are dropped.",
+        action=trained(batch(8), batch(4, 1)),
+        optimizer=sgd,
+    ),
+    Training(
+        "a larger second batch",
+        SPLIT,
+        "Batch sizes grow on purpose, and buffers must grow with them.",
+        action=trained(batch(4), batch(8, 1)),
+        optimizer=sgd,
+    ),
+    Training(
+        "a longer second sequence",
+        SPLIT,
+        "Text and audio have another length in each batch.",
+        action=trained(sequence(5), sequence(7)),
+        optimizer=sgd,
+    ),
+    Training(
+        "several inputs",
+        PASSED,
+        "Models take a mask, or a second sequence, beside their input.",
+        of_two_inputs,
+        (2, 3),
+        two_inputs,
+    ),
+    Training(
+        "several outputs",
+        PASSED,
+        "A model may return scores and boxes, and its criterion take both.",
+        of_two_outputs,
+        (2, 3),
+        action=evaluated_then_stepped,
+        criterion=squares_of_sum,
+    ),
+    Training(
+        "whole numbers as input",
+        PASSED,
+        "Tokens take no gradient.",
+        embedded,
+        (2, 3),
+        tokens,
+    ),
+    Training(
+        "a mask of booleans between partitions",
+        PASSED,
+        "An attention mask goes through every partition.",
+        masked,
+    ),
+    Training(
+        "bfloat16 between partitions",
+        PASSED,
+        "Types are the layers', not the pipeline's.",
+        with_functions(Tensor.bfloat16, Tensor.float),
+        (3, 3),
+    ),
+    Training(
+        "a transposed tensor between partitions",
+        PASSED,
+        "`transpose` and `permute` end many a layer.",
+        with_functions(turned, turned),
+        (3, 3),
+        partial(sequence, 5),
+    ),
+    Training(
+        "a partition that begins in place",
+        PASSED,
+        "`ReLU(inplace=True)` may come first in a partition.",
+        beginning_in_place,
+        (1, 2),
+    ),
+    Training(
+        "a tensor that the next partition ignores",
+        PASSED,
+        "It takes no gradient, and nobody may wait for one.",
+        with_functions(with_double, only_the_first),
+        (3, 3),
+    ),
+    Training(
+        "a constant beside a tensor with gradient",
+        PASSED,
+        "A float mask, or positions, take no gradient.",
+        with_functions(with_constant, product),
+        (3, 3),
+    ),
+    Training(
+        "a skip over a partition, handed on",
+        PASSED,
+        "A tuple takes it through the partition between.",
+        handed_on,
+        (2, 2, 2),
+    ),
+    Training(
+        "a skip over a partition, in a model as it is written",
+        PASSED,
+        "So U-Nets and encoders are written.",
+        Residual,
+        ("b", "c"),
+        sample=SAMPLE,
+    ),
+    Training(
+        "the input's gradient",
+        PASSED,
+        "Adversarial training, and whatever comes before the pipeline, need it.",
+        action=input_gradient,
+    ),
+]
