@@ -39,7 +39,7 @@ Crossings = Sequence[tuple[int, int, Stashed]]
 
 
 class DeviceBytes(NamedTuple):
-    """The most bytes that a device has allocated, and the parts of them at that moment."""
+    """The bytes that a device has allocated at its fullest moment, in parts."""
 
     parameters: float
     gradients: float

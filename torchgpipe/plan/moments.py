@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import ge
@@ -64,8 +64,12 @@ class Moment(NamedTuple):
         for in_flight in self.held:
             counts += in_flight
         for traffic in self.skips:
-            counts += traffic[2:]
+            counts += (traffic.away, traffic.early, traffic.waiting)
         return tuple(counts)
+
+
+Alike = dict[tuple[int, ...], Moment]
+"""Moments at which a device does the same, by what they hold (`Moment.counts`)."""
 
 
 @lru_cache(maxsize=64)
@@ -83,39 +87,38 @@ def moments(lists: Schedule, recomputed: int, skips: bool) -> list[list[Moment]]
     clock = _Clock(lists) if skips else None
     found = []
     for actions in lists.lists:
-        states = {}
-        for stage in sorted({action.stage for action in actions}):
-            states[stage] = _State(lists.micro_batches)
-        own = tuple(states)
-        fullest: dict[object, dict[tuple[int, ...], Moment]] = defaultdict(dict)
-        for k, action in enumerate(actions):
-            plain = action.micro_batch >= recomputed
-            if action.kind == "recompute" and plain:
-                continue
-            traffic: tuple[Traffic, ...] = ()
-            if clock is not None:
-                # The clock has no recomputations. A recomputation is directly before its backward.
-                timed = actions[k + 1] if action.kind == "recompute" else action
-                traffic = clock.traffic(own, timed)
-            state = states[action.stage]
-            state.begin(action.kind, plain)
-            now = Moment(
-                action.kind,
-                action.stage,
-                not plain,
-                own,
-                coming=tuple([state.left > 0 for state in states.values()]),
-                begun=tuple([state.begun for state in states.values()]),
-                held=tuple([state.in_flight() for state in states.values()]),
-                skips=traffic,
-            )
-            _add(fullest[now[:6]], now)
-            state.end(action.kind, plain)
+        fullest: dict[object, Alike] = defaultdict(dict)
+        for now in _walk(actions, lists.micro_batches, recomputed, clock):
+            _add(fullest[now.kind, now.stage, now.recomputed, now.coming, now.begun], now)
         kept: list[Moment] = []
         for alike in fullest.values():
             kept += alike.values()
         found.append(kept)
     return found
+
+
+def _walk(
+    actions: Sequence[Action], micro_batches: int, recomputed: int, clock: "_Clock | None"
+) -> Iterator[Moment]:
+    """Yield the moments of one device, in the order of its actions."""
+    own = tuple(sorted({action.stage for action in actions}))
+    states = {stage: _State(micro_batches) for stage in own}
+    for k, action in enumerate(actions):
+        kind, micro_batch, stage = action
+        plain = micro_batch >= recomputed
+        if kind == "recompute" and plain:
+            continue
+        traffic: tuple[Traffic, ...] = ()
+        if clock is not None:
+            # A recomputation is directly before its backward, and the clock leaves it out.
+            timed = actions[k + 1] if kind == "recompute" else action
+            traffic = clock.traffic(own, timed)
+        states[stage].begin(kind, plain)
+        coming = tuple([state.left > 0 for state in states.values()])
+        begun = tuple([state.begun for state in states.values()])
+        held = tuple([state.in_flight() for state in states.values()])
+        yield Moment(kind, stage, not plain, own, coming, begun, held, traffic)
+        states[stage].end(kind, plain)
 
 
 @dataclass
@@ -156,7 +159,10 @@ class _State:
 
 
 class _Clock:
-    """A replay of a schedule in units of time, which tells what is done at an action."""
+    """A replay that tells which forwards and backwards are done when an action runs.
+
+    Whole backwards take two units of time, other actions one, and recomputations none.
+    """
 
     def __init__(self, lists: Schedule) -> None:
         self._stages = range(len(lists.placement))
@@ -193,8 +199,8 @@ def _duration(action: Action) -> float:
     return 0.0 if action.kind == "recompute" else units(action)
 
 
-def _add(alike: dict[tuple[int, ...], Moment], now: Moment) -> None:
-    """Add a moment to those alike, which are known by their counts; keep those with the largest."""
+def _add(alike: Alike, now: Moment) -> None:
+    """Add a moment to others that are alike, and drop the moments that another one covers."""
     counts = now.counts
     if any(_covers(known, counts) for known in alike):
         return

@@ -161,8 +161,10 @@ def predictor_here(
     node = describe_here(device, devices, memory)
     largest = _sizes(module, sample)[-1]
     (step,) = setup_memory(counts, Setup(largest, (len(counts),), 1, "never"))
-    copies = sum([layer.parameters + layer.frozen for layer in counts.low])
-    profile = profile_layers(module, sample, whole=step.peak + copies <= node.memory)
+    needed = step.peak  # for a step, and for the copies of the layers that run it
+    for layer in counts.low:
+        needed += layer.parameters + layer.frozen
+    profile = profile_layers(module, sample, whole=needed <= node.memory)
     if node.cpu and node.devices > 1 and profile.whole:
         medium = profile.sizes[len(profile.sizes) // 2]
         given = _rows(module, sample, medium)
@@ -174,7 +176,10 @@ def predictor_here(
 
 
 def _copy(module: Sequential, device: torch.device) -> Sequential:
-    return Sequential(*[placed_copy(module, index, device) for index in range(len(module))])
+    copy = Sequential()
+    for index in range(len(module)):
+        copy.append(placed_copy(module, index, device))
+    return copy
 
 
 def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool = True) -> Profile:

@@ -19,18 +19,19 @@ class Costs:
     """The seconds of every task and copy of a step.
 
     Attributes:
-        forward: Those of each forward.
-        backward: Those of each whole backward.
-        recompute: Those of each recomputation: zero if the task is not checkpointed.
-        copy: Those of passing a boundary, one way: one number for all boundaries, or one for each.
-        loss: What lies between the last forward and everything else. With `None`, the step has no
-            such point and follows its schedule.
-        skips: Those of copying skips, by the partition that stashes and the partition that pops.
+        forward: Seconds of each forward.
+        backward: Seconds of each whole backward.
+        recompute: Seconds of each recomputation: zero if the task is not checkpointed.
+        copy: Seconds of a copy over a boundary between partitions, in one direction. It is one
+            number for all boundaries, or one for each.
+        loss: Seconds of the loss, which is computed after all forwards and before everything else.
+            With `None`, a step only follows its schedule.
+        skips: Seconds of copying skips, by the partition that stashes and the partition that pops.
         blocking: Whether copies occupy the devices on both sides, and start when both are free.
             Otherwise copies run on streams of their own: they delay only the receiver.
         ahead: Whether a recomputation may run before its task's gradient is there.
-        weights: The part of each backward that is for the weights alone, and can be done later. It
-            is needed for schedules that split backwards into halves.
+        weights: Seconds of the part of each backward that is for the weights alone and can be done
+            later. They are needed for schedules that split backwards into halves.
     """
 
     forward: Table

@@ -20,7 +20,7 @@ GiB = 2**30
 WIDTH = 78
 INDENT = " " * 12
 MUCH = 0.1
-"""The share of time from which on a difference is mentioned in the text."""
+"""A setup that memory makes slower by more than this share is mentioned in the text."""
 
 
 def duration(seconds: float) -> str:

@@ -58,10 +58,12 @@ def attention(device: str, arguments: Arguments) -> Tensor | None:
     """
     query, key, value, mask, dropout, causal, scale, grouped = arguments
     heads = (query, key, value)
-    dtypes = {x.dtype for x in heads}
-    sizes = {x.shape[-1] for x in heads}
-    if any(x.dim() != 4 for x in heads) or len(dtypes) > 1 or not query.is_floating_point():
+    dtypes = {query.dtype, key.dtype, value.dtype}
+    if len(dtypes) > 1 or not query.is_floating_point():
         return None
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        return None
+    sizes = {query.shape[-1], key.shape[-1], value.shape[-1]}
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.where(mask, 0.0, -torch.inf).to(query.dtype)
     aten = torch.ops.aten
@@ -80,7 +82,7 @@ def attention(device: str, arguments: Arguments) -> Tensor | None:
     else:
         if mask is not None:
             mask = mask.expand(*query.shape[:-1], key.shape[-2])
-        trained = any(x.requires_grad for x in heads)
+        trained = query.requires_grad or key.requires_grad or value.requires_grad
         made = aten._scaled_dot_product_efficient_attention(
             *heads, mask, trained, dropout, causal, scale=scale
         )

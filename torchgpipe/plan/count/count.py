@@ -119,8 +119,8 @@ def count(
         device: The type of device whose kernels are counted, "cuda" or "cpu".
         autocast: The type of numbers that autocast is enabled with. `None` keeps autocast as it is
             for that type of device.
-        alike: What was counted before. With the same object for several models, layers that are in
-            two of them are counted once.
+        alike: What was counted before. If several models are counted with the same `alike`, a
+            layer that is in two of them is counted once.
 
     Raises:
         TypeError: If a layer cannot be copied.

@@ -100,5 +100,5 @@ def _operators(
 
 
 def _makes_views(func: Any) -> bool:
-    """Return whether the operator computes nothing: its outputs are views or empty tensors."""
+    """Return whether the operator computes nothing: it returns views or uninitialized tensors."""
     return getattr(func, "is_view", False) or str(func).startswith(VIEWS)

@@ -14,11 +14,11 @@ class Change(NamedTuple):
 
     bytes: float
     storage: int | None
-    """The number of the storage if it entered the layer, `SUMMED`, or `None`."""
+    """The number of a storage that entered the layer, or `SUMMED`; `None` for other storages."""
 
 
 SUMMED = -1
-"""The number of a parameter's gradient that is freed after it was added to an earlier gradient."""
+"""The storage number of a parameter's gradient that was added to an earlier gradient."""
 
 
 class Stashed(NamedTuple):

@@ -7,9 +7,13 @@ nothing to do for no samples.
 
 import warnings
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from torchgpipe.plan.count.footprint import LayerCount
+
+KIND = attrgetter("kind", "dtype")
+"""What is the same in an operator for all micro-batch sizes."""
 
 
 def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> Any:
@@ -63,8 +67,7 @@ def check_growth(
     for a, b in zip(low, high, strict=True):
         first = (*a.forward, *a.backward)
         second = (*b.forward, *b.backward)
-        kinds = [(operator.kind, operator.dtype) for operator in first]
-        if kinds != [(operator.kind, operator.dtype) for operator in second]:
+        if list(map(KIND, first)) != list(map(KIND, second)):
             raise ValueError(
                 f"layer {a.name!r} runs different operators for micro-batches of {smaller} "
                 f"and of {larger} samples, so its cost cannot be worked out for others"

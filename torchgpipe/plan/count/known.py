@@ -37,7 +37,8 @@ class Alike:
         """Go on with the layers of a module, which run with PyTorch's present settings.
 
         Args:
-            module: The module. Its layers are copied in training mode if it is in that mode.
+            module: The module. If it is not in training mode, the copies of its layers are put
+                into that mode (see `placed_copy`).
             device: The type of device on which they run.
         """
         self._layers.clear()

@@ -46,19 +46,21 @@ class StorageNumbers:
                 popped.append(number)
         mapping: dict[int | None, Any] = {None: None, SUMMED: SUMMED}
         mapping |= zip((*own.inputs, *own.pops), (*self.value, *popped), strict=True)
-        for number, _ in own.sizes:
+        sizes = {}
+        for number, nbytes in own.sizes:
             if number not in mapping:
                 mapping[number] = self.next
                 self.next += 1
+            sizes[mapping[number]] = nbytes
         placed = mapping.__getitem__
-        sizes = {placed(number): nbytes for number, nbytes in own.sizes}
         traces = []
         for trace in own.traces:
             changes = [Change(nbytes, placed(number)) for nbytes, number in trace]
             traces.append(tuple(changes))
-        stashes = [skip._replace(skip=placed(skip.skip)) for skip in own.stashes]
-        for key, skip in zip(rehearsal.scope, stashes, strict=True):
-            self.skips[key] = skip.skip
+        stashes = []
+        for key, skip in zip(rehearsal.scope, own.stashes, strict=True):
+            self.skips[key] = placed(skip.skip)
+            stashes.append(skip._replace(skip=placed(skip.skip)))
         self.value = tuple(map(placed, own.outputs))
         return own._replace(
             inputs=tuple(map(placed, own.inputs)),
@@ -92,7 +94,7 @@ class _Head(torch.autograd.Function):
 def measure_footprint(gives: Needs, takes: Needs, rehearsal: Rehearsal) -> Footprint:
     """Measure the footprint of a layer, with storages that are counted from 0.
 
-    The storages that enter the layer come first, then those that it makes.
+    The storages that enter the layer come first, then the storages that it makes.
 
     Args:
         gives: For each input, whether the layer gives it a gradient.
@@ -176,10 +178,13 @@ def _entering(rehearsal: Rehearsal) -> tuple[Any, list[tuple[Tensor, int]]]:
     Tensors that share a storage share its number.
     """
     value = rehearsal.prepare()
-    storages = [x.untyped_storage()._cdata for x in tensors_of(rehearsal.value)]
-    numbers = [storages.index(storage) for storage in storages]
-    entering = list(zip(tensors_of(value), numbers, strict=True))
-    for number, skip in enumerate(rehearsal.scope.values(), len(numbers)):
+    storages = []
+    entering = []
+    for x, given in zip(tensors_of(value), tensors_of(rehearsal.value), strict=True):
+        storage = given.untyped_storage()._cdata
+        storages.append(storage)
+        entering.append((x, storages.index(storage)))
+    for number, skip in enumerate(rehearsal.scope.values(), len(storages)):
         if skip is not None:
             entering.append((skip, number))
     return value, entering

@@ -21,7 +21,7 @@ class TaskBytes:
     graph: float
     """The peak of the pass that builds the autograd graph: the forward or the recomputation."""
     kept: float
-    """What lives once the graph is there. Inputs count here if the graph saves them."""
+    """What lives after the graph is built. Inputs count here if the graph saves them."""
     output: float
     """What the partition hands to the next partition."""
     output_grad: float

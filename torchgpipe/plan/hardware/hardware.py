@@ -1,18 +1,19 @@
-"""Describe what the devices and links of a node can do, and predict the seconds that it takes them.
+"""Describe how fast a node's devices and links are, and predict how long operators and copies take.
 
     hardware = load_hardware("p40x8")          # a shipped description, or the path of a file
     seconds = hardware.seconds(operator)       # of one operator on one device
     seconds = hardware.transfer(nbytes)        # between two devices
 
-A description is a JSON file. Every figure in it is an object with a `value` and a `source`. An
-efficiency belongs to a class of operators. It is the share of the peak rate that operators with
-floating-point operations reach, or the share of the memory bandwidth that other operators reach. A
-compute efficiency with a name such as `conv.float16` is for one class in one type of numbers.
+A description is a JSON file. Every figure in it is an object with a `value` and a `source`. Each
+class of operators has efficiencies. The compute efficiency is the share of the peak rate that
+operators with floating-point operations reach, and the memory efficiency is the share of the memory
+bandwidth. A compute efficiency with a name such as `conv.float16` is for one class in one type of
+numbers.
 
 If an operator can be computed in two ways, the faster way counts. Fused attention without an
 efficiency is taken to be as efficient as `matmul`, and TF32 without a peak rate to be as fast as
-float32. `sharing` matters on CPUs: it is the share of its time by which a task takes longer for
-each other device that is at work.
+float32. On CPUs, a task takes longer by the share `sharing` of its time for each other device that
+is at work.
 """
 
 import json
@@ -28,7 +29,7 @@ Shares = dict[str, float]
 FOLDER = Path(__file__).parent
 
 HEADROOM = 0.15
-"""The share that a GPU's allocator is taken to reserve beyond the bytes of tensors.
+"""The memory that a GPU's allocator is taken to reserve beyond tensors, as a share of their bytes.
 
 In the papers' tables of memory, 2 to 22 % more was reserved than is predicted for tensors
 (results/predicted), libraries' workspaces included. The median is 14 %, and it is rounded up.
@@ -62,7 +63,7 @@ class Hardware:
     memory_efficiency: Mapping[str, float]
     link_latency: float
     launch: float = 0.0
-    """The seconds of the shortest operator, which the host needs to issue it."""
+    """The seconds in which the host issues an operator. No operator is shorter on a GPU."""
     peak: Mapping[str, float] = field(default_factory=dict)
     compute_efficiency: Mapping[str, float] = field(default_factory=dict)
     launch_overlaps: bool = True
@@ -72,9 +73,9 @@ class Hardware:
     processors: int = 0
     """The parts of a device that compute tiles of matrices; 0 if tiles are not predicted."""
     sharing: float = 0.0
-    """The share of its time by which a task takes longer for each other device at work.
+    """A task takes longer by this share of its time for each other device at work.
 
-    CPU devices share their memory bandwidth.
+    The reason is that CPU devices share their memory bandwidth.
     """
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each figure is from, by name. A figure in a table has a name such as `peak.float32`."""

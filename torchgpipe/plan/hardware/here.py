@@ -117,7 +117,7 @@ def sharing(works: Sequence[Callable[[], object]]) -> float:
         works: What each device does.
 
     Returns:
-        The share of its time by which the first work takes longer for each other work beside it.
+        How much longer the first work takes for each other work beside it, as a share of its time.
     """
     first, *others = works
     over = threading.Event()

@@ -42,9 +42,9 @@ OperatorClass = Literal[
 CLASSES: tuple[str, ...] = get_args(OperatorClass)
 
 TILES = ((128, 128), (128, 64), (64, 128), (128, 32), (32, 128))
-"""The sizes of tiles to choose from: those in the names of cuDNN's and cuBLAS's float32 kernels.
+"""The sizes of tiles to choose from, in rows and columns.
 
-An example is the name `..._128x64_...`.
+They are the sizes in the names of cuDNN's and cuBLAS's float32 kernels, such as `..._128x64_...`.
 """
 
 

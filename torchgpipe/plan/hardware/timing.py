@@ -25,9 +25,9 @@ class Seconds(NamedTuple):
     """The seconds of every layer for one micro-batch."""
 
     forward: list[float]
-    """Those of forwards without an autograd graph."""
+    """Seconds of forwards without an autograd graph."""
     graph: list[float]
-    """Those of forwards with a graph."""
+    """Seconds of forwards with a graph."""
     backward: list[float]
 
 

@@ -16,18 +16,18 @@ SAFE = 1 - 1e-9
 
 
 class Work:
-    """What the layers take in a setup, and balances that share it out.
+    """The seconds and bytes of a setup's layers, and balances that share them out.
 
-    The balance of the setup does not matter, only its micro-batches, checkpoint mode and schedule.
+    Only the setup's micro-batches, checkpoint mode and schedule matter, not its balance.
 
-    A step has two parts that are bounded for any balance. The first part is one micro-batch's way
-    through all layers. In GPipe's schedule, a partition waits while one micro-batch is in other
-    partitions: the first micro-batch on its way forward to the partition and backward from it, and
-    the last micro-batch in the partitions behind. The second part is what the layers of any
-    partition take beyond that, their `seconds`. A step takes at least both parts together.
+    The seconds give a lower bound on a step with any balance. In GPipe's schedule, a partition
+    waits while one micro-batch is in other partitions: the first micro-batch on its way forward to
+    the partition and backward from it, and the last micro-batch in the partitions behind. So a step
+    takes at least two parts: the seconds of one micro-batch's way through all layers, and the
+    seconds of any partition's layers for the other micro-batches (`seconds`).
 
-    In other schedules, a step takes at least the longer part. There the way leaves out what may be
-    done later, and `seconds` is all that the layers of a partition take.
+    In other schedules, a step takes at least the longer of two parts: a micro-batch's way without
+    what may be done later, and all seconds of any partition's layers (`seconds`).
 
     Args:
         predictor: The predictor of the model.
@@ -46,23 +46,29 @@ class Work:
         again = min(recomputed, m - 1)  # recomputations, apart from the last micro-batch's
         first_forward = full.forward if again else full.graph
         last_forward = last.forward if recomputed == m else last.graph
-        # A micro-batch's seconds in each layer: the least of the first one's and the last one's.
-        ways: list[float] = []
+        backwards = list(map(add, full.backward, full.accumulate))
+        first_ways = list(map(add, first_forward, backwards))
+        last_ways = list(map(add, last_forward, last.backward))
+        ways = last_ways
+        if m > 1:
+            ways = list(map(min, first_ways, last_ways))
         self.seconds: list[float] = []
         """The seconds of each layer that keep its partition's device busy."""
-        both_last = list(map(add, last_forward, last.backward))
-        backwards = list(map(add, full.backward, full.accumulate))
-        columns = (first_forward, full.forward, full.graph, backwards, both_last)
-        for first, forward, graph, backward, last_way in zip(*columns, strict=True):
+        columns = (full.forward, full.graph, backwards, last_ways, ways)
+        for forward, graph, backward, last_way, way in zip(*columns, strict=True):
             others = again * forward + (m - 1) * (graph + backward)
-            way = min(first + backward, last_way) if m > 1 else last_way
-            ways.append(way)
             beyond = last_way - way if gathered else last_way
             self.seconds.append(others + beyond)
-        self._way = sum(ways) - (sum(full.weights) if setup.halves else 0.0)
+        self._way = sum(ways)
+        """The seconds of one micro-batch's way through all layers."""
+        if setup.halves:
+            self._way -= sum(full.weights)
         transfer = predictor.hardware.transfer
-        self._copies = [2 * transfer(layer.output) for layer in full.layers[:-1]]
-        self._cheapest = list(accumulate(sorted(self._copies), initial=0.0))
+        copies = [2 * transfer(layer.output) for layer in full.layers[:-1]]
+        self._copies = copies
+        """The seconds of a micro-batch's copies after each layer, forward and backward."""
+        self._cheapest = list(accumulate(sorted(copies), initial=0.0))
+        """The least seconds of so many copies."""
         self._parameters = sum([layer.parameters for layer in full.layers])
 
     def bound(self, n: int, most: float = 0.0, copies: float = 0.0) -> float:
@@ -73,12 +79,13 @@ class Work:
             most: The least seconds of the heaviest partition's layers, if they are known.
             copies: The least seconds of a micro-batch's copies, if they are known.
         """
-        most = max(most, sum(self.seconds) / n, max(self.seconds))
-        update = self.predictor.update(self.setup, [self._parameters / n] * n)
+        seconds, setup = self.seconds, self.setup
+        most = max(most, sum(seconds) / n, max(seconds))
+        parameters = [self._parameters / n] * n
+        update = self.predictor.update(setup, parameters)
         way = self._way + max(copies, self._cheapest[n - 1])
-        if self.setup.gathered:
-            return (way + most + update) * SAFE
-        return (max(way, most) + update) * SAFE
+        step = way + most if setup.gathered else max(way, most)
+        return (step + update) * SAFE
 
     def bound_of(self, balance: Sequence[int]) -> float:
         """Return the seconds that this balance cannot beat."""
@@ -103,11 +110,11 @@ class Work:
 
         The mixture has only seconds if `share` is 0, and only bytes if it is 1.
         """
-        per_second = (1 - share) / (sum(self.seconds) or 1.0)
-        per_byte = share / sum(self.held)
-        costs = []
-        for seconds, nbytes in zip(self.seconds, self.held, strict=True):
-            costs.append(per_second * seconds + per_byte * nbytes)
+        all_seconds, all_bytes = self.seconds, self.held
+        per_second = (1 - share) / (sum(all_seconds) or 1.0)
+        per_byte = share / sum(all_bytes)
+        layers = zip(all_seconds, all_bytes, strict=True)
+        costs = [per_second * seconds + per_byte * nbytes for seconds, nbytes in layers]
         return tuple(minimise_heaviest(costs, self.stages(n)))
 
     @functools.cached_property

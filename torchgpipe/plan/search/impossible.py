@@ -149,14 +149,15 @@ def why(
     optimizer = allowed.setup.optimizer
     free = least(predictor, batch_size, partitions, optimizer, sorted({1, batch_size}), MODES)
     balanced = "balanced by parameters"
+    room, free_peak, free_setup = amount(memory), amount(free.peak), told(free.setup)
     if free.peak <= memory:
         return (
             f"what was asked for is in the way: with {told(allowed.setup)}, {balanced}, "
-            f"the fullest device needs {amount(allowed.peak)} of {amount(memory)}; "
-            f"on {partitions} device(s), {told(free.setup)} needs {amount(free.peak)}"
+            f"the fullest device needs {amount(allowed.peak)} of {room}; "
+            f"on {partitions} device(s), {free_setup} needs {free_peak}"
         )
     return (
-        f"no balance fits {devices} device(s) of {amount(memory)}: "
-        f"even with {told(free.setup)}, {balanced}, the fullest needs {amount(free.peak)}; "
+        f"no balance fits {devices} device(s) of {room}: "
+        f"even with {free_setup}, {balanced}, the fullest needs {free_peak}; "
         "use more devices, or a smaller batch"
     )

@@ -1,12 +1,11 @@
 """Search for the fastest setup whose devices all have enough memory.
 
-The search chooses balance, number of micro-batches, checkpoint mode and schedule. Each number of
-micro-batches has, with each mode and schedule, a lower bound on its step with any balance (see
-`balances`). The search tries them in the order of their bounds, and leaves out those whose bound is
-no better than the best setup so far. A trial begins with balances that even out seconds or bytes.
-If one comes near the best setup, layers are moved across boundaries for as long as a replay says
-that it helps (see `trial`). Every setup that is returned was replayed, and its bytes were
-predicted.
+The search chooses the balance, the number of micro-batches, the checkpoint mode and the schedule.
+For the last three, there is a lower bound on the step with any balance (see `balances`). The search
+tries these choices in the order of their bounds. It leaves out a choice if its bound is no better
+than the best setup so far. A trial begins with balances that even out seconds or bytes. If one of
+them comes near the best setup, layers are moved across boundaries for as long as a replay says that
+it helps (see `trial`). Every setup that is returned was replayed, and its bytes were predicted.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from torchgpipe.schedules import Schedule
 from torchgpipe.tensors.checkpoint import MODES, Mode
 
 BYTES = (0.5, 1.0)
-"""The shares of bytes, beside seconds, in what balances even out.
+"""Balances even out a mixture of seconds and bytes; these are the shares of the bytes in it.
 
 They are used if the memory is too small for a balance by seconds, and at the end of a search.
 """
@@ -131,8 +130,10 @@ def _in_order(works: Sequence[Work], partitions: Sequence[int]) -> list[tuple[fl
     asked: list[tuple[float, int, Work]] = []
     for work in works:
         layers = len(work.seconds)
-        fitting = [n for n in partitions if 0 < work.stages(n) <= layers]
-        asked += [(work.bound(n), n, work) for n in fitting]
+        for n in partitions:
+            stages = work.stages(n)
+            if 0 < stages <= layers:
+                asked.append((work.bound(n), n, work))
     return sorted(asked, key=lambda each: each[0])
 
 
@@ -159,7 +160,7 @@ def _try(found: Found, n: int, work: Work, memory: float, close: float) -> float
 
 
 def _finish(found: Found, n: int, work: Work, memory: float, close: float) -> None:
-    """Begin once more with other balances: moves from there may lead to a faster setup."""
+    """Move layers once more, beginning with other balances: this may lead to a faster setup."""
     for share in BYTES:
         setup = replace(work.setup, balance=work.balance(n, share))
         trial = Trial(work, assess(work.predictor, setup), memory)
