@@ -68,7 +68,7 @@ def test_a_row_of_a_table_that_takes_long_is_not_stale(experiment: str, name: st
 
 def test_how_far_throughput_and_speed_ups_are() -> None:
     """The targets were a median of 3 % for speed-ups, and nine in ten within 10 %."""
-    off = []
+    off: list[float] = []
     errors = {}
     for table in SPEED_TABLES:
         record = committed(table)

@@ -48,8 +48,8 @@ class Work:
         last_forward = last.forward if recomputed == m else last.graph
         backwards = list(map(add, full.backward, full.accumulate))
         first_ways = list(map(add, first_forward, backwards))
-        last_ways = list(map(add, last_forward, last.backward))
-        ways = last_ways
+        last_ways: list[float] = list(map(add, last_forward, last.backward))
+        ways: list[float] = last_ways
         if m > 1:
             ways = list(map(min, first_ways, last_ways))
         self.seconds: list[float] = []
@@ -59,7 +59,7 @@ class Work:
             others = again * forward + (m - 1) * (graph + backward)
             beyond = last_way - way if gathered else last_way
             self.seconds.append(others + beyond)
-        self._way = sum(ways)
+        self._way: float = sum(ways)
         """The seconds of one micro-batch's way through all layers."""
         if setup.halves:
             self._way -= sum(full.weights)
