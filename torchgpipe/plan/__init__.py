@@ -1,13 +1,24 @@
-"""Plan a pipeline without running it: count a model's layers, predict seconds and bytes, search for the best setup.
+"""Plan a pipeline without running it.
+
+A plan counts the layers of a model, predicts the seconds and bytes of training steps, and searches
+for the fastest setup that fits the memory.
 
     from torchgpipe.plan import plan
-    p = plan(model, sample, batch_size=512, devices=8, memory="24GiB", hardware="h100x8", optimizer="adam")
-    p = plan(model, sample, batch_size=512, devices=8, memory="24GiB")    # or by a profile on the sample's device
-    print(p)
-    model = p.gpipe()
+    found = plan(
+        model,
+        sample,
+        batch_size=512,
+        devices=8,
+        memory="24GiB",
+        hardware="h100x8",    # without it, the layers are profiled on the sample's device
+        optimizer="adam",
+    )
+    print(found)
+    model = found.gpipe()
 
-`count` says what layers do and hold, `hardware` how fast that is, `predict` and `memory` what a step takes, and
-`search` which setup is the best. `planner` puts them together; `profiled` may stand in for counts and hardware.
+`planner` puts the parts together. `count` tells what layers do and hold, and `hardware` how long a
+device takes for that; `profiled` can measure the layers instead. `predict` and `memory` predict the
+seconds and bytes of a step, and `search` finds the best setup.
 """
 
 from torchgpipe.plan.hardware.hardware import Hardware, hardware_names, load_hardware

@@ -1,4 +1,4 @@
-"""Amounts of memory, as people write them."""
+"""Read and write amounts of memory."""
 
 import re
 
@@ -16,17 +16,18 @@ UNITS = {
 
 
 def parse_amount(text: str | float) -> float:
-    """Return bytes from a number of them, or from text with a unit, such as `24GiB`.
+    """Return the bytes of an amount: a number of bytes, or text with a unit, such as `24GiB`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: If the amount is neither, or is not more than zero.
     """
-    units = {unit.lower(): size for unit, size in UNITS.items()}
+    sizes = {unit.lower(): size for unit, size in UNITS.items()}
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*)\s*", str(text))
+    unit = "" if match is None else match[2].lower()
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         nbytes = float(text)
-    elif match is not None and match[2].lower() in units:
-        nbytes = float(match[1]) * units[match[2].lower()]
+    elif match is not None and unit in sizes:
+        nbytes = float(match[1]) * sizes[unit]
     else:
         raise ValueError(
             f"memory must be bytes, or text with a unit such as '24GiB' or '80GB', got {text!r}"
@@ -37,8 +38,9 @@ def parse_amount(text: str | float) -> float:
 
 
 def amount(nbytes: float) -> str:
-    """Return `31.2 GiB`, or a smaller unit where that would show next to nothing."""
+    """Return bytes as text, such as `31.2 GiB`, in the largest unit that gives at least 1."""
     for unit in ("GiB", "MiB", "KiB"):
-        if nbytes >= UNITS[unit]:
-            return f"{nbytes / UNITS[unit]:.1f} {unit}"
+        size = UNITS[unit]
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
     return f"{nbytes:.0f} B"

@@ -1,38 +1,45 @@
-"""Work out each device's peak of allocated bytes: a walk over its list of actions, with bytes instead of seconds.
+"""Predict the most bytes that each device has allocated during a step.
 
-What lives on a device during an action, with micro-batches of one size:
+The prediction walks over a device's list of actions and adds up bytes, for micro-batches of one
+size. During an action, these tensors live on a device:
 
-- always: parameters, buffers, the optimizer's state; on the first stage's device the mini-batch;
-- stashed: of its tasks in flight the inputs of those that are checkpointed, what the graphs of the others keep, and
-  what the backward of weights needs of those that wait for it;
-- the action's working set, by the traces of its layers;
-- copies under way: the next input, the gradient of the output, and that of the last input;
+- always: parameters, buffers and the optimizer's state; the first stage's device also has the
+  mini-batch;
+- stashed: what the device's tasks in flight keep. A checkpointed task keeps its inputs, another
+  task keeps what its autograd graph has saved, and a task whose backward of the weights is left
+  keeps what that backward needs;
+- working: what the action itself allocates, by the traces of its layers;
+- copies: the next input, the gradient of the output and the gradient of the last input, while they
+  are copied;
 - skips on their way to a later stage, and their gradients on the way back;
-- the gradients: the sum of this step's, from the end of the first backward on, and those that stay between steps;
-- in the optimizer's step, after the last backward, what it makes for itself (`optimizer`).
+- gradients: the sum of this step's gradients, from the end of the first backward on, and the
+  gradients that stay between steps;
+- update: what the optimizer's step allocates, after the last backward (see `optimizer`).
 
-CPU devices share their memory, so that nothing is copied: there a tensor counts once, on one of them.
+CPU devices share their memory, so nothing is copied between them. There a tensor counts once, on
+one of the devices.
 
-Bytes are those of tensors; what an allocator reserves beyond them, libraries' workspaces, what a criterion keeps, and
-the copies of buffers that checkpointed tasks make, come on top.
+The bytes are those of tensors. Not counted are what an allocator reserves beyond them, the
+workspaces of libraries, what a criterion keeps, and the copies of buffers that checkpointed tasks
+make.
 """
 
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from torchgpipe.plan.count.count import Counts
-from torchgpipe.plan.count.footprint import Stashed
+from torchgpipe.plan.count.footprint import Footprint, Stashed
+from torchgpipe.plan.count.task_bytes import TaskBytes
+from torchgpipe.plan.moments import Moment, Traffic, moments
 from torchgpipe.plan.predict import Setup, crossing
-from torchgpipe.schedules import Kind, Schedule
-from torchgpipe.schedules.replay import units
 from torchgpipe.tensors.checkpoint import checkpointed
+
+Crossings = Sequence[tuple[int, int, Stashed]]
+"""The skips between stages: the stage that stashes, the stage that pops, and the skip."""
 
 
 class DeviceBytes(NamedTuple):
-    """A device's peak of allocated bytes, and its parts at that moment."""
+    """The bytes that a device has allocated at its fullest moment, in parts."""
 
     parameters: float
     gradients: float
@@ -42,7 +49,7 @@ class DeviceBytes(NamedTuple):
     skips: float = 0.0
     copies: float = 0.0
     update: float = 0.0
-    """What the optimizer's step makes, where that is the fullest moment."""
+    """What the optimizer's step allocates, if the device is fullest then."""
 
     @property
     def peak(self) -> float:
@@ -51,228 +58,192 @@ class DeviceBytes(NamedTuple):
 
 
 def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
-    """Return every device's peak in each step after the first.
+    """Return the peak of every device, in each step after the first.
 
-    Micro-batches count as equal: as the largest, if the last is smaller.
+    All micro-batches count as large as the first, also if the last micro-batch is smaller.
     """
-    crossings = crossing(counts.footprints(setup.sizes[0]), setup.cuts)
-    m = len(setup.sizes)
+    sizes = setup.sizes
+    crossings = crossing(counts.footprints(sizes[0]), setup.cuts)
+    m = len(sizes)
     if isinstance(setup.schedule, str) and not setup.gathered:
-        m = min(m, 4 * len(setup.balance))  # of more, no more are in flight
-    moments = _moments(setup.lists_of(m), checkpointed(setup.checkpoint, m), bool(crossings))
-    return [_Device(counts, setup, own[0].stages, crossings).fullest(own) for own in moments]
-
-
-class Moment(NamedTuple):
-    """What a device does, and what it holds then.
-
-    `stages` are the device's; of each, `coming` says whether it goes forward again, `begun` whether it has gone
-    backward, and `held` how many tasks beside this one are in flight: checkpointed ones, plain ones, and those that
-    wait for the backward of weights. For each of them and each stage of all, `skips` are those on their way from here;
-    gradients of such that have come before their time; and gradients made here that are still to be taken.
-    """
-
-    kind: Kind
-    stage: int
-    recomputed: bool
-    stages: tuple[int, ...]
-    coming: tuple[bool, ...]
-    begun: tuple[bool, ...]
-    held: tuple[tuple[int, ...], ...]
-    skips: tuple[tuple[int, int, int, int, int], ...] = ()
-
-
-@lru_cache(maxsize=64)
-def _moments(lists: Schedule, recomputed: int, skips: bool) -> list[list[Moment]]:
-    """Return the moments of each device that may be its fullest: those alike do not hold as much of everything."""
-    events = (
-        lists.replay(lambda x: units(x) * (x.kind != "recompute"), ahead=False).events
-        if skips
-        else []
-    )
-    times = {event[:3]: event[3:] for event in events}
-    ends: dict[tuple[bool, int], list[float]] = defaultdict(list)
-    for kind, _, s, _, end in events:
-        if kind != "backward_weights":
-            ends[kind == "forward", s].append(end)
-
-    def done(way: bool, s: int, now: float) -> int:
-        return bisect_right(ends[way, s], now)
-
-    def between(s: int, t: int, now: float, end: float) -> tuple[int, int, int, int, int]:
-        away, waiting = (done(way, s, now) - done(way, t, now) for way in (True, False))
-        return (
-            s,
-            t,
-            max(0, away),
-            max(0, done(False, t, end) - done(False, s, now)),
-            max(0, waiting),
-        )
-
-    found = []
-    for actions in lists.lists:
-        own = tuple(sorted({action.stage for action in actions}))
-        ways = [(s, t) for s in own for t in range(len(lists.placement))] if skips else []
-        held, left, begun = (
-            {s: [0, 0, 0] for s in own},
-            dict.fromkeys(own, lists.micro_batches),
-            set[int](),
-        )
-        alike: dict[object, list[tuple[list[int], Moment]]] = defaultdict(list)
-        for k, (kind, i, s) in enumerate(actions):
-            plain, back = i >= recomputed, kind in ("backward", "backward_inputs")
-            if kind == "recompute" and plain:
-                continue
-            left[s] -= kind == "forward"
-            held[s][plain] -= kind == "recompute" or (back and plain)
-            held[s][2] -= kind == "backward_weights"
-            start, end = times[actions[k + (kind == "recompute")]] if skips else (0.0, 0.0)
-            coming, started = tuple([left[j] > 0 for j in own]), tuple([j in begun for j in own])
-            pairs = tuple([between(*way, start, end) for way in ways])
-            now = Moment(
-                kind, s, not plain, own, coming, started, tuple(map(tuple, held.values())), pairs
-            )
-            much = [x for each in (*now.held, *(pair[2:] for pair in pairs)) for x in each]
-            others = alike[now[:6]]
-            if not any(
-                all(a >= b for a, b in zip(other, much, strict=True)) for other, _ in others
-            ):
-                others[:] = [
-                    x for x in others if any(a > b for a, b in zip(x[0], much, strict=True))
-                ] + [(much, now)]
-            held[s][plain] += kind == "forward"
-            held[s][2] += kind == "backward_inputs"
-            begun |= {s} if back else set()
-        found.append([now for others in alike.values() for _, now in others])
-    return found
+        m = min(m, 4 * len(setup.balance))  # These schedules have no more in flight at a time.
+    recomputed = checkpointed(setup.checkpoint, m)
+    peaks = []
+    for own in moments(setup.lists_of(m), recomputed, bool(crossings)):
+        device = _Device(counts, setup, own[0].stages, crossings)
+        peaks.append(device.fullest(own))
+    return peaks
 
 
 class _Stage:
-    """What the tasks of a stage take: checkpointed and plain ones, and those of which the half for weights is left."""
+    """The bytes that the tasks of one stage take."""
 
     def __init__(self, counts: Counts, setup: Setup, s: int) -> None:
         start, stop = setup.cuts[s]
-        size = setup.sizes[0]
-        recomputed = checkpointed(setup.checkpoint, len(setup.sizes))
-        # Only what is needed is worked out: it takes most of the time.
-        self.checkpointed = self.plain = counts.task(size, start, stop, checkpoint=recomputed > 0)
-        if recomputed < len(setup.sizes) or start == 0:
+        sizes = setup.sizes
+        size = sizes[0]
+        recomputed = checkpointed(setup.checkpoint, len(sizes))
+        # Both kinds of tasks are worked out only where both exist: this takes most of the time.
+        self.checkpointed = counts.task(size, start, stop, checkpoint=recomputed > 0)
+        self.plain = self.checkpointed
+        if recomputed < len(sizes) or start == 0:
             self.plain = counts.task(size, start, stop, checkpoint=False)
         self.layers = counts.low[start:stop]
-        self.parameters = [float(x) for layer in self.layers for x in layer.parameter_sizes]
-        # Backwards of weights need what layers with products have saved, and their outputs' gradients.
-        pairs = (
-            zip(counts.footprints(size)[start:stop], self.layers, strict=True)
-            if setup.halves
-            else ()
-        )
-        late = [footprint for footprint, layer in pairs if layer.products]
-        self.grads = sum(footprint.output_grad for footprint in late)
-        sizes = {
-            number: nbytes
-            for footprint in late
-            for number, nbytes in footprint.sizes
-            if number in footprint.saves
-        }
-        self.half = sum(sizes.values()) + self.grads
+        self.parameters: list[float] = []
+        for layer in self.layers:
+            self.parameters += map(float, layer.parameter_sizes)
+        self.all_parameters = sum(self.parameters)
+        # A backward of the weights needs what layers with matrix products have saved, and the
+        # gradients of these layers' outputs.
+        late: list[Footprint] = []
+        if setup.halves:
+            footprints = counts.footprints(size)[start:stop]
+            for footprint, layer in zip(footprints, self.layers, strict=True):
+                if layer.products:
+                    late.append(footprint)
+        self.output_grads = sum(footprint.output_grad for footprint in late)
+        saved: dict[int, float] = {}
+        for footprint in late:
+            saves = footprint.saves
+            saved |= {storage: size for storage, size in footprint.sizes if storage in saves}
+        self.half = sum(saved.values()) + self.output_grads
+        """What a task keeps until its backward of the weights."""
 
     def stashed(self, recomputed: int, plain: int, later: int = 0) -> float:
-        """Return the bytes of so many tasks in flight."""
+        """Return the bytes that so many tasks in flight keep."""
         return recomputed * self.checkpointed.inputs + plain * self.plain.kept + later * self.half
 
 
 class _Device:
-    """What a device holds in a step, moment by moment.
+    """What a device holds at the moments of a step.
 
-    In GPipe's the user holds the gathered output on the last device, also during the optimizer's step, and its gradient
-    throughout backward. While outputs are gathered, the micro-batches' outputs and the whole are there at once.
+    In GPipe's schedule, the user holds the gathered output on the last device, also during the
+    optimizer's step, and its gradient during the whole backward. While outputs are gathered, the
+    micro-batches' outputs and the gathered output are there at once.
     """
 
     def __init__(
-        self,
-        counts: Counts,
-        setup: Setup,
-        own: Sequence[int],
-        crossings: Sequence[tuple[int, int, Stashed]],
-    ):
-        self._counts, self._setup, self._crossings = counts, setup, crossings
-        self._m, self._n, self._gathered = len(setup.sizes), len(setup.cuts), setup.gathered
+        self, counts: Counts, setup: Setup, own: Sequence[int], crossings: Crossings
+    ) -> None:
+        self._setup = setup
+        self._crossings = crossings
+        self._copied = counts.copied
+        self._gathered = setup.gathered
+        self._m = len(setup.sizes)
         self._recomputed = checkpointed(setup.checkpoint, self._m)
+        self._last = len(setup.balance) - 1
         self._stages = {s: _Stage(counts, setup, s) for s in own}
-        layers = [layer for stage in self._stages.values() for layer in stage.layers]
-        self._parameters = float(sum(layer.parameters for layer in layers))
-        self._kept_grads = (
-            self._parameters if setup.zeroed else 0.0
-        )  # gradients that stay between steps
-        frozen = sum(layer.frozen for layer in layers) + (
-            counts.input * setup.batch_size if 0 in own else 0.0
-        )
-        state = setup.optimizer.state * self._parameters
-        self._always = DeviceBytes(self._parameters + frozen, self._kept_grads, state)
+        parameters = frozen = 0.0
+        for stage in self._stages.values():
+            for layer in stage.layers:
+                parameters += layer.parameters
+                frozen += layer.frozen
+        if 0 in own:
+            frozen += counts.input * setup.batch_size
+        self._parameters = parameters
+        self._kept_grads = parameters if setup.zeroed else 0.0
+        """Gradients that stay between steps."""
+        state = setup.optimizer.state * parameters
+        self._always = DeviceBytes(parameters + frozen, self._kept_grads, state)
 
     def fullest(self, moments: Sequence[Moment]) -> DeviceBytes:
-        """Return what it holds at the fullest of these moments, between forward and backward, or in the update."""
-        found, last = [*map(self._at, moments)], self._stages.get(self._n - 1)
-        gathered = self._m * last.plain.output if last and self._gathered else 0.0
+        """Return what the device holds when it is fullest.
+
+        That is at one of the moments, between forward and backward, or in the optimizer's step.
+        """
+        found = [self._at(moment) for moment in moments]
+        gathered = 0.0
+        if self._gathered and self._last in self._stages:
+            gathered = self._m * self._stages[self._last].plain.output
+        parameters: list[float] = []
+        stashed = 0.0
+        for stage in self._stages.values():
+            parameters += stage.parameters
+            stashed += stage.stashed(self._recomputed, self._m - self._recomputed)
         if gathered:
-            stashed = sum(
-                x.stashed(self._recomputed, self._m - self._recomputed)
-                for x in self._stages.values()
-            )
             working = gathered if self._m > 1 else 0.0
             found.append(self._always._replace(stashed=stashed + gathered, working=working))
-        summed = self._parameters + (0.0 if self._gathered else self._kept_grads)
-        update = self._setup.optimizer.temporaries(
-            [x for stage in self._stages.values() for x in stage.parameters]
-        )
-        found.append(self._always._replace(gradients=summed, stashed=gathered, update=update))
-        return max(found, key=lambda x: x.peak)
+        gradients = self._parameters
+        if not self._gathered:
+            gradients += self._kept_grads
+        update = self._setup.optimizer.temporaries(parameters)
+        found.append(self._always._replace(gradients=gradients, stashed=gathered, update=update))
+        return max(found, key=lambda each: each.peak)
 
     def _at(self, now: Moment) -> DeviceBytes:
-        copied, back = self._counts.copied, now.kind in ("recompute", "backward", "backward_inputs")
-        stage, begun = self._stages[now.stage], dict(zip(now.stages, now.begun, strict=True))
-        task, first = stage.checkpointed if now.recomputed else stage.plain, not begun[now.stage]
+        """Return what the device holds at one moment."""
+        running = self._stages[now.stage]
+        task = running.checkpointed if now.recomputed else running.plain
+        first = not now.begun[now.stages.index(now.stage)]
+        backward = now.kind in ("recompute", "backward", "backward_inputs")
+        gradients = self._kept_grads
         stashed = copies = 0.0
-        for s, coming, flying in zip(now.stages, now.coming, now.held, strict=True):
-            stashed += self._stages[s].stashed(*flying)
-            plain, count, here = self._stages[s].plain, sum(flying[:2]), back and s == now.stage
-            if s == self._n - 1 and self._gathered and now.kind != "forward":
-                stashed += self._m * (plain.output + plain.output_grad)
-            elif s == self._n - 1:
-                stashed += (count + here) * plain.output + here * plain.output_grad
-            elif copied:  # of the gradients for this task, and for the one after it
-                copies += (here + (count > 0 and not self._gathered)) * plain.output_grad
-            copies += coming and s > 0 and task.inputs - task.arrivals
-        copies += task.input_grad if back and not first and now.stage else 0.0
-        if now.kind == "forward":
-            working = task.inputs + task.forward
-        elif now.kind == "recompute":
-            working = task.inputs + task.graph
-        elif now.kind == "backward_weights":
-            working = stage.half + max(stage.parameters, default=0.0)
-        else:
-            # Tasks have graphs of their own if there are copies or recomputation. If not, all share one graph.
-            working = task.kept + stage.grads + (task.first if first else task.later)
-            if self._gathered and self._n == 1 and not self._recomputed:
-                later = task.later if self._setup.zeroed and self._m == 1 else task.first
-                working = task.kept + (later if first else task.summed)
+        states = zip(now.stages, now.coming, now.begun, now.held, strict=True)
+        for s, coming, begun, in_flight in states:
+            stage = self._stages[s]
+            stashed += stage.stashed(*in_flight)
+            here = backward and s == now.stage
+            waiting = in_flight.checkpointed + in_flight.plain
+            if s == self._last:
+                stashed += self._outputs(stage.plain, now, waiting, here)
+            elif self._copied:
+                if here:
+                    copies += stage.plain.output_grad
+                if waiting and not self._gathered:  # The gradient for the next task arrives.
+                    copies += stage.plain.output_grad
+            if coming and s > 0:
+                copies += task.inputs - task.arrivals
+            if begun:
+                gradients += stage.all_parameters
+        if backward and not first and now.stage > 0:
+            copies += task.input_grad
         return self._always._replace(
-            gradients=self._kept_grads
-            + sum(sum(self._stages[s].parameters) for s in now.stages if begun[s]),
+            gradients=gradients,
             stashed=stashed,
-            working=working,
-            skips=sum(self._skips(*pair) for pair in now.skips),
+            working=self._working(now, running, task, first),
+            skips=sum([self._skips(traffic) for traffic in now.skips]),
             copies=copies,
         )
 
-    def _skips(self, s: int, t: int, away: int, early: int, waiting: int) -> float:
-        """Return the bytes of skips on their way from s to t, and of gradients; not copied, these are where made."""
-        copied = self._counts.copied
-        leaving = sum(
-            away * x.bytes + early * copied * x.grad
-            for a, b, x in self._crossings
-            if (a, b) == (s, t)
-        )
-        return leaving + sum(
-            waiting * (not copied) * x.grad for a, b, x in self._crossings if (a, b) == (t, s)
-        )
+    def _outputs(self, plain: TaskBytes, now: Moment, waiting: int, here: bool) -> float:
+        """Return the bytes of the last stage's outputs, and of their gradients.
+
+        `waiting` tasks wait for their backward; `here` says that one is in its backward.
+        """
+        if self._gathered and now.kind != "forward":
+            return self._m * (plain.output + plain.output_grad)
+        if here:
+            return (waiting + 1) * plain.output + plain.output_grad
+        return waiting * plain.output
+
+    def _working(self, now: Moment, stage: _Stage, task: TaskBytes, first: bool) -> float:
+        """Return what the action itself allocates; `first` is the first backward of its stage."""
+        if now.kind == "forward":
+            return task.inputs + task.forward
+        if now.kind == "recompute":
+            return task.inputs + task.graph
+        if now.kind == "backward_weights":
+            return stage.half + max(stage.parameters, default=0.0)
+        if not self._gathered or self._last > 0 or self._recomputed:
+            # Copies and checkpoints cut the graph, so that each task has a graph of its own.
+            return task.kept + stage.output_grads + (task.first if first else task.later)
+        peak = task.summed
+        if first:
+            peak = task.later if self._setup.zeroed and self._m == 1 else task.first
+        return task.kept + peak
+
+    def _skips(self, traffic: Traffic) -> float:
+        """Return the bytes of skips and of their gradients that lie between two stages.
+
+        If nothing is copied, a skip and its gradient count on the device that makes them.
+        """
+        route = (traffic.source, traffic.target)
+        found = 0.0
+        for stashing, popping, skip in self._crossings:
+            if route == (stashing, popping):
+                found += traffic.away * skip.bytes
+                if self._copied:
+                    found += traffic.early * skip.grad
+            elif route == (popping, stashing) and not self._copied:
+                found += traffic.waiting * skip.grad
+        return found

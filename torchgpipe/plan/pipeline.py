@@ -1,4 +1,4 @@
-"""`pipeline`: any module as a planned `GPipe`."""
+"""Make a planned `GPipe` from any module."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.trace.sequential import Whole, sequential
 
 
-def pipeline(
+def pipeline(  # noqa: PLR0913
     module: nn.Module,
     sample: Any,
     *,
@@ -28,20 +28,34 @@ def pipeline(
     whole: Iterable[Whole] = (),
     shared: Iterable[str] | None = None,
 ) -> GPipe:
-    """Make a pipeline of any module: `sequential`, then `plan`, then `GPipe`.
+    """Make a pipeline of any module.
 
-        model = pipeline(torchvision.models.resnet50(), sample, devices=["cuda:0", "cuda:1"], batch_size=64)
+    The module is traced into layers by `sequential`, `plan` finds a setup for them, and `GPipe`
+    makes the pipeline.
+
+        model = pipeline(module, sample, devices=["cuda:0", "cuda:1"], batch_size=64)
         loss(model(input), target).backward()
 
     Args:
-        module, sample, whole, shared: as for `torchgpipe.sequential`; the sample is as large as a large micro-batch.
-        devices: the devices to use; the plan may need fewer.
-        batch_size, memory, hardware, optimizer, chunks, checkpoint: as for `torchgpipe.plan.plan`.
+        module: Any module, with its parameters on one device.
+        sample: The module's arguments, as for `sequential`: a tensor, a tuple of arguments, or a
+            dictionary of them by name. They are as large as for a large micro-batch.
+        devices: The devices to use. The plan may need fewer.
+        batch_size: The samples of a mini-batch.
+        memory: The memory of each device, in bytes or as text such as "24GiB".
+        hardware: The hardware to predict for: a description, its name or its file. By default the
+            layers are profiled on the sample's device.
+        optimizer: The name of the optimizer, as for `plan`.
+        chunks: The numbers of micro-batches to choose from, or a single number.
+        checkpoint: The checkpoint modes to choose from, or a single mode.
+        whole: Submodules, or classes of them, that are not cut into layers.
+        shared: The names of arguments without a batch dimension, as for `sequential`.
 
     Raises:
-        TypeError, ValueError: as `sequential`, `plan` and `GPipe` do.
+        TypeError: If `sequential`, `plan` or `GPipe` refuses the type of an argument.
+        ValueError: If one of them refuses a value, or if no setup fits.
     """
-    given = [*devices]
+    given = list(devices)
     layers = sequential(module, sample, whole=whole, shared=shared)
     found = plan(
         layers,

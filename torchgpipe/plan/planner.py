@@ -1,13 +1,14 @@
-"""`plan`: choose balance, micro-batches, checkpointing and schedule for a model, by prediction."""
+"""Choose the balance, micro-batches, checkpointing and schedule of a model, by prediction."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch.nn import Sequential
 
 from torchgpipe.balance.profile import checked_sample
 from torchgpipe.plan.amount import parse_amount
@@ -25,11 +26,11 @@ from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 
 HERE = "here"
-"""In place of a hardware description's name: profile on the present device."""
+"""The value of `hardware` that asks for a profile on the sample's device."""
 
 
-def plan(
-    module: nn.Sequential,
+def plan(  # noqa: PLR0913
+    module: Sequential,
     sample: TensorOrTensors,
     *,
     batch_size: int,
@@ -46,135 +47,172 @@ def plan(
 ) -> Plan:
     """Plan a pipeline for `module`.
 
-    Seconds come from a hardware description, for which the layers are counted on the `meta` device, so that neither a
-    GPU nor memory for the model is needed; or from a profile on the present device, which times them in whole steps
-    where these fit, and takes about as long as fifteen steps of the sample. Bytes are counted either way.
+    Seconds are predicted from a hardware description or from a profile. For a hardware description,
+    the layers are counted on the `meta` device, so neither a GPU nor memory for the model is
+    needed. A profile times the layers on the sample's device, in whole steps if these fit, and
+    takes about as long as fifteen steps of the sample. Bytes are counted in both cases.
 
     Args:
-        module: the layers, on any device, `meta` too.
-        sample: an input like those to come, a tensor or a tuple of tensors. For a profile it is on the device to
-            profile on and as large as the largest micro-batch to be considered; otherwise neither matters.
-        batch_size: samples of a mini-batch.
-        devices: how many there are at most; by default the node's.
-        memory: what each has, in bytes or as text such as "24GiB"; by default the node's.
-        headroom: what to leave of it to the allocator, as a share of the tensors' bytes; by default 0.15 on a GPU,
-            whose caching allocator reserves more than tensors take, and nothing on a CPU. See `Hardware.room`.
-        hardware: a description's name, such as "h100x8", its file, or itself; see `hardware_names`. By default "here":
-            profile on the sample's device, and predict for devices like it. On a CPU a device has as many cores as
-            PyTorch has threads, and an equal share of the memory.
-        optimizer: one of "none", "sgd", "momentum", "rmsprop", "adagrad", "adam" and "adamw", for its state and what
-            its step makes, with PyTorch's defaults: on a GPU, all parameters are updated at once.
-        chunks: the numbers of micro-batches to choose from, or the only one; by default all that differ.
-        checkpoint: the modes to choose from, or the only one.
-        schedules: what to choose from, or the only one, as for `GPipe(schedule=…)`; of Interleaved1F1B with two stages
-            on each device.
-        autocast: the type of numbers that training's autocast has, such as `torch.bfloat16`; by default, that of the
-            autocast that is enabled where `plan` is called.
-        master_weights: whether the optimizer keeps a float32 copy of parameters in 16 bits.
+        module: The layers, on any device, also on `meta`.
+        sample: An input of the module, a tensor or a tuple of tensors. For a profile, the sample is
+            on the device to profile on, and as large as the largest micro-batch to be considered.
+            Otherwise its device and its batch size do not matter.
+        batch_size: The samples of a mini-batch.
+        devices: The most devices to use; by default all devices of the node.
+        memory: The memory of each device, in bytes or as text such as "24GiB"; by default the
+            node's.
+        headroom: The memory that is left to the allocator, as a share of the tensors' bytes. It is
+            0.15 by default on a GPU, whose caching allocator reserves more than tensors take, and 0
+            on a CPU. See `Hardware.room`.
+        hardware: A hardware description, its name such as "h100x8", or its file; `hardware_names`
+            lists the names. The default "here" profiles on the sample's device, and predicts for
+            devices like it. A CPU device then has as many cores as PyTorch has threads, and an
+            equal share of the memory.
+        optimizer: One of "none", "sgd", "momentum", "rmsprop", "adagrad", "adam" and "adamw". It
+            tells how large the optimizer's state is and what its step allocates, with PyTorch's
+            defaults. On a GPU, the step updates all parameters at once.
+        chunks: The numbers of micro-batches to choose from, or a single number. By default all
+            numbers that give different micro-batches are tried.
+        checkpoint: The checkpoint modes to choose from, or a single mode.
+        schedules: The schedules to choose from, or a single schedule, as for
+            `GPipe(schedule=…)`. Interleaved1F1B has two stages on each device.
+        autocast: The type of numbers of the training's autocast, such as `torch.bfloat16`. By
+            default it is that of the autocast which is enabled where `plan` is called.
+        master_weights: Whether the optimizer keeps a float32 copy of parameters in 16 bits.
+
+    Returns:
+        The plan: the best setup, its prediction, and other setups beside it.
 
     Raises:
-        TypeError: a wrong type, or skips that do not match.
-        ValueError: a value out of range, or no setup fits (`Impossible`); the message says why.
+        TypeError: If an argument has a wrong type, or skips do not match.
+        ValueError: If a value is out of range. It is an `Impossible` if no setup fits; its message
+            says why.
     """
     sample = checked_sample(module, sample, "planned")
-    node = (
-        None
-        if hardware == HERE
-        else hardware
-        if isinstance(hardware, Hardware)
-        else load_hardware(hardware)
-    )
+    node = None
+    if isinstance(hardware, Hardware):
+        node = hardware
+    elif hardware != HERE:
+        node = load_hardware(hardware)
     _check_number("batch_size", batch_size)
     if devices is not None:
         _check_number("devices", devices)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
-    modes = _several("checkpoint", checkpoint, "mode")
-    for mode in modes:
-        if mode not in MODES:
-            raise ValueError(
-                f"checkpoint must be among {', '.join(map(repr, MODES))}, got {mode!r}"
-            )
-    orders = _several("schedules", schedules, "schedule")
-    for schedule in orders:
-        # Both refuse what no pipeline can do.
-        schedule.replay(buffered=1) if isinstance(schedule, Schedule) else make(schedule, 1, 1)
-    numbers = None if chunks is None else _several("chunks", chunks, "whole number")
-    for m in numbers or ():
-        _check_number("chunks", m, batch_size)
-    if autocast not in (None, torch.float16, torch.bfloat16):
-        raise ValueError(f"autocast must be torch.float16 or torch.bfloat16, got {autocast!r}")
-    if master_weights and any(
-        p.element_size() != 2 for p in module.parameters() if p.requires_grad
-    ):
-        raise ValueError(
-            "master_weights is for parameters in 16 bits: others are updated as they are, so leave it out"
-        )
-    given = None if memory is None else parse_amount(memory)
-    number = isinstance(headroom, (int, float)) and not isinstance(headroom, bool)
-    if headroom is not None and not (number and 0 <= headroom < inf):
-        raise ValueError(
-            f"headroom must be a share of the tensors' bytes, from 0 on, such as 0.15 for 15 %; got {headroom!r}"
-        )
-    cpu = node.cpu if node is not None else tensors_of(sample)[0].device.type == "cpu"
-    kind = "cpu" if cpu else "cuda"
+    modes = _several("checkpoint", checkpoint, "mode", _check_mode)
+    orders = _several("schedules", schedules, "schedule", _check_schedule)
+    numbers = None
+    if chunks is not None:
+        check = partial(_check_number, "chunks", most=batch_size)
+        numbers = _several("chunks", chunks, "whole number", check)
+    _check_precision(module, autocast, master_weights)
+    asked = None if memory is None else parse_amount(memory)
+    _check_headroom(headroom)
+
+    on_cpu = node.cpu if node is not None else tensors_of(sample)[0].device.type == "cpu"
+    kind = "cpu" if on_cpu else "cuda"
     counts = count(module, sample, device=kind, autocast=autocast)
     if node is None:
         with nullcontext() if autocast is None else torch.autocast(kind, autocast):
-            here = predictor_here(module, sample, counts, devices=devices, memory=given)
+            here = predictor_here(module, sample, counts, devices=devices, memory=asked)
         predictor: Predictor = here
-        node, source = here.hardware, f"{here.profile}; {here.hardware.sources['link_bandwidth']}"
+        node = here.hardware
+        source = f"{here.profile}; {node.sources['link_bandwidth']}"
     else:
-        predictor, source = Predictor(counts, node), f"hardware description {node.name}"
-    each = node.memory if given is None else given
-    tensors = node.room(each, headroom)
+        predictor = Predictor(counts, node)
+        source = f"hardware description {node.name}"
+    each = node.memory if asked is None else asked
+    room = node.room(each, headroom)
     most = node.devices if devices is None else devices
     if most > node.devices:
         source += f", which has {node.devices} devices: more of them are taken to be linked alike"
-    state = optimizer_named(optimizer, foreach=not node.cpu, master_weights=master_weights)
-    refuse_hopeless(predictor, batch_size, most, tensors, state)
+    held = optimizer_named(optimizer, foreach=not node.cpu, master_weights=master_weights)
+    refuse_hopeless(predictor, batch_size, most, room, held)
     found = search(
         predictor,
         batch_size=batch_size,
-        memory=tensors,
+        memory=room,
         partitions=_numbers(min(most, len(counts))),
-        optimizer=state,
+        optimizer=held,
         chunks=numbers,
         checkpoint=modes,
         schedules=orders,
     )
-    candidates = sorted(
-        (each.best for each in found.values() if each.best is not None), key=lambda c: c.seconds
-    )
-    bound = min(each.bound for each in found.values())
-    beside = [data_parallel(predictor, batch_size, n, state) for n in found]
-    return Plan(candidates, bound, each, tensors, node, source, found, beside, predictor, module)
+    candidates = [setups.best for setups in found.values() if setups.best is not None]
+    candidates.sort(key=lambda candidate: candidate.seconds)
+    bound = min([setups.bound for setups in found.values()])
+    beside = [data_parallel(predictor, batch_size, n, held) for n in found]
+    return Plan(candidates, bound, each, room, node, source, found, beside, predictor, module)
 
 
 def _numbers(most: int) -> list[int]:
-    """Return the numbers of partitions to choose from: every one to 16, then fewer, and the most."""
-    return sorted(
-        {n for n in (*range(1, 17), *(k << i for i in range(3, 12) for k in (2, 3))) if n <= most}
-        | {most}
-    )
+    """Return the numbers of partitions to choose from.
+
+    They are all numbers up to 16, then powers of two and three times powers of two, and `most`.
+    """
+    numbers = {*range(1, min(most, 16) + 1), most}
+    for power in range(3, 12):
+        for number in (2 << power, 3 << power):
+            if number <= most:
+                numbers.add(number)
+    return sorted(numbers)
 
 
-def _check_number(name: str, given: object, batch_size: int | None = None) -> None:
-    if (
-        not isinstance(given, int)
-        or isinstance(given, bool)
-        or not 1 <= given <= (batch_size or given)
-    ):
-        allowed = f"from 1 to the batch size {batch_size}" if batch_size else "of at least 1"
+def _check_number(name: str, given: Any, most: int | None = None) -> None:
+    """Refuse what is not a whole number from 1 to `most`, which is the batch size."""
+    whole = isinstance(given, int) and not isinstance(given, bool)
+    if not whole or not 1 <= given <= (most or given):
+        allowed = f"from 1 to the batch size {most}" if most else "of at least 1"
         raise ValueError(f"{name} must be a whole number {allowed}, got {given!r}")
 
 
-def _several(name: str, given: Any, what: str) -> list[Any]:
-    """Return what was given as a list: one thing, or any sequence of them but an empty one."""
+def _check_mode(mode: object) -> None:
+    if mode not in MODES:
+        raise ValueError(f"checkpoint must be among {', '.join(map(repr, MODES))}, got {mode!r}")
+
+
+def _check_schedule(schedule: str | Schedule) -> None:
+    """Refuse a schedule that no pipeline can run."""
+    if isinstance(schedule, Schedule):
+        schedule.replay(buffered=1)
+    else:
+        make(schedule, 1, 1)
+
+
+def _check_precision(
+    module: Sequential, autocast: torch.dtype | None, master_weights: bool
+) -> None:
+    if autocast not in (None, torch.float16, torch.bfloat16):
+        raise ValueError(f"autocast must be torch.float16 or torch.bfloat16, got {autocast!r}")
+    if not master_weights:
+        return
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.element_size() != 2:
+            raise ValueError(
+                "master_weights is for parameters in 16 bits: "
+                "others are updated as they are, so leave it out"
+            )
+
+
+def _check_headroom(headroom: Any) -> None:
+    number = isinstance(headroom, (int, float)) and not isinstance(headroom, bool)
+    if headroom is not None and not (number and 0 <= headroom < inf):
+        raise ValueError(
+            "headroom must be a share of the tensors' bytes, from 0 on, such as 0.15 for 15 %; "
+            f"got {headroom!r}"
+        )
+
+
+def _several(name: str, given: Any, what: str, check: Callable[[Any], None]) -> list[Any]:
+    """Return a list of what was given, one item or a sequence of them, and check each item."""
     if isinstance(given, (str, int, Schedule)):
-        return [given]
-    if not isinstance(given, Iterable):
+        items = [given]
+    elif isinstance(given, Iterable):
+        items = list(given)
+    else:
         raise TypeError(f"{name} must be one {what} or a sequence of them, got {given!r}")
-    if not (found := list(given)):
+    if not items:
         raise ValueError(f"{name} must name at least one {what}, got none")
-    return found
+    for item in items:
+        check(item)
+    return items

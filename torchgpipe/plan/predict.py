@@ -1,9 +1,10 @@
-"""Predict a training step: seconds and bubble from the layers' counts and a hardware description, by replay.
+"""Predict the seconds and the bubble of a training step, by replaying its schedule.
 
     setup = Setup(batch_size=512, balance=(104, 137), chunks=32, checkpoint="except_last")
     step = Predictor(counts, hardware).step(setup)    # step.seconds, step.bubble
 
-Layers' seconds are worked out once for each size of micro-batches.
+The seconds of a layer follow from its counted operators and a hardware description. They are worked
+out once for each size of micro-batches.
 """
 
 import math
@@ -21,17 +22,33 @@ from torchgpipe.plan.replay import Costs, Timeline, recomputing, replay, shared
 from torchgpipe.schedules import Schedule
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 
+Seconds = list[float]
+Cuts = Sequence[tuple[int, int]]
+"""For each partition its first layer, and the layer after its last."""
+
 DEARER = 1.05
-"""A backward in halves beside a whole one, in time: 1.02 to 1.08 on tasks of useful size."""
+"""How many times longer a backward takes if it is split into two halves.
+
+It was 1.02 to 1.08 times for tasks of useful size.
+"""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A way to train: a mini-batch's samples, the layers per stage, micro-batches, what is recomputed, the schedule.
+    """A way to train a model.
 
-    Without `portals`, skips go through every partition between; without `streams`, copies run among the tasks, on both
-    sides. With `zeroed`, gradients stay between steps and are set to zero, and those of a step are added to them:
-    PyTorch's way before 2.0.
+    Attributes:
+        batch_size: The samples of a mini-batch.
+        balance: How many layers each partition has.
+        chunks: How many micro-batches the mini-batch is split into, at most.
+        checkpoint: Which micro-batches are checkpointed.
+        optimizer: What the optimizer holds.
+        portals: Whether skips are copied directly to the partition that pops them. Otherwise they
+            are copied through every partition between.
+        streams: Whether copies run beside tasks. Otherwise they occupy the devices on both sides.
+        zeroed: Whether gradients stay between steps and are set to zero, as PyTorch did by default
+            before 2.0. A step's gradients are then added to them.
+        schedule: The name of a schedule, or a schedule.
     """
 
     batch_size: int
@@ -46,27 +63,32 @@ class Setup:
 
     @property
     def lists(self) -> Schedule:
-        """What devices do, with a recomputation of every task, which takes no time where there is none."""
+        """The actions of each device, as `lists_of` returns them."""
         return self.lists_of(len(self.sizes))
 
     def lists_of(self, m: int) -> Schedule:
-        """Return what devices do for so many micro-batches."""
+        """Return the actions of each device for `m` micro-batches.
+
+        Every task has a recomputation. It takes no time if the task is not checkpointed.
+        """
         schedule, n, v, _ = arranged(self.schedule, len(self.balance))
         return recomputing(schedule, n, m, v)
 
     @property
     def gathered(self) -> bool:
-        """Whether the backward begins with the whole output, as `loss(model(x))` has it; else a step is `step()`'s."""
+        """Whether the backward begins with the gathered output, as in `loss(model(x))`.
+
+        That is so in GPipe's schedule. In other schedules, `GPipe.step` runs the step.
+        """
         return isinstance(self.schedule, str) and self.schedule.lower() == "gpipe"
 
     @property
     def halves(self) -> bool:
-        """Whether some backwards are in halves."""
-        return (
-            self.schedule
-            if isinstance(self.schedule, Schedule)
-            else recomputing(self.schedule, 1, 1)
-        ).halves
+        """Whether the schedule splits some backwards into two halves: inputs and weights."""
+        schedule = self.schedule
+        if not isinstance(schedule, Schedule):
+            schedule = recomputing(schedule, 1, 1)
+        return schedule.halves
 
     @property
     def sizes(self) -> list[int]:
@@ -75,22 +97,23 @@ class Setup:
 
     @property
     def cuts(self) -> list[tuple[int, int]]:
-        """The first layer of each partition, and the one after its last."""
+        """For each partition its first layer, and the layer after its last."""
         return list(pairwise(accumulate(self.balance, initial=0)))
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of each layer for a micro-batch of one size: forward, backward, and adding up gradients."""
+    """The seconds of each layer for a micro-batch of one size."""
 
-    forward: list[float]
-    """Without a graph: that of a checkpointed task."""
-    graph: list[float]
-    """With one: that of a task that is not, and recomputation."""
-    backward: list[float]
-    weights: list[float]
-    """What of a backward is for the weights alone, as far as it can be done apart."""
-    accumulate: list[float]
+    forward: Seconds
+    """A forward without an autograd graph, as in a checkpointed task."""
+    graph: Seconds
+    """A forward that builds the graph, as in a recomputation or in a task without checkpoint."""
+    backward: Seconds
+    weights: Seconds
+    """The part of the backward that is for the weights, if it is done as a half of its own."""
+    accumulate: Seconds
+    """Adding the gradients of parameters to the gradients of earlier micro-batches."""
     layers: Sequence[LayerCount]
 
 
@@ -98,20 +121,34 @@ def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
     """Return the samples of each micro-batch, as `torch.chunk` splits: all equal but the last."""
     size = math.ceil(batch_size / chunks)
     whole, rest = divmod(batch_size, size)
-    return [size] * whole + [rest] * (rest > 0)
+    sizes = [size] * whole
+    if rest > 0:
+        sizes.append(rest)
+    return sizes
 
 
 def apart(
     seconds: Sequence[float], products: Sequence[float], backward: Sequence[float]
-) -> list[float]:
-    """Return what of each layer's `seconds` of backward is for its weights: the share of its products with them."""
-    return [
-        x * min(1.0, a / (b or 1.0)) for x, a, b in zip(seconds, products, backward, strict=True)
-    ]
+) -> Seconds:
+    """Return how many of each layer's `seconds` of backward are for its weights.
+
+    The share is that of `products`, the matrix products with the weights, in the whole `backward`.
+    Both are given in the same unit, seconds or operations.
+    """
+    found = []
+    for layer, product, whole in zip(seconds, products, backward, strict=True):
+        share = min(1.0, product / (whole or 1.0))
+        found.append(layer * share)
+    return found
 
 
 class Predictor:
-    """Predict steps of one model on one node."""
+    """Predict steps of one model on one node.
+
+    Args:
+        counts: The counted layers of the model.
+        hardware: The node.
+    """
 
     def __init__(self, counts: Counts, hardware: Hardware) -> None:
         self.counts = counts
@@ -125,130 +162,157 @@ class Predictor:
         return self._known[size]
 
     def _timed(self, size: int, layers: Sequence[LayerCount]) -> LayerSeconds:
-        forward, backward = (
-            self._totals([x.forward for x in layers]),
-            self._totals([x.backward for x in layers]),
-        )
-        weights = apart(backward, self._totals([x.products for x in layers]), backward)
-        accumulate = self._totals([x.accumulate for x in layers])
-        return LayerSeconds(forward, forward, backward, weights, accumulate, layers)
+        forward = self._totals([layer.forward for layer in layers])
+        backward = self._totals([layer.backward for layer in layers])
+        products = self._totals([layer.products for layer in layers])
+        weights = apart(backward, products, backward)
+        added = self._totals([layer.accumulate for layer in layers])
+        return LayerSeconds(forward, forward, backward, weights, added, layers)
 
-    def _totals(self, operators: Sequence[tuple[Operator, ...]]) -> list[float]:
-        """Return the seconds of each layer's operators. Layers that behave alike share theirs."""
-        seconds = {
-            key: sum(map(self.hardware.seconds, x))
-            for key, x in {id(x): x for x in operators}.items()
-        }
-        return [seconds[id(x)] for x in operators]
+    def _totals(self, layers: Sequence[tuple[Operator, ...]]) -> Seconds:
+        """Return the seconds of each layer's operators.
+
+        Layers that behave alike share one tuple of operators, which is added up once.
+        """
+        known: dict[int, float] = {}
+        for operators in layers:
+            if id(operators) not in known:
+                known[id(operators)] = sum(map(self.hardware.seconds, operators))
+        return [known[id(operators)] for operators in layers]
 
     def costs(self, setup: Setup) -> Costs:
-        """Return the seconds of every task and copy."""
-        sizes, cuts = setup.sizes, setup.cuts
-        if len(self.counts) != sum(setup.balance):
-            raise ValueError(
-                f"the balance has {sum(setup.balance)} layers, and the model {len(self.counts)}"
-            )
-        recomputed, lists = checkpointed(setup.checkpoint, len(sizes)), setup.lists
-        # The one that goes backward first finds no gradients yet to which its own are added.
-        order = [
-            action.micro_batch for action in lists.lists[-1] if action.kind.startswith("backward")
-        ]
-        first = None if setup.zeroed else order[0]
-        kinds = [(size, i < recomputed, i == first) for i, size in enumerate(sizes)]
-        rows = {kind: self._row(cuts, *kind, setup.halves) for kind in dict.fromkeys(kinds)}
-        forward, backward, recompute, weights = map(
-            list, zip(*(rows[kind] for kind in kinds), strict=True)
-        )
+        """Return the seconds of every task and copy.
+
+        Raises:
+            ValueError: If the balance is not for as many layers as the model has.
+        """
+        sizes, cuts, lists = setup.sizes, setup.cuts, setup.lists
+        balanced = sum(setup.balance)
+        if len(self.counts) != balanced:
+            raise ValueError(f"the balance has {balanced} layers, and the model {len(self.counts)}")
+        recomputed = checkpointed(setup.checkpoint, len(sizes))
+        halves = setup.halves
+        # A backward adds its gradients to earlier ones. Without `zeroed` the first finds none.
+        backwards = [action for action in lists.lists[-1] if action.kind.startswith("backward")]
+        first = None if setup.zeroed else backwards[0].micro_batch
+        known: dict[tuple[int, bool, bool], tuple[Seconds, ...]] = {}
+        rows = []
+        for i, size in enumerate(sizes):
+            kind = size, i < recomputed, i == first
+            if kind not in known:
+                known[kind] = self._row(cuts, *kind, halves=halves)
+            rows.append(known[kind])
+        forward, backward, recompute, weights = map(list, zip(*rows, strict=True))
         copies, skips = self.copies(setup)
-        # On a CPU, partitions that cannot overlap run one after another, each recomputation right before its backward.
-        ahead = not self.hardware.cpu or overlaps(len(sizes), len(lists.lists))
-        loss = 0.0 if setup.gathered else None
         return Costs(
-            forward, backward, recompute, copies, loss, skips, not setup.streams, ahead, weights
+            forward,
+            backward,
+            recompute,
+            copies,
+            loss=0.0 if setup.gathered else None,
+            skips=skips,
+            blocking=not setup.streams,
+            # On a CPU, partitions that cannot overlap run one after another. Each recomputation is
+            # then directly before its backward.
+            ahead=not self.hardware.cpu or overlaps(len(sizes), len(lists.lists)),
+            weights=weights,
         )
 
     def _row(
-        self,
-        cuts: Sequence[tuple[int, int]],
-        size: int,
-        recomputed: bool,
-        first: bool,
-        halves: bool,
-    ) -> tuple[list[float], ...]:
-        """Return a micro-batch's forward, backward, recomputation and backward of weights on each stage.
+        self, cuts: Cuts, size: int, recomputed: bool, first: bool, *, halves: bool
+    ) -> tuple[Seconds, ...]:
+        """Return a micro-batch's seconds on each stage.
 
-        `first` is its backward, which is in `halves`.
+        They are those of its forward, backward, recomputation and backward of the weights. `first`
+        says that this backward finds no gradients to add to.
         """
-        layers, dearer = self.layers(size), DEARER if halves else 1.0
+        layers = self.layers(size)
+        dearer = DEARER if halves else 1.0
         graph = [sum(layers.graph[a:b]) for a, b in cuts]
-        forward = [sum(layers.forward[a:b]) for a, b in cuts] if recomputed else graph
-        added = [0.0 if first else sum(layers.accumulate[a:b]) for a, b in cuts]
-        backward = [
-            dearer * sum(layers.backward[a:b]) + more
-            for (a, b), more in zip(cuts, added, strict=True)
-        ]
-        weights = (
-            [sum(layers.weights[a:b]) + more for (a, b), more in zip(cuts, added, strict=True)]
-            if halves
-            else []
-        )
-        return forward, backward, graph if recomputed else [0.0] * len(cuts), weights
+        forward, recompute = graph, [0.0] * len(cuts)
+        if recomputed:
+            forward, recompute = [sum(layers.forward[a:b]) for a, b in cuts], graph
+        backward, weights = [], []
+        for a, b in cuts:
+            added = 0.0 if first else sum(layers.accumulate[a:b])
+            backward.append(dearer * sum(layers.backward[a:b]) + added)
+            if halves:
+                weights.append(sum(layers.weights[a:b]) + added)
+        return forward, backward, recompute, weights
 
-    def copies(self, setup: Setup) -> tuple[list[float], dict[tuple[int, int], float]]:
-        """Return the seconds of each boundary's copy, and of the skips that go from one partition to another."""
-        layers, footprints = (
-            self.layers(setup.sizes[0]).layers,
-            self.counts.footprints(setup.sizes[0]),
-        )
-        cuts = setup.cuts
-        through = [layers[b - 1].output for _, b in cuts[:-1]]
+    def copies(self, setup: Setup) -> tuple[Seconds, dict[tuple[int, int], float]]:
+        """Return the seconds of each boundary's copy, and the seconds of copying skips.
+
+        The keys of the skips are the partition that stashes them and the partition that pops them.
+        """
+        size, cuts = setup.sizes[0], setup.cuts
+        layers = self.layers(size).layers
+        through = [layers[stop - 1].output for _, stop in cuts[:-1]]
         beside: dict[tuple[int, int], float] = {}
-        for source, target, stashed in crossing(footprints, cuts):
+        for source, target, skip in crossing(self.counts.footprints(size), cuts):
             if setup.portals:
-                beside[source, target] = beside.get((source, target), 0.0) + stashed.copied
+                beside[source, target] = beside.get((source, target), 0.0) + skip.copied
             else:
                 for j in range(source, target):
-                    through[j] += stashed.copied
-        transfer, at = (
-            self.hardware.transfer,
-            setup.lists.placement,
-        )  # on one device, nothing is copied
-        through = [x * (at[j] != at[j + 1]) for j, x in enumerate(through)]
-        return [transfer(x) for x in through], {
-            (a, b): transfer(x) for (a, b), x in beside.items() if at[a] != at[b]
-        }
+                    through[j] += skip.copied
+        transfer = self.hardware.transfer
+        placement = setup.lists.placement
+        copies = []
+        for (here, there), nbytes in zip(pairwise(placement), through, strict=True):
+            copies.append(transfer(nbytes) if here != there else 0.0)
+        skips = {}
+        for (source, target), nbytes in beside.items():
+            if placement[source] != placement[target]:
+                skips[source, target] = transfer(nbytes)
+        return copies, skips
 
     def step(self, setup: Setup) -> Timeline:
-        """Predict one step: after its tasks its seconds go on for the optimizer, with setting to zero."""
+        """Predict one step. After its tasks, its seconds go on for the optimizer's step."""
         layers = self.layers(setup.sizes[0]).layers
         lists = setup.lists
-        weights = [0.0] * len(lists.lists)
-        for d, (a, b) in zip(lists.placement, setup.cuts, strict=True):
-            weights[d] += sum(layer.parameters for layer in layers[a:b])
+        parameters = [0.0] * len(lists.lists)
+        for device, (start, stop) in zip(lists.placement, setup.cuts, strict=True):
+            for layer in layers[start:stop]:
+                parameters[device] += layer.parameters
         timeline = replay(self.costs(setup), lists)
         if self.hardware.sharing:
             timeline = shared(timeline, self.hardware.sharing)
-        return replace(timeline, seconds=timeline.seconds + self.update(setup, weights))
+        return replace(timeline, seconds=timeline.seconds + self.update(setup, parameters))
 
     def update(self, setup: Setup, parameters: Sequence[float]) -> float:
-        """Return the seconds of the optimizer's step, from each partition's bytes."""
-        if not setup.optimizer.updates:
+        """Return the seconds of the optimizer's step, from the bytes of each device's parameters.
+
+        If gradients stay between steps, setting them to zero counts, too.
+        """
+        optimizer, hardware = setup.optimizer, self.hardware
+        if not optimizer.updates:
             return 0.0
-        # GPUs update theirs at the same time; on a CPU one thread updates all, one after another.
-        updated = sum(parameters) if self.hardware.cpu else max(parameters)
-        # It reads the parameter and its gradient and writes the parameter; and reads and writes each state.
-        moved = 3.0 + 2.0 * setup.optimizer.state + (1.0 if setup.zeroed else 0.0)
-        return self.hardware.seconds(Operator("elementwise", "float32", 0.0, moved * updated))
+        # GPUs update at the same time. On a CPU, one thread updates all parameters in turn.
+        updated = sum(parameters) if hardware.cpu else max(parameters)
+        # The step reads the parameters and the gradients and writes the parameters. It reads and
+        # writes each state.
+        moved = 3.0 + 2.0 * optimizer.state
+        if setup.zeroed:
+            moved += 1.0
+        return hardware.seconds(Operator("elementwise", "float32", 0.0, moved * updated))
 
 
-def crossing(
-    layers: Sequence[Footprint], cuts: Sequence[tuple[int, int]]
-) -> list[tuple[int, int, Stashed]]:
-    """List the skips that cross partitions: where they are stashed, where they are popped, and what they are."""
-    popped = {
-        skip: j for j, (a, b) in enumerate(cuts) for layer in layers[a:b] for skip in layer.pops
-    }
-    stashed = [
-        (j, x) for j, (a, b) in enumerate(cuts) for layer in layers[a:b] for x in layer.stashes
-    ]
-    return [(j, popped[x.skip], x) for j, x in stashed if popped[x.skip] != j]
+def crossing(layers: Sequence[Footprint], cuts: Cuts) -> list[tuple[int, int, Stashed]]:
+    """List the skips that go from one partition to another.
+
+    An item is the partition that stashes the skip, the partition that pops it, and the skip.
+    """
+    popped: dict[int, int] = {}
+    stashed: list[tuple[int, Stashed]] = []
+    for j, (start, stop) in enumerate(cuts):
+        for layer in layers[start:stop]:
+            if layer.pops:
+                popped |= dict.fromkeys(layer.pops, j)
+            if layer.stashes:
+                stashed += [(j, skip) for skip in layer.stashes]
+    found = []
+    for j, skip in stashed:
+        target = popped[skip.skip]
+        if target != j:
+            found.append((j, target, skip))
+    return found

@@ -1,7 +1,7 @@
-"""Profile a model on the present device, in place of counting operators and turning them into seconds.
+"""Profile a model on the present device, instead of predicting the seconds of its operators.
 
-The layers are timed for the sample, for half of it, a quarter, and so on. Other sizes of micro-batches follow by
-straight lines between these, and on beyond them.
+The layers are timed for the sample, for half of it, a quarter, and so on. For other micro-batch
+sizes, the seconds lie on straight lines between these points and beyond the ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from functools import partial
 from statistics import fmean
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module, Sequential
 
 from torchgpipe.balance.profile import placed_copy, undisturbed
 from torchgpipe.plan.count.count import Counts
@@ -28,158 +29,208 @@ from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.layer import batched
 
 LEAST = 2
-"""Samples of the smallest micro-batch that is timed: batch normalization may refuse one. Twice that are timed, too."""
+"""The samples of the smallest micro-batch that is timed; twice as many are always timed, too.
+
+Batch normalization may refuse a single sample.
+"""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of one layer by the samples of a micro-batch, at the `sizes` at which it was timed."""
+    """The seconds of one layer, by the samples of a micro-batch.
+
+    Attributes:
+        sizes: The micro-batch sizes at which the layer was timed, the smallest first.
+        seconds: The seconds for each of them.
+    """
 
     sizes: Sequence[int]
     seconds: Sequence[float]
 
     @classmethod
     def through(cls, sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
-        """Return the curve through measurements; through their mean where fewer samples took longer, which is noise."""
-        level: list[list[float]] = []
-        for x in seconds:
-            level.append([x])
+        """Return the curve through measurements.
+
+        Where fewer samples took longer, which is noise, the curve goes through the mean.
+        """
+        level: list[list[float]] = []  # groups of measurements; each group counts by its mean
+        for measured in seconds:
+            level.append([measured])
             while len(level) > 1 and fmean(level[-2]) > fmean(level[-1]):
-                level[-2:] = [level[-2] + level[-1]]
-        return cls(tuple(sizes), tuple(fmean(xs) for xs in level for _ in xs))
+                group = level.pop()
+                level[-1] += group
+        means: list[float] = []
+        for group in level:
+            means += [fmean(group)] * len(group)
+        return cls(tuple(sizes), tuple(means))
 
     def at(self, size: int) -> float:
         """Return the seconds for a micro-batch of `size` samples.
 
-        Beyond the ends the line goes on, but no steeper than in proportion: neither a fixed part nor each sample takes
-        less than nothing.
+        Beyond both ends the curve is straight, but no steeper than in proportion to the size.
+        Otherwise a fixed part or a further sample would take less than no time.
         """
-        k = min(max(bisect(self.sizes, size), 1), len(self.sizes) - 1)
-        (a, b), (x, y) = self.sizes[k - 1 : k + 1], self.seconds[k - 1 : k + 1]
+        k = bisect(self.sizes, size)
+        k = min(max(k, 1), len(self.sizes) - 1)
+        a, b = self.sizes[k - 1], self.sizes[k]
+        x, y = self.seconds[k - 1], self.seconds[k]
         line = x + (y - x) * (size - a) / (b - a)
         if size < a:
             return max(line, x * size / a)
-        return min(line, y * size / b) if size > b else line
+        if size > b:
+            return min(line, y * size / b)
+        return line
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds of every layer by the size of micro-batches, and where and how they were measured."""
+    """The seconds of every layer by micro-batch size, and how they were measured."""
 
     curves: tuple[list[Curve], list[Curve], list[Curve]]
-    """Of forwards without a graph and with one, and of backwards."""
+    """Curves of forwards without an autograd graph, of forwards with one, and of backwards."""
     device: torch.device
     sizes: tuple[int, ...]
     whole: bool
-    """Whether the layers were timed in whole steps, or each alone."""
+    """Whether the layers were timed in whole steps. Otherwise each was timed alone."""
     workspace: float = 0.0
-    """Bytes that libraries (cuBLAS) have kept on the device since."""
+    """Bytes that libraries, such as cuBLAS, have kept on the device since."""
 
     def __str__(self) -> str:
         *sizes, last = map(str, self.sizes)
         how = "in whole steps" if self.whole else "each alone"
-        return f"layers profiled on {device_name(self.device)}, {how}, in micro-batches of {', '.join(sizes)} and {last}"
+        return (
+            f"layers profiled on {device_name(self.device)}, {how}, "
+            f"in micro-batches of {', '.join(sizes)} and {last}"
+        )
 
 
 class ProfiledPredictor(Predictor):
-    """Predict steps from a profile; memory, and the bytes that are copied, from counts."""
+    """Predict seconds from a profile. Memory and copied bytes are still predicted from counts.
+
+    Args:
+        counts: The counted layers of the model.
+        hardware: The node.
+        profile: The measured seconds of the layers.
+    """
 
     def __init__(self, counts: Counts, hardware: Hardware, profile: Profile) -> None:
         super().__init__(counts, hardware)
         self.profile = profile
 
     def _timed(self, size: int, layers: Sequence[LayerCount]) -> LayerSeconds:
-        forward, graph, backward = (
-            [curve.at(size) for curve in each] for each in self.profile.curves
-        )
-        flops = [
-            [sum(x.flops for x in each) for each in (layer.products, layer.backward)]
-            for layer in layers
-        ]
-        weights = apart(backward, *zip(*flops, strict=True))
-        return LayerSeconds(
-            forward, graph, backward, weights, self._totals([x.accumulate for x in layers]), layers
-        )
+        forwards, graphs, backwards = self.profile.curves
+        forward = [curve.at(size) for curve in forwards]
+        graph = [curve.at(size) for curve in graphs]
+        backward = [curve.at(size) for curve in backwards]
+        products, whole = [], []
+        for layer in layers:
+            products.append(sum([operator.flops for operator in layer.products]))
+            whole.append(sum([operator.flops for operator in layer.backward]))
+        weights = apart(backward, products, whole)
+        added = self._totals([layer.accumulate for layer in layers])
+        return LayerSeconds(forward, graph, backward, weights, added, layers)
 
 
 def predictor_here(
-    module: nn.Sequential,
+    module: Sequential,
     sample: TensorOrTensors,
     counts: Counts,
     *,
     devices: int | None = None,
     memory: float | None = None,
 ) -> ProfiledPredictor:
-    """Profile on the sample's device, and predict for devices like it: what `plan` does without `hardware`.
+    """Profile on the sample's device, and predict for devices like it.
 
-    `memory` is each device's. The layers are timed in whole steps where one with the sample, and the layers' copies
-    for it, have room in that; each alone where not. How much CPU devices slow each other down that all take steps of
-    the model is measured in medium micro-batches.
+    This is what `plan` does without `hardware`. The layers are timed in whole steps if a step with
+    the sample and a copy of the layers fit the memory. Otherwise each is timed alone. On a CPU, how
+    much devices slow each other down is measured too, while all run steps of the model with
+    micro-batches of medium size.
+
+    Args:
+        module: The layers.
+        sample: An input on the device to profile on, as large as the largest micro-batch.
+        counts: The counted layers.
+        devices: How many devices there are; by default as many as are found.
+        memory: The bytes of each device; by default as many as it has.
 
     Raises:
-        ValueError: as `profile_layers` and `describe_here`.
+        ValueError: If the sample is on `meta`, a layer does not fit the device, or the system does
+            not tell its memory.
     """
     device = _device(sample)
     node = describe_here(device, devices, memory)
-    (step,) = setup_memory(counts, Setup(_sizes(module, sample)[-1], (len(counts),), 1, "never"))
-    copies = sum(layer.parameters + layer.frozen for layer in counts.low)
-    profile = profile_layers(module, sample, whole=step.peak + copies <= node.memory)
+    largest = _sizes(module, sample)[-1]
+    (step,) = setup_memory(counts, Setup(largest, (len(counts),), 1, "never"))
+    needed = step.peak  # for a step, and for the copies of the layers that run it
+    for layer in counts.low:
+        needed += layer.parameters + layer.frozen
+    profile = profile_layers(module, sample, whole=needed <= node.memory)
     if node.cpu and node.devices > 1 and profile.whole:
-        given, at_work = (
-            _rows(module, sample, profile.sizes[len(profile.sizes) // 2]),
-            min(node.devices, MOST_AT_WORK),
-        )
+        medium = profile.sizes[len(profile.sizes) // 2]
+        given = _rows(module, sample, medium)
         with undisturbed(device):
-            works = [
-                partial(time_step, _copy(module, device), given, device) for _ in range(at_work)
-            ]
+            at_work = range(min(node.devices, MOST_AT_WORK))
+            works = [partial(time_step, _copy(module, device), given, device) for _ in at_work]
             node = replace(node, sharing=sharing(works))
     return ProfiledPredictor(counts, replace(node, workspace=profile.workspace), profile)
 
 
-def _copy(module: nn.Sequential, device: torch.device) -> nn.Sequential:
-    return nn.Sequential(*(placed_copy(module, index, device) for index in range(len(module))))
+def _copy(module: Sequential, device: torch.device) -> Sequential:
+    copy = Sequential()
+    for index in range(len(module)):
+        copy.append(placed_copy(module, index, device))
+    return copy
 
 
-def profile_layers(
-    module: nn.Sequential, sample: TensorOrTensors, *, whole: bool = True
-) -> Profile:
-    """Time the layers on the sample's device, in micro-batches as large as the sample, half as large, and so on.
+def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool = True) -> Profile:
+    """Time the layers on the sample's device, in several micro-batch sizes.
 
-    They are timed as parts of `whole` steps, on a copy of the model. Without `whole`, or without memory for that, each
-    is timed alone. Layers on `meta` are timed too, with random parameters.
+    The micro-batches are as large as the sample, half as large, and so on. Layers on `meta` are
+    timed with random parameters.
+
+    Args:
+        module: The layers.
+        sample: An input on the device to profile on.
+        whole: Whether to time the layers in whole steps, on a copy of the model. If not, or if the
+            memory is too small for that, each layer is timed alone.
 
     Raises:
-        ValueError: the sample is on `meta`, or a layer does not fit the device.
+        ValueError: If the sample is on `meta`, or a layer does not fit the device.
     """
-    device, sizes = _device(sample), _sizes(module, sample)
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    device = _device(sample)
+    sizes = _sizes(module, sample)
+    cuda = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if cuda else 0
     with undisturbed(device):
         found = _in_steps(module, sample, sizes, device) if whole else []
         whole = bool(found)
         if not found:
-            found = [
-                time_alone(module, _rows(module, sample, size), device, RUNS) for size in sizes
-            ]
-    medians = (
-        torch.tensor(found, dtype=torch.float64, device="cpu").median(dim=1).values.unbind(dim=1)
-    )
-    forward, graph, backward = (
-        [Curve.through(sizes, times) for times in kind.T.tolist()] for kind in medians
-    )
-    workspace = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
-    return Profile((forward, graph, backward), device, sizes, whole, max(0.0, workspace))
+            for size in sizes:
+                found.append(time_alone(module, _rows(module, sample, size), device, RUNS))
+    # The dimensions of `measured` are: size, run, kind of pass, layer.
+    measured = torch.tensor(found, dtype=torch.float64, device="cpu")
+    forward, graph, backward = measured.median(dim=1).values.unbind(dim=1)
+    curves = _curves(sizes, forward), _curves(sizes, graph), _curves(sizes, backward)
+    workspace = torch.cuda.memory_allocated(device) - before if cuda else 0
+    return Profile(curves, device, sizes, whole, max(0.0, workspace))
+
+
+def _curves(sizes: Sequence[int], seconds: Tensor) -> list[Curve]:
+    """Return the curve of each layer; `seconds` has a row for each size."""
+    return [Curve.through(sizes, layer) for layer in seconds.T.tolist()]
 
 
 def _in_steps(
-    module: nn.Sequential, sample: TensorOrTensors, sizes: Sequence[int], device: torch.device
+    module: Sequential, sample: TensorOrTensors, sizes: Sequence[int], device: torch.device
 ) -> list[list[Seconds]]:
-    """Return every run for each size, after a warm-up; none if there is no memory."""
+    """Time whole steps; return every run for each size, or nothing if there is no memory."""
     with suppress(torch.OutOfMemoryError):
-        copy, found = _copy(module, device), []
+        copy = _copy(module, device)
+        found = []
         for size in sizes:
             given = _rows(module, sample, size)
-            found.append([time_step(copy, given, device) for _ in range(1 + RUNS)][1:])
+            time_step(copy, given, device)  # a warm-up
+            found.append([time_step(copy, given, device) for _ in range(RUNS)])
         return found
     return []
 
@@ -194,23 +245,26 @@ def _device(sample: TensorOrTensors) -> torch.device:
     return device
 
 
-def _sizes(module: nn.Module, sample: TensorOrTensors) -> tuple[int, ...]:
-    """Return the sizes of micro-batches that are timed, the smallest first: at least two."""
+def _sizes(module: Module, sample: TensorOrTensors) -> tuple[int, ...]:
+    """Return the micro-batch sizes that are timed, at least two, the smallest first."""
     split = batched(module) or [True]
-    sizes = [
-        max(2 * LEAST, next(len(x) for x, b in zip(tensors_of(sample), split, strict=False) if b))
-    ]
-    while sizes[0] >= 2 * LEAST:
-        sizes.insert(0, sizes[0] // 2)
+    first = list(split).index(True)  # the first tensor with a batch dimension
+    size = max(2 * LEAST, len(tensors_of(sample)[first]))
+    sizes = [size]
+    while size >= 2 * LEAST:
+        size //= 2
+        sizes.insert(0, size)
     return tuple(sizes)
 
 
-def _rows(module: nn.Module, sample: TensorOrTensors, size: int) -> TensorOrTensors:
-    """Return the first `size` rows of the sample; if it has fewer, they are repeated."""
+def _rows(module: Module, sample: TensorOrTensors, size: int) -> TensorOrTensors:
+    """Return the first `size` rows of the sample. If it has fewer rows, they are repeated."""
 
     def take(x: Tensor, grows: bool = True) -> Tensor:
-        rows = torch.arange(size, device=x.device) % len(x) if grows else ...
-        return x.detach()[rows].requires_grad_(x.requires_grad)
+        taken = x.detach()
+        if grows:
+            taken = taken[torch.arange(size, device=x.device) % len(x)]
+        return taken.requires_grad_(x.requires_grad)
 
     if isinstance(sample, Tensor):
         return take(sample)

@@ -1,27 +1,37 @@
-"""Replay a schedule with what tasks and copies take: when each task starts and ends. No torch in here."""
+"""Replay a schedule with the seconds of tasks and copies. This module does without torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from torchgpipe.schedules import Kind, Schedule, make
+from torchgpipe.schedules.action import Action
 from torchgpipe.schedules.replay import Event, Timeline
 
 __all__ = ["Costs", "Event", "Timeline", "recomputing", "replay", "shared"]
 
 Table = Sequence[Sequence[float]]
+"""Seconds by micro-batch and partition."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of every task, as tables [micro-batch][partition] of one shape.
+    """The seconds of every task and copy of a step.
 
-    `recompute` is zero where a task is not checkpointed. `copy` is what passing a boundary takes, one way: one number
-    for all boundaries, or one for each. `skips` says the same of skips, by the partitions that stash and pop them.
-    With streams of their own, copies delay the receiver but occupy nobody; `blocking` ones occupy both sides, and
-    start when both are free. `loss` lies between the last forward and all that is none; without it (None) a step does
-    as the schedule says. Without `ahead`, recomputation waits for its task's gradient. `weights` is what of a backward
-    can be done later, for the weights alone, in schedules with halves.
+    Attributes:
+        forward: Seconds of each forward.
+        backward: Seconds of each whole backward.
+        recompute: Seconds of each recomputation: zero if the task is not checkpointed.
+        copy: Seconds of a copy over a boundary between partitions, in one direction. It is one
+            number for all boundaries, or one for each.
+        loss: Seconds of the loss, which is computed after all forwards and before everything else.
+            With `None`, a step only follows its schedule.
+        skips: Seconds of copying skips, by the partition that stashes and the partition that pops.
+        blocking: Whether copies occupy the devices on both sides, and start when both are free.
+            Otherwise copies run on streams of their own: they delay only the receiver.
+        ahead: Whether a recomputation may run before its task's gradient is there.
+        weights: Seconds of the part of each backward that is for the weights alone and can be done
+            later. They are needed for schedules that split backwards into halves.
     """
 
     forward: Table
@@ -37,19 +47,31 @@ class Costs:
 
 @lru_cache(maxsize=32)
 def recomputing(schedule: str | Schedule, n: int, m: int, v: int | None = None) -> Schedule:
-    """Return the schedule with a recomputation of every task: those that are not recomputed take no time."""
+    """Return the schedule with a recomputation of every task.
+
+    A recomputation takes no time in a replay if the task is not checkpointed.
+
+    Args:
+        schedule: Its name, or the schedule itself.
+        n: How many devices there are.
+        m: How many micro-batches there are.
+        v: How many stages each device has, if the schedule does not say that itself.
+    """
     return make(schedule, n, m, v, "always")
 
 
 def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
-    """Return the timeline of one step as `schedule` has it, which is `recomputing`; by default, as GPipe's does."""
+    """Return the timeline of one step.
+
+    Args:
+        costs: The seconds of every task and copy.
+        schedule: A schedule from `recomputing`; by default that of GPipe.
+    """
     n = len(costs.forward[0])
     schedule = schedule or recomputing("GPipe", n, len(costs.forward))
-    copies = [costs.copy] * (n - 1) if isinstance(costs.copy, (int, float)) else costs.copy
-    inputs = [
-        [a - b for a, b in zip(*rows, strict=False)]
-        for rows in zip(costs.backward, costs.weights, strict=False)
-    ]
+    inputs: list[list[float]] = []
+    for backward, weights in zip(costs.backward, costs.weights, strict=False):
+        inputs.append([whole - half for whole, half in zip(backward, weights, strict=False)])
     tables: dict[Kind, Table] = {
         "forward": costs.forward,
         "recompute": costs.recompute,
@@ -57,22 +79,28 @@ def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
         "backward_inputs": inputs,
         "backward_weights": costs.weights,
     }
+
+    def seconds(action: Action) -> float:
+        kind, micro_batch, stage = action
+        return tables[kind][micro_batch][stage]
+
+    boundaries = costs.copy
+    if isinstance(boundaries, (int, float)):
+        boundaries = [boundaries] * (n - 1)
+    copies = [(stage, stage + 1, delay) for stage, delay in enumerate(boundaries)]
+    for (source, target), delay in costs.skips.items():
+        copies.append((source, target, delay))
     return schedule.replay(
-        lambda action: tables[action[0]][action[1]][action[2]],
-        [
-            *((j, j + 1, x) for j, x in enumerate(copies)),
-            *((*route, x) for route, x in costs.skips.items()),
-        ],
-        blocking=costs.blocking,
-        ahead=costs.ahead,
-        loss=costs.loss,
+        seconds, copies, blocking=costs.blocking, ahead=costs.ahead, loss=costs.loss
     )
 
 
 def shared(timeline: Timeline, sharing: float) -> Timeline:
-    """Return the timeline where every device at work makes the others' tasks take longer, by `sharing` of their time.
+    """Return the timeline for devices that slow each other down.
 
-    All tasks that run at the same moment are slowed down alike, so time itself is stretched there.
+    Whenever several devices are at work, each task takes longer, by the share `sharing` of its time
+    for each other device at work. All tasks at a moment are slowed down alike, so time itself is
+    stretched there.
     """
     changes: dict[float, int] = {}
     for task in timeline.tasks:
@@ -82,11 +110,13 @@ def shared(timeline: Timeline, sharing: float) -> Timeline:
     now = before = 0.0
     busy = 0
     for time in sorted(changes):
-        now += (time - before) * (1 + sharing * max(0, busy - 1))
-        stretched[time], before = now, time
+        slowed = 1 + sharing * max(0, busy - 1)
+        now += (time - before) * slowed
+        stretched[time] = now
+        before = time
         busy += changes[time]
     events = [
-        event._replace(start=stretched[event.start], end=stretched[event.end])
-        for event in timeline.tasks
+        task._replace(start=stretched[task.start], end=stretched[task.end])
+        for task in timeline.tasks
     ]
     return replace(timeline, events=events, seconds=now + timeline.seconds - before)

@@ -1,1 +1,1 @@
-"""What layers do and hold, counted on `meta`: operators, bytes, and what an optimizer adds."""
+"""Count on `meta` what layers do and hold, and what an optimizer holds."""

@@ -1,7 +1,8 @@
-"""Let operators on `meta` run as they would on a device: with its fused kernels, and under its autocast.
+"""Run operators on `meta` as a type of device would: with its fused kernels, under its autocast.
 
-`meta` follows no autocast of its own. The lists of what is cast are those of PyTorch's documentation ("Autocast Op
-Reference"), by the names of operators. What is in none runs in the type of its inputs, the widest where they differ.
+`meta` follows no autocast by itself. The lists of operators below are those of PyTorch's
+documentation ("Autocast Op Reference"), by name. An operator in no list runs in the type of its
+inputs; if they differ, in the widest type.
 """
 
 import functools
@@ -14,63 +15,62 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.plan.count.attention import attention
+from torchgpipe.plan.count.attention import Arguments, attention
 
 WRITTEN_IN_PYTHON = ("torch.nn.functional", "torch.functional")
 CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 PRODUCTS = (
-    "matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm einsum linear prelu conv1d conv2d conv3d conv_tbc "
-    "conv_transpose1d conv_transpose2d conv_transpose3d convolution scaled_dot_product_attention "
+    "matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm einsum linear prelu "
+    "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution "
+    "scaled_dot_product_attention "
 )
 MORE_PRODUCTS = (
-    "mv addmv addr chain_matmul linalg_multi_dot linalg_vecdot lstm gru rnn_tanh rnn_relu lstm_cell gru_cell "
-    "rnn_tanh_cell rnn_relu_cell"
+    "mv addmv addr chain_matmul linalg_multi_dot linalg_vecdot lstm gru rnn_tanh rnn_relu "
+    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 )
 LOSSES = (
-    "binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss l1_loss margin_ranking_loss mse_loss "
-    "multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d nll_loss_nd cross_entropy_loss poisson_nll_loss "
-    "smooth_l1_loss soft_margin_loss triplet_margin_loss kl_div "
+    "binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss l1_loss "
+    "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d "
+    "nll_loss_nd cross_entropy_loss poisson_nll_loss smooth_l1_loss soft_margin_loss "
+    "triplet_margin_loss kl_div "
 )
 SENSITIVE = (
-    "pow __pow__ __rpow__ acos asin cosh sinh tan erfinv exp expm1 log log10 log1p log2 logsumexp reciprocal rsqrt "
-    "softmax log_softmax softmin softplus layer_norm group_norm rms_norm norm renorm sum prod cumsum cumprod dist "
-    "cdist pdist cosine_similarity"
+    "pow __pow__ __rpow__ acos asin cosh sinh tan erfinv exp expm1 log log10 log1p log2 logsumexp "
+    "reciprocal rsqrt softmax log_softmax softmin softplus layer_norm group_norm rms_norm norm "
+    "renorm sum prod cumsum cumprod dist cdist pdist cosine_similarity"
 )
+MORE_ON_CPU = "avg_pool3d binary_cross_entropy huber_loss prod reflection_pad1d"
+
 LOWER = {"cpu": frozenset(PRODUCTS.split()), "cuda": frozenset((PRODUCTS + MORE_PRODUCTS).split())}
-"""By type of device, those that run in autocast's type."""
+"""The operators that run in autocast's type, by type of device."""
 FULL = {
-    "cpu": frozenset(
-        [
-            *LOSSES.split(),
-            "avg_pool3d",
-            "binary_cross_entropy",
-            "huber_loss",
-            "prod",
-            "reflection_pad1d",
-        ]
-    ),
+    "cpu": frozenset((LOSSES + MORE_ON_CPU).split()),
     "cuda": frozenset((LOSSES + SENSITIVE).split()),
 }
-"""By type of device, those that run in float32."""
+"""The operators that run in float32 under autocast, by type of device."""
 
 
 @contextmanager
 def as_on(device: str, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Follow, in this thread, what PyTorch does on a type of device: "cuda" or "cpu".
+    """Run this thread's operators on `meta` as PyTorch runs them on a type of device.
 
-    Operators are cast while autocast is enabled for that type; `autocast` enables it, with this type of numbers.
+    Operators are cast while autocast is enabled for that type of device.
+
+    Args:
+        device: The type of device, "cuda" or "cpu".
+        autocast: The type of numbers to enable autocast with; `None` keeps autocast as it is.
     """
-    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    if autocast is not None:  # not by `torch.autocast`, which refuses a device that is not here
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    if autocast is not None:  # `torch.autocast` refuses a device that this machine does not have.
         torch.set_autocast_enabled(device, True)
         torch.set_autocast_dtype(device, autocast)
     try:
         with _AsOn(device):
             yield
     finally:
-        torch.set_autocast_enabled(device, before[0])
-        torch.set_autocast_dtype(device, before[1])
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
 
 
 class _AsOn(TorchFunctionMode):
@@ -81,17 +81,18 @@ class _AsOn(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (body := _body(func)) is not None:
-            with self:  # which is off while it answers
+            with self:  # The mode is off while it handles a function.
                 return body(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if torch.is_autocast_enabled(self.device):
             args, kwargs = _cast(self.device, name, args, kwargs)
         if name == "scaled_dot_product_attention":
-            result = attention(self.device, *args, **kwargs)
+            result = attention(self.device, Arguments(*args, **kwargs))
             if result is not None:
                 return result
         if func is torch.dropout and self.device == "cuda" and _drops(*args, **kwargs):
-            return torch.native_dropout(*args, **kwargs)[0]  # one kernel, and a mask of bytes
+            # CUDA has a single kernel, which keeps a mask of bytes.
+            return torch.native_dropout(*args, **kwargs)[0]
         return func(*args, **kwargs)
 
 
@@ -101,10 +102,10 @@ def _drops(input: Tensor, p: float, train: bool) -> bool:
 
 @functools.cache
 def _body(func: Any) -> Callable[..., Any] | None:
-    """Return a function of these modules, which are written in Python, without its check for modes; or `None`.
+    """Return a function that is written in Python without its check for modes, or `None`.
 
-    `torch.nn.functional.multi_head_attention_forward` is one. It asks the modes first. If a mode answers by calling it,
-    that mode does not see the operators within.
+    Such a function, for example `torch.nn.functional.multi_head_attention_forward`, asks the modes
+    first. If a mode answered by calling it, the mode would not see the operators within.
     """
     if not isinstance(func, FunctionType) or func.__globals__["__name__"] not in WRITTEN_IN_PYTHON:
         return None
@@ -119,7 +120,7 @@ def _body(func: Any) -> Callable[..., Any] | None:
 def _cast(
     device: str, name: str, args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Return the arguments of the operator of that name, in the type that autocast gives it on a type of device."""
+    """Return an operator's arguments in the type that autocast gives it on a type of device."""
     if name in LOWER[device]:
         dtype = torch.get_autocast_dtype(device)
     elif name in FULL[device]:
@@ -135,4 +136,6 @@ def _to(item: Any, dtype: torch.dtype) -> Any:
         return item.to(dtype) if eligible else item
     if type(item) in (tuple, list):
         return type(item)(_to(x, dtype) for x in item)
-    return {key: _to(x, dtype) for key, x in item.items()} if type(item) is dict else item
+    if type(item) is dict:
+        return {key: _to(x, dtype) for key, x in item.items()}
+    return item

@@ -1,20 +1,22 @@
-"""Count what every layer costs, on the `meta` device, where nothing is computed and no memory is needed.
+"""Count what every layer costs, on the `meta` device: nothing is computed and no memory is needed.
 
-    counts = count(model, sample)     # a sample of any batch size: only its shape matters
-    layers = counts.at(16)            # of micro-batches of 16
+    counts = count(model, sample)     # only the shape of a sample matters, not its batch size
+    layers = counts.at(16)            # for micro-batches of 16 samples
 
-Layers run one by one as copies (see `torchgpipe.balance.profile`). What they do grows along a straight line with the
-micro-batch's size: a fixed part for the parameters, and as much again for each sample. So two sizes are counted, and
-any other follows. Layers that multiply samples with each other are an exception (see `growth`).
+The layers run one by one as copies (see `torchgpipe.balance.profile`). What a layer does lies on a
+straight line over the micro-batch size: a fixed part for the parameters, and the same part for each
+sample. So two sizes are counted, and all other sizes follow. Layers that multiply samples with each
+other are an exception (see `growth`).
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Sequential
 
 from torchgpipe.balance.profile import Rehearsal, rehearse, undisturbed
 from torchgpipe.caught import caught
@@ -30,45 +32,59 @@ from torchgpipe.tensors._autograd import is_compiled
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.layer import batched
 
+Layers = tuple[LayerCount, ...]
+Footprints = tuple[Footprint, ...]
+
+META = torch.device("meta")
 SIZES = (2, 4)
-"""The micro-batch sizes that are counted; not 1, which batch normalization may refuse."""
+"""The micro-batch sizes that are counted. Batch normalization may refuse a single sample."""
 ADVICE = (
-    "check the sample's shape and type; layers are counted on device 'meta', where tensors have no values, so one that "
-    "needs values cannot be: find the balance with torchgpipe.balance, which runs the layers"
+    "check the sample's shape and type; layers are counted on device 'meta', where tensors have "
+    "no values, so one that needs values cannot be: find the balance with torchgpipe.balance, "
+    "which runs the layers"
 )
 
 
 @dataclass(frozen=True)
 class Counts:
-    """A model's layers at two micro-batch sizes, and at any other by the straight line through these."""
+    """The costs of a model's layers for two micro-batch sizes, and by these for any size."""
 
-    low: tuple[LayerCount, ...]
-    high: tuple[LayerCount, ...]
-    held: tuple[tuple[Footprint, ...], tuple[Footprint, ...]] = field(repr=False)
-    """Their footprints, for both."""
+    low: Layers
+    """The layers for the smaller of `SIZES`."""
+    high: Layers
+    """The layers for the larger of `SIZES`."""
+    held: tuple[Footprints, Footprints] = field(repr=False)
+    """The footprints of the layers for both sizes."""
     input: float
-    """Bytes of one sample of the model's input."""
+    """The bytes of one sample of the model's input."""
     copied: bool = True
-    """Whether a partition gets copies of what others hand it; CPU devices share their memory."""
-    known: dict[int, tuple[Footprint, ...]] = field(default_factory=dict, repr=False, compare=False)
-    """Footprints that were worked out already, by micro-batch size."""
+    """Whether a partition gets copies of its inputs. CPU devices share their memory."""
+    known: dict[int, Footprints] = field(default_factory=dict, repr=False, compare=False)
+    """The footprints that are worked out already, by micro-batch size."""
     tasks: dict[tuple[int, int, int, bool], TaskBytes] = field(
         default_factory=dict, repr=False, compare=False
     )
-    """And bytes of tasks, by micro-batch size, first layer, the one after the last, and whether it is checkpointed."""
+    """The bytes of tasks that are worked out already, by the arguments of `task`."""
 
-    def at(self, size: int) -> tuple[LayerCount, ...]:
+    def at(self, size: int) -> Layers:
         """Return the layers' counts for micro-batches of `size` samples."""
         return _line(self.low, self.high, size)  # type: ignore[no-any-return]
 
-    def footprints(self, size: int) -> tuple[Footprint, ...]:
+    def footprints(self, size: int) -> Footprints:
         """Return what the layers hold for micro-batches of `size` samples."""
         if size not in self.known:
             self.known[size] = _line(*self.held, size)
         return self.known[size]
 
     def task(self, size: int, start: int, stop: int, *, checkpoint: bool) -> TaskBytes:
-        """Return the bytes of a micro-batch of `size` samples on the partition of layers `start` … `stop` - 1."""
+        """Return the bytes of one task.
+
+        Args:
+            size: The samples of the micro-batch.
+            start: The first layer of the partition.
+            stop: The layer after its last.
+            checkpoint: Whether the task is checkpointed.
+        """
         key = (size, start, stop, checkpoint)
         if key not in self.tasks:
             footprints = self.footprints(size)
@@ -82,124 +98,142 @@ class Counts:
 
 
 def _line(low: Any, high: Any, size: int) -> Any:
-    """Return what is as `low` and `high`, which are for micro-batches of `SIZES`, for those of `size` samples."""
-    return between(low, high, (size - SIZES[0]) / (SIZES[1] - SIZES[0]), {})
+    """Return the point for `size` on the straight line through two points at `SIZES`."""
+    smaller, larger = SIZES
+    return between(low, high, (size - smaller) / (larger - smaller), {})
 
 
 def count(
-    module: nn.Sequential,
+    module: Sequential,
     sample: TensorOrTensors,
     *,
     device: str = "cuda",
     autocast: torch.dtype | None = None,
     alike: Alike | None = None,
 ) -> Counts:
-    """Count the layers of `module` for inputs like `sample`, whose batch size does not matter.
+    """Count the layers of `module` for inputs like `sample`.
 
-    Counted are the kernels of a type of device, "cuda" or "cpu". They run under `autocast` to this type of numbers; by
-    default, under what is enabled for that device where it is called. With one `alike` for several models, layers that
-    are in two of them are counted once.
+    Args:
+        module: The layers.
+        sample: An input of any batch size.
+        device: The type of device whose kernels are counted, "cuda" or "cpu".
+        autocast: The type of numbers that autocast is enabled with. `None` keeps autocast as it is
+            for that type of device.
+        alike: What was counted before. If several models are counted with the same `alike`, a
+            layer that is in two of them is counted once.
 
     Raises:
-        TypeError: a layer cannot be copied.
-        ValueError: a layer fails, is compiled, or runs different operators for different batch sizes; the message
-            names it.
+        TypeError: If a layer cannot be copied.
+        ValueError: If a layer fails, is compiled, or runs different operators for different batch
+            sizes. The message names the layer.
 
     Warns:
-        UserWarning: a layer does more for every further sample, so that larger micro-batches are counted too low.
+        UserWarning: If a layer does more for every further sample, so that larger micro-batches are
+            counted too low.
     """
     _refuse_compiled(module)
     alike = alike or Alike()
-    with undisturbed(torch.device("meta")), Remembered(), as_on(device, autocast):
+    split = batched(module)
+    smaller, larger = SIZES
+    with undisturbed(META), Remembered(), as_on(device, autocast):
         alike.begin(module, device)
-        (low, low_held), (high, high_held) = (
-            _at(_empty(sample, size, batched(module)), module, alike) for size in SIZES
-        )
+        low, low_held = _at(_empty(sample, smaller, split), module, alike)
+        high, high_held = _at(_empty(sample, larger, split), module, alike)
     check_growth(low, high, SIZES)
-    one = sum(x[:1].numel() * x.element_size() for x in tensors_of(sample))
-    return Counts(low, high, (low_held, high_held), float(one), device != "cpu")
+    one = 0.0
+    for x in tensors_of(sample):
+        one += x[:1].numel() * x.element_size()
+    return Counts(low, high, (low_held, high_held), one, device != "cpu")
 
 
-def _at(
-    sample: TensorOrTensors, module: nn.Sequential, alike: Alike
-) -> tuple[tuple[LayerCount, ...], tuple[Footprint, ...]]:
+def _at(sample: TensorOrTensors, module: Sequential, alike: Alike) -> tuple[Layers, Footprints]:
     """Return what the layers do with a sample on `meta`, and what they hold."""
-    names, storages = list(module._modules), StorageNumbers(len(tensors_of(sample)))
+    names = list(module._modules)
+    storages = StorageNumbers(len(tensors_of(sample)))
+    measure_count = partial(_count_layer, names)
 
-    def does(layer: Rehearsal) -> LayerCount:
-        return alike.once(functools.partial(_count_layer, names), layer)._replace(
-            name=names[layer.index]
-        )
+    def does(rehearsal: Rehearsal) -> LayerCount:
+        found = alike.once(measure_count, rehearsal)
+        return found._replace(name=names[rehearsal.index])
 
-    def holds(layer: Rehearsal) -> Footprint:
-        needs = gives[layer.index], gives[layer.index + 1]
-        return storages.placed(
-            alike.once(functools.partial(measure_footprint, *needs), layer, needs), layer
-        )
+    layers = tuple(rehearse(module, sample, META, does))
+    gives = (*[layer.gives for layer in layers], None)
 
-    layers = tuple(rehearse(module, sample, torch.device("meta"), does))
-    gives = (*(layer.gives for layer in layers), None)
-    return layers, tuple(rehearse(module, sample, torch.device("meta"), holds))
+    def holds(rehearsal: Rehearsal) -> Footprint:
+        needs = gives[rehearsal.index], gives[rehearsal.index + 1]
+        found = alike.once(partial(measure_footprint, *needs), rehearsal, needs)
+        return storages.placed(found, rehearsal)
+
+    return layers, tuple(rehearse(module, sample, META, holds))
 
 
-def _refuse_compiled(module: nn.Sequential) -> None:
+def _refuse_compiled(module: Sequential) -> None:
     for name, layer in module.named_children():
         for part in layer.modules():
             if is_compiled(part):
                 raise ValueError(
-                    f"layer {name!r} is compiled by torch.compile, and how it fuses operators cannot be counted: "
-                    "count or plan the layers before they are compiled"
+                    f"layer {name!r} is compiled by torch.compile, and how it fuses operators "
+                    "cannot be counted: count or plan the layers before they are compiled"
                 )
 
 
 def _count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
-    """Count one layer, of those with these names.
+    """Count one of the layers with these names.
 
     Raises:
-        ValueError: in place of any exception of the layer, in one line that names it.
+        ValueError: If the layer raises any exception. The message names the layer in one line.
     """
+    name = names[rehearsal.index]
+    layer = rehearsal.layer
     value = rehearsal.prepare()
     reached: set[int] = set()
-    given = [_Entry.apply(reached, i, x) for i, x in enumerate(tensors_of(value))]
-    rehearsal.scope = {
-        k: None if x is None else _Entry.apply(reached, -1, x) for k, x in rehearsal.scope.items()
-    }
-    layer = rehearsal.layer
+    given = tuple([_Entry.apply(reached, i, x) for i, x in enumerate(tensors_of(value))])
+    for key, skip in rehearsal.scope.items():
+        if skip is not None:
+            rehearsal.scope[key] = _Entry.apply(reached, -1, skip)
     forward, backward = Counter(), Counter()
     try:
         with forward:
-            rehearsal.forward(given[0] if isinstance(value, Tensor) else tuple(given))
+            rehearsal.forward(given[0] if isinstance(value, Tensor) else given)
         roots = [x for x in rehearsal.results() if x.requires_grad]
         gradients = [torch.empty_like(x) for x in roots]
         with backward:
             torch.autograd.backward(roots, gradients)
     except Exception as error:
-        which = f"layer {rehearsal.index} ({names[rehearsal.index]!r}, {type(rehearsal.original).__name__})"
+        which = f"layer {rehearsal.index} ({name!r}, {type(rehearsal.original).__name__})"
+        inputs = ", ".join([f"{tuple(x.shape)} {dtype_of(x)}" for x in tensors_of(value)])
         first, *_ = str(error).strip().splitlines() or [type(error).__name__]
-        on = ", ".join(f"{tuple(x.shape)} {dtype_of(x)}" for x in tensors_of(value))
-        raise ValueError(f"{which} fails on {on}: {first.rstrip('.')}; {ADVICE}") from caught(error)
-    trained = [p for p in layer.parameters() if p.requires_grad]
-    others = [p for p in layer.parameters() if not p.requires_grad]
+        message = f"{which} fails on {inputs}: {first.rstrip('.')}; {ADVICE}"
+        raise ValueError(message) from caught(error)
+    sizes = []
+    accumulate = []
+    frozen = sum([buffer.nbytes for buffer in layer.buffers()])
+    for parameter in layer.parameters():
+        nbytes = parameter.nbytes
+        if parameter.requires_grad:
+            sizes.append(nbytes)
+            dtype = dtype_of(parameter)
+            accumulate.append(Operator("elementwise", dtype, 0.0, 3.0 * nbytes))
+        else:
+            frozen += nbytes
     return LayerCount(
-        name=names[rehearsal.index],
+        name=name,
         forward=tuple(forward.operators),
         backward=tuple(backward.operators),
-        accumulate=tuple(
-            Operator("elementwise", dtype_of(p), 0.0, 3.0 * p.nbytes) for p in trained
-        ),
-        output=float(sum(x.nbytes for x in tensors_of(rehearsal.output))),
-        parameters=sum(p.nbytes for p in trained),
-        parameter_sizes=tuple(p.nbytes for p in trained),
-        frozen=sum(x.nbytes for x in (*others, *layer.buffers())),
-        gives=tuple(i in reached for i in range(len(given))),
+        accumulate=tuple(accumulate),
+        output=float(sum([x.nbytes for x in tensors_of(rehearsal.output)])),
+        parameters=sum(sizes),
+        parameter_sizes=tuple(sizes),
+        frozen=frozen,
+        gives=tuple([i in reached for i in range(len(given))]),
     )
 
 
 class _Entry(torch.autograd.Function):
-    """Let a tensor enter a layer; note that its gradient arrives, and drop that.
+    """Let a tensor enter a layer. In the backward, note that its gradient arrives, and drop it.
 
-    If the tensor were a leaf instead, PyTorch would copy a gradient that the layer passes on unchanged, and the copy
-    would be counted, though no step of a pipeline makes it.
+    The tensor is no leaf. For a leaf, PyTorch would copy a gradient that the layer passes on
+    unchanged, and the copy would be counted, though no step of a pipeline makes it.
     """
 
     @staticmethod
@@ -215,7 +249,7 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
-def _empty(sample: TensorOrTensors, size: int, batched: Sequence[bool] | None) -> TensorOrTensors:
+def _empty(sample: TensorOrTensors, size: int, split: Sequence[bool] | None) -> TensorOrTensors:
     """Return tensors like the sample's with another batch size, without contents."""
 
     def empty(x: Tensor, grows: bool = True) -> Tensor:
@@ -224,4 +258,4 @@ def _empty(sample: TensorOrTensors, size: int, batched: Sequence[bool] | None) -
 
     if isinstance(sample, Tensor):
         return empty(sample)
-    return tuple(map(empty, sample, [True] * len(sample) if batched is None else batched))
+    return tuple(map(empty, sample, split or [True] * len(sample)))

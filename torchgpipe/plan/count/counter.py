@@ -1,14 +1,13 @@
-"""Notice the operators that run, and count each: its class, floating-point operations, and bytes.
+"""Count each operator that runs: its class, its floating-point operations and its bytes.
 
-Floating-point operations come from PyTorch's own formulas (`torch.utils.flop_counter`); whatever has none is bound by
-memory.
+The floating-point operations come from PyTorch's own formulas (`torch.utils.flop_counter`). An
+operator without a formula only moves bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.plan.count.attention import attention_operator
@@ -17,18 +16,34 @@ from torchgpipe.plan.hardware.operators import Operator, OperatorClass, bytes_of
 from torchgpipe.tensors._autograd import without_torch_function
 from torchgpipe.trace.parts import tensors_in
 
-# Names of operators -> their class; others are elementwise, unless they do floating-point operations by a formula.
-KINDS: dict[OperatorClass, Sequence[str]] = {
-    "norm": ("batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm", "softmax"),
-    "pool": ("pool", "upsample"),
+# Parts of operators' names, and the class of these operators. All other operators without a formula
+# are elementwise.
+KINDS: dict[str, OperatorClass] = {
+    "batch_norm": "norm",
+    "instance_norm": "norm",
+    "group_norm": "norm",
+    "layer_norm": "norm",
+    "rms_norm": "norm",
+    "softmax": "norm",
+    "pool": "pool",
+    "upsample": "pool",
 }
-# Operators that read of their first tensor only as much as they put out, and those that only overwrite it.
+# Operators that read only as much of their first tensor as they write.
 LOOKUPS = ("embedding", "index_select", "gather", "index")
+# Operators that overwrite their first tensor without reading it.
 WRITE_ONLY = ("fill_", "zero_", "copy_")
+# The beginnings of the names of operators that compute nothing.
+VIEWS = (
+    "aten._unsafe_view.default",
+    "aten.detach.default",
+    "aten.empty",
+    "aten.new_empty",
+    "aten._reshape_alias",
+)
 
 
 class Counter(TorchDispatchMode):
-    """Append each operator that this thread runs to `operators`; those that only make views do nothing."""
+    """Append each operator that this thread runs to `operators`, except those that make views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -53,43 +68,37 @@ def _operators(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> list[Operator]:
     outputs = list(tensors_in(result))
-    if not outputs or _makes_views(func, args, outputs):
+    if not outputs or _makes_views(func):
         return []
-    inputs = list(tensors_in((args, dict(kwargs))))
-    flops = flops_of(func, args, kwargs, result)
-    named = [kind for kind, names in KINDS.items() if any(part in str(func) for part in names)]
-    kind: OperatorClass = "matmul" if flops else named[0] if named else "elementwise"
-    written = sum(map(bytes_of, outputs))
-    read = list(map(bytes_of, inputs))
+    full_name = str(func)
     name = func.__name__.partition(".")[0]
+    flops = flops_of(func, args, kwargs, result)
+    dtype = dtype_of(outputs[0])
+    kind: OperatorClass = "elementwise"
+    if flops:
+        kind = "matmul"
+        if dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+            dtype = "tf32"
+    else:
+        for part, named in KINDS.items():
+            if part in full_name:
+                kind = named
+                break
+    written = sum(map(bytes_of, outputs))
+    read = list(map(bytes_of, tensors_in((args, dict(kwargs)))))
+    moved = written
+    if kind == "norm":
+        # The largest input is read once for the statistics, and once more to apply them.
+        again = 2 if "backward" in full_name else 1
+        moved += max(read, default=0) * again
     if name in WRITE_ONLY:
         read[0] = 0
     elif name in LOOKUPS:
         read[0] = min(read[0], written)
-    moved = sum(read) + written
-    if (
-        kind == "norm"
-    ):  # twice over their largest input: once for the statistics, once to apply them
-        moved += max(map(bytes_of, inputs), default=0) * (2 if "backward" in str(func) else 1)
-    dtype = dtype_of(outputs[0])
-    if (
-        kind == "matmul"
-        and dtype == "float32"
-        and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    ):
-        dtype = "tf32"
+    moved += sum(read)
     return [Operator(kind, dtype, flops, float(moved))]
 
 
-def _makes_views(func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> bool:
-    """Return whether the operator computes nothing: its outputs are other views of its input."""
-    if getattr(func, "is_view", False):
-        return True
-    views = (
-        "aten._unsafe_view.default",
-        "aten.detach.default",
-        "aten.empty",
-        "aten.new_empty",
-        "aten._reshape_alias",
-    )
-    return str(func).startswith(views)
+def _makes_views(func: Any) -> bool:
+    """Return whether the operator computes nothing: it returns views or uninitialized tensors."""
+    return getattr(func, "is_view", False) or str(func).startswith(VIEWS)

@@ -1,23 +1,33 @@
-"""Work out from two sizes of micro-batches what others cost, by a straight line, and check that there is one.
+"""Work out what any micro-batch size costs, from two sizes on a straight line.
 
-An operator that does more than twice as much for twice the samples would, on such a line, do less than nothing for
-none: it multiplies samples with each other.
+An operator that multiplies samples with each other does not lie on a straight line. It is found
+because it does more than twice as much for twice the samples: its line would give it less than
+nothing to do for no samples.
 """
 
 import warnings
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from torchgpipe.plan.count.footprint import LayerCount
 
+KIND = attrgetter("kind", "dtype")
+"""What is the same in an operator for all micro-batch sizes."""
+
 
 def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> Any:
-    """Return what lies on the straight line from `a` to `b`, beyond them where the share is above 1: all floats in it.
+    """Return the point on the straight line from `a` to `b`, for all floats within nested tuples.
 
-    `known` has the tuples that were met, by their ids: layers that behave alike share them.
+    Args:
+        a: The point at which `share` is 0.
+        b: The point at which `share` is 1.
+        share: Where the point is; above 1 or below 0 it is beyond the ends.
+        known: The results for pairs of tuples that were met before, by their ids. Layers that
+            behave alike share their tuples.
 
     Raises:
-        ValueError: they differ in anything else.
+        ValueError: If `a` and `b` differ in anything but floats.
     """
     if isinstance(a, float):
         return a + (b - a) * share
@@ -27,37 +37,50 @@ def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> 
                 f"a layer differs for different batch sizes by more than its size: {a!r}, {b!r}"
             )
         return a
-    if (id(a), id(b)) not in known:
+    key = id(a), id(b)
+    if key not in known:
         items = [between(x, y, share, known) for x, y in zip(a, b, strict=True)]
-        known[id(a), id(b)] = type(a)(*items) if hasattr(a, "_fields") else tuple(items)
-    return known[id(a), id(b)]
+        known[key] = type(a)(*items) if hasattr(a, "_fields") else tuple(items)
+    return known[key]
 
 
 def check_growth(
     low: Sequence[LayerCount], high: Sequence[LayerCount], sizes: tuple[int, int]
 ) -> None:
-    """Compare layers as counted for micro-batches of two `sizes`, the smaller first.
+    """Check that the layers' costs lie on a straight line.
+
+    Args:
+        low: The layers as counted for micro-batches of the smaller size.
+        high: The layers as counted for micro-batches of the larger size.
+        sizes: The two sizes.
 
     Raises:
-        ValueError: a layer runs different operators for them.
+        ValueError: If a layer runs different operators for them.
 
     Warns:
-        UserWarning: an operator does more for every further sample, so that larger micro-batches are counted too low.
+        UserWarning: If an operator does more for every further sample, so that larger micro-batches
+            are counted too low.
     """
+    smaller, larger = sizes
+    share_of_none = smaller / (smaller - larger)
     steeper = []
     for a, b in zip(low, high, strict=True):
-        first, second = ((*x.forward, *x.backward) for x in (a, b))
-        if [(o.kind, o.dtype) for o in first] != [(o.kind, o.dtype) for o in second]:
+        first = (*a.forward, *a.backward)
+        second = (*b.forward, *b.backward)
+        if list(map(KIND, first)) != list(map(KIND, second)):
             raise ValueError(
-                f"layer {a.name!r} runs different operators for micro-batches of {sizes[0]} and of {sizes[1]} samples, "
-                "so its cost cannot be worked out for others"
+                f"layer {a.name!r} runs different operators for micro-batches of {smaller} "
+                f"and of {larger} samples, so its cost cannot be worked out for others"
             )
-        for_none = between(first, second, sizes[0] / (sizes[0] - sizes[1]), {})
-        steeper += [a.name] if any(o.flops < 0 or o.bytes < 0 for o in for_none) else []
+        for operator in between(first, second, share_of_none, {}):
+            if operator.flops < 0 or operator.bytes < 0:
+                steeper.append(a.name)
+                break
     if steeper:
         more = f" and {len(steeper) - 1} more" if len(steeper) > 1 else ""
         warnings.warn(
-            f"layer {steeper[0]!r}{more}: every further sample costs more than the one before, as where samples are "
-            f"multiplied with each other; micro-batches of more than {sizes[1]} samples are counted too low",
+            f"layer {steeper[0]!r}{more}: every further sample costs more than the one before, "
+            "as where samples are multiplied with each other; "
+            f"micro-batches of more than {larger} samples are counted too low",
             stacklevel=3,
         )

@@ -1,6 +1,7 @@
-"""What was counted already: layers that behave alike are measured once, and operators on alike tensors run once.
+"""Remember what was counted: layers that behave alike, and operators on tensors that look alike.
 
-PyTorch works out many shapes in Python, which takes most of the time of counting, and the layers of a model are alike.
+PyTorch works out many shapes in Python, which takes most of the time of counting, and the layers of
+a model are often alike.
 """
 
 import io
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.balance.profile import Rehearsal
@@ -22,34 +24,41 @@ T = TypeVar("T")
 
 
 class Alike:
-    """Remember what was measured of layers, by how they behave; of one model, or of several."""
+    """Remember measurements of layers by how the layers behave, for one model or for several."""
 
     def __init__(self) -> None:
         self._known: dict[object, tuple[Any, TensorOrTensors]] = {}
-        self._layers: dict[
-            int, tuple[torch.nn.Module, object]
-        ] = {}  # by id, which stays theirs while it is held
+        """Measurements and outputs of layers, by their behaviour."""
+        self._layers: dict[int, tuple[Module, object]] = {}
+        """Layers and their states, by ids, which stay theirs while the layers are held here."""
         self._how: object = None
 
-    def begin(self, module: torch.nn.Module, device: str) -> None:
-        """Go on with the layers of this module, counted as they run on this type of device, as PyTorch is set now.
+    def begin(self, module: Module, device: str) -> None:
+        """Go on with the layers of a module, which run with PyTorch's present settings.
 
-        They are copied for training if it is not (`placed_copy`).
+        Args:
+            module: The module. If it is not in training mode, the copies of its layers are put
+                into that mode (see `placed_copy`).
+            device: The type of device on which they run.
         """
         self._layers.clear()
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        backends = torch.backends
         precisions = (
-            torch.backends.cuda.matmul.fp32_precision,
-            torch.backends.cudnn.conv.fp32_precision,
-        )  # type: ignore[attr-defined]
+            backends.cuda.matmul.fp32_precision,
+            backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        )
         self._how = module.training, device, autocast, precisions
 
     def once(
         self, measure: Callable[[Rehearsal], T], rehearsal: Rehearsal, more: object = None
     ) -> T:
-        """Return what `measure` finds, but do not run a layer that behaves as one that was measured, with `more` equal.
+        """Return what `measure` finds, without running a layer that behaves as an earlier one.
 
-        Other measurements have another `more`.
+        Args:
+            measure: Runs the layer and measures something.
+            rehearsal: The layer and its input. It gets the output.
+            more: What else decides the result. Different measurements have a different `more`.
         """
         key = self.behaviour(rehearsal.original, rehearsal.value, more)
         if key is None:
@@ -60,24 +69,23 @@ class Alike:
         found, rehearsal.output = self._known[key]
         return found
 
-    def behaviour(
-        self, layer: torch.nn.Module, value: TensorOrTensors, more: object = None
-    ) -> object:
-        """Return what is equal for layers that behave alike on such values: all their state but tensors' contents.
+    def behaviour(self, layer: Module, value: TensorOrTensors, more: object = None) -> object:
+        """Return a key that is equal for layers that behave alike on inputs that look alike.
 
-        `None` for layers with skips, and for those that cannot be pickled, which may do anything.
+        It has all state of the layer except the contents of tensors. It is `None` for layers with
+        skips, and for layers that cannot be pickled, which may do anything.
         """
         if id(layer) not in self._layers:
             self._layers[id(layer)] = layer, _state(layer)
-        state = self._layers[id(layer)][1]
+        _, state = self._layers[id(layer)]
+        if state is None:
+            return None
         numbers: dict[int, int] = {}
         looks = [_looks(x, numbers) for x in tensors_of(value)]
-        return (
-            None if state is None else (state, self._how, isinstance(value, Tensor), *looks, more)
-        )
+        return (state, self._how, isinstance(value, Tensor), *looks, more)
 
 
-def _state(layer: torch.nn.Module) -> object:
+def _state(layer: Module) -> object:
     if any(skips_of(layer)):
         return None
     written = io.BytesIO()
@@ -89,7 +97,7 @@ def _state(layer: torch.nn.Module) -> object:
 
 
 def _looks(x: Tensor, numbers: dict[int, int]) -> object:
-    """Return what a tensor looks like; `numbers` counts the storages that were met, by their addresses."""
+    """Return what a tensor looks like; `numbers` numbers storages by their addresses."""
     storage = x.untyped_storage()
     number = numbers.setdefault(storage._cdata, len(numbers))
     return (
@@ -104,13 +112,15 @@ def _looks(x: Tensor, numbers: dict[int, int]) -> object:
 
 
 class _Shapes(pickle.Pickler):
-    """Write no tensor, only what it looks like, and which of those written before share its storage."""
+    """Pickle an object with the looks of its tensors instead of the tensors.
+
+    The looks also tell which tensors share their storage.
+    """
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self._numbers: dict[
-            int, int
-        ] = {}  # address of a storage, which the pickled tensors keep alive -> its number
+        self._numbers: dict[int, int] = {}
+        """Numbers of storages by their addresses; the pickled tensors keep the storages alive."""
 
     def persistent_id(self, item: object) -> object:
         if not isinstance(item, Tensor):
@@ -119,9 +129,10 @@ class _Shapes(pickle.Pickler):
 
 
 class Remembered(TorchDispatchMode):
-    """Answer operators from memory in this thread, unless they return views or what they were given.
+    """Answer operators of this thread from memory if their arguments look alike.
 
-    Results are new tensors, each with a storage of its own, as they would be.
+    An operator runs as usual if it returns views or its arguments. An answer is new tensors, each
+    with a storage of its own, as the operator would have made them.
     """
 
     def __init__(self) -> None:
@@ -141,9 +152,9 @@ class Remembered(TorchDispatchMode):
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> object:
-    """Return what decides the result, or `None` where it has to be computed."""
+    """Return what decides the result, or `None` if the operator has to run."""
     schema = getattr(func, "_schema", None)
-    if schema is None or any(x.alias_info is not None for x in schema.returns):
+    if schema is None or any(result.alias_info is not None for result in schema.returns):
         return None
     try:
         key = (func, _described(args), _described(tuple(kwargs.items())))
@@ -155,7 +166,7 @@ def _key(func: Any, args: Any, kwargs: Any) -> object:
 
 def _described(item: Any) -> Any:
     if isinstance(item, Tensor):
-        if not item.is_meta or type(item) not in (Tensor, torch.nn.Parameter):
+        if not item.is_meta or type(item) not in (Tensor, Parameter):
             raise TypeError("not on meta")
         return ("tensor", item.shape, item.stride(), item.dtype, item.is_conj(), item.is_neg())
     if isinstance(item, (tuple, list)):
@@ -164,19 +175,28 @@ def _described(item: Any) -> Any:
 
 
 def _made(result: Any, given: list[Tensor]) -> bool:
-    """Return whether the result is plain tensors, each with a storage of its own that is just as large."""
-    made = [x for x in (result if type(result) in (tuple, list) else [result]) if x is not None]
-    if not all(isinstance(x, Tensor) and x.is_meta and x.layout is torch.strided for x in made):
-        return False
-    apart = {id(x.untyped_storage()) for x in made} - {id(x.untyped_storage()) for x in given}
-    pairs = zip(made, _again(made), strict=True)
-    return len(apart) == len(made) and all(
-        a.untyped_storage().nbytes() == b.untyped_storage().nbytes() for a, b in pairs
-    )
+    """Return whether the result is plain tensors that `_again` would make alike.
+
+    Each tensor needs a storage of its own, which is just as large as a new one.
+    """
+    items = result if type(result) in (tuple, list) else [result]
+    storages = {id(x.untyped_storage()) for x in given}
+    for x in items:
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or not x.is_meta or x.layout is not torch.strided:
+            return False
+        storage = x.untyped_storage()
+        if id(storage) in storages or storage.nbytes() != _again(x).untyped_storage().nbytes():
+            return False
+        storages.add(id(storage))
+    return True
 
 
 def _again(result: Any) -> Any:
     """Return new tensors that look like these."""
+    if result is None:
+        return None
     if isinstance(result, Tensor):
         return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
-    return None if result is None else type(result)(map(_again, result))
+    return type(result)(map(_again, result))

@@ -1,4 +1,4 @@
-"""Notice storages as operators return them, and forget them when they die: which bytes are alive, and when."""
+"""Follow which storages are alive while operators run, and how many bytes they have."""
 
 import weakref
 from collections.abc import Sequence
@@ -15,26 +15,28 @@ from torchgpipe.trace.parts import tensors_in
 
 
 class Live(TorchDispatchMode):
-    """Note every storage that comes to life or dies in this thread."""
+    """Note every storage that is allocated or freed in this thread."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.changes: list[Change] = []
         self._known: dict[int, int | None] = {}
+        """The numbers of the storages that are alive, by their ids."""
         self.gradients: set[int] = set()
-        """The storages of the parameters' gradients."""
+        """The ids of the storages of the parameters' gradients."""
         self._summed: set[int] = set()
+        """The ids of the storages that were added to these gradients."""
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
-        """Count neither life nor death of tensors that the caller holds anyway."""
-        self._known.update((id(x.untyped_storage()), None) for x in tensors)
+        """Do not count tensors that the caller holds anyway."""
+        for x in tensors:
+            self._known[id(x.untyped_storage())] = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         with without_torch_function():
-            result = func(*args, **kwargs)
-            in_place = func is torch.ops.aten.add_.Tensor and isinstance(args[1], Tensor)
-            if in_place and id(args[0].untyped_storage()) in self.gradients:
+            result = func(*args, **kwargs or {})
+            adds = func is torch.ops.aten.add_.Tensor and isinstance(args[1], Tensor)
+            if adds and id(args[0].untyped_storage()) in self.gradients:
                 self._summed.add(id(args[1].untyped_storage()))
             for x in tensors_in(result):
                 storage = x.untyped_storage()
@@ -44,17 +46,20 @@ class Live(TorchDispatchMode):
             return result
 
     def enter(self, x: Tensor, number: int | None) -> None:
-        """Note the death of a tensor's storage; of one that entered the layer, by its number."""
+        """Note when a tensor's storage is freed; `number` is given if it entered the layer."""
         storage = x.untyped_storage()
-        self._known[id(storage)] = number
-        weakref.finalize(storage, self._forget, id(storage), float(storage.nbytes())).atexit = False
+        key, nbytes = id(storage), float(storage.nbytes())
+        self._known[key] = number
+        weakref.finalize(storage, self._forget, key, nbytes).atexit = False
 
     def _forget(self, key: int, nbytes: float) -> None:
         number = self._known.pop(key, None)
-        self.changes.append(Change(-nbytes, SUMMED if key in self._summed else number))
-        self._summed.discard(key)
+        if key in self._summed:
+            self._summed.discard(key)
+            number = SUMMED
+        self.changes.append(Change(-nbytes, number))
 
     def peak(self) -> float:
-        """Return the most bytes since it began, those that entered apart."""
+        """Return the most bytes at a time so far, apart from tensors that entered the layer."""
         made = [change.bytes for change in self.changes if change.storage is None]
         return max(accumulate(made, initial=0.0))

@@ -1,10 +1,13 @@
-"""Measure what a layer holds in memory, running it alone on `meta`, where storages have sizes but no memory."""
+"""Measure what a layer holds in memory.
+
+The layer runs alone on `meta`, where storages have sizes but take no memory.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from torchgpipe.balance.profile import Rehearsal
 from torchgpipe.plan.count.footprint import SUMMED, Change, Footprint, Stashed
@@ -17,11 +20,15 @@ Needs = Sequence[bool] | None
 
 
 class StorageNumbers:
-    """Number storages over all layers, each of which counts its own from 0; remember those that a later layer takes.
+    """Number storages over all layers. Each layer's footprint counts its own storages from 0.
+
+    Args:
+        inputs: How many tensors enter the first layer.
 
     Attributes:
-        value: the numbers of the present layer's input, at first `inputs` new ones.
-        skips: the numbers of the skips on their way.
+        next: The next number that is free.
+        value: The numbers of the present layer's inputs.
+        skips: The numbers of the skips that a later layer pops.
     """
 
     def __init__(self, inputs: int) -> None:
@@ -30,31 +37,44 @@ class StorageNumbers:
         self.skips: dict[SkipKey, int] = {}
 
     def placed(self, own: Footprint, rehearsal: Rehearsal) -> Footprint:
-        """Return a layer's footprint on the present value, with numbers that hold for all; go on from its output."""
-        popped = [
-            self.skips.pop(key) for key in skips_of(rehearsal.original)[1] if key in self.skips
-        ]
+        """Return a layer's footprint with numbers for all layers, and go on to the next layer."""
+        _, pops = skips_of(rehearsal.original)
+        popped = []
+        for key in pops:
+            number = self.skips.pop(key, None)
+            if number is not None:
+                popped.append(number)
         mapping: dict[int | None, Any] = {None: None, SUMMED: SUMMED}
         mapping |= zip((*own.inputs, *own.pops), (*self.value, *popped), strict=True)
-        for number, _ in own.sizes:
+        sizes = {}
+        for number, nbytes in own.sizes:
             if number not in mapping:
                 mapping[number] = self.next
                 self.next += 1
-        fields = ("inputs", "pops", "outputs", "saves")
-        new: dict[str, Any] = {x: tuple(mapping[y] for y in getattr(own, x)) for x in fields}
-        new["traces"] = tuple(
-            tuple(Change(x.bytes, mapping[x.storage]) for x in trace) for trace in own.traces
-        )
-        new["stashes"] = tuple(x._replace(skip=mapping[x.skip]) for x in own.stashes)
-        self.skips |= {key: x.skip for key, x in zip(rehearsal.scope, new["stashes"], strict=True)}
-        self.value = new["outputs"]
+            sizes[mapping[number]] = nbytes
+        placed = mapping.__getitem__
+        traces = []
+        for trace in own.traces:
+            changes = [Change(nbytes, placed(number)) for nbytes, number in trace]
+            traces.append(tuple(changes))
+        stashes = []
+        for key, skip in zip(rehearsal.scope, own.stashes, strict=True):
+            self.skips[key] = placed(skip.skip)
+            stashes.append(skip._replace(skip=placed(skip.skip)))
+        self.value = tuple(map(placed, own.outputs))
         return own._replace(
-            sizes=tuple({mapping[x]: nbytes for x, nbytes in own.sizes}.items()), **new
+            inputs=tuple(map(placed, own.inputs)),
+            pops=tuple(map(placed, own.pops)),
+            outputs=self.value,
+            stashes=tuple(stashes),
+            saves=tuple(map(placed, own.saves)),
+            sizes=tuple(sizes.items()),
+            traces=tuple(traces),
         )
 
 
 class _Head(torch.autograd.Function):
-    """In place of what comes after the layer: makes the outputs' gradients, which then only autograd holds."""
+    """The end of the graph: its backward makes the gradients of the layer's outputs."""
 
     @staticmethod
     def forward(ctx: Any, live: Live, held: list[Tensor] | None, *outputs: Tensor) -> Tensor:
@@ -67,60 +87,67 @@ class _Head(torch.autograd.Function):
         grads = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.like]
         if ctx.held is not None:
             ctx.held.extend(grads)
-        ctx.live.changes.clear()  # here the trace begins
+        ctx.live.changes.clear()  # The trace of the backward begins here.
         return (None, None, *grads)
 
 
 def measure_footprint(gives: Needs, takes: Needs, rehearsal: Rehearsal) -> Footprint:
-    """Measure a layer, which counts storages from 0: those that enter it first, then those that it makes.
+    """Measure the footprint of a layer, with storages that are counted from 0.
 
-    `gives` says which of its inputs get a gradient. Only those of its outputs get one to which the layer after it gives
-    one, as `takes` says; of the last layer all.
+    The storages that enter the layer come first, then the storages that it makes.
+
+    Args:
+        gives: For each input, whether the layer gives it a gradient.
+        takes: For each output, whether the next layer gives it a gradient; `None` if all outputs
+            get one, as those of the last layer do.
+        rehearsal: The layer and its input. It gets the output.
     """
     layer = rehearsal.layer
     held = [*layer.parameters(), *layer.buffers()]
-
     with torch.no_grad():
         forward, _ = _backward(rehearsal, held, takes, hold=False)
     traces = []
-    for hold in (False, True):  # by somebody else, the outputs' gradients
+    for hold in (False, True):  # whether somebody else holds the outputs' gradients
         layer.zero_grad()
-        for _ in range(2):  # the second time, parameters have gradients
+        for _ in range(2):  # In the second run, parameters have gradients.
             graph, trace = _backward(rehearsal, held, takes, hold=hold)
             traces.append(trace)
     layer.zero_grad()
-    value, entering = _entering(
-        rehearsal
-    )  # for what the layer takes, makes and saves; this output feeds the next
+
+    # The last run finds the storages. Its output is the next layer's input.
+    value, entering = _entering(rehearsal)
     values = tensors_of(value)
-    inputs = tuple(number for _, number in entering[: len(values)])
+    inputs = tuple([number for _, number in entering[: len(values)]])
     pops = tuple(range(len(values), len(values) + len(rehearsal.scope)))
     versions = [x._version for x in values]
     kept = rehearsal.saved(value)
-    known = {id(x.untyped_storage()): number for x, number in entering}
-    sizes = dict.fromkeys(pops, 0.0) | {
-        number: float(x.untyped_storage().nbytes()) for x, number in entering
-    }
     for x in held:
         kept.pop(id(x.untyped_storage()), None)
+    known: dict[int, int] = {}
+    sizes = dict.fromkeys(pops, 0.0)
+    for x, number in entering:
+        storage = x.untyped_storage()
+        known[id(storage)] = number
+        sizes[number] = float(storage.nbytes())
 
-    def number_of(storage: torch.UntypedStorage | None) -> int:
+    def number_of(storage: UntypedStorage | None) -> int:
         number = known.setdefault(id(storage), len(values) + len(pops) + len(known))
         sizes[number] = 0.0 if storage is None else float(storage.nbytes())
         return number
 
-    saves = sorted(number_of(storage) for storage in kept.values())
-    handed = tensors_of(rehearsal.output)
-    outputs = tuple(number_of(x.untyped_storage()) for x in handed)
+    saves = sorted(map(number_of, kept.values()))
+    results = tensors_of(rehearsal.output)
+    outputs = tuple([number_of(x.untyped_storage()) for x in results])
     stashes = []
     for skip in rehearsal.scope.values():
-        number = number_of(None if skip is None else skip.untyped_storage())
-        nbytes = 0.0 if skip is None else float(skip.nbytes)
-        stashes.append(
-            Stashed(
-                number, sizes[number], nbytes, nbytes * (skip is not None and skip.requires_grad)
-            )
-        )
+        if skip is None:
+            number = number_of(None)
+            stashes.append(Stashed(number, 0.0))
+        else:
+            number = number_of(skip.untyped_storage())
+            nbytes = float(skip.nbytes)
+            grad = nbytes if skip.requires_grad else 0.0
+            stashes.append(Stashed(number, sizes[number], nbytes, grad))
     return Footprint(
         inputs=inputs,
         pops=pops,
@@ -132,39 +159,55 @@ def measure_footprint(gives: Needs, takes: Needs, rehearsal: Rehearsal) -> Footp
         graph=graph,
         traces=tuple(traces),
         input_grad=_grad_bytes(values, gives),
-        output_grad=_grad_bytes(handed, takes),
+        output_grad=_grad_bytes(results, takes),
         in_place=versions != [x._version for x in values],
     )
 
 
 def _grad_bytes(tensors: Sequence[Tensor], needs: Needs) -> float:
-    wanted = needs or [True] * len(tensors)
-    return float(
-        sum(x.nbytes for x, need in zip(tensors, wanted, strict=True) if x.requires_grad and need)
-    )
+    nbytes = 0.0
+    for x, need in zip(tensors, needs or [True] * len(tensors), strict=True):
+        if x.requires_grad and need:
+            nbytes += x.nbytes
+    return nbytes
 
 
 def _entering(rehearsal: Rehearsal) -> tuple[Any, list[tuple[Tensor, int]]]:
-    """Return the input for a run, and each tensor that enters, skips too, with the number of its storage."""
+    """Return the input for a run, and the tensors and skips that enter with their numbers.
+
+    Tensors that share a storage share its number.
+    """
     value = rehearsal.prepare()
-    storages = [x.untyped_storage()._cdata for x in tensors_of(rehearsal.value)]
-    numbers = [storages.index(storage) for storage in storages]
-    entering = [*zip(tensors_of(value), numbers, strict=True)]
-    entering += [
-        (x, k) for k, x in enumerate(rehearsal.scope.values(), len(numbers)) if x is not None
-    ]
+    storages = []
+    entering = []
+    for x, given in zip(tensors_of(value), tensors_of(rehearsal.value), strict=True):
+        storage = given.untyped_storage()._cdata
+        storages.append(storage)
+        entering.append((x, storages.index(storage)))
+    for number, skip in enumerate(rehearsal.scope.values(), len(storages)):
+        if skip is not None:
+            entering.append((skip, number))
     return value, entering
 
 
 def _backward(
     rehearsal: Rehearsal, held: Sequence[Tensor], takes: Needs, *, hold: bool
 ) -> tuple[float, tuple[Change, ...]]:
-    """Run forward and, if gradients are enabled, backward; return the most bytes of one, and the trace of the other.
+    """Run a forward and, if gradients are enabled, a backward.
 
-    Only the graph holds what they make; with `hold`, the outputs' gradients are kept.
+    Only the graph holds the tensors that they make, so no variable here may hold one.
+
+    Args:
+        rehearsal: The layer and its input.
+        held: The layer's parameters and buffers.
+        takes: For each output, whether it gets a gradient; `None` if all do.
+        hold: Whether the outputs' gradients are held until the backward ends.
+
+    Returns:
+        The peak of the forward, and the trace of the backward.
     """
     live = Live()
-    gradients = [p.grad for p in held if p.grad is not None]
+    gradients = [x.grad for x in held if x.grad is not None]
     live.ignore([*held, *gradients])
     live.gradients = {id(grad.untyped_storage()) for grad in gradients}
     value, entering = _entering(rehearsal)
@@ -173,11 +216,12 @@ def _backward(
     with live:
         rehearsal.forward(value)
     graph = live.peak()
-    count = len(tensors_of(rehearsal.output))
+    outputs = len(tensors_of(rehearsal.output))
+    # Stashed skips, which come after the outputs, always get gradients.
     roots = [
-        y
-        for i, y in enumerate(rehearsal.results())
-        if y.requires_grad and (takes is None or i >= count or takes[i])
+        x
+        for i, x in enumerate(rehearsal.results())
+        if x.requires_grad and (takes is None or i >= outputs or takes[i])
     ]
     if not roots or not torch.is_grad_enabled():
         return graph, ()

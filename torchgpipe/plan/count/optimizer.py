@@ -1,12 +1,15 @@
-"""What an optimizer holds on a device beside parameters and gradients: its state, and what its step makes for itself.
+"""Tell what an optimizer holds on a device, beside parameters and gradients.
 
-There are two kinds of steps: one parameter after another, as by default on a CPU, and all of a device at once
-(`foreach`), as by default on CUDA. The first makes tensors as large as the parameter at hand, while those of the one
-before may still be there; the second as large as all.
+It holds its state, and its step allocates temporary tensors. There are two kinds of steps. By
+default on a CPU, a step updates one parameter after another. It allocates tensors as large as the
+present parameter, while tensors of the previous parameter may still be there. By default on CUDA, a
+step updates all parameters of a device at once (`foreach`), and allocates tensors as large as all
+of them.
 
-Where parameters are in 16 bits, an optimizer may keep a copy of them in float32, the master weights, and work on that:
-its state is as large as the copy, and so are the gradients that its step makes for it. Under autocast none is needed,
-for there the parameters themselves are in float32.
+If parameters are in 16 bits, an optimizer may keep a copy of them in float32, the master weights,
+and work on the copy. The state is then as large as for the copy, and the step also allocates
+gradients for the copy. Under autocast no copy is needed, since the parameters themselves are in
+float32.
 """
 
 from collections.abc import Sequence
@@ -22,12 +25,14 @@ OPTIMIZERS = {
     "adam": (2.0, 2.0, 1.0, 1.0),
     "adamw": (2.0, 2.0, 1.0, 1.0),
 }
-"""Those that are known by name, with PyTorch's defaults: in bytes for each byte of parameters the state, what a step
-makes and what is left of the parameter before, and what a step for all at once makes. Tests compare it with real steps.
+"""The optimizers with a name, with PyTorch's defaults. Tests compare the numbers with real steps.
+
+The four numbers are in bytes for each byte of parameters: the state, what a step allocates for one
+parameter, what is left of the previous parameter, and what a step allocates for all at once.
 """
 
 MASTER = 2
-"""Bytes of float32 for each byte of a parameter in 16 bits."""
+"""Bytes of a float32 copy for each byte of a parameter in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -35,31 +40,37 @@ class Optimizer:
     """What an optimizer holds, in bytes for each byte of parameters."""
 
     state: float = 0.0
-    """What it keeps between steps."""
+    """What the optimizer keeps between steps."""
     made: float = 0.0
-    """What its step makes for the parameters at hand, at most at once."""
+    """The most that a step allocates at a time, for the parameters that it updates at a time."""
     left: float = 0.0
-    """What is still there of the parameter before, at that moment."""
+    """What is still there of the previous parameter at that moment."""
     together: bool = False
-    """Whether a step has all of a device's parameters at hand, rather than one at a time."""
+    """Whether a step updates all parameters of a device at once."""
     updates: bool = True
     """Whether there is an optimizer at all."""
 
     def temporaries(self, sizes: Sequence[float]) -> float:
-        """Return the most bytes that a step makes for parameters of these sizes, in their order."""
+        """Return the most bytes that a step allocates for parameters of these sizes, in order."""
         if self.together:
             return self.made * sum(sizes)
-        return max((self.left * a + self.made * b for a, b in pairwise([0.0, *sizes])), default=0.0)
+        most = 0.0
+        for before, now in pairwise([0.0, *sizes]):
+            most = max(most, self.left * before + self.made * now)
+        return most
 
 
 STATELESS = Optimizer()
-"""Plain stochastic gradient descent: no state, and nothing made."""
+"""Plain stochastic gradient descent, which holds no state and allocates nothing."""
 
 
 def optimizer_named(name: str, *, foreach: bool, master_weights: bool = False) -> Optimizer:
-    """Return what the optimizer of that name holds, if its step handles all parameters at once (`foreach`) or not.
+    """Return what the optimizer of that name holds.
 
-    With `master_weights`, of parameters in 16 bits.
+    Args:
+        name: One of `OPTIMIZERS`.
+        foreach: Whether its step updates all parameters at once.
+        master_weights: Whether it keeps a float32 copy of parameters in 16 bits.
     """
     state, made, left, at_once = OPTIMIZERS[name]
     if name == "none":
@@ -68,9 +79,7 @@ def optimizer_named(name: str, *, foreach: bool, master_weights: bool = False) -
         made, left = at_once, 0.0
     together = foreach and made > 0
     if master_weights:
-        state, made, left = (
-            MASTER * (state + 1),
-            MASTER * (made + 1),
-            MASTER * (left + (not foreach)),
-        )
+        state = MASTER * (state + 1)
+        made = MASTER * (made + 1)
+        left = MASTER * (left if foreach else left + 1)
     return Optimizer(state, made, left, together)

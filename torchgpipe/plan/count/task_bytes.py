@@ -1,6 +1,7 @@
-"""Add up what layers hold to what one micro-batch's work on a partition takes."""
+"""Add up the footprints of layers to the bytes that one micro-batch's task on them takes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from torchgpipe.plan.count.footprint import SUMMED, Footprint
@@ -8,119 +9,148 @@ from torchgpipe.plan.count.footprint import SUMMED, Footprint
 
 @dataclass(frozen=True)
 class TaskBytes:
-    """The bytes that one micro-batch's work on one partition takes, its inputs apart unless it says so.
+    """The bytes that one micro-batch's task on a partition takes, either checkpointed or not.
 
-    Of a task that is checkpointed, or of one that is not.
+    The task's inputs do not count, except where they are mentioned.
     """
 
     inputs: float
-    """What the partition is given: copies, from the partition before and of skips; of the mini-batch, nothing new."""
+    """The copies that the partition is given: its inputs and skips. The mini-batch is no copy."""
     forward: float
-    """Peak of its forward."""
+    """The peak of the forward."""
     graph: float
-    """Peak of its forward or recomputation, whichever builds the graph."""
+    """The peak of the pass that builds the autograd graph: the forward or the recomputation."""
     kept: float
-    """What lives once the graph is there; inputs only where they are saved, and counted here."""
+    """What lives after the graph is built. Inputs count here if the graph saves them."""
     output: float
-    """What it hands to the next partition."""
+    """What the partition hands to the next partition."""
     output_grad: float
     input_grad: float
     first: float
-    """Peak of its backward beyond what lives when it begins, if there are no gradients of parameters to add to."""
+    """The peak of a backward that finds no gradients of parameters, beyond what lives before."""
     later: float
-    """The same, if there are."""
+    """The same peak, if there are gradients of parameters to add to."""
     summed: float
-    """The same, where all micro-batches share one graph, and autograd makes a new sum of gradients each time."""
+    """The same peak, if all micro-batches share one graph.
+
+    Autograd then makes a new sum of gradients in each backward.
+    """
     arrivals: float
-    """Of its inputs, the skips."""
+    """The skips among the inputs."""
 
 
 def task_bytes(
     footprints: Sequence[Footprint], start: int, stop: int, *, checkpoint: bool, copied: bool = True
 ) -> TaskBytes:
-    """Return the bytes of one micro-batch's work on the partition of layers `start` … `stop` - 1.
+    """Return the bytes of a task on the partition of layers `start` … `stop` - 1.
 
-    `copied` says that it gets copies of what other partitions hand it. If not, what the graphs of those before keep is
-    counted there.
+    Args:
+        footprints: The footprints of all layers of the model.
+        start: The first layer of the partition.
+        stop: The layer after its last.
+        checkpoint: Whether the task is checkpointed.
+        copied: Whether the partition gets copies of its inputs. If not, what the graphs of earlier
+            partitions save counts there.
     """
-    inputs = set(footprints[start].inputs)
-    cloned = checkpoint and len(inputs) == 1 and _begins_in_place(footprints[start:stop])
-    # What others hold takes nothing, and nobody frees it before the end: for the first partition the mini-batch.
-    others: set[int] = set(inputs) if start == 0 and not cloned else set()
+    layers = footprints[start:stop]
+    inputs = set(layers[0].inputs)
+    cloned = checkpoint and len(inputs) == 1 and _begins_in_place(layers)
+    # Storages that others hold take no bytes here, and are not freed. For the first partition, the
+    # mini-batch is such a storage.
+    others: set[int] = set()
+    if start == 0 and not cloned:
+        others |= inputs
     if not copied and not checkpoint:
-        others |= {number for layer in footprints[:start] for number in layer.saves}
+        for layer in footprints[:start]:
+            others.update(layer.saves)
     size = dict.fromkeys(others, 0.0)
-    # Beside the inputs, for as long as the layers run.
-    copy = _total(inputs, dict(footprints[start].sizes)) if cloned else 0.0
-    saver: dict[int, int] = {}  # storage -> the first layer that saves it
-    kept_beside = 0.0
+    # The clone of the input lives as long as the layers run.
+    clone = _total(inputs, dict(layers[0].sizes)) if cloned else 0.0
+    saver: dict[int, int] = {}  # for each saved storage, the first layer that saves it
+    saved = 0.0
     pending: set[int] = set()
     arrivals: set[int] = set()
     forward = graph = 0.0
-    for index in range(start, stop):
-        layer = footprints[index]
+    for index, layer in enumerate(layers):
         for number, nbytes in layer.sizes:
             size.setdefault(number, nbytes)
-        arriving = set(layer.pops) - pending
+        pops = set(layer.pops)
+        arriving = pops - pending
         inputs |= arriving
         arrivals |= arriving
-        waiting = {*layer.inputs, *pending, *layer.pops} - inputs
+        waiting = {*layer.inputs, *pending, *pops} - inputs
         forward = max(forward, _total(waiting, size) + layer.forward)
-        graph = max(graph, _total(waiting - saver.keys(), size) + kept_beside + layer.graph)
+        graph = max(graph, _total(waiting - saver.keys(), size) + saved + layer.graph)
         for number in layer.saves:
             if number not in saver:
                 saver[number] = index
-                kept_beside += 0.0 if number in inputs else size[number]
-        pending -= set(layer.pops)
-        pending |= {stashed.skip for stashed in layer.stashes}
-
-    def backward(*, later: bool, apart: bool = True) -> float:
-        """Return the peak of a backward beyond what lives when it begins, `later` with gradients to add to.
-
-        `apart` says that the task has a graph of its own, and adds to the parameters' gradients in place; where all
-        micro-batches share one graph, autograd makes a new sum each time.
-        """
-        live = most = 0.0
-        held = True  # whoever asks for a backward holds the gradients that it starts from
-        for index in reversed(range(start, stop)):
-            layer = footprints[index]
-            if held and not layer.traces[0]:
-                continue  # it hands them on
-            trace = layer.traces[later + 2 * held]
-            held = False
-            for change in trace:
-                number = change.storage
-                if number is not None and (number in others or saver.get(number, index) < index):
-                    continue  # somebody else holds it
-                if number == SUMMED and not apart:
-                    most = max(most, live - change.bytes)
-                live += change.bytes
-                if live > most:
-                    most = live
-        return most
-
+                if number not in inputs:
+                    saved += size[number]
+        pending -= pops
+        pending.update([stashed.skip for stashed in layer.stashes])
     return TaskBytes(
         inputs=0.0 if start == 0 else _total(inputs, size),
-        forward=copy + (forward if checkpoint else graph),
-        graph=copy + graph,
-        kept=kept_beside + _total(inputs & (others | saver.keys()), size),
-        output=_total(set(footprints[stop - 1].outputs), size),
-        output_grad=footprints[stop - 1].output_grad,
-        input_grad=footprints[start].input_grad,
-        first=backward(later=False),
-        later=backward(later=True),
-        summed=backward(later=True, apart=False),
+        forward=clone + (forward if checkpoint else graph),
+        graph=clone + graph,
+        kept=saved + _total(inputs & (others | saver.keys()), size),
+        output=_total(set(layers[-1].outputs), size),
+        output_grad=layers[-1].output_grad,
+        input_grad=layers[0].input_grad,
+        first=_backward(layers, others, saver, later=False),
+        later=_backward(layers, others, saver, later=True),
+        summed=_backward(layers, others, saver, later=True, apart=False),
         arrivals=_total(arrivals, size),
     )
 
 
-def _begins_in_place(footprints: Sequence[Footprint]) -> bool:
-    """Return whether the first layer that does more than hand on its input changes it."""
-    for layer in footprints:
+def _backward(
+    layers: Sequence[Footprint],
+    others: AbstractSet[int],
+    saver: Mapping[int, int],
+    *,
+    later: bool,
+    apart: bool = True,
+) -> float:
+    """Return the peak of a backward, beyond what lives when it begins.
+
+    Args:
+        layers: The footprints of the partition's layers.
+        others: The storages that others hold.
+        saver: For each saved storage, the first layer that saves it.
+        later: Whether there are gradients of parameters to add to.
+        apart: Whether the task has a graph of its own. Then gradients are added in place; otherwise
+            autograd makes a new sum of gradients.
+    """
+    live = most = 0.0
+    held = True  # The caller holds the gradients from which the backward starts.
+    for index in reversed(range(len(layers))):
+        free_first, free_later, held_first, held_later = layers[index].traces
+        if held and not free_first:
+            continue  # The layer hands the gradients on.
+        if held:
+            trace = held_later if later else held_first
+            held = False
+        else:
+            trace = free_later if later else free_first
+        for change in trace:
+            number = change.storage
+            if number is not None and (number in others or saver.get(number, index) < index):
+                continue  # Others or an earlier layer hold it.
+            if number == SUMMED and not apart:
+                most = max(most, live - change.bytes)
+            live += change.bytes
+            if live > most:
+                most = live
+    return most
+
+
+def _begins_in_place(layers: Sequence[Footprint]) -> bool:
+    """Return whether the first layer that does not just hand on its input changes it in place."""
+    for layer in layers:
         if layer.in_place or layer.outputs != layer.inputs:
             return layer.in_place
     return False
 
 
-def _total(numbers: set[int], size: dict[int, float]) -> float:
-    return sum(size[number] for number in numbers)
+def _total(numbers: AbstractSet[int], size: Mapping[int, float]) -> float:
+    return sum([size[number] for number in numbers])

@@ -1,1 +1,1 @@
-"""How fast devices are: descriptions of nodes, seconds of operators, and measurements of the present device."""
+"""Tell how fast devices are, from descriptions of nodes or by measuring the present device."""

@@ -1,4 +1,4 @@
-"""Describe the present device: what links and memory are measured to do, for a node of devices like it."""
+"""Describe a node of devices like the present one, whose links and memory are measured."""
 
 import math
 import os
@@ -9,69 +9,79 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.balance.profile import seconds_of, undisturbed
 from torchgpipe.gpipe import GPipe
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.hardware.operators import CLASSES
 
+CPU = torch.device("cpu")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""A container's limit of memory, in bytes."""
+"""The file with a container's limit of memory, in bytes."""
 RUNS = 5
-"""Timed runs of whatever is measured here, after a warm-up; their median counts."""
+"""How often each measurement here is timed, after a warm-up. The median counts."""
 HAND_OVERS = 64
-"""Micro-batches of next to nothing, which tell what a hand-over takes."""
+"""The number of tiny micro-batches that are used to time a hand-over."""
 MOST_AT_WORK = 4
-"""CPU devices that are let work at the same time, to find out how much they slow each other down."""
+"""The most CPU devices that work at a time, to measure how much they slow each other down."""
 
 
 def describe_here(device: torch.device, devices: int | None, memory: float | None) -> Hardware:
-    """Describe what is here: memory and links, which are measured. How fast it computes is left to profiled layers.
+    """Describe a node of devices like this one.
 
-    On a CPU a device is as many cores as PyTorch has threads, and has its share of the memory. CPU devices share
-    memory, so nothing is copied between them; threads hand tensors over. With a single GPU, links are taken as fast as
-    copies to the host.
+    How fast they compute is not described, since the layers are profiled. A CPU device has as many
+    cores as PyTorch has threads, and its share of the memory. CPU devices share their memory, so
+    nothing is copied between them, but threads take time to hand tensors over. With a single GPU,
+    links are taken to be as fast as copies to the host.
+
+    Args:
+        device: The present device.
+        devices: How many devices the node has; by default as many as are found here.
+        memory: The bytes of each device; by default as many as are found here.
 
     Raises:
-        ValueError: `memory` is not given, and the system does not tell.
+        ValueError: If `memory` is not given, and the system does not tell its memory.
     """
     cuda = device.type == "cuda"
     if devices is None:
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
-        devices = torch.cuda.device_count() if cuda else max(1, cores // torch.get_num_threads())
-    if memory is None:
-        memory = (
-            torch.cuda.get_device_properties(device).total_memory
-            if cuda
-            else _main_memory() / devices
-        )
+        devices = torch.cuda.device_count() if cuda else _cpu_devices()
+    if memory is None and cuda:
+        memory = torch.cuda.get_device_properties(device).total_memory
+    elif memory is None:
+        memory = _main_memory() / devices
     source = torch.ones(2**26 if cuda else 2**22, device=device)
     target = torch.empty_like(source)
-    bandwidth = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
-    link, how = _measure_link(source)
+    seconds = _seconds(lambda: target.copy_(source), device)
+    link_bandwidth, link = _measure_link(source)
     return Hardware(
         name="here",
         title=device_name(device),
         devices=devices,
         memory=float(memory),
-        memory_bandwidth=bandwidth,
-        link_bandwidth=link,
+        memory_bandwidth=2 * source.nbytes / seconds,
+        link_bandwidth=link_bandwidth,
         link_latency=hand_over() if device.type == "cpu" and devices > 1 else 0.0,
         memory_efficiency=dict.fromkeys(CLASSES, 1.0),
         launch_overlaps=cuda,
-        sources={"link_bandwidth": how, "memory_bandwidth": "a copy on the device"},
+        sources={"link_bandwidth": link, "memory_bandwidth": "a copy on the device"},
     )
 
 
-def _measure_link(source: torch.Tensor) -> tuple[float, str]:
-    """Copy a tensor from its device to another: return bytes per second, and which copy it was.
+def _cpu_devices() -> int:
+    """Return how many CPU devices the cores of this process make."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, cores // torch.get_num_threads())
 
-    With a single GPU, the copy is to the host; CPU devices share memory, so nothing is copied and that is infinite.
+
+def _measure_link(source: Tensor) -> tuple[float, str]:
+    """Copy a tensor from its device to another; return bytes per second, and which copy it was.
+
+    With a single GPU, the copy is to the host. Nothing is copied between CPU devices, so their
+    links are infinitely fast.
     """
     device = source.device
     if device.type != "cuda":
@@ -81,39 +91,49 @@ def _measure_link(source: torch.Tensor) -> tuple[float, str]:
         seconds = _seconds(lambda: source.to(other), device)
         return source.nbytes / seconds, f"links as fast as a copy from {device} to {other}"
     host = torch.empty_like(source, device="cpu").pin_memory()
-    return source.nbytes / _seconds(
-        lambda: host.copy_(source), device
-    ), "links as fast as a copy to the host"
+    seconds = _seconds(lambda: host.copy_(source), device)
+    return source.nbytes / seconds, "links as fast as a copy to the host"
 
 
 def hand_over() -> float:
-    """Return the seconds that a CPU partition takes to hand a tensor to the next, from tasks of next to nothing."""
+    """Return the seconds that a CPU partition takes to hand a tensor to the next partition.
+
+    They are measured with tasks that take next to no time.
+    """
     layers = nn.Sequential(nn.Identity(), nn.Identity())
     model = GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=HAND_OVERS, checkpoint="never")
-    x, cpu = torch.zeros(HAND_OVERS, 8, requires_grad=True), torch.device("cpu")
-    with undisturbed(cpu):
-        return _seconds(lambda: model(x).sum().backward(), cpu) / (2 * (HAND_OVERS + 1))
+    x = torch.zeros(HAND_OVERS, 8, requires_grad=True)
+    with undisturbed(CPU):
+        seconds = _seconds(lambda: model(x).sum().backward(), CPU)
+    return seconds / (2 * (HAND_OVERS + 1))
 
 
 def sharing(works: Sequence[Callable[[], object]]) -> float:
-    """Return by which share of its time the first work takes longer for each of the others that is done beside it.
+    """Return how much CPU devices slow each other down.
 
-    Each is done over and over, in a thread of its own.
+    Each work is done over and over, in a thread of its own.
+
+    Args:
+        works: What each device does.
+
+    Returns:
+        How much longer the first work takes for each other work beside it, as a share of its time.
     """
-    (first, *others), over, threads = works, threading.Event(), torch.get_num_threads()
+    first, *others = works
+    over = threading.Event()
+    threads = torch.get_num_threads()
 
-    def work(other: Callable[[], object]) -> None:
+    def repeat(work: Callable[[], object]) -> None:
         while not over.is_set():
-            other()
+            work()
 
-    alone = _seconds(first, torch.device("cpu"))
-    with ThreadPoolExecutor(
-        len(others), initializer=torch.set_num_threads, initargs=(threads,)
-    ) as pool:
-        for other in others:
-            pool.submit(work, other)
+    alone = _seconds(first, CPU)
+    pool = ThreadPoolExecutor(len(others), initializer=torch.set_num_threads, initargs=(threads,))
+    with pool:
+        for work in others:
+            pool.submit(repeat, work)
         try:
-            beside = _seconds(first, torch.device("cpu"))
+            beside = _seconds(first, CPU)
         finally:
             over.set()
     return max(0.0, beside / alone - 1) / len(others)
@@ -124,7 +144,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _main_memory(limit: Path = MEMORY_LIMIT) -> float:
-    """Return the machine's bytes, or what a container allows if that is less."""
+    """Return the machine's memory in bytes, or a container's limit if that is less."""
     try:
         machine = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):
@@ -133,13 +153,14 @@ def _main_memory(limit: Path = MEMORY_LIMIT) -> float:
         ) from None
     try:
         return min(machine, float(limit.read_text()))
-    except (OSError, ValueError):  # no container, or "max"
+    except (OSError, ValueError):  # There is no container, or it has no limit ("max").
         return machine
 
 
 def device_name(device: torch.device) -> str:
-    """Name a device for people."""
+    """Return the name of a device, as in messages and reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    return f"this machine's CPU, {threads} thread{'' if threads == 1 else 's'} for each device"
+    plural = "" if threads == 1 else "s"
+    return f"this machine's CPU, {threads} thread{plural} for each device"

@@ -1,11 +1,12 @@
-"""What an operator is to prediction: its class, floating-point operations, and bytes read and written.
+"""Describe operators for predictions: their class, floating-point operations and bytes.
 
-An operator is what reaches PyTorch's dispatcher below autograd: on a GPU about one kernel each. Libraries cut what a
-product of matrices puts out into tiles of fixed sizes, and each is one processor's work. A tile that sticks out over
-the edge takes as long as a full one, and so does the last round, in which some processors have none.
+An operator is what reaches PyTorch's dispatcher below autograd. On a GPU it is about one kernel.
+Libraries cut the output of a matrix product into tiles of fixed sizes, and one processor computes a
+tile. A tile that reaches over the edge of the matrix takes as long as a full tile. So does the last
+round of tiles, in which some processors have no tile.
 
-This is the one place that touches PyTorch's table of floating-point operations, which it does not promise to keep:
-`tests/library/plan/count/test_counter.py` fails, by name, when it moves.
+Only this module uses PyTorch's table of formulas for floating-point operations, which PyTorch does
+not promise to keep. `tests/library/plan/count/test_counter.py` fails if the table moves.
 """
 
 from __future__ import annotations
@@ -30,43 +31,56 @@ OperatorClass = Literal[
     "pool",
     "elementwise",
 ]
-"""The classes that have efficiencies of their own: `conv3x3` are those convolutions for which libraries have Winograd
-kernels, 3 x 3 at stride 1, when they are computed like any other, and `winograd` when they are not (convolution.py);
-`attention` is that of fused kernels (attention.py), and `elementwise` is whatever reads and writes memory and has no
-class of its own."""
+"""The classes of operators, which have efficiencies of their own.
+
+- `conv3x3` are convolutions for which libraries have Winograd kernels (3 x 3 at stride 1), computed
+  like any other convolution.
+- `winograd` are the same convolutions, computed by these kernels (see `convolution`).
+- `attention` and `attention_backward` are fused kernels (see `attention`).
+- `elementwise` are all operators without another class; they read and write memory.
+"""
 CLASSES: tuple[str, ...] = get_args(OperatorClass)
 
 TILES = ((128, 128), (128, 64), (64, 128), (128, 32), (32, 128))
-"""The sizes that are tried: those in the names of cuDNN's and cuBLAS's kernels in float32 (`..._128x64_...`)."""
+"""The sizes of tiles to choose from, in rows and columns.
+
+They are the sizes in the names of cuDNN's and cuBLAS's float32 kernels, such as `..._128x64_...`.
+"""
 
 
 class Grid(NamedTuple):
-    """What an operator's products put out: a number of `matrices` of `rows` by `columns`."""
+    """What an operator's matrix products put out: `matrices` matrices of `rows` by `columns`."""
 
     rows: float
     columns: float
     matrices: int = 1
     divisible: bool = False
-    """Whether processors can also share the sums of one tile, so that no round has too few."""
+    """Whether several processors can share one tile, so that no round leaves some without work."""
 
 
 class Operator(NamedTuple):
-    """One operator on one micro-batch: `flops` in the floating-point type `dtype`, `bytes` read and written."""
+    """One operator for one micro-batch."""
 
     kind: OperatorClass
     dtype: str
+    """The type of numbers in which it computes."""
     flops: float
+    """Its floating-point operations."""
     bytes: float
+    """The bytes that it reads and writes."""
     other: tuple[Operator, ...] = ()
-    """The kernels of another way to the same result, where there is one; a library takes the faster way."""
+    """Kernels that get the same result in another way. A library takes the faster way."""
     grid: Grid | None = None
-    """The matrices that its floating-point operations put out, where tiles of them are known to matter."""
+    """The matrices that it puts out, if their tiles are known to matter."""
 
 
 def bytes_of(x: Tensor) -> int:
-    """Return the bytes of the elements that are really there: an expanded dimension is read once."""
-    sizes = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride]
-    return math.prod(sizes) * x.element_size() if x.layout is torch.strided else 0
+    """Return the bytes of a tensor's elements. Elements of an expanded dimension count once."""
+    elements = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        if stride:
+            elements *= size
+    return elements * x.element_size() if x.layout is torch.strided else 0
 
 
 def dtype_of(x: Tensor) -> str:
@@ -75,17 +89,37 @@ def dtype_of(x: Tensor) -> str:
 
 
 def flops_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
-    """Return the floating-point operations of an operator that was called, by its formula; 0 where it has none."""
+    """Return the floating-point operations of an operator that ran.
+
+    Args:
+        operator: The operator.
+        args: Its arguments by place.
+        kwargs: Its arguments by name.
+        result: What it returned.
+
+    Returns:
+        The number that PyTorch's formula gives, or 0 if there is no formula.
+    """
     formula = flop_registry.get(getattr(operator, "overloadpacket", operator))
-    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
+    if formula is None:
+        return 0.0
+    return float(formula(*args, **kwargs, out_val=result))
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def excess(grid: Grid, processors: int) -> float:
-    """Return how many times longer than its multiplications a product takes, with the best size of tiles."""
+    """Return how many times longer a product takes because of its tiles, with the best tile size.
+
+    Args:
+        grid: The matrices that are put out.
+        processors: How many processors the device has.
+    """
+    elements = grid.matrices * grid.rows * grid.columns
     least = math.inf
     for rows, columns in TILES:
         tiles = grid.matrices * math.ceil(grid.rows / rows) * math.ceil(grid.columns / columns)
-        busy = tiles if grid.divisible else math.ceil(tiles / processors) * processors
-        least = min(least, busy * rows * columns / (grid.matrices * grid.rows * grid.columns))
+        if not grid.divisible:
+            rounds = math.ceil(tiles / processors)
+            tiles = rounds * processors
+        least = min(least, tiles * rows * columns / elements)
     return least

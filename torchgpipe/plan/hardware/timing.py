@@ -1,8 +1,9 @@
-"""Time a model's layers on the present device: as parts of whole steps, or each alone where a step does not fit.
+"""Time the layers of a model on the present device, in whole steps or each alone.
 
-In a step a layer finds in the caches what the layer before has left there, and the graph of all layers is kept:
-memory that is touched for the first time takes longer than memory that was just freed. A layer that runs alone, over
-and over, knows neither.
+In a step, a layer finds in the caches what the previous layer has left there. The autograd graph of
+all layers is kept, and memory that is used for the first time takes longer than memory that was
+just freed. A layer that runs alone, over and over, shows neither. So layers run alone only if a
+whole step does not fit the memory.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Sequential
 
 from torchgpipe.balance.profile import Rehearsal, rehearse, synchronize, time_forward, time_run
 from torchgpipe.skip.scope import skip_scope
@@ -20,18 +22,26 @@ from torchgpipe.tensors.microbatch import TensorOrTensors, mapped, tensors_of
 
 
 class Seconds(NamedTuple):
-    """Seconds of every layer for one micro-batch: forward without a graph and with one, and backward."""
+    """The seconds of every layer for one micro-batch."""
 
     forward: list[float]
+    """Seconds of forwards without an autograd graph."""
     graph: list[float]
+    """Seconds of forwards with a graph."""
     backward: list[float]
 
 
-def time_step(module: nn.Sequential, sample: TensorOrTensors, device: torch.device) -> Seconds:
-    """Run all layers forward without a graph, then forward and backward, and time each of them on the way.
+def time_step(module: Sequential, sample: TensorOrTensors, device: torch.device) -> Seconds:
+    """Run a step of all layers and time each of them on the way.
 
-    A layer's backward lasts from when its output's gradient is there until that of the layer before is. Adding up
-    gradients of parameters is counted, not timed: they are freed first.
+    The step is a forward without a graph, then a forward with one, and a backward. The backward of
+    a layer lasts from the arrival of its output's gradient to that of the previous layer's. Adding
+    to gradients of parameters is not timed, since it is counted: the gradients are freed first.
+
+    Args:
+        module: The layers.
+        sample: Their input.
+        device: The device of both.
     """
     module.zero_grad()
     with torch.no_grad(), skip_scope({}):
@@ -53,24 +63,29 @@ def time_step(module: nn.Sequential, sample: TensorOrTensors, device: torch.devi
     torch.autograd.backward(roots, gradients)
     synchronize(device)
     end = perf_counter()
-    # A layer without a gradient counts as reached at the end. Layers with next to no backward may be reached out of
-    # order, so the times are made to increase.
-    marks = [*(arrived.get(i, end) for i in range(len(module) - 1)), start]
-    marks = [*accumulate(reversed(marks), max)][::-1]
-    return Seconds(forward, graph, [a - b for a, b in pairwise([end, *marks])])
+    # When the backward reaches each layer, from the last layer to the first. A layer whose output
+    # gets no gradient counts as reached at the end. Layers that take next to no time may be reached
+    # out of order, so the times are made to increase.
+    arrivals = [arrived.get(i, end) for i in reversed(range(len(module) - 1))]
+    times = [*accumulate([start, *arrivals], max), end]
+    backward = [later - earlier for earlier, later in pairwise(times)]
+    backward.reverse()
+    return Seconds(forward, graph, backward)
 
 
 def _forward(
-    module: nn.Sequential,
+    module: Sequential,
     sample: TensorOrTensors,
     device: torch.device,
     notice: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[list[float], TensorOrTensors]:
-    """Run the layers; return their seconds and the output. `notice` is told when a layer's output has its gradient."""
+    """Run the layers; return their seconds and the output.
+
+    `notice` is called with a layer's number when its output has its gradient.
+    """
     seconds: list[float] = []
-    value = mapped(
-        lambda x: x.clone() if x.requires_grad else x, sample
-    )  # no leaf, which may not be changed in place
+    # A clone is no leaf, so layers may change it in place.
+    value = mapped(lambda x: x.clone() if x.requires_grad else x, sample)
     for i, layer in enumerate(module):
         synchronize(device)
         start = perf_counter()
@@ -78,21 +93,30 @@ def _forward(
         synchronize(device)
         seconds.append(perf_counter() - start)
         if notice is not None:
-            # PyTorch crashes where a tensor gets a hook before an older view of it has noticed a change in place, which
-            # it does when asked for its node.
-            nodes = [(y, y.grad_fn) for y in tensors_of(value) if y.requires_grad]
-            for y, _ in nodes:
-                y.register_hook(partial(notice, i))
+            # PyTorch crashes if a tensor gets a hook before an older view of it has noticed a
+            # change in place. A view notices the change when it is asked for its node.
+            nodes = [(x, x.grad_fn) for x in tensors_of(value) if x.requires_grad]
+            for x, _ in nodes:
+                x.register_hook(partial(notice, i))
     return seconds, value
 
 
 def time_alone(
-    module: nn.Sequential, sample: TensorOrTensors, device: torch.device, runs: int
+    module: Sequential, sample: TensorOrTensors, device: torch.device, runs: int
 ) -> list[Seconds]:
-    """Time copies of the layers one after another, each `runs` times after a warm-up; return every run.
+    """Time copies of the layers, one layer after another.
+
+    Args:
+        module: The layers.
+        sample: Their input.
+        device: The device to run the copies on.
+        runs: How often each layer runs after a warm-up.
+
+    Returns:
+        The seconds of every run.
 
     Raises:
-        ValueError: there is no memory for a layer.
+        ValueError: If there is no memory for a layer.
     """
 
     def measure(rehearsal: Rehearsal) -> list[tuple[float, float, float]]:
@@ -108,8 +132,13 @@ def time_alone(
     try:
         layers.extend(rehearse(module, sample, device, measure))
     except torch.OutOfMemoryError as error:
+        samples = len(tensors_of(sample)[0])
         raise ValueError(
-            f"layer {len(layers)} cannot be profiled on {device} with {len(tensors_of(sample)[0])} samples, for which "
+            f"layer {len(layers)} cannot be profiled on {device} with {samples} samples, for which "
             "it has no memory: give a smaller sample, or name the hardware to predict for"
         ) from error
-    return [Seconds(*map(list, zip(*run, strict=True))) for run in zip(*layers, strict=True)]
+    found = []
+    for run in zip(*layers, strict=True):
+        forward, graph, backward = map(list, zip(*run, strict=True))
+        found.append(Seconds(forward, graph, backward))
+    return found

@@ -1,1 +1,1 @@
-"""The search: which setups are tried, what is said if none fits, and data parallel training to compare with."""
+"""Search the setup with the shortest predicted step whose devices all have enough memory."""

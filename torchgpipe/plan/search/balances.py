@@ -1,8 +1,9 @@
-"""What the layers of a setup take: a bound on its steps, whatever the balance, and the balances to begin with."""
+"""Bound the steps of a setup for any balance, and find the balances to begin a search with."""
 
 import functools
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from operator import add
 
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.engine.arrangement import arranged
@@ -11,63 +12,93 @@ from torchgpipe.plan.replay import recomputing
 from torchgpipe.tensors.checkpoint import checkpointed
 
 SAFE = 1 - 1e-9
-"""What bounds are multiplied by, for rounding."""
+"""The factor by which bounds are lowered, in case they were rounded up."""
 
 
 class Work:
-    """What layers take with the micro-batches, checkpoint mode and schedule of `setup`, and balances that share it out.
+    """The seconds and bytes of a setup's layers, and balances that share them out.
 
-    In GPipe's schedule a partition waits while one micro-batch is in other partitions: the first, on its way forward to
-    it and backward from it, and the last, in the partitions behind it. So a step takes at least what one micro-batch
-    takes in all layers, and what any partition's layers take beyond that, their `seconds`. In others the most of both
-    is known: of a micro-batch's way without what may be done later, and of what a partition's layers take in all.
+    Only the setup's micro-batches, checkpoint mode and schedule matter, not its balance.
+
+    The seconds give a lower bound on a step with any balance. In GPipe's schedule, a partition
+    waits while one micro-batch is in other partitions: the first micro-batch on its way forward to
+    the partition and backward from it, and the last micro-batch in the partitions behind. So a step
+    takes at least two parts: the seconds of one micro-batch's way through all layers, and the
+    seconds of any partition's layers for the other micro-batches (`seconds`).
+
+    In other schedules, a step takes at least the longer of two parts: a micro-batch's way without
+    what may be done later, and all seconds of any partition's layers (`seconds`).
+
+    Args:
+        predictor: The predictor of the model.
+        setup: The setup.
     """
 
     def __init__(self, predictor: Predictor, setup: Setup) -> None:
-        self.predictor, self.setup = predictor, setup
-        m, recomputed = len(setup.sizes), checkpointed(setup.checkpoint, len(setup.sizes))
-        full, last = (
-            predictor.layers(setup.sizes[0]),
-            predictor.layers(setup.sizes[-1]),
-        )  # the last may be smaller
-        again = min(recomputed, m - 1)
-        # Of each layer: the first micro-batch's forward and backward, the last one's both, and all but the last one's.
-        forward = full.forward if again else full.graph
-        backward = [a + b for a, b in zip(full.backward, full.accumulate, strict=True)]
+        self.predictor = predictor
+        self.setup = setup
+        sizes = setup.sizes
+        m = len(sizes)
+        recomputed = checkpointed(setup.checkpoint, m)
+        full = predictor.layers(sizes[0])
+        last = predictor.layers(sizes[-1])  # The last micro-batch may be smaller.
+        gathered = setup.gathered
+        again = min(recomputed, m - 1)  # recomputations, apart from the last micro-batch's
+        first_forward = full.forward if again else full.graph
         last_forward = last.forward if recomputed == m else last.graph
-        last_both = [a + b for a, b in zip(last_forward, last.backward, strict=True)]
-        others = [
-            again * a + (m - 1) * (b + c)
-            for a, b, c in zip(full.forward, full.graph, backward, strict=True)
-        ]
-        one = [
-            min(a + b, c) if m > 1 else c
-            for a, b, c in zip(forward, backward, last_both, strict=True)
-        ]
-        self.seconds = [a + (b - c) for a, b, c in zip(others, last_both, one, strict=True)]
-        if not setup.gathered:
-            self.seconds = [a + b for a, b in zip(others, last_both, strict=True)]
-        self._one = sum(one) - (sum(full.weights) if setup.halves else 0.0)
-        self._copies = [2 * predictor.hardware.transfer(layer.output) for layer in full.layers[:-1]]
-        self._cheapest = list(accumulate(sorted(self._copies), initial=0.0))
-        self._parameters = sum(layer.parameters for layer in full.layers)
+        backwards = list(map(add, full.backward, full.accumulate))
+        first_ways = list(map(add, first_forward, backwards))
+        last_ways: list[float] = list(map(add, last_forward, last.backward))
+        ways: list[float] = last_ways
+        if m > 1:
+            ways = list(map(min, first_ways, last_ways))
+        self.seconds: list[float] = []
+        """The seconds of each layer that keep its partition's device busy."""
+        columns = (full.forward, full.graph, backwards, last_ways, ways)
+        for forward, graph, backward, last_way, way in zip(*columns, strict=True):
+            others = again * forward + (m - 1) * (graph + backward)
+            beyond = last_way - way if gathered else last_way
+            self.seconds.append(others + beyond)
+        self._way: float = sum(ways)
+        """The seconds of one micro-batch's way through all layers."""
+        if setup.halves:
+            self._way -= sum(full.weights)
+        transfer = predictor.hardware.transfer
+        copies = [2 * transfer(layer.output) for layer in full.layers[:-1]]
+        self._copies = copies
+        """The seconds of a micro-batch's copies after each layer, forward and backward."""
+        self._cheapest = list(accumulate(sorted(copies), initial=0.0))
+        """The least seconds of so many copies."""
+        self._parameters = sum([layer.parameters for layer in full.layers])
 
     def bound(self, n: int, most: float = 0.0, copies: float = 0.0) -> float:
-        """Return what no balance on `n` devices can beat whose heaviest one, and copies, take at least that."""
-        most = max(most, sum(self.seconds) / n, max(self.seconds))
-        update = self.predictor.update(self.setup, [self._parameters / n] * n)
-        way = self._one + max(copies, self._cheapest[n - 1])
-        return (way + most + update if self.setup.gathered else max(way, most) + update) * SAFE
+        """Return the seconds that no balance can beat.
+
+        Args:
+            n: How many devices there are.
+            most: The least seconds of the heaviest partition's layers, if they are known.
+            copies: The least seconds of a micro-batch's copies, if they are known.
+        """
+        seconds, setup = self.seconds, self.setup
+        most = max(most, sum(seconds) / n, max(seconds))
+        parameters = [self._parameters / n] * n
+        update = self.predictor.update(setup, parameters)
+        way = self._way + max(copies, self._cheapest[n - 1])
+        step = way + most if setup.gathered else max(way, most)
+        return (step + update) * SAFE
 
     def bound_of(self, balance: Sequence[int]) -> float:
-        """Return what this balance cannot beat."""
-        _, n, _, at = arranged(self.setup.schedule, len(balance))
-        cuts = zip(accumulate(balance), pairwise(at), strict=False)
-        copies = sum(self._copies[cut - 1] for cut, (a, b) in cuts if a != b)
-        return self.bound(n, heaviest(self.seconds, balance), copies)
+        """Return the seconds that this balance cannot beat."""
+        _, n, _, placement = arranged(self.setup.schedule, len(balance))
+        cuts = zip(accumulate(balance), pairwise(placement), strict=False)
+        copies = [self._copies[cut - 1] for cut, (here, there) in cuts if here != there]
+        return self.bound(n, heaviest(self.seconds, balance), sum(copies))
 
     def stages(self, n: int) -> int:
-        """Return how many stages `n` devices have; none if the schedule is not for so many devices or micro-batches."""
+        """Return how many stages `n` devices have.
+
+        There are 0 if the schedule is not for so many devices or micro-batches.
+        """
         schedule = self.setup.schedule
         if isinstance(schedule, str):
             return n * len(recomputing(schedule, 1, 1).placement)
@@ -75,32 +106,44 @@ class Work:
         return len(schedule.placement) if fits else 0
 
     def balance(self, n: int, share: float) -> tuple[int, ...]:
-        """Return the balance on `n` devices that evens out seconds, and bytes instead to this share of both."""
-        a, b = (1 - share) / (sum(self.seconds) or 1.0), share / sum(self.held)
-        costs = [a * x + b * y for x, y in zip(self.seconds, self.held, strict=True)]
+        """Return a balance on `n` devices that evens out a mixture of seconds and bytes.
+
+        The mixture has only seconds if `share` is 0, and only bytes if it is 1.
+        """
+        all_seconds, all_bytes = self.seconds, self.held
+        per_second = (1 - share) / (sum(all_seconds) or 1.0)
+        per_byte = share / sum(all_bytes)
+        layers = zip(all_seconds, all_bytes, strict=True)
+        costs = [per_second * seconds + per_byte * nbytes for seconds, nbytes in layers]
         return tuple(minimise_heaviest(costs, self.stages(n)))
 
     @functools.cached_property
     def held(self) -> list[float]:
-        """The bytes that each layer adds to its partition's in the second backward, at the least."""
+        """The bytes that each layer adds to its partition in the second backward, at the least."""
         setup, counts = self.setup, self.predictor.counts
-        m, footprints = len(setup.sizes), counts.footprints(setup.sizes[0])
-        each = (
-            1 + setup.optimizer.state + (m > 1)
-        )  # of a single micro-batch, gradients come as activations go
-        kept = max(1, m - 1 - checkpointed(setup.checkpoint, m)) if setup.gathered else 1
-        known, held = {*footprints[0].inputs}, []  # parts of the mini-batch, which is there anyway
+        m = len(setup.sizes)
+        footprints = counts.footprints(setup.sizes[0])
+        copies = 1 + setup.optimizer.state  # of the bytes of the parameters
+        if m > 1:  # With one micro-batch, gradients come only while activations go.
+            copies += 1
+        outputs = kept = 1
+        if setup.gathered:
+            outputs = m
+            kept = max(1, m - 1 - checkpointed(setup.checkpoint, m))
+        known = set(footprints[0].inputs)  # The mini-batch is held anyway.
+        held = []
         for layer, footprint in zip(counts.low, footprints, strict=True):
-            new = {*footprint.saves} - known
-            saved = sum(nbytes for number, nbytes in footprint.sizes if number in new)
-            held.append(layer.parameters * each + layer.frozen + kept * saved)
+            new = set(footprint.saves) - known
+            saved = sum([nbytes for storage, nbytes in footprint.sizes if storage in new])
+            held.append(layer.parameters * copies + layer.frozen + kept * saved)
             known |= new
         held[0] += counts.input * setup.batch_size
-        held[-1] += (m if setup.gathered else 1) * footprints[-1].output_grad
+        held[-1] += outputs * footprints[-1].output_grad
         return held
 
 
 def heaviest(costs: Sequence[float], balance: Sequence[int]) -> float:
-    """Return what the heaviest partition takes."""
+    """Return the costs of the heaviest partition."""
     sums = list(accumulate(costs, initial=0.0))
-    return max(sums[b] - sums[a] for a, b in pairwise(accumulate(balance, initial=0)))
+    partitions = pairwise(accumulate(balance, initial=0))
+    return max([sums[stop] - sums[start] for start, stop in partitions])

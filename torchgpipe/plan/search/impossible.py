@@ -16,67 +16,84 @@ from torchgpipe.tensors.checkpoint import MODES, Mode
 
 
 class Impossible(ValueError):
-    """Tell in one line why no setup fits."""
+    """No setup fits; the message says why in one line."""
 
 
 def told(setup: Setup) -> str:
-    """Say which micro-batches and checkpointing a setup has."""
-    return f"chunks={len(setup.sizes)} (micro-batches of {setup.sizes[0]}) and checkpoint={setup.checkpoint!r}"
+    """Return a setup's micro-batches and checkpoint mode as text."""
+    sizes = setup.sizes
+    micro_batches = f"chunks={len(sizes)} (micro-batches of {sizes[0]})"
+    return f"{micro_batches} and checkpoint={setup.checkpoint!r}"
 
 
 def refuse_hopeless(
     predictor: Predictor, batch_size: int, devices: int, memory: float, optimizer: Optimizer
 ) -> None:
-    """Raise `Impossible` where every setup is: a layer fits no device, or the devices have no room for all of them."""
+    """Refuse a model that no setup can train, before the search.
+
+    Args:
+        predictor: The predictor of the model.
+        batch_size: The samples of a mini-batch.
+        devices: How many devices there are.
+        memory: The bytes of each device, for tensors alone.
+        optimizer: What the optimizer holds.
+
+    Raises:
+        Impossible: If a layer fits no device, or all devices together are too small for what stays
+            on them: parameters, gradients and the optimizer's state.
+    """
     layers = predictor.layers(1).layers
-    # A single micro-batch makes each gradient once; of several, each but the first has gradients beside those summed.
+    # With a single micro-batch, each gradient is made once. With several, each backward but the
+    # first makes its gradients beside the sum of the earlier ones.
     needs = _alone(predictor, batch_size, optimizer, summed=False)
     if batch_size > 1:
-        needs = [
-            min(pair)
-            for pair in zip(needs, _alone(predictor, 1, optimizer, summed=True), strict=True)
-        ]
-    heaviest = max(range(len(needs)), key=needs.__getitem__)
-    if needs[heaviest] > memory:
+        needs = list(map(min, needs, _alone(predictor, 1, optimizer, summed=True)))
+    most = max(needs)
+    if most > memory:
+        heaviest = needs.index(most)
         raise Impossible(
-            f"layer {heaviest} ({layers[heaviest].name}) alone needs {amount(needs[heaviest])} of {amount(memory)}, "
-            "with micro-batches of any size: split the layer, or use devices with more memory"
+            f"layer {heaviest} ({layers[heaviest].name}) alone needs {amount(most)} "
+            f"of {amount(memory)}, with micro-batches of any size: "
+            "split the layer, or use devices with more memory"
         )
-    static = sum(layer.parameters * (2 + optimizer.state) + layer.frozen for layer in layers)
+    static = sum([layer.parameters * (2 + optimizer.state) + layer.frozen for layer in layers])
     what = "parameters, gradients and optimizer state"
     if optimizer.together and optimizer.made:
-        static += sum(optimizer.temporaries(layer.parameter_sizes) for layer in layers)
+        static += sum([optimizer.temporaries(layer.parameter_sizes) for layer in layers])
         what = "parameters, gradients, optimizer state and what its step makes"
-    if static > devices * memory:
+    room = devices * memory
+    if static > room:
         raise Impossible(
-            f"{what} need {amount(static)}, and {devices} device(s) have {amount(devices * memory)}: "
+            f"{what} need {amount(static)}, and {devices} device(s) have {amount(room)}: "
             "use more devices, or an optimizer with less state"
         )
 
 
 def _alone(predictor: Predictor, size: int, optimizer: Optimizer, *, summed: bool) -> list[float]:
-    """Return the least bytes of each layer at work on `size` samples, after others if gradients are `summed`.
+    """Return the least bytes that each layer needs on a device of its own.
 
-    Or when it is updated, where that is more.
+    The layer works on `size` samples, or is updated by the optimizer's step. With `summed`, it adds
+    its gradients to earlier ones.
     """
     footprints = predictor.counts.footprints(size)
     needs = []
     for i, layer in enumerate(predictor.counts.low):
-        tasks = [
-            task_bytes(footprints, i, i + 1, checkpoint=checkpoint) for checkpoint in (False, True)
-        ]
-        backward = (
-            min(task.kept + (task.later if summed else task.first) for task in tasks)
-            + tasks[0].output_grad
-        )
-        backward += layer.parameters if summed else 0.0
+        plain = task_bytes(footprints, i, i + 1, checkpoint=False)
+        checkpointed = task_bytes(footprints, i, i + 1, checkpoint=True)
+        if summed:
+            backward = min(plain.kept + plain.later, checkpointed.kept + checkpointed.later)
+            backward += plain.output_grad + layer.parameters
+        else:
+            backward = min(plain.kept + plain.first, checkpointed.kept + checkpointed.first)
+            backward += plain.output_grad
+        forward = plain.inputs + plain.graph
         update = layer.parameters + optimizer.temporaries(layer.parameter_sizes)
         static = layer.parameters * (1 + optimizer.state) + layer.frozen
-        needs.append(static + max(tasks[0].inputs + tasks[0].graph, backward, update))
+        needs.append(static + max(forward, backward, update))
     return needs
 
 
-def least(
+def least(  # noqa: PLR0913
     predictor: Predictor,
     batch_size: int,
     partitions: int,
@@ -85,43 +102,62 @@ def least(
     modes: Sequence[Mode],
     schedules: Sequence[str | Schedule] = ("GPipe",),
 ) -> Candidate:
-    """Return which of the setups needs the least, balanced by parameters.
+    """Return the setup whose fullest device needs the least, among setups balanced by parameters.
+
+    Args:
+        predictor: The predictor of the model.
+        batch_size: The samples of a mini-batch.
+        partitions: How many devices there are.
+        optimizer: What the optimizer holds.
+        chunks: The numbers of micro-batches to choose from.
+        modes: The checkpoint modes to choose from.
+        schedules: The schedules to choose from.
 
     Raises:
-        Impossible: there is no setup: no schedule is for so many devices, layers or micro-batches.
+        Impossible: If no schedule is for so many devices, layers or micro-batches.
     """
-    needed = [
-        layer.parameters * (2.0 + optimizer.state) + layer.frozen for layer in predictor.counts.low
-    ]
-    setups = []
+    state = 2.0 + optimizer.state
+    needed = [layer.parameters * state + layer.frozen for layer in predictor.counts.low]
+    found = []
     for m, mode, schedule in product(chunks, modes, schedules):
         setup = Setup(batch_size, (), m, mode, optimizer, schedule=schedule)
-        if 0 < (stages := Work(predictor, setup).stages(partitions)) <= len(needed):
-            setups.append(replace(setup, balance=tuple(minimise_heaviest(needed, stages))))
-    if not setups:
+        stages = Work(predictor, setup).stages(partitions)
+        if 0 < stages <= len(needed):
+            balance = tuple(minimise_heaviest(needed, stages))
+            found.append(assess(predictor, replace(setup, balance=balance)))
+    if not found:
         raise Impossible(
-            f"no schedule that was asked for is for {partitions} device(s), {len(needed)} layers and {chunks[0]} "
-            "micro-batches or more: choose from others"
+            f"no schedule that was asked for is for {partitions} device(s), {len(needed)} layers "
+            f"and {chunks[0]} micro-batches or more: choose from others"
         )
-    return min([assess(predictor, setup) for setup in setups], key=lambda x: x.peak)
+    return min(found, key=lambda candidate: candidate.peak)
 
 
 def why(
     predictor: Predictor, allowed: Candidate, batch_size: int, devices: int, memory: float
 ) -> str:
-    """Say how much memory the `allowed` setup lacks, which is the one that needs the least, and what needs less."""
+    """Say how much memory is lacking, and what would need less.
+
+    Args:
+        predictor: The predictor of the model.
+        allowed: The setup that needs the least of those that were asked for.
+        batch_size: The samples of a mini-batch.
+        devices: How many devices there are.
+        memory: The bytes of each device, for tensors alone.
+    """
     partitions = min(devices, len(predictor.counts))
-    free = least(
-        predictor, batch_size, partitions, allowed.setup.optimizer, sorted({1, batch_size}), MODES
-    )
-    least_of_all, what = told(free.setup), "balanced by parameters"
+    optimizer = allowed.setup.optimizer
+    free = least(predictor, batch_size, partitions, optimizer, sorted({1, batch_size}), MODES)
+    balanced = "balanced by parameters"
+    room, free_peak, free_setup = amount(memory), amount(free.peak), told(free.setup)
     if free.peak <= memory:
         return (
-            f"what was asked for is in the way: with {told(allowed.setup)}, {what}, the fullest device needs "
-            f"{amount(allowed.peak)} of {amount(memory)}; on {partitions} device(s), {least_of_all} needs "
-            f"{amount(free.peak)}"
+            f"what was asked for is in the way: with {told(allowed.setup)}, {balanced}, "
+            f"the fullest device needs {amount(allowed.peak)} of {room}; "
+            f"on {partitions} device(s), {free_setup} needs {free_peak}"
         )
     return (
-        f"no balance fits {devices} device(s) of {amount(memory)}: even with {least_of_all}, {what}, "
-        f"the fullest needs {amount(free.peak)}; use more devices, or a smaller batch"
+        f"no balance fits {devices} device(s) of {room}: "
+        f"even with {free_setup}, {balanced}, the fullest needs {free_peak}; "
+        "use more devices, or a smaller batch"
     )

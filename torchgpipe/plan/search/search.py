@@ -1,9 +1,11 @@
-"""Search balance x chunks x checkpoint x schedule for the shortest predicted step whose devices all have room.
+"""Search for the fastest setup whose devices all have enough memory.
 
-For each number of micro-batches and each mode there is a lower bound on the step with any balance (`balances`). Those
-with the lowest come first, and those whose bound is no better than the best setup so far are left out. The others begin
-with a balance that evens out seconds, or bytes. Where it comes near the best, layers are moved across boundaries for as
-long as the replay says that it helps (`trial`). Whatever is returned was replayed, in seconds and exactly in bytes.
+The search chooses the balance, the number of micro-batches, the checkpoint mode and the schedule.
+For the last three, there is a lower bound on the step with any balance (see `balances`). The search
+tries these choices in the order of their bounds. It leaves out a choice if its bound is no better
+than the best setup so far. A trial begins with balances that even out seconds or bytes. If one of
+them comes near the best setup, layers are moved across boundaries for as long as a replay says that
+it helps (see `trial`). Every setup that is returned was replayed, and its bytes were predicted.
 """
 
 from collections.abc import Sequence
@@ -20,35 +22,49 @@ from torchgpipe.schedules import Schedule
 from torchgpipe.tensors.checkpoint import MODES, Mode
 
 BYTES = (0.5, 1.0)
-"""The shares of bytes, beside seconds, in what balances even out where memory is scarce, and at the end."""
+"""Balances even out a mixture of seconds and bytes; these are the shares of the bytes in it.
+
+They are used if the memory is too small for a balance by seconds, and at the end of a search.
+"""
 CLOSE = 1e-3
-"""How far from its bound a setup may be for no better balance to be looked for."""
+"""A setup is good enough if its step is longer than the bound by at most this share."""
 NEAR = 0.02
-"""How much slower than the best so far the balance that a setup begins with may be for layers to be moved."""
+"""Layers are moved only if the first balance is slower than the best by less than this share."""
 
 
 @dataclass
 class Found:
-    """The best setup for a number of partitions, `None` if none fits, and the seconds that no such setup can beat."""
+    """The best setup for one number of devices.
+
+    Attributes:
+        best: The best setup, or `None` if no setup fits.
+        bound: The seconds that no setup can beat.
+        unlimited: The seconds of the fastest setup if memory had no limit, balanced by seconds.
+    """
 
     best: Candidate | None = None
     bound: float = inf
     unlimited: float = inf
-    """The seconds of the fastest setup, balanced by seconds, if memory had no limit."""
 
     @property
     def limit(self) -> float:
-        """The seconds to beat."""
+        """The seconds of the best setup, which others have to beat."""
         return inf if self.best is None else self.best.seconds
 
 
 def chunk_choices(batch_size: int) -> list[int]:
-    """Return every number of micro-batches that has a micro-batch size of its own: at most two square roots' worth."""
-    sizes = range(1, batch_size + 1)
-    return sorted({len(micro_batch_sizes(batch_size, -(-batch_size // size))) for size in sizes})
+    """Return the numbers of micro-batches that differ in the size of their micro-batches.
+
+    They are at most twice the square root of the batch size.
+    """
+    choices = set()
+    for size in range(1, batch_size + 1):
+        chunks = -(-batch_size // size)
+        choices.add(len(micro_batch_sizes(batch_size, chunks)))
+    return sorted(choices)
 
 
-def search(
+def search(  # noqa: PLR0913
     predictor: Predictor,
     *,
     batch_size: int,
@@ -60,40 +76,44 @@ def search(
     schedules: Sequence[str | Schedule] = ("GPipe",),
     close: float = CLOSE,
 ) -> dict[int, Found]:
-    """Return the best setup for each number of partitions; `memory` is each device's, in bytes, for tensors alone.
+    """Return the best setup for each number of devices.
 
-    No better one is looked for where one is as `close` to what none can beat: 0.01 is 1 %, infinity is any that fits.
+    Args:
+        predictor: The predictor of the model.
+        batch_size: The samples of a mini-batch.
+        memory: The bytes of each device, for tensors alone.
+        partitions: The numbers of devices.
+        optimizer: What the optimizer holds.
+        chunks: The numbers of micro-batches to choose from; by default all that differ.
+        checkpoint: The checkpoint modes to choose from.
+        schedules: The schedules to choose from.
+        close: How near to the bound a setup is good enough: 0.01 means 1 %, and infinity means that
+            any setup that fits is good enough.
 
     Raises:
-        Impossible: none fits; the message says what is in the way.
+        Impossible: If no setup fits; the message says what is in the way.
     """
-    base = Setup(batch_size, (len(predictor.counts),), optimizer=optimizer)
     found = {n: Found() for n in partitions}
-    kept = sum(
-        layer.parameters * (2 + optimizer.state) + layer.frozen for layer in predictor.counts.low
-    )
-    asked = []
-    for m, mode, schedule in product(
-        sorted(set(chunks or chunk_choices(batch_size))), checkpoint, schedules
-    ):
-        if mode == "except_last" and m == 1 and "never" in checkpoint:
-            continue  # a single micro-batch: the same as never
-        work = Work(predictor, replace(base, chunks=m, checkpoint=mode, schedule=schedule))
-        fitting = [
-            n
-            for n in partitions
-            if kept <= n * memory and 0 < work.stages(n) <= len(predictor.counts)
-        ]
-        asked += [(work.bound(n), n, work) for n in fitting]
-    for lower, n, work in sorted(asked, key=lambda each: each[0]):
-        if found[n].limit > lower * (1 + close) and (
-            chunks or 3 * len(work.setup.sizes) * n <= MOST_TASKS
-        ):
-            lower = _try(found[n], n, work, memory, close)
-        found[n].bound = min(found[n].bound, lower)
+    base = Setup(batch_size, (len(predictor.counts),), optimizer=optimizer)
+    state = 2 + optimizer.state
+    kept = sum([layer.parameters * state + layer.frozen for layer in predictor.counts.low])
+    roomy = [n for n in partitions if kept <= n * memory]
+    numbers = sorted(set(chunks or chunk_choices(batch_size)))
+    works = []
+    for m, mode, schedule in product(numbers, checkpoint, schedules):
+        # With one micro-batch, `except_last` is the same as `never`.
+        if mode != "except_last" or m > 1 or "never" not in checkpoint:
+            setup = replace(base, chunks=m, checkpoint=mode, schedule=schedule)
+            works.append(Work(predictor, setup))
+    for lower, n, work in _in_order(works, roomy):
+        bound = lower
+        few = 3 * len(work.setup.sizes) * n <= MOST_TASKS
+        if found[n].limit > lower * (1 + close) and (chunks or few):
+            bound = _try(found[n], n, work, memory, close)
+        found[n].bound = min(found[n].bound, bound)
     if all(each.best is None for each in found.values()):
         n = max(partitions)
-        numbers = sorted({*(chunks or (1, batch_size))})
+        numbers = sorted(set(chunks or (1, batch_size)))
         smallest = least(predictor, batch_size, n, optimizer, numbers, checkpoint, schedules)
         if smallest.peak > memory:
             raise Impossible(why(predictor, smallest, batch_size, n, memory))
@@ -101,15 +121,27 @@ def search(
     for n, each in found.items():
         each.bound = min(each.bound, each.limit)
         if each.best is not None and each.limit > each.bound * (1 + close):
-            work = Work(predictor, each.best.setup)
-            for share in BYTES:  # from afar, moves may lead elsewhere
-                first = assess(predictor, replace(work.setup, balance=work.balance(n, share)))
-                _improve(each, Trial(work, first, memory), each.bound * (1 + close))
+            _finish(each, n, Work(predictor, each.best.setup), memory, close)
     return found
 
 
+def _in_order(works: Sequence[Work], partitions: Sequence[int]) -> list[tuple[float, int, Work]]:
+    """Return each work with its bound on each number of devices, the lowest bound first."""
+    asked: list[tuple[float, int, Work]] = []
+    for work in works:
+        layers = len(work.seconds)
+        for n in partitions:
+            stages = work.stages(n)
+            if 0 < stages <= layers:
+                asked.append((work.bound(n), n, work))
+    return sorted(asked, key=lambda each: each[0])
+
+
 def _try(found: Found, n: int, work: Work, memory: float, close: float) -> float:
-    """Look for a faster setup among the balances over `n` partitions; return what none that has room can beat."""
+    """Look for a faster setup among the balances on `n` devices.
+
+    Return the seconds that no balance that fits can beat.
+    """
     setup = replace(work.setup, balance=work.balance(n, 0.0))
     step = work.predictor.step(setup)
     found.unlimited = min(found.unlimited, step.seconds)
@@ -119,11 +151,20 @@ def _try(found: Found, n: int, work: Work, memory: float, close: float) -> float
     trial = Trial(work, assess(work.predictor, setup, step), memory)
     if found.best is not None and len(found.best.setup.balance) == len(setup.balance):
         trial.take(found.best.setup.balance)
-    for share in BYTES if trial.lacking else ():
-        trial.take(work.balance(n, share))
+    if trial.lacking:
+        for share in BYTES:
+            trial.take(work.balance(n, share))
     if trial.best.seconds < found.limit * (1 + NEAR):
         _improve(found, trial, lower * (1 + close))
     return lower
+
+
+def _finish(found: Found, n: int, work: Work, memory: float, close: float) -> None:
+    """Move layers once more, beginning with other balances: this may lead to a faster setup."""
+    for share in BYTES:
+        setup = replace(work.setup, balance=work.balance(n, share))
+        trial = Trial(work, assess(work.predictor, setup), memory)
+        _improve(found, trial, found.bound * (1 + close))
 
 
 def _improve(found: Found, trial: Trial, enough: float) -> None:

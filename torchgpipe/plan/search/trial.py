@@ -1,4 +1,4 @@
-"""Replay balances of a setup, and keep the best. Data parallel training is predicted, too, to be seen beside it."""
+"""Replay balances of a setup and keep the best; predict data parallel training for comparison."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,13 +11,25 @@ from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.plan.replay import Timeline
 from torchgpipe.plan.search.balances import Work
 
+Balance = tuple[int, ...]
+
 MOST_TASKS = 1_000_000
-"""How many tasks may be replayed for one setup, over all balances; a setup with more is tried only if no other fits."""
+"""How many tasks may be replayed for one setup, over all balances.
+
+A setup with more tasks in a single replay is tried only if no other setup fits.
+"""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setup with what is predicted for it: seconds, bubble, and every device's memory."""
+    """A setup and its prediction.
+
+    Attributes:
+        setup: The setup.
+        seconds: The seconds of a step.
+        bubble: The share of the devices' time in which they wait.
+        devices: The memory of each device.
+    """
 
     setup: Setup
     seconds: float
@@ -26,35 +38,53 @@ class Candidate:
 
     @property
     def peak(self) -> float:
-        """Bytes of the device that needs the most."""
-        return max(device.peak for device in self.devices)
+        """The bytes of the device that needs the most."""
+        return max([device.peak for device in self.devices])
 
     def lacks(self, memory: float) -> float:
-        """Return the bytes that are lacking on all devices."""
-        return sum(max(0.0, device.peak - memory) for device in self.devices)
+        """Return the bytes that all devices together lack, if each has `memory` bytes."""
+        return sum([max(0.0, device.peak - memory) for device in self.devices])
 
 
 def assess(predictor: Predictor, setup: Setup, step: Timeline | None = None) -> Candidate:
-    """Predict a setup, whose `step` may be known."""
+    """Predict the seconds and the memory of a setup.
+
+    Args:
+        predictor: The predictor of the model.
+        setup: The setup.
+        step: The predicted step, if it is known already.
+    """
     step = step or predictor.step(setup)
-    return Candidate(setup, step.seconds, step.bubble, tuple(setup_memory(predictor.counts, setup)))
+    devices = tuple(setup_memory(predictor.counts, setup))
+    return Candidate(setup, step.seconds, step.bubble, devices)
 
 
 class Trial:
-    """Keep the fastest balance that has room in `memory`; as long as none has, the one that lacks the least."""
+    """Keep the fastest balance of a setup that fits the memory.
+
+    As long as no balance fits, the balance that lacks the fewest bytes is kept.
+
+    Args:
+        work: The setup, and what its layers take.
+        first: The prediction for the balance to begin with.
+        memory: The bytes of each device.
+    """
 
     def __init__(self, work: Work, first: Candidate, memory: float) -> None:
-        self.work, self.best, self.memory = work, first, memory
-        self.known = {first.setup.balance}
-        self.left = MOST_TASKS // (3 * len(work.setup.sizes) * len(first.setup.balance))
+        self.work = work
+        self.best = first
+        self.memory = memory
+        balance = first.setup.balance
+        self.known = {balance}
+        self.left = MOST_TASKS // (3 * len(work.setup.sizes) * len(balance))
         """How many more balances may be replayed."""
 
     @property
     def lacking(self) -> float:
-        """The bytes that the best lacks, on all devices."""
+        """The bytes that all devices together lack with the best balance."""
         return self.best.lacks(self.memory)
 
-    def take(self, balance: tuple[int, ...]) -> bool:
+    def take(self, balance: Balance) -> bool:
         """Replay a balance, and return whether it is the best so far."""
         if balance in self.known or not self.left:
             return False
@@ -66,7 +96,7 @@ class Trial:
         setup = replace(work.setup, balance=balance)
         step = work.predictor.step(setup)
         if not lacking and step.seconds >= self.best.seconds:
-            return False  # whatever it needs: bytes take longer to work out
+            return False  # The memory, which takes longer to predict, does not matter.
         found = assess(work.predictor, setup, step)
         if (found.lacks(self.memory), found.seconds) >= (lacking, self.best.seconds):
             return False
@@ -74,47 +104,65 @@ class Trial:
         return True
 
     def improve(self, enough: float) -> None:
-        """Move layers from one partition to another, ever fewer, until that no longer helps or `enough` is reached."""
+        """Move layers from one partition to another for as long as that helps.
+
+        The moves begin with many layers and go on with fewer. They end when the best balance fits
+        and takes at most `enough` seconds.
+        """
         stride = sum(self.best.setup.balance) // 2
         while stride and (self.lacking or self.best.seconds > enough):
-            placement = self.best.setup.lists.placement
-            full = [s for s, d in enumerate(placement) if self.best.devices[d].peak > self.memory]
-            sources = full or range(len(placement))
-            if not any(
-                [self.take(moved) for moved in _moved(self.best.setup.balance, stride, sources)]
-            ):
+            setup, devices = self.best.setup, self.best.devices
+            placement = setup.lists.placement
+            full = []
+            for stage, device in enumerate(placement):
+                if devices[device].peak > self.memory:
+                    full.append(stage)
+            better = False
+            for balance in _moved(setup.balance, stride, full or range(len(placement))):
+                if self.take(balance):
+                    better = True
+            if not better:
                 stride = stride * 3 // 4
 
 
-def _moved(
-    balance: Sequence[int], stride: int, sources: Iterable[int]
-) -> Iterator[tuple[int, ...]]:
-    """Return the balances in which one of `sources` has `stride` layers fewer, and another partition as many more."""
-    for j, k in product(sources, range(len(balance))):
-        if j != k and balance[j] > stride:
+def _moved(balance: Sequence[int], stride: int, sources: Iterable[int]) -> Iterator[Balance]:
+    """Yield every balance in which `stride` layers have moved from a source to another stage."""
+    for source, target in product(sources, range(len(balance))):
+        if source != target and balance[source] > stride:
             moved = list(balance)
-            moved[j] -= stride
-            moved[k] += stride
+            moved[source] -= stride
+            moved[target] += stride
             yield tuple(moved)
 
 
 def data_parallel(
     predictor: Predictor, batch_size: int, devices: int, optimizer: Optimizer
 ) -> Candidate:
-    """Predict data parallel training: every device has the model, and a share of the batch; nothing is recomputed.
+    """Predict data parallel training.
 
-    Gradients are summed over the devices by a ring all-reduce, which sends 2 (k - 1) / k of their bytes from each of k
-    devices to the next (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-    2009). It overlaps with backward, as in `DistributedDataParallel`, which keeps a second copy of the gradients for
-    it. On one device this is plain training.
+    Every device has the whole model and a share of the batch, and nothing is recomputed. Gradients
+    are summed over the devices by a ring all-reduce, in which each of k devices sends 2 (k - 1) / k
+    of their bytes to the next device (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
+    for clusters of workstations", 2009). The all-reduce overlaps with the backward, as in
+    `DistributedDataParallel`, which keeps a second copy of the gradients for it. On one device this
+    is plain training.
+
+    Args:
+        predictor: The predictor of the model.
+        batch_size: The samples of a batch, over all devices.
+        devices: How many devices there are.
+        optimizer: What the optimizer holds.
     """
-    setup = Setup(ceil(batch_size / devices), (len(predictor.counts),), 1, "never", optimizer)
-    step, (device,) = predictor.step(setup), setup_memory(predictor.counts, setup)
-    gradients = float(sum(layer.parameters for layer in predictor.counts.low))
-    exchange = 2 * (devices - 1) * predictor.hardware.transfer(gradients / devices)
-    backward = sum(event.end - event.start for event in step.tasks if event.kind == "backward")
-    seconds = step.seconds * (1 + predictor.hardware.sharing * (devices - 1)) + max(
-        0.0, exchange - backward
-    )
-    device = device._replace(gradients=device.gradients + gradients * (devices > 1))
+    counts, hardware = predictor.counts, predictor.hardware
+    share = ceil(batch_size / devices)
+    setup = Setup(share, (len(counts),), 1, "never", optimizer)
+    step = predictor.step(setup)
+    (device,) = setup_memory(counts, setup)
+    gradients = float(sum([layer.parameters for layer in counts.low]))
+    exchange = 2 * (devices - 1) * hardware.transfer(gradients / devices)
+    backward = sum([task.end - task.start for task in step.tasks if task.kind == "backward"])
+    slowed = step.seconds * (1 + hardware.sharing * (devices - 1))
+    seconds = slowed + max(0.0, exchange - backward)
+    if devices > 1:
+        device = device._replace(gradients=device.gradients + gradients)
     return Candidate(setup, seconds, step.bubble, (device,) * devices)

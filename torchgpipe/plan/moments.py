@@ -1,0 +1,214 @@
+"""List the moments of a step at which a device may hold the most bytes."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import ge
+from typing import NamedTuple
+
+from torchgpipe.schedules import Kind, Schedule
+from torchgpipe.schedules.action import Action
+from torchgpipe.schedules.replay import units
+
+
+class InFlight(NamedTuple):
+    """How many tasks of one stage are in flight, apart from the task that is running."""
+
+    checkpointed: int
+    plain: int
+    """Tasks that are not checkpointed."""
+    later: int
+    """Tasks of which only the backward of the weights is left."""
+
+
+class Traffic(NamedTuple):
+    """How many skips and gradients of skips lie between two stages, in micro-batches.
+
+    The memory of `source`'s device is counted. `source` stashes the skips that `away` and `early`
+    count, and it pops the skips whose gradients `waiting` counts.
+    """
+
+    source: int
+    target: int
+    away: int
+    """Skips that `source` has stashed and `target` has not popped yet."""
+    early: int
+    """Gradients that `target` has sent before the backward of `source` can use them."""
+    waiting: int
+    """Gradients that `source` has made and `target` has not used yet."""
+
+
+class Moment(NamedTuple):
+    """The action that runs on a device, and what the device holds during the action."""
+
+    kind: Kind
+    stage: int
+    recomputed: bool
+    """Whether the task is checkpointed."""
+    stages: tuple[int, ...]
+    """The stages on the device. The next three fields have one item for each of them."""
+    coming: tuple[bool, ...]
+    """Whether the stage has forwards left to do."""
+    begun: tuple[bool, ...]
+    """Whether the stage has done a backward."""
+    held: tuple[InFlight, ...]
+    skips: tuple[Traffic, ...] = ()
+    """The traffic from each stage on the device to each stage of the pipeline."""
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many things of each sort take memory at this moment, in a fixed order."""
+        counts: list[int] = []
+        for in_flight in self.held:
+            counts += in_flight
+        for traffic in self.skips:
+            counts += (traffic.away, traffic.early, traffic.waiting)
+        return tuple(counts)
+
+
+Alike = dict[tuple[int, ...], Moment]
+"""Moments at which a device does the same, by what they hold (`Moment.counts`)."""
+
+
+@lru_cache(maxsize=64)
+def moments(lists: Schedule, recomputed: int, skips: bool) -> list[list[Moment]]:
+    """Return the moments at which each device may hold the most bytes.
+
+    A moment is left out if the device does the same at another moment and holds at least as much
+    of everything then.
+
+    Args:
+        lists: The schedule, with a recomputation of every task.
+        recomputed: How many micro-batches are checkpointed. They are the first ones.
+        skips: Whether skips go from one stage to another.
+    """
+    clock = _Clock(lists) if skips else None
+    found = []
+    for actions in lists.lists:
+        fullest: dict[object, Alike] = defaultdict(dict)
+        for now in _walk(actions, lists.micro_batches, recomputed, clock):
+            _add(fullest[now.kind, now.stage, now.recomputed, now.coming, now.begun], now)
+        kept: list[Moment] = []
+        for alike in fullest.values():
+            kept += alike.values()
+        found.append(kept)
+    return found
+
+
+def _walk(
+    actions: Sequence[Action], micro_batches: int, recomputed: int, clock: "_Clock | None"
+) -> Iterator[Moment]:
+    """Yield the moments of one device, in the order of its actions."""
+    own = tuple(sorted({action.stage for action in actions}))
+    states = {stage: _State(micro_batches) for stage in own}
+    for k, action in enumerate(actions):
+        kind, micro_batch, stage = action
+        plain = micro_batch >= recomputed
+        if kind == "recompute" and plain:
+            continue
+        traffic: tuple[Traffic, ...] = ()
+        if clock is not None:
+            # A recomputation is directly before its backward, and the clock leaves it out.
+            timed = actions[k + 1] if kind == "recompute" else action
+            traffic = clock.traffic(own, timed)
+        states[stage].begin(kind, plain)
+        coming = tuple([state.left > 0 for state in states.values()])
+        begun = tuple([state.begun for state in states.values()])
+        held = tuple([state.in_flight() for state in states.values()])
+        yield Moment(kind, stage, not plain, own, coming, begun, held, traffic)
+        states[stage].end(kind, plain)
+
+
+@dataclass
+class _State:
+    """What one stage has left to do, and how many of its tasks are in flight."""
+
+    left: int
+    """How many forwards the stage has left to do."""
+    begun: bool = False
+    checkpointed: int = 0
+    plain: int = 0
+    later: int = 0
+
+    def in_flight(self) -> InFlight:
+        return InFlight(self.checkpointed, self.plain, self.later)
+
+    def begin(self, kind: Kind, plain: bool) -> None:
+        """Begin an action: its task no longer counts among those in flight."""
+        if kind == "forward":
+            self.left -= 1
+        elif kind == "recompute":
+            self.checkpointed -= 1
+        elif kind == "backward_weights":
+            self.later -= 1
+        elif plain:
+            self.plain -= 1
+
+    def end(self, kind: Kind, plain: bool) -> None:
+        """End an action: what its task keeps for later counts again."""
+        if kind == "forward" and plain:
+            self.plain += 1
+        elif kind == "forward":
+            self.checkpointed += 1
+        elif kind == "backward_inputs":
+            self.later += 1
+        if kind in ("backward", "backward_inputs"):
+            self.begun = True
+
+
+class _Clock:
+    """A replay that tells which forwards and backwards are done when an action runs.
+
+    Whole backwards take two units of time, other actions one, and recomputations none.
+    """
+
+    def __init__(self, lists: Schedule) -> None:
+        self._stages = range(len(lists.placement))
+        self._times: dict[tuple[Kind, int, int], tuple[float, float]] = {}
+        self._forwards: dict[int, list[float]] = defaultdict(list)
+        """The times at which each stage ends a forward."""
+        self._backwards: dict[int, list[float]] = defaultdict(list)
+        """The times at which each stage has the gradients of its inputs."""
+        for kind, micro_batch, stage, start, end in lists.replay(_duration, ahead=False).events:
+            self._times[kind, micro_batch, stage] = start, end
+            if kind == "forward":
+                self._forwards[stage].append(end)
+            elif kind != "backward_weights":
+                self._backwards[stage].append(end)
+
+    def traffic(self, own: Sequence[int], action: Action) -> tuple[Traffic, ...]:
+        """Return the traffic from each stage in `own` to each stage, while the action runs."""
+        start, end = self._times[action]
+        forwards = [bisect_right(self._forwards[s], start) for s in self._stages]
+        backwards = [bisect_right(self._backwards[s], start) for s in self._stages]
+        backwards_at_end = [bisect_right(self._backwards[s], end) for s in self._stages]
+        found = []
+        for source in own:
+            for target in self._stages:
+                away = forwards[source] - forwards[target]
+                early = backwards_at_end[target] - backwards[source]
+                waiting = backwards[source] - backwards[target]
+                traffic = Traffic(source, target, max(0, away), max(0, early), max(0, waiting))
+                found.append(traffic)
+        return tuple(found)
+
+
+def _duration(action: Action) -> float:
+    return 0.0 if action.kind == "recompute" else units(action)
+
+
+def _add(alike: Alike, now: Moment) -> None:
+    """Add a moment to others that are alike, and drop the moments that another one covers."""
+    counts = now.counts
+    if any(_covers(known, counts) for known in alike):
+        return
+    smaller = [known for known in alike if _covers(counts, known)]
+    for known in smaller:
+        del alike[known]
+    alike[counts] = now
+
+
+def _covers(more: Sequence[int], less: Sequence[int]) -> bool:
+    return all(map(ge, more, less))
