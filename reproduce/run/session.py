@@ -105,6 +105,10 @@ class Session:
         self.check()
         self.progress.start(job, text)
 
+    def finish(self, name: object, steps: int | None = None) -> None:
+        """Expect no more steps of a row or group, or `steps` fewer, in the progress display."""
+        self.progress.finish(self.job(name), steps)
+
     def result(self, row: Row, **fields: Any) -> Result:
         """Return a result for `row` with these fields. By default it is measured, with threads."""
         found = Result(
@@ -124,8 +128,15 @@ class Session:
         self.recorder.put(self.result(row, **fields))
         self.recorder.save()
 
+    def has_result(self, row: Row, **how: Any) -> bool:
+        """Say whether the record has a result of the row, run in this way, that is no placeholder.
+
+        The placeholder of a row that has not run yet has the status "interrupted".
+        """
+        return self.recorded(row, **how).status != "interrupted"
+
     def recorded(self, row: Row, **how: Any) -> Result:
-        """Return the recorded result of the row, run in this way; a result "interrupted" if there is none."""
+        """Return the recorded result of the row, run in this way, or a new placeholder."""
         empty = self.result(row, **how, status="interrupted")
         return self.recorder.results.get(empty.key, empty)
 
