@@ -15,7 +15,7 @@ PROC = Path("/proc")
 # The largest shares, of the cores that this program may use, at which a round is not disturbed.
 # They were tried on a virtual machine, by a step that used both of its cores. Others always took
 # about 6 %. When they took 7 to 11 %, the step was as fast; at 14 to 20 % it was 14 to 26 % slower,
-# and at 50 % half as fast. The host never took (stole) more than 0.7 %, so that limit was not tried.
+# and at 50 % half as fast. The host never took (stole) more than 0.7 %, so that limit is untried.
 LIMITS = {"others": 0.1, "stolen": 0.02}
 # The kernel counts in ticks of 10 ms. A shorter round is judged together with the one before it.
 LEAST_SECONDS = 1.0
