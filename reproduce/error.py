@@ -69,7 +69,7 @@ def missing(*packages: str) -> str | None:
 
 
 def _too_old_torch() -> str | None:
-    """Say that PyTorch is too old, and what to do, if it is."""
+    """Return what to do if PyTorch is too old; None if it is not."""
     version = sys.modules["torch"].__version__
     major, minor, *_ = version.split(".")
     if (int(major), int(minor)) >= LEAST_TORCH:

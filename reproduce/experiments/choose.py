@@ -23,8 +23,8 @@ def choose_rows(
 ) -> list[Experiment]:
     """Return the experiments with only the rows of these names.
 
-    Without names, keep all rows, but the extra ones only if asked. An unknown name, or an
-    experiment without any of the rows, raises `Error`.
+    Without names, keep all rows, but extra rows only with `extra`. An unknown name raises `Error`,
+    and so does an experiment without any of the rows.
     """
     _check_names(experiments, names)
 

@@ -175,10 +175,11 @@ def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
 def controls(
     base: Row, micro_batch: int, ms: Sequence[int], balances: Mapping[int, Balance] | None
 ) -> Rows:
-    """List the controls at `base`'s batch size, then those with `micro_batch` samples.
+    """List the controls at equal batch size, then the controls at equal micro-batch size.
 
-    The latter have so many samples per micro-batch, and names that end in `/mb`. Without
-    `balances`, balances are profiled.
+    The former have `base`'s batch size. The latter have `micro_batch` samples per micro-batch, and
+    names that end in `/mb`. `ms` are the numbers of micro-batches. Without `balances`, the balances
+    are profiled.
     """
     equal_batch = []
     equal_micro_batch = []

@@ -34,13 +34,13 @@ class Gpu(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class Machine(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Describe the machine: memory in bytes, `cores` those that this process may use."""
+    """Describe the machine."""
 
     system: str
     cpu: str
-    cores: int
+    cores: int  # that this process may use
     cores_installed: int
-    memory: int | None
+    memory: int | None  # bytes
     gpus: list[Gpu] = []
 
 
@@ -102,7 +102,7 @@ def _memory() -> int | None:
 def _gpu(index: int) -> Gpu:
     """Describe a CUDA device of this process.
 
-    The driver may use other indices than CUDA, so it is asked for the device's UUID.
+    The driver may use other indices than CUDA, so the device is looked up by its UUID.
     """
     import torch
 

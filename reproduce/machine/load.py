@@ -1,6 +1,6 @@
-"""Measure how much of the machine others have during a round.
+"""Measure how much of the machine other programs have during a round.
 
-It is read from Linux's /proc. On other systems it is not known.
+The numbers are read from Linux's /proc. On other systems they are not known.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def _shares(then: Counts, now: Counts) -> Shares:
 def other_runs() -> dict[int, str]:
     """Return which processes run other experiments, regressions or benchmarks.
 
-    The commands are those after `python -m`.
+    Each has its command, as it follows `python -m`.
     """
     found = {}
     ticks, ours = _processes()
@@ -100,7 +100,7 @@ def other_runs() -> dict[int, str]:
 
 
 def _count() -> Counts:
-    """Return seconds of the clock, of CPU time, and in which a program waited for a core.
+    """Count the seconds of the clock, of CPU time, and of waiting for a core.
 
     The counts are empty if the kernel has none.
     """

@@ -28,7 +28,7 @@ def check_size(
 
     Raises:
         TypeError: If the size is no whole number.
-        ValueError: If it is not allowed. The message names the nearest size that is.
+        ValueError: If the size is not allowed. The message names the nearest allowed size.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be a whole number (int), got {value!r}")

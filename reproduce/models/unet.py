@@ -74,8 +74,8 @@ class PopConcat(Module):
 def conv_blocks(name: str, inputs: int, middle: int, outputs: int, num_convs: int) -> Layers:
     """Yield a cell of `num_convs` blocks, each of four layers.
 
-    The first block has `inputs` channels, the last one yields `outputs` channels, and between
-    blocks there are `middle` channels.
+    The first block takes `inputs` channels, the last block returns `outputs` channels, and blocks
+    pass `middle` channels to each other.
     """
     inner = [middle] * (num_convs - 1)
     channels = pairwise([inputs, *inner, outputs])

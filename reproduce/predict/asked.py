@@ -37,7 +37,7 @@ IMAGE = (3, 224, 224)  # a sample's shape for torchvision's models, unless told 
 
 
 class Paper(NamedTuple):
-    """A model of the papers, with the defaults of its training. Some models have sizes."""
+    """A model of the papers, with the defaults of its training. It may have no sizes to choose."""
 
     name: str
     batch_size: int
@@ -169,7 +169,7 @@ def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module,
 
 @dataclass(frozen=True)
 class Asked:
-    """The question which model fits, with the model's training and the devices."""
+    """The question which sizes of a model fit, with its training and the devices."""
 
     paper: Paper
     sizes: Sizes

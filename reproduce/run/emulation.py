@@ -61,8 +61,9 @@ class Executed:
 
 
 class EmulatedStep(NamedTuple):
-    """The seconds of a step on n devices: `seconds` with copies over a `Link`, `here` without.
+    """The time of a step on n devices, in seconds.
 
+    `seconds` includes the copies over a `Link`. `here` is the time without copies.
     `work` is the time that all tasks took on the one real device.
     """
 
@@ -76,7 +77,8 @@ def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
     """Return the row with only `most` of its micro-batches, of the same sizes.
 
     The last micro-batch may be smaller than the others. A smaller mini-batch may not split into the
-    same sizes. Then take the smallest number above `most` that does, or all micro-batches.
+    same sizes. In this case, the row has the smallest number of micro-batches above `most` that
+    does, or all of them.
     """
     count = row.micro_batches
     size = row.micro_batch_size
@@ -157,7 +159,7 @@ class Emulation:
         return run
 
     def step(self) -> EmulatedStep:
-        """Replay a step in which each task takes the median, over runs, of its share of the work.
+        """Replay a step in which each task takes its usual share of the work: the runs' median.
 
         The slowest partition determines the time of a step. In a single run, the slowest partition
         may be one that was disturbed.
@@ -305,7 +307,10 @@ class Link:
         return [seconds * share for seconds in boundaries], scaled_skips
 
     def _published(self, row: Row) -> Row:
-        """Return the published row of the row's name, or the first; the row itself without any."""
+        """Return the published row of the same name, or else the first published row.
+
+        Without published rows, return the row itself.
+        """
         if self.papers is None:
             return row
         name, _, _ = row.name.partition("/")

@@ -133,10 +133,10 @@ def _counted(tasks: list[PlannedTask]) -> list[PlannedTask]:
 
 
 def remaining(session: Session, group: Group) -> list[PlannedTask]:
-    """Return what is to run of a group, given what the record has of an earlier run.
+    """Return which tasks of a group are to run, given what the record has of an earlier run.
 
-    That is all of the group if a row of it has no undisturbed result, and nothing if the group
-    was done. Otherwise it is every row that was timed, to continue.
+    If one of its rows has no result, or a disturbed one, return all tasks, to begin anew. If the
+    group was done, return none. Otherwise, return the tasks that were timed, to continue them.
     """
     timed: dict[PlannedTask, Result] = {}
     for task in group.tasks:
@@ -153,7 +153,7 @@ def remaining(session: Session, group: Group) -> list[PlannedTask]:
 
 
 def _is_done(task: PlannedTask, found: Result) -> bool:
-    """Say whether all is done of a row that was timed: its utilization is watched last."""
+    """Say whether a row that was timed is done. Its utilization is watched last."""
     if task.engine in SCHEDULES:
         return True  # PyTorch's own schedules have no utilization
     return "bubble" in found.values or "utilization_problem" in found.values

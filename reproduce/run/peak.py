@@ -129,7 +129,7 @@ def run_memory(session: Session) -> Iterator[tuple[str, bool]]:
 
 
 def measure_memory(session: Session, row: Row, steps: int) -> tuple[Row, dict[str, Json]]:
-    """Return the row as it was run, balance included, and its model's size and peak memory.
+    """Run a row; return it in the balance that was used, and its model's size and peak memory.
 
     One device may stand for several, because nothing is timed.
     """

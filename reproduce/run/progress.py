@@ -23,7 +23,7 @@ tqdm.set_lock(threading.RLock())
 
 @dataclass
 class Job:
-    """The steps of one row: how many there are and are left, and the seconds of those done.
+    """The steps of one row: how many there are, how many are left, and the seconds of each one.
 
     `guess` is the cost of a step relative to the steps of other jobs. It has no unit.
     """

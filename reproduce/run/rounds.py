@@ -16,13 +16,13 @@ class Rounds:
 
     def __init__(self) -> None:
         self.of_steps: dict[PlannedTask, list[int]] = {}  # the number of each step's round
-        self.shares: dict[int, Shares] = {}  # for each round what others had; empty if not known
+        self.shares: dict[int, Shares] = {}  # what others had in each round; empty if not known
         self.left_out = 0  # how many disturbed rounds were removed
 
     def set_shares(self, number: int, shares: Shares) -> None:
-        """Store what others had in a round, as far as that is known.
+        """Store the shares that others had in a round; empty if they are not known.
 
-        Earlier rounds of which it is not known were too short to tell. They get the same shares.
+        Earlier rounds without known shares were too short to tell. They get the same shares.
         """
         self.shares[number] = {}
         for earlier, known in self.shares.items():
@@ -34,7 +34,7 @@ class Rounds:
         return {number for number, shares in self.shares.items() if not too_busy(shares)}
 
     def keep_only(self, kept: set[int], running: Mapping[PlannedTask, Steps]) -> None:
-        """Remove all other rounds, with their steps of all rows, and count how many there were."""
+        """Remove all rounds that are not in `kept`, with their steps, and count them."""
         for task, steps in running.items():
             _remove_steps(steps, self.of_steps[task], kept)
         for number in list(self.shares):
@@ -60,7 +60,10 @@ class Rounds:
         return samples
 
     def _shares_of_steps(self, task: PlannedTask) -> Samples:
-        """Return what others had in the round of each step, as far as it is known of all."""
+        """Return what others had in the round of each step.
+
+        A share that is not known of every round is left out.
+        """
         shares = [self.shares[number] for number in self.of_steps[task]]
         samples = {}
         for name in shares[0]:

@@ -128,14 +128,14 @@ class Session:
         self.recorder.save()
 
     def has_result(self, row: Row, **how: Any) -> bool:
-        """Say whether the record has a result of the row, run in this way, that is no placeholder.
+        """Say whether the record has a result of the row, run in the way `how`.
 
-        The placeholder of a row that has not run yet has the status "interrupted".
+        A row that has not run yet has a placeholder in the record, whose status is "interrupted".
         """
         return self.recorded(row, **how).status != "interrupted"
 
     def recorded(self, row: Row, **how: Any) -> Result:
-        """Return the recorded result of the row, run in this way, or a new placeholder."""
+        """Return the recorded result of the row, run in the way `how`, or a new placeholder."""
         empty = self.result(row, **how, status="interrupted")
         return self.recorder.results.get(empty.key, empty)
 
@@ -147,7 +147,7 @@ class Session:
         self.recorder.save()
 
     def tell_others(self) -> None:
-        """Tell of other runs on this machine, once of each."""
+        """Tell the user of other runs on this machine, once of each run."""
         told = self.load.told
         for pid, command in other_runs().items():
             if command not in told:  # all processes of a run have the same command

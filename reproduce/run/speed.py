@@ -61,7 +61,10 @@ def plan_speed(session: Session) -> None:
 
 
 def _unmeasured(session: Session, row: Row, engine: Engine) -> Result:
-    """Return a result that says why the row cannot be measured; interrupted if it can be."""
+    """Return a result that says why the row cannot be measured.
+
+    If it can be measured, its status is "interrupted", until the row has run.
+    """
     if row.devices > session.devices.count:
         reason = f"needs {row.devices} devices"
         return session.result(row, engine=engine, status="needs devices", reason=reason)
@@ -76,7 +79,7 @@ def run_speed(session: Session) -> Iterator[GroupDone]:
     A row that ran out of memory runs again afterwards, without the other rows of its group.
 
     If the run goes on after an interruption, groups that were done are kept. The next group
-    continues in the same balance, or begins anew if one of its rows has no undisturbed step.
+    continues in the same balance, or begins anew if one of its rows has no undisturbed result.
     """
     session.rounds = _next_round(session)
     for group in groups_of(session):
@@ -139,7 +142,7 @@ class _GroupRun:
         self.processes = processes
         self.running: dict[PlannedTask, Steps] = {}
         self.rounds = Rounds()
-        self.emulated_seconds: dict[str, float] = {}  # of a warm-up step, by the row's name
+        self.emulated_seconds: dict[str, float] = {}  # of warm-up steps, by the row's name
         self.losses: dict[str, list[float]] = {}  # on a row's first engine, by the row's name
         self.out_of_memory: list[PlannedTask] = []
 
@@ -263,7 +266,7 @@ class _GroupRun:
             session.progress.stop()
 
     def _rounds_wanted(self) -> int:
-        """Return how many undisturbed rounds to run, beside those of the run before."""
+        """Return how many undisturbed rounds to run, beside those of an interrupted run."""
         before = [len(task.before.get("step_time", ())) for task in self.running]
         wanted = self.session.steps or self.session.scale.steps
         return max(1, wanted - min(before, default=0))

@@ -66,7 +66,7 @@ class MeasuredSteps:
 def _clocked(devices: Devices, run: Callable[[], T]) -> tuple[T, float, float]:
     """Call `run`. Return its result, the time when it began, and how many seconds it took.
 
-    The seconds last until the devices have finished.
+    It has ended when the devices have finished.
     """
     devices.synchronize()
     started = time.perf_counter()
@@ -104,7 +104,7 @@ def watch(training: Training, devices: Devices) -> Watched:
 def watched(
     run: Callable[[], Timeline], driver: Callable[[], list[float]] | None = None
 ) -> Watched:
-    """Return what `watch` does, for the step that `run` runs and returns the timeline of.
+    """Return what `watch` returns. `run` runs a step and returns its timeline.
 
     If `driver` is given, its result is the utilization, instead of the timeline's.
     """

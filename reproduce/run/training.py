@@ -104,7 +104,7 @@ class Balancer:
 
 
 def _equal_layers(layers: int, partitions: int) -> Balance:
-    """Return a balance of equally many layers; the first partitions have one more where needed."""
+    """Return a balance of equally many layers; some of the first partitions may have one more."""
     each, more = divmod(layers, partitions)
     larger = [each + 1] * more
     smaller = [each] * (partitions - more)
@@ -163,7 +163,7 @@ def on_devices(
 
 
 def work_of(row: Row, seed: int) -> Work:
-    """Return the row's training on CPUs, with parameters, samples and optimizer of `Training`."""
+    """Return the row's training on CPUs; it has the same parameters and samples as `Training`."""
     torch.manual_seed(seed)
     data = FakeData([row], seed)
     device = torch.device("cpu")

@@ -135,7 +135,10 @@ def _error_of(failures: list[Failure]) -> Exception:
 
 
 def _serve(rank: int, link: Connection, count: int, threads: int, store: str) -> None:
-    """Answer requests until the process ends. At the `init_method` `store`, the ranks meet."""
+    """Answer requests until the process ends.
+
+    `store` is the `init_method` of the process group.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent process handles Ctrl-C
     for output in (1, 2):  # output of ranks would appear in the middle of a table
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
