@@ -20,7 +20,7 @@ import torch
 
 from reproduce.experiments.row import PUBLISHED_BALANCE, Row
 from reproduce.machine.load import Shares, too_busy
-from reproduce.records.record import SCHEDULES, Engine, Result
+from reproduce.records.record import TORCH_ENGINES, Engine, Result
 from reproduce.run.emulation import Emulation, memory_needed, shortened
 from reproduce.run.engines.engines import check_same, why_not
 from reproduce.run.engines.processes import Processes
@@ -135,7 +135,7 @@ def _left(session: Session, group: Group) -> list[PlannedTask]:
     watched = [
         each for each in timed.values() if each.values.keys() & {"bubble", "utilization_problem"}
     ]
-    done = len(watched) == sum(task.engine not in SCHEDULES for task in timed)
+    done = len(watched) == sum(task.engine not in TORCH_ENGINES for task in timed)
     return [] if done else [task.again(each) for task, each in timed.items()]
 
 

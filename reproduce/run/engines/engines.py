@@ -19,7 +19,7 @@ from reproduce.error import Error
 from reproduce.experiments.row import COMPONENTS, Row
 from reproduce.machine.devices import Devices
 from reproduce.models.built import SizedModel
-from reproduce.records.record import SCHEDULES, Engine
+from reproduce.records.record import TORCH_ENGINES, Engine
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.skip.layout import skip_layout
@@ -60,7 +60,7 @@ class Trainer:
     """
 
     def __init__(self, engine: Engine, work: Work) -> None:
-        make = _scheduled if engine in SCHEDULES else _pipeline
+        make = _scheduled if engine in TORCH_ENGINES else _pipeline
         module, self._forward_and_backward = make(engine, work)
         self.pipeline = module if isinstance(module, GPipe | DistributedGPipe) else None
         self.steps = 0
@@ -144,7 +144,7 @@ def check_same(losses: Sequence[float | None], others: Sequence[float | None], w
 
 def why_not(engine: Engine, row: Row, devices: Devices) -> str | None:
     """Return why an engine cannot run a row; `None` if it can."""
-    partitions, chunks, theirs = row.partitions or 0, row.chunks or 1, engine in SCHEDULES
+    partitions, chunks, theirs = row.partitions or 0, row.chunks or 1, engine in TORCH_ENGINES
     against = {
         "there is no pipeline": row.partitions is None,
         "there is one partition only": partitions == 1,
