@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from reproduce.experiments.row import PUBLISHED_BALANCE, Row
-from reproduce.records.record import SCHEDULES, Engine, Result
+from reproduce.records.record import TORCH_ENGINES, Engine, Result
 from reproduce.run.emulation import shortened
 from reproduce.run.engines.engines import why_not
 from reproduce.run.session import Session
@@ -154,7 +154,7 @@ def remaining(session: Session, group: Group) -> list[PlannedTask]:
 
 def _is_done(task: PlannedTask, found: Result) -> bool:
     """Say whether a row that was timed is done. Its utilization is watched last."""
-    if task.engine in SCHEDULES:
+    if task.engine in TORCH_ENGINES:
         return True  # PyTorch's own schedules have no utilization
     return "bubble" in found.values or "utilization_problem" in found.values
 

@@ -20,7 +20,7 @@ from reproduce.error import Error
 from reproduce.experiments.row import COMPONENTS, Row
 from reproduce.machine.devices import Devices
 from reproduce.models.built import SizedModel
-from reproduce.records.record import SCHEDULES, Engine
+from reproduce.records.record import TORCH_ENGINES, Engine
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.skip.layout import skip_layout
@@ -66,7 +66,7 @@ class Trainer:
     """
 
     def __init__(self, engine: Engine, work: Work) -> None:
-        make = _scheduled if engine in SCHEDULES else _pipeline
+        make = _scheduled if engine in TORCH_ENGINES else _pipeline
         module, self._forward_and_backward = make(engine, work)
         self.pipeline = module if isinstance(module, GPipe | DistributedGPipe) else None
         self.steps = 0
@@ -161,7 +161,7 @@ def why_not(engine: Engine, row: Row, devices: Devices) -> str | None:
     if engine == "threads":
         return None
     reasons = _against_processes(row, devices)
-    if engine in SCHEDULES:
+    if engine in TORCH_ENGINES:
         reasons = chain(reasons, _against_schedule(engine, row))
     return next(reasons, None)
 

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from reproduce.numbers import metrics
+from reproduce.numbers.accuracy import final_error
 from reproduce.numbers.metrics import Measurement, Reading, over, read, speed_up, throughput
 from reproduce.numbers.significance import Rule, compare_samples
 from reproduce.numbers.sources import Entry
@@ -121,16 +122,11 @@ def test_errors_are_those_after_the_last_epoch_of_each_seed_that_has_ended() -> 
     assert reading == Reading([10, 17], "%", mean=True)
     assert (reading.middle, reading.quartiles) == (13.5, (11.75, 15.25))
     assert (
-        metrics.final_error(
-            replace(result, samples={key: each[-1:] for key, each in samples.items()})
-        )
+        final_error(replace(result, samples={key: each[-1:] for key, each in samples.items()}))
         is None
     )
     printed = Result("e", "r", "published", values={"top1_error": 22.0, "top1_error_spread": 0.1})
-    assert (
-        metrics.final_error(printed) == (22.0, 0.1)
-        and metrics.final_error(replace(printed, values={})) is None
-    )
+    assert final_error(printed) == (22.0, 0.1) and final_error(replace(printed, values={})) is None
 
 
 EIGHT = [1.0, 1.02, 0.98, 1.01, 0.99, 1.03, 0.97, 1.005]
