@@ -49,7 +49,7 @@ def machine() -> Machine:
     import torch
 
     model = info(Path("/proc/cpuinfo"), "model name")
-    gpus = []
+    gpus: list[Gpu] = []
     if torch.cuda.is_available():
         gpus = [_gpu(i) for i in range(torch.cuda.device_count())]
     return Machine(

@@ -21,10 +21,9 @@ def counted(model: SizedModel) -> Counts:
     The result depends on PyTorch's current settings: CUDA autocast, and the precision of float32.
     """
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    backends = torch.backends
-    matmul = backends.cuda.matmul.fp32_precision  # type: ignore[attr-defined]
-    conv = backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-    return _counted(model, autocast, matmul, conv)
+    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    precisions = [kind.fp32_precision for kind in kinds]
+    return _counted(model, autocast, *precisions)
 
 
 @functools.cache

@@ -151,7 +151,8 @@ def _function(where: str, what: str) -> Callable[[], Any]:
 
 def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
     """Return the model and its example input from what the user's function returned."""
-    module, sample = found, None
+    module = found
+    sample: Any = None
     if isinstance(found, tuple) and len(found) == 2:
         module, sample = found
     if not isinstance(module, nn.Module):

@@ -21,6 +21,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from reproduce.experiments.row import Row
 from reproduce.machine.devices import Devices
@@ -115,7 +116,7 @@ class Emulation:
         self.devices = devices
         self.link = link
         self.runs: list[Executed] = []
-        self.optimizers = []
+        self.optimizers: list[Optimizer] = []
         for partition in self.training.partitions:
             parameters = list(partition.parameters())
             if parameters:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from reproduce.error import Error
 from reproduce.experiments.row import COMPONENTS, Row
@@ -52,7 +53,7 @@ class Work:
     input: Any
     target: Any
     loss: Callable[[Any, Any], Tensor]
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    optimizer: Callable[[nn.Module], Optimizer]
     checkpoint: Mode = "never"
     deferred_batch_norm: bool = False
     schedule: str = ""  # of `step`, on ranks; without one, ranks call `loss` and its `backward`
@@ -70,7 +71,7 @@ class Trainer:
         module, self._forward_and_backward = make(engine, work)
         self.pipeline = module if isinstance(module, GPipe | DistributedGPipe) else None
         self.steps = 0
-        self._optimizers = []
+        self._optimizers: list[Optimizer] = []
         if list(module.parameters()):  # optimizers raise if there are no parameters
             self._optimizers.append(work.optimizer(module))
 
