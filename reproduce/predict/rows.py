@@ -119,7 +119,11 @@ def _predictor(model: SizedModel, samples: int, on: Hardware | torch.device) -> 
 
 def _described(hardware: Hardware) -> dict[str, Json]:
     """Return the numbers of the hardware description for the record."""
-    figures: dict[str, Json] = {key: getattr(hardware, key) for key in ("name", "title", "devices")}
+    figures: dict[str, Json] = {
+        "name": hardware.name,
+        "title": hardware.title,
+        "devices": hardware.devices,
+    }
     for key in hardware.sources:
         table, _, item = key.partition(".")
         value = getattr(hardware, table)
