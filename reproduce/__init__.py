@@ -1,5 +1,6 @@
-"""Run the papers' experiments here: experiments as data, one runner, records, and tables made from records.
+"""Run the papers' experiments here, keep records of them, and make tables from the records.
 
-Folders from the bottom up: `machine` and `models`, `records`, `experiments`, `numbers`, `run` and `predict`, `tables`,
-`report` and `regression`, `cli`. Each may import from those below it, and `torchgpipe`.
+The folders are, from the bottom up: `machine` and `models`, `records`, `experiments`, `numbers`,
+`run` and `predict`, `tables`, `report` and `regression`, `cli`. Each folder may import from the
+folders below it, and from `torchgpipe`.
 """

@@ -1,4 +1,7 @@
-"""Start `python -m reproduce`. First check the packages that it needs; report a missing one in one line."""
+"""Start `python -m reproduce`.
+
+It first checks the packages that it needs, and reports a missing one in one line.
+"""
 
 import signal
 import sys
@@ -10,7 +13,8 @@ from reproduce.machine.allocator import keep_freed_memory
 def main() -> int:
     """Run the program and return its exit code."""
     if sys.argv[1:2] == ["run"]:
-        keep_freed_memory()  # else rows with smaller tensors look faster, for a reason that is not pipelining
+        # Else rows with smaller tensors would look faster, for a reason that is not pipelining.
+        keep_freed_memory()
     handler = signal.signal(signal.SIGINT, leave)
     problem = missing("click", "msgspec", "tabulate", "tqdm")
     if problem is not None:

@@ -85,7 +85,7 @@ def predict(
     """
     from reproduce.predict.rows import predict_run, predict_table
     from reproduce.tables.all import written_records
-    from reproduce.tables.predicted import beside_emulated
+    from reproduce.tables.emulated import beside_emulated
 
     if bool(experiments) == (run is not None):
         raise click.UsageError("name either experiments, or a run by --run")

@@ -1,5 +1,8 @@
-"""Hold every experiment by name. An experiment is data: to add one, add a table here; no other code changes.
-It may import `models`, `records` and `machine`."""
+"""Hold every experiment by name.
+
+An experiment is data: to add one, add a table here; no other code changes. This folder may import
+`models`, `records` and `machine`.
+"""
 
 from reproduce.experiments import amoebanet, resnet, unet, zoo
 from reproduce.experiments.row import Experiment
@@ -18,9 +21,9 @@ EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment
 
 
 def predictable() -> dict[str, str]:
-    """Return the experiments that can be predicted, each with its published table."""
-    return {
-        each.name: each.table
-        for each in EXPERIMENTS.values()
-        if each.table and each.measures != "accuracy"
-    }
+    """Return the names of the experiments that can be predicted, each with its published table."""
+    tables = {}
+    for experiment in EXPERIMENTS.values():
+        if experiment.table and experiment.measures != "accuracy":
+            tables[experiment.name] = experiment.table
+    return tables

@@ -1,20 +1,25 @@
-"""List the experiments on AmoebaNet-D (L, D): speed over partitions and micro-batches, and memory over sizes."""
+"""List the experiments on AmoebaNet-D (L, D): speed and memory.
+
+Speed is over partitions and micro-batches, memory over sizes of the model.
+"""
 
 from dataclasses import replace
 
 from reproduce.experiments.controls import (
     Published,
     Sizes,
-    memory_experiment,
+    memory_scales,
+    paper_speed,
     published_rows,
-    speed_experiment,
+    small_speed,
 )
-from reproduce.experiments.row import Optimizer, Row
+from reproduce.experiments.row import Experiment, Optimizer, Row
 
-# This batch size is for the rows at equal batch size. Every m divides it, and it fits in naive on two P40s.
+# This batch size is for the rows at equal batch size. Every m divides it, and a batch fits on two
+# P40s even for naive model parallelism.
 BASE = Row(model="AmoebaNet-D", size=(18, 256), batch_size=64)
 
-# --- speed -----------------------------------------------------------------------------------------------------
+# --- speed -------------------------------------------------------------------------------------
 
 SAMPLES = 10_000  # in the published epoch
 
@@ -30,19 +35,22 @@ PUBLISHED_SPEED: Published = (
     ("n8m32", 32, 1280, (2, 2, 2, 3, 3, 4, 4, 4)),
 )
 
-SPEED = speed_experiment(
-    "amoebanet-speed",
-    "AmoebaNet-D: speed over n partitions and m micro-batches",
-    "tg-amoebanetd-speed",
-    BASE,
-    published_rows(BASE, PUBLISHED_SPEED, SAMPLES),
-    micro_batch=4,
-    small=replace(BASE, size=(18, 16), batch_size=32),
-    batch_sizes=(19, 51, 256, 32, 72, 256, 39, 96, 256),  # a fifth of the published ones
-    seconds=120,
+PUBLISHED = published_rows(BASE, PUBLISHED_SPEED, SAMPLES)
+SMALL = replace(BASE, size=(18, 16), batch_size=32)
+SMALL_BATCHES = (19, 51, 256, 32, 72, 256, 39, 96, 256)  # a fifth of the published ones
+
+SPEED = Experiment(
+    name="amoebanet-speed",
+    title="AmoebaNet-D: speed over n partitions and m micro-batches",
+    measures="speed",
+    table="tg-amoebanetd-speed",
+    scales=(
+        paper_speed(BASE, PUBLISHED, micro_batch=4),
+        small_speed(SMALL, PUBLISHED, batch_sizes=SMALL_BATCHES, seconds=120),
+    ),
 )
 
-# --- memory ----------------------------------------------------------------------------------------------------
+# --- memory ------------------------------------------------------------------------------------
 
 RMSPROP = Optimizer(name="RMSprop", options={"foreach": False}, state=1)
 
@@ -57,11 +65,10 @@ SIZES: Sizes = (
     ("pipeline-8", (72, 512), (72, 40), None, (23, 16, 11, 6, 6, 5, 5, 6)),
 )
 
-MEMORY = memory_experiment(
-    "amoebanet-memory",
-    "AmoebaNet-D: parameters and memory over model size",
-    "tg-amoebanetd-memory",
-    MEMORY_BASE,
-    replace(MEMORY_BASE, batch_size=16),
-    SIZES,
+MEMORY = Experiment(
+    name="amoebanet-memory",
+    title="AmoebaNet-D: parameters and memory over model size",
+    measures="memory",
+    table="tg-amoebanetd-memory",
+    scales=memory_scales(MEMORY_BASE, replace(MEMORY_BASE, batch_size=16), SIZES),
 )

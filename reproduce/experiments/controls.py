@@ -1,126 +1,121 @@
 """Generate rows: the published ones of n partitions, and controls, which nobody has published.
 
-The published rows vary the batch with n and m, so they mix pipelining with larger batches. The controls are naive
-model parallelism, checkpoint-only and GPipe, and keep one thing equal:
+The published rows vary the batch size with n and m, so they mix pipelining with larger batches. The
+controls are naive model parallelism, checkpoint-only and GPipe, and keep one thing equal:
 
 - the batch size: every row does the same work on the same samples, in more or in fewer parts;
-- the micro-batch size: kernels work on equally large tensors in every row; the batch size grows with m.
+- the micro-batch size: kernels work on equally large tensors in every row; the batch size grows
+  with m.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from reproduce.experiments import row as constants
 from reproduce.experiments.row import (
+    AS_PUBLISHED,
+    LIKE_PUBLISHED,
+    P40_MEMORY,
+    PAPER_SCALE,
     PUBLISHED_BALANCE,
+    PUBLISHED_NODE,
     SMALL_SCALE,
     Checkpoint,
-    Experiment,
     GiB,
     Row,
     Scale,
 )
 
 PARTITIONS = (2, 4, 8)
-CHUNKS, SMALL_CHUNKS = (4, 32), (4, 8)  # of the controls
+CHUNKS = (4, 32)  # of the controls
+SMALL_CHUNKS = (4, 8)  # of the small scale's controls
 SMALL_MICRO_BATCH = 4  # of the small scale's controls at equal micro-batch size
 
 Balance = tuple[int, ...]
+Size = tuple[int, ...]
+Rows = tuple[Row, ...]
 
-# name, m, batch size, balance; the first row is plain training
+# A published table of speed: name, m, batch size, balance. The first row is plain training.
 Published = Sequence[tuple[str, int | None, int, Balance | None]]
-# name, published model size, small scale's, m (None: micro-batches of one sample), balance; first row: plain training
-Sizes = Sequence[tuple[str, tuple[int, ...], tuple[int, ...], int | None, Balance | None]]
+# A published table of memory: name, model size, size at the small scale, m, balance. Without m,
+# micro-batches have one sample. The first row is plain training.
+Sizes = Sequence[tuple[str, Size, Size, int | None, Balance | None]]
 
 
-def speed_experiment(
-    name: str,
-    title: str,
-    table: str,
-    base: Row,
-    theirs: Sequence[Row],
-    micro_batch: int,
-    small: Row,
-    batch_sizes: Sequence[int],
-    seconds: float,
-) -> Experiment:
-    """Return a speed experiment. Scale paper: the published rows and controls of `base`; scale small: of `small`.
+def paper_speed(base: Row, published: Sequence[Row], *, micro_batch: int) -> Scale:
+    """Return the scale of the published rows, and of controls of `base` in the same balances.
 
-    At scale paper, controls have the published balances, and `micro_batch` samples at equal micro-batch size. At scale
-    small, the published rows get `batch_sizes`. Groups share `seconds`; groups of extra rows have more time on top.
+    The controls at equal micro-batch size have `micro_batch` samples per micro-batch.
     """
-    balances = {len(row.balance): row.balance for row in theirs if row.balance}
-    balances[1] = (sum(balances[PARTITIONS[0]]),)
-    like = smaller(theirs, small, batch_sizes)
-    scales = (
-        replace(
-            constants.PAPER_SCALE, rows=(*theirs, *controls(base, micro_batch, CHUNKS, balances))
-        ),
-        replace(
-            SMALL_SCALE,
-            rows=(*like, *controls(small, SMALL_MICRO_BATCH, SMALL_CHUNKS, None)),
-            seconds=seconds,
-        ),
+    balances = {}
+    for row in published:
+        if row.balance:
+            balances[len(row.balance)] = row.balance
+    layers = sum(balances[PARTITIONS[0]])
+    balances[1] = (layers,)
+    rows = controls(base, micro_batch, CHUNKS, balances)
+    return replace(PAPER_SCALE, rows=(*published, *rows))
+
+
+def small_speed(
+    base: Row, published: Sequence[Row], *, batch_sizes: Sequence[int], seconds: float
+) -> Scale:
+    """Return the scale of rows like the published ones, with `batch_sizes`, and of controls.
+
+    All rows have the model of `base`. Groups share `seconds`; groups of extra rows have more time
+    on top.
+    """
+    like = smaller(published, base, batch_sizes)
+    rows = controls(base, SMALL_MICRO_BATCH, SMALL_CHUNKS, None)
+    return replace(SMALL_SCALE, rows=(*like, *rows), seconds=seconds)
+
+
+def memory_scales(base: Row, small: Row, sizes: Sizes) -> tuple[Scale, Scale]:
+    """Return a scale with models of the published sizes, and one with smaller models."""
+    paper = Scale(
+        name="paper",
+        rows=memory_rows(base, sizes),
+        memory=P40_MEMORY,
+        cuda=True,
+        steps=2,
     )
-    return Experiment(name=name, title=title, measures="speed", table=table, scales=scales)
-
-
-def memory_experiment(
-    name: str, title: str, table: str, base: Row, small: Row, sizes: Sizes
-) -> Experiment:
-    """Return a memory experiment. Scale paper has models of the published sizes, scale small smaller ones."""
-    scales = (
-        Scale(
-            name="paper",
-            rows=memory_rows(base, sizes),
-            memory=constants.P40_MEMORY,
-            cuda=True,
-            steps=2,
-        ),
-        Scale(
-            name="small",
-            rows=memory_rows(small, sizes, small=True),
-            memory=4 * GiB,
-            cuda=False,
-            steps=2,
-        ),
+    small_scale = Scale(
+        name="small",
+        rows=memory_rows(small, sizes, small=True),
+        memory=4 * GiB,
+        cuda=False,
+        steps=2,
     )
-    return Experiment(name=name, title=title, measures="memory", table=table, scales=scales)
+    return paper, small_scale
 
 
-def published_rows(base: Row, table: Published, samples: int) -> tuple[Row, ...]:
+def published_rows(base: Row, table: Published, samples: int) -> Rows:
     """List plain training and pipelines of n partitions, each row with its own batch size.
 
-    An epoch has so many `samples`. The published timing leaves out the first epoch.
+    An epoch has `samples` samples. The published timing leaves out the first epoch.
     """
-    base = replace(base, configuration=constants.AS_PUBLISHED, over=table[0][0], skip_epochs=1)
-    return tuple(
-        _pipelined(
-            replace(
-                base,
-                name=name,
-                published=name,
-                batch_size=size,
-                steps_per_epoch=math.ceil(samples / size),
-            ),
-            chunks,
-            balance,
-        )
-        for name, chunks, size, balance in table
-    )
+    plain = table[0][0]
+    base = replace(base, configuration=AS_PUBLISHED, over=plain, skip_epochs=1)
+    rows = []
+    for name, chunks, batch_size, balance in table:
+        steps = math.ceil(samples / batch_size)
+        row = replace(base, name=name, published=name, batch_size=batch_size, steps_per_epoch=steps)
+        rows.append(_pipelined(row, chunks, balance))
+    return tuple(rows)
 
 
-def smaller(rows: Sequence[Row], base: Row, batch_sizes: Sequence[int]) -> tuple[Row, ...]:
-    """List rows like the published `rows`, with the smaller model of `base` and smaller batch sizes.
+def smaller(rows: Sequence[Row], base: Row, batch_sizes: Sequence[int]) -> Rows:
+    """List rows like the published `rows`, with the smaller model of `base` and smaller batches.
 
-    Their balance is profiled here, as the published one was profiled on the published hardware. Rows of several
-    partitions are listed once more with the published balance.
+    Their balance is profiled here, as the published one was profiled on the published hardware.
+    Rows of several partitions are listed once more with the published balance.
     """
-    like = [
-        replace(
+    profiled = []
+    as_published = []
+    for row, batch_size in zip(rows, batch_sizes, strict=True):
+        like = replace(
             row,
-            configuration=constants.LIKE_PUBLISHED,
+            configuration=LIKE_PUBLISHED,
             model=base.model,
             size=base.size,
             batch_size=batch_size,
@@ -128,45 +123,47 @@ def smaller(rows: Sequence[Row], base: Row, batch_sizes: Sequence[int]) -> tuple
             balance=None,
             steps_per_epoch=0,
             skip_epochs=0,
-            link=constants.PUBLISHED_NODE,
+            link=PUBLISHED_NODE,
         )
-        for row, batch_size in zip(rows, batch_sizes, strict=True)
-    ]
-    return (
-        *like,
-        *(
-            replace(
-                row,
+        profiled.append(like)
+        if row.devices > 1:
+            again = replace(
+                like,
                 name=f"{row.name}/pb",
                 configuration=PUBLISHED_BALANCE,
-                balance=theirs.balance,
+                balance=row.balance,
                 published=None,
             )
-            for row, theirs in zip(like, rows, strict=True)
-            if row.devices > 1
-        ),
-    )
+            as_published.append(again)
+    return (*profiled, *as_published)
 
 
-def memory_rows(base: Row, table: Sizes, *, small: bool = False) -> tuple[Row, ...]:
-    """List plain training, and pipelines of n partitions: the more partitions, the larger the model."""
+def memory_rows(base: Row, table: Sizes, *, small: bool = False) -> Rows:
+    """List plain training and pipelines of n partitions.
+
+    The more partitions a row has, the larger is its model.
+    """
     rows = []
     for name, size, small_size, chunks, balance in table:
-        configuration = "baseline" if balance is None else "pipeline"
         row = replace(
             base,
             name=name,
             published=name,
-            configuration=configuration,
+            configuration="baseline" if balance is None else "pipeline",
             size=small_size if small else size,
         )
         row = _pipelined(row, chunks or base.batch_size, balance)
-        rows.append(replace(row, balance=None) if small else row)
+        if small:
+            row = replace(row, balance=None)
+        rows.append(row)
     return tuple(rows)
 
 
 def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
-    """Return the row in the partitions of `balance`, or unchanged. A lone micro-batch is recomputed, as published."""
+    """Return the row in the partitions of `balance`; the same row if there is no balance.
+
+    A lone micro-batch is recomputed, as in the publication.
+    """
     if balance is None:
         return row
     checkpoint: Checkpoint = "always" if chunks == 1 else "except_last"
@@ -177,38 +174,62 @@ def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
 
 def controls(
     base: Row, micro_batch: int, ms: Sequence[int], balances: Mapping[int, Balance] | None
-) -> tuple[Row, ...]:
-    """List the controls at `base`'s batch size, then those with `micro_batch` samples per micro-batch, named .../mb.
+) -> Rows:
+    """List the controls at equal batch size, then the controls at equal micro-batch size.
 
-    Without `balances`, balances are profiled.
+    The former have `base`'s batch size. The latter have `micro_batch` samples per micro-batch, and
+    names that end in `/mb`. `ms` are the numbers of micro-batches. Without `balances`, the balances
+    are profiled.
     """
-    made: list[tuple[str, int, int, Checkpoint, str, int]] = [
-        *(("naive", n, 1, "never", f"naive n{n}", n) for n in PARTITIONS),
-        *(("checkpoint-only", 1, m, "always", f"checkpoint-only m{m}", PARTITIONS[0]) for m in ms),
-        *(("GPipe", n, m, "except_last", f"GPipe n{n}m{m}", n) for n in PARTITIONS for m in ms),
-    ]
-    equal = [
-        replace(
-            base,
-            configuration=configuration,
-            partitions=n,
-            chunks=m,
-            checkpoint=checkpoint,
-            name=name,
-            over=f"naive n{naive}",
-            equal="batch",
-            balance=None if balances is None else balances[n],
-        )
-        for configuration, n, m, checkpoint, name, naive in made
-    ]
-    micro = [
-        replace(
+    equal_batch = []
+    equal_micro_batch = []
+    for row in _controls(replace(base, equal="batch"), ms):
+        balance = None if balances is None else balances[row.devices]
+        row = replace(row, balance=balance)
+        equal_batch.append(row)
+        batch_size = micro_batch * (row.chunks or 1)
+        row = replace(
             row,
             name=f"{row.name}/mb",
             over=f"{row.over}/mb",
             equal="micro-batch",
-            batch_size=micro_batch * (row.chunks or 1),
+            batch_size=batch_size,
         )
-        for row in equal
-    ]
-    return (*equal, *micro)
+        equal_micro_batch.append(row)
+    return (*equal_batch, *equal_micro_batch)
+
+
+def _controls(base: Row, ms: Sequence[int]) -> Iterator[Row]:
+    """Yield naive model parallelism, checkpoint-only and GPipe."""
+    for n in PARTITIONS:
+        name = f"naive n{n}"
+        yield replace(
+            base,
+            name=name,
+            over=name,
+            configuration="naive",
+            partitions=n,
+            chunks=1,
+            checkpoint="never",
+        )
+    for m in ms:
+        yield replace(
+            base,
+            name=f"checkpoint-only m{m}",
+            over=f"naive n{PARTITIONS[0]}",
+            configuration="checkpoint-only",
+            partitions=1,
+            chunks=m,
+            checkpoint="always",
+        )
+    for n in PARTITIONS:
+        for m in ms:
+            yield replace(
+                base,
+                name=f"GPipe n{n}m{m}",
+                over=f"naive n{n}",
+                configuration="GPipe",
+                partitions=n,
+                chunks=m,
+                checkpoint="except_last",
+            )

@@ -1,4 +1,4 @@
-"""Describe a training that is run to its end: recipes, and the rows and scales of experiments on accuracy."""
+"""Describe a training that is run to its end: recipes, and rows and scales for accuracy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ from reproduce.records.places import Json
 class Recipe:
     """Say how long a training takes, and at which learning rates.
 
-    The peak learning rate is `base_lr * max(1, batch_size / base_batch_size)`. Warm-up: during `warmup_epochs` the rate
-    grows linearly from `base_lr` to the peak, a step per mini-batch (Goyal et al., arXiv:1706.02677, section 2.2). At
-    each of `lr_decay_epochs` it is multiplied by `lr_decay`.
+    The peak learning rate is `base_lr * max(1, batch_size / base_batch_size)`. During
+    `warmup_epochs`, the rate grows linearly from `base_lr` to the peak, a step per mini-batch
+    (Goyal et al., arXiv:1706.02677, section 2.2). At each of `lr_decay_epochs`, the rate is
+    multiplied by `lr_decay`.
     """
 
     epochs: int
@@ -28,7 +29,10 @@ class Recipe:
         return self.base_lr * max(1.0, batch_size / self.base_batch_size)
 
     def learning_rate(self, batch_size: int, epoch: float) -> float:
-        """Return the learning rate at a point of training, in epochs; 2.5 is in the middle of the third epoch."""
+        """Return the learning rate at a point of training.
+
+        `epoch` is the point in epochs: 2.5 is in the middle of the third epoch.
+        """
         warmed_up = 1.0 if self.warmup_epochs == 0 else min(1.0, epoch / self.warmup_epochs)
         rate = self.base_lr + warmed_up * (self.peak_lr(batch_size) - self.base_lr)
         decays = sum(epoch >= at for at in self.lr_decay_epochs)
@@ -51,8 +55,9 @@ class Recipe:
 class AccuracyRow(Row):
     """Configure a training that runs for all epochs of its recipe.
 
-    `gpus` is the number of data-parallel devices of a row without a pipeline (`torch.nn.DataParallel`). `data` says how
-    the data are read, under the names of the published table.
+    `gpus` is the number of data-parallel devices of a row without a pipeline
+    (`torch.nn.DataParallel`). `data` says how the data are read, under the names of the published
+    table.
     """
 
     num_classes: int = 1000
@@ -80,7 +85,8 @@ class AccuracyRow(Row):
 class AccuracyScale(Scale):
     """Choose an experiment's sizes; every row is trained `seeds` times.
 
-    `made`: the arguments of `Gratings`, which generates the data; None if the user provides the data.
+    `made` holds the arguments of `Gratings`, which generates the data. It is None if the user
+    provides the data.
     """
 
     rows: tuple[AccuracyRow, ...]

@@ -1,12 +1,13 @@
-"""List the experiments on ResNet-101: speed, with few samples per micro-batch, and accuracy when it is trained."""
+"""List the experiments on ResNet-101: speed with few samples per micro-batch, and accuracy."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from reproduce.experiments.controls import Published, published_rows, speed_experiment
+from reproduce.experiments.controls import Published, paper_speed, published_rows, small_speed
 from reproduce.experiments.recipe import AccuracyRow, AccuracyScale, Recipe
 from reproduce.experiments.row import AS_PUBLISHED, P40_MEMORY, Experiment, GiB, Optimizer, Row
 
-# --- speed -------------------------------------------------------------------------------------------------------
+# --- speed -------------------------------------------------------------------------------------
 
 SAMPLES = 50_000  # in the published epoch
 
@@ -18,25 +19,28 @@ PUBLISHED_SPEED: Published = (
     ("pipeline-8", 150, 5400, (26, 22, 33, 44, 44, 66, 66, 69)),
 )
 
-# This batch size is for the rows at equal batch size. Every m divides it, and it fits in naive on two P40s.
+# This batch size is for the rows at equal batch size. Every m divides it, and a batch fits on two
+# P40s even for naive model parallelism.
 BASE = Row(model="ResNet-101", batch_size=192)
 SMALL = replace(
     BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32
 )
 
-SPEED = speed_experiment(
-    "resnet101-speed",
-    "ResNet-101: speed over n partitions",
-    "tg-resnet101-speed",
-    BASE,
-    published_rows(BASE, PUBLISHED_SPEED, SAMPLES),
-    micro_batch=15,
-    small=SMALL,
-    batch_sizes=(16, 32, 1667 * 8, 256 * 8, 150 * 8),
-    seconds=200,
+PUBLISHED = published_rows(BASE, PUBLISHED_SPEED, SAMPLES)
+SMALL_BATCHES = (16, 32, 1667 * 8, 256 * 8, 150 * 8)
+
+SPEED = Experiment(
+    name="resnet101-speed",
+    title="ResNet-101: speed over n partitions",
+    measures="speed",
+    table="tg-resnet101-speed",
+    scales=(
+        paper_speed(BASE, PUBLISHED, micro_batch=15),
+        small_speed(SMALL, PUBLISHED, batch_sizes=SMALL_BATCHES, seconds=200),
+    ),
 )
 
-# --- accuracy: trained by pipelines and data-parallel, to the end ------------------------------------------------
+# --- accuracy, of trainings by pipelines and data-parallel -------------------------------------
 
 NESTEROV = Optimizer(
     name="SGD", options={"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}, state=1
@@ -61,30 +65,29 @@ TRAINING = AccuracyRow(
 
 EIGHT = (26, 22, 33, 44, 44, 66, 66, 69)
 
-PUBLISHED_ACCURACY = tuple(
-    replace(
-        TRAINING,
-        name=name,
-        gpus=gpus,
-        batch_size=batch_size,
-        chunks=m,
-        balance=balance,
-        over=over,
-        published=name,
-        partitions=None if balance is None else gpus,
-        checkpoint=None if balance is None else "except_last",
-    )
-    for name, gpus, batch_size, m, balance, over in (
-        ("reference-256", 8, 256, None, None, None),
-        ("reference-8k", 256, 8192, None, None, "reference-256"),
-        ("dataparallel-256", 2, 256, None, None, "reference-256"),
-        ("dataparallel-1k", 8, 1024, None, None, "dataparallel-256"),
-        ("dataparallel-4k", 8, 4096, None, None, "dataparallel-256"),
-        ("pipeline-256", 2, 256, 4, (140, 230), "dataparallel-256"),
-        ("pipeline-1k", 8, 1024, 64, EIGHT, "dataparallel-1k"),
-        ("pipeline-4k", 8, 4096, 64, EIGHT, "dataparallel-256"),
-    )
+# name, devices, batch size, m, balance, the row that its error is compared with
+PUBLISHED_ACCURACY = (
+    ("reference-256", 8, 256, None, None, None),
+    ("reference-8k", 256, 8192, None, None, "reference-256"),
+    ("dataparallel-256", 2, 256, None, None, "reference-256"),
+    ("dataparallel-1k", 8, 1024, None, None, "dataparallel-256"),
+    ("dataparallel-4k", 8, 4096, None, None, "dataparallel-256"),
+    ("pipeline-256", 2, 256, 4, (140, 230), "dataparallel-256"),
+    ("pipeline-1k", 8, 1024, 64, EIGHT, "dataparallel-1k"),
+    ("pipeline-4k", 8, 4096, 64, EIGHT, "dataparallel-256"),
 )
+
+
+def published_trainings() -> Iterator[AccuracyRow]:
+    """Yield the rows of the published table."""
+    for name, gpus, batch_size, m, balance, over in PUBLISHED_ACCURACY:
+        row = replace(
+            TRAINING, name=name, published=name, gpus=gpus, batch_size=batch_size, over=over
+        )
+        if balance is not None:
+            row = replace(row, partitions=gpus, chunks=m, checkpoint="except_last", balance=balance)
+        yield row
+
 
 MADE = {"train_size": 1280, "val_size": 480, "classes": 8, "image_size": 32, "noise": 0.7}
 
@@ -93,7 +96,8 @@ SMALL_TRAINING = replace(
     model="ResNet",
     size=(1, 16, 1),
     input_shape=(3, 32, 32),
-    batch_size=128,  # 32 samples per micro-batch at m = 4: with fewer, batch norm over micro-batches costs accuracy
+    # 32 samples per micro-batch at m = 4: with fewer, batch norm over micro-batches costs accuracy.
+    batch_size=128,
     num_classes=8,
     recipe=Recipe(
         epochs=6,
@@ -113,10 +117,20 @@ SMALL_TRAINING = replace(
 
 BALANCES = {2: (9, 42), 8: (1, 2, 1, 13, 8, 10, 6, 10)}  # as `balance_by_time` found them on a CPU
 
-SMALL_ROWS = (  # plain training, and pipelines that should reach the same error
-    replace(SMALL_TRAINING, name="plain", configuration="plain", published="dataparallel-256"),
-    *(
-        replace(
+# name, n, m, whether batch norm is deferred, the published row that is repeated
+SMALL_PIPELINES = (
+    ("GPipe n2m2", 2, 2, True, None),
+    ("GPipe n2m4", 2, 4, True, None),
+    ("plain BN n2m4", 2, 4, False, "pipeline-256"),
+    ("GPipe n8m4", 8, 4, True, None),
+)
+
+
+def small_trainings() -> Iterator[AccuracyRow]:
+    """Yield plain training, and pipelines that should reach the same error."""
+    yield replace(SMALL_TRAINING, name="plain", configuration="plain", published="dataparallel-256")
+    for name, n, m, deferred, published in SMALL_PIPELINES:
+        yield replace(
             SMALL_TRAINING,
             name=name,
             configuration="GPipe",
@@ -128,14 +142,7 @@ SMALL_ROWS = (  # plain training, and pipelines that should reach the same error
             over="plain",
             published=published,
         )
-        for name, n, m, deferred, published in (
-            ("GPipe n2m2", 2, 2, True, None),
-            ("GPipe n2m4", 2, 4, True, None),
-            ("plain BN n2m4", 2, 4, False, "pipeline-256"),
-            ("GPipe n8m4", 8, 4, True, None),
-        )
-    ),
-)
+
 
 ACCURACY = Experiment(
     name="resnet101-accuracy",
@@ -144,10 +151,20 @@ ACCURACY = Experiment(
     table="tg-resnet101-accuracy",
     scales=(
         AccuracyScale(
-            name="paper", rows=PUBLISHED_ACCURACY, memory=P40_MEMORY, cuda=True, seeds=1, made=None
+            name="paper",
+            rows=tuple(published_trainings()),
+            memory=P40_MEMORY,
+            cuda=True,
+            seeds=1,
+            made=None,
         ),
         AccuracyScale(
-            name="small", rows=SMALL_ROWS, memory=2 * GiB, cuda=False, seeds=5, made=MADE
+            name="small",
+            rows=tuple(small_trainings()),
+            memory=2 * GiB,
+            cuda=False,
+            seeds=5,
+            made=MADE,
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""Define an experiment as data: its rows, and scales, each a list of rows and the machine that they need."""
+"""Define an experiment as data: its scales, each with rows and the machine that they need."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,13 +16,13 @@ Checkpoint = Literal["always", "except_last", "never"]
 Component = Literal["dependency", "streams", "portals"]
 Equal = Literal["batch", "micro-batch", "model"]
 
-AS_PUBLISHED = "as published"  # the configuration of rows that repeat the published ones, whatever their batch sizes
-LIKE_PUBLISHED = (
-    "like the published"  # the same n and m as published, with a smaller model and batch
-)
-PUBLISHED_BALANCE = "with the published balance"  # like the published ones, in the balance that was profiled on a P40
-PLANNED = "balance of plan"  # of rows whose balance `torchgpipe.plan` finds from a profile
-EQUAL_LAYERS = "equal layers"  # of rows whose partitions have equally many layers
+# Configurations of rows:
+AS_PUBLISHED = "as published"  # the rows repeat the published ones, whatever their batch sizes
+LIKE_PUBLISHED = "like the published"  # n and m as published, with a smaller model and batch
+PUBLISHED_BALANCE = "with the published balance"  # the same, in the balance profiled on a P40
+PLANNED = "balance of plan"  # `torchgpipe.plan` finds the balance from a profile
+EQUAL_LAYERS = "equal layers"  # partitions have equally many layers
+
 GiB = 2**30
 PUBLISHED_NODE = "p40x8"  # the hardware description of the node that the papers measured on
 P40_MEMORY = 22 * GiB  # a Tesla P40's 24 GB as the driver reports it, rounded down
@@ -31,7 +31,10 @@ COMPONENTS: tuple[Component, ...] = ("dependency", "streams", "portals")
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Name an optimizer of `torch.optim` and its options; `state` counts the values it keeps per parameter."""
+    """Name an optimizer of `torch.optim` and its options.
+
+    `state` counts the values that the optimizer keeps per parameter.
+    """
 
     name: str
     options: Mapping[str, float | bool]
@@ -43,45 +46,46 @@ SGD = Optimizer(name="SGD", options={"lr": 0.1, "momentum": 0.0}, state=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Configure one training run completely.
-
-    `partitions=None` is plain training on one device, without a pipeline. With `balance=None` the balance is profiled
-    before the run. `published` names the row of the experiment's published table that this row reproduces, `over` the
-    row of this experiment that is the baseline of its speed-up. `equal` marks rows that nobody has published, and says
-    what they have in common: "batch" or "micro-batch" size (naive, checkpoint-only and GPipe), or "model" (plain and
-    pipelined). `options` are what a record keeps of the model beside its size. `components` are the parts of the
-    pipeline that are switched on. The steps of the first `skip_epochs` epochs are not timed. `link` names a hardware
-    description: an emulation takes the time of copies between devices from it. Without one, copies take no time.
-    `loss(output, target)` is a mean over samples, or the name of such a function of `torch.nn.functional`.
-    """
+    """Configure one training run completely."""
 
     name: str = ""
     configuration: str = ""
     model: str
     size: tuple[int, ...] = ()
-    input_shape: tuple[int, ...] = (3, 224, 224)
+    input_shape: tuple[int, ...] = (3, 224, 224)  # of one sample
     batch_size: int
-    partitions: int | None = None
+    partitions: int | None = None  # None: plain training on one device, without a pipeline
     chunks: int | None = None
     checkpoint: Checkpoint | None = None
-    balance: tuple[int, ...] | None = None
+    balance: tuple[int, ...] | None = None  # None: the balance is profiled before the run
     optimizer: Optimizer = SGD
+    # `loss(output, target)` is a mean over samples. A name is of a function in
+    # `torch.nn.functional`.
     loss: "str | Callable[[Any, Any], Tensor]" = "cross_entropy"
     num_classes: int | None = 1000
-    options: Mapping[str, Json] = field(default_factory=dict)
-    components: tuple[Component, ...] = COMPONENTS
+    options: Mapping[str, Json] = field(default_factory=dict)  # further settings for the record
+    components: tuple[Component, ...] = COMPONENTS  # the parts of the pipeline that are switched on
     deferred_batch_norm: bool = False
+    # What rows that nobody has published have in common: the size of their batches or micro-batches
+    # (naive, checkpoint-only and GPipe), or their model (plain and pipelined).
     equal: Equal | None = None
     steps_per_epoch: int = 0
-    skip_epochs: int = 0
-    over: str | None = None
-    published: str | None = None
+    skip_epochs: int = 0  # the steps of the first epochs are not timed
+    over: str | None = None  # the row of this experiment that its speed-up is taken over
+    published: str | None = None  # the row of the published table that this row reproduces
+    # A hardware description, from which an emulation takes the time of copies between devices.
+    # Without one, copies take no time.
     link: str | None = None
 
     @property
     def group(self) -> str:
-        """Name the row's group. The rows of a group are compared: they run in turn, and share a table."""
-        return self.model if self.equal == "model" else self.equal or self.configuration
+        """Name the row's group.
+
+        The rows of a group are compared: they run in turn, and share a table.
+        """
+        if self.equal == "model":
+            return self.model
+        return self.equal or self.configuration
 
     @property
     def extra(self) -> bool:
@@ -96,21 +100,25 @@ class Row:
     @property
     def micro_batch_size(self) -> int | None:
         """Give the largest micro-batch's size, as `torch.chunk` splits; None without a pipeline."""
-        return None if self.chunks is None else math.ceil(self.batch_size / self.chunks)
+        if self.chunks is None:
+            return None
+        return math.ceil(self.batch_size / self.chunks)
 
     @property
     def micro_batches(self) -> int | None:
         """Count the micro-batches that `torch.chunk` makes, which may be fewer than `chunks`."""
         size = self.micro_batch_size
-        return None if size is None else math.ceil(self.batch_size / size)
+        if size is None:
+            return None
+        return math.ceil(self.batch_size / size)
 
     def work(self) -> float:
-        """Guess the relative cost of a step. It has no unit and is only good for estimating the time left."""
-        return (
-            self.batch_size
-            * math.prod(self.size)
-            * (1.3 if self.checkpoint in ("always", "except_last") else 1)
-        )
+        """Guess the relative cost of a step.
+
+        It has no unit, and is only good for estimating the time left.
+        """
+        recomputation = 1.3 if self.checkpoint in ("always", "except_last") else 1
+        return self.batch_size * math.prod(self.size) * recomputation
 
     @property
     def sized(self) -> "SizedModel":
@@ -130,59 +138,63 @@ class Row:
         """Return the row as a record's `config`, under the names of the published tables."""
         from reproduce.models.built import MODELS
 
-        return {
+        config: dict[str, Json] = {
             "configuration": self.configuration,
             "equal": self.equal,
             "model": self.model,
-            **dict(zip(MODELS[self.model].sizes, self.size, strict=True)),
-            **self.options,
-            "input_shape": list(self.input_shape),
-            "batch_size": self.batch_size,
-            "chunks": self.chunks,
-            "micro_batches_effective": self.micro_batches,
-            "micro_batch_size": self.micro_batch_size,
-            "partitions": self.partitions,
-            "balance": None if self.balance is None else list(self.balance),
-            "checkpoint": self.checkpoint,
-            **({} if self.partitions is None else {"components": list(self.components)}),
-            "optimizer": self.optimizer.name,
-            **self.optimizer.options,
-            "loss": getattr(self.criterion, "__name__", type(self.loss).__name__),
-            **({} if self.num_classes is None else {"num_classes": self.num_classes}),
-            **(
-                {"steps_per_epoch": self.steps_per_epoch, "skip_epochs": self.skip_epochs}
-                if self.skip_epochs
-                else {}
-            ),
-            "dtype": "float32",
-            "dataset": "fake",
         }
+        sizes = MODELS[self.model].sizes
+        config.update(zip(sizes, self.size, strict=True))
+        config.update(self.options)
+        config.update(
+            input_shape=list(self.input_shape),
+            batch_size=self.batch_size,
+            chunks=self.chunks,
+            micro_batches_effective=self.micro_batches,
+            micro_batch_size=self.micro_batch_size,
+            partitions=self.partitions,
+            balance=None if self.balance is None else list(self.balance),
+            checkpoint=self.checkpoint,
+        )
+        if self.partitions is not None:
+            config["components"] = list(self.components)
+        config["optimizer"] = self.optimizer.name
+        config.update(self.optimizer.options)
+        config["loss"] = getattr(self.criterion, "__name__", type(self.loss).__name__)
+        if self.num_classes is not None:
+            config["num_classes"] = self.num_classes
+        if self.skip_epochs:
+            config["steps_per_epoch"] = self.steps_per_epoch
+            config["skip_epochs"] = self.skip_epochs
+        config["dtype"] = "float32"
+        config["dataset"] = "fake"
+        return config
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Choose an experiment's sizes, and say what they ask of a machine.
-
-    Each row runs `warmup` steps that are not timed, then `steps` timed ones. With `seconds`, a measurement stops after
-    that time, but not before `least_steps`. `memory`: the bytes that each CUDA device must have or, on CPU devices, the
-    main memory. With `cuda`, the scale runs on CUDA devices only.
-    """
+    """Choose an experiment's sizes, and say what they ask of a machine."""
 
     name: str
     rows: tuple[Row, ...]
-    memory: int
-    cuda: bool
-    steps: int
-    warmup: int = 0
-    least_steps: int = 5
-    seconds: float | None = None
+    memory: int  # the bytes that each CUDA device must have or, on CPU devices, the main memory
+    cuda: bool  # whether the scale runs on CUDA devices only
+    steps: int  # timed steps of each row
+    warmup: int = 0  # steps before them that are not timed
+    least_steps: int = 5  # a time limit holds only after so many steps
+    seconds: float | None = None  # a time limit for all rows together
 
     def settings(self) -> dict[str, Json]:
         """Return how steps are counted, as a run's record keeps it."""
-        return {name: getattr(self, name) for name in ("steps", "warmup", "least_steps", "seconds")}
+        return {
+            "steps": self.steps,
+            "warmup": self.warmup,
+            "least_steps": self.least_steps,
+            "seconds": self.seconds,
+        }
 
 
-# of experiments that time steps, without their rows
+# The scales of experiments that time steps, without their rows.
 PAPER_SCALE = Scale(
     name="paper", rows=(), memory=P40_MEMORY, cuda=True, steps=20, warmup=2, seconds=1800
 )
@@ -193,7 +205,10 @@ SMALL_SCALE = Scale(
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Define an experiment: what it measures, its scales, and the published table that it reproduces, if any."""
+    """Define an experiment: what it measures, its scales, and the published table it reproduces.
+
+    `table` is None if nobody has published such a table.
+    """
 
     name: str
     title: str
@@ -202,5 +217,6 @@ class Experiment:
     table: str | None = None
 
     def scale(self, name: str) -> Scale:
-        """Return the scale called `name`; KeyError where there is none."""
-        return {scale.name: scale for scale in self.scales}[name]
+        """Return the scale called `name`; raise `KeyError` if there is none."""
+        scales = {scale.name: scale for scale in self.scales}
+        return scales[name]

@@ -1,23 +1,35 @@
-"""List the experiments on U-Net (B, C): speed over partitions, memory over sizes, and the components one by one."""
+"""List the experiments on U-Net (B, C): speed, memory, and the components of the pipeline.
+
+Speed is over partitions, memory over sizes of the model. The components are added one by one.
+"""
 
 from dataclasses import replace
 
-from reproduce.experiments import row
 from reproduce.experiments.controls import (
     Published,
     Sizes,
-    memory_experiment,
+    memory_scales,
+    paper_speed,
     published_rows,
-    speed_experiment,
+    small_speed,
 )
-from reproduce.experiments.row import Experiment, Row
+from reproduce.experiments.row import (
+    AS_PUBLISHED,
+    COMPONENTS,
+    LIKE_PUBLISHED,
+    PAPER_SCALE,
+    PUBLISHED_NODE,
+    SMALL_SCALE,
+    Experiment,
+    Row,
+)
 
 BASE = Row(
     model="U-Net",
     size=(5, 64),
     input_shape=(3, 192, 192),
     options={"depth": 5, "output_channels": 1},
-    batch_size=64,  # for the rows at equal batch size; it fits in naive on two P40s
+    batch_size=64,  # for the rows at equal batch size; a naive row's batch fits on two P40s
     loss="binary_cross_entropy_with_logits",
     num_classes=None,
 )
@@ -25,7 +37,7 @@ SMALL = replace(BASE, size=(5, 16), input_shape=(3, 96, 96), batch_size=32)
 
 SAMPLES = 10_000  # in the published epoch
 
-# --- speed -----------------------------------------------------------------------------------------------------
+# --- speed -------------------------------------------------------------------------------------
 
 PUBLISHED_SPEED: Published = (
     ("baseline", None, 40, None),
@@ -35,19 +47,21 @@ PUBLISHED_SPEED: Published = (
     ("pipeline-8", 40, 640, (16, 27, 31, 44, 22, 57, 27, 17)),
 )
 
-SPEED = speed_experiment(
-    "unet-speed",
-    "U-Net: speed over n partitions",
-    "tg-unet-speed",
-    BASE,
-    published_rows(BASE, PUBLISHED_SPEED, SAMPLES),
-    micro_batch=8,
-    small=SMALL,
-    batch_sizes=(8, 16, 128, 128, 160),  # a fourth or a fifth of the published ones
-    seconds=200,
+PUBLISHED = published_rows(BASE, PUBLISHED_SPEED, SAMPLES)
+SMALL_BATCHES = (8, 16, 128, 128, 160)  # a fourth or a fifth of the published ones
+
+SPEED = Experiment(
+    name="unet-speed",
+    title="U-Net: speed over n partitions",
+    measures="speed",
+    table="tg-unet-speed",
+    scales=(
+        paper_speed(BASE, PUBLISHED, micro_batch=8),
+        small_speed(SMALL, PUBLISHED, batch_sizes=SMALL_BATCHES, seconds=200),
+    ),
 )
 
-# --- memory ----------------------------------------------------------------------------------------------------
+# --- memory ------------------------------------------------------------------------------------
 
 # name, published (B, C), (B, C) of the small scale, m, published balance
 SIZES: Sizes = (
@@ -58,16 +72,18 @@ SIZES: Sizes = (
     ("pipeline-8", (48, 160), (48, 10), 128, (800, 140, 62, 36, 36, 36, 36, 987)),
 )
 
-MEMORY = memory_experiment(
-    "unet-memory",
-    "U-Net: parameters and memory over model size",
-    "tg-unet-memory",
-    replace(BASE, batch_size=32),
-    replace(BASE, batch_size=16, input_shape=(3, 64, 64)),
-    SIZES,
+MEMORY_BASE = replace(BASE, batch_size=32)
+MEMORY_SMALL = replace(BASE, batch_size=16, input_shape=(3, 64, 64))
+
+MEMORY = Experiment(
+    name="unet-memory",
+    title="U-Net: parameters and memory over model size",
+    measures="memory",
+    table="tg-unet-memory",
+    scales=memory_scales(MEMORY_BASE, MEMORY_SMALL, SIZES),
 )
 
-# --- ablation --------------------------------------------------------------------------------------------------
+# --- ablation ----------------------------------------------------------------------------------
 
 PUBLISHED_ABLATION = ("baseline", "dep-x-x", "dep-str-x", "dep-str-ptl")  # each adds one component
 ABLATION_BALANCE = (34, 76, 70, 61)
@@ -75,32 +91,25 @@ ABLATION_BALANCE = (34, 76, 70, 61)
 
 def ablation_rows(base: Row) -> tuple[Row, ...]:
     """List the published rows, of four partitions."""
-    return tuple(
-        replace(
-            base,
-            name=name,
-            published=name,
-            over=PUBLISHED_ABLATION[0],
-            components=row.COMPONENTS[:count],
-            partitions=4,
-            chunks=8,
-            checkpoint="except_last",
-        )
-        for count, name in enumerate(PUBLISHED_ABLATION)
-    )
+    baseline = PUBLISHED_ABLATION[0]
+    base = replace(base, over=baseline, partitions=4, chunks=8, checkpoint="except_last")
+    rows = []
+    for count, name in enumerate(PUBLISHED_ABLATION):
+        components = COMPONENTS[:count]
+        row = replace(base, name=name, published=name, components=components)
+        rows.append(row)
+    return tuple(rows)
 
 
 ABLATION_BASE = replace(
     BASE,
-    configuration=row.AS_PUBLISHED,
+    configuration=AS_PUBLISHED,
     batch_size=128,
     balance=ABLATION_BALANCE,
     steps_per_epoch=16,
     skip_epochs=1,
 )
-ABLATION_SMALL = replace(
-    SMALL, configuration=row.LIKE_PUBLISHED, batch_size=64, link=row.PUBLISHED_NODE
-)
+ABLATION_SMALL = replace(SMALL, configuration=LIKE_PUBLISHED, batch_size=64, link=PUBLISHED_NODE)
 
 ABLATION = Experiment(
     name="unet-ablation",
@@ -108,7 +117,7 @@ ABLATION = Experiment(
     measures="ablation",
     table="tg-unet-ablation",
     scales=(
-        replace(row.PAPER_SCALE, rows=ablation_rows(ABLATION_BASE)),
-        replace(row.SMALL_SCALE, rows=ablation_rows(ABLATION_SMALL), seconds=60),
+        replace(PAPER_SCALE, rows=ablation_rows(ABLATION_BASE)),
+        replace(SMALL_SCALE, rows=ablation_rows(ABLATION_SMALL), seconds=60),
     ),
 )

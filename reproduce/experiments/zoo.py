@@ -1,7 +1,8 @@
-"""List the experiment on well-known models: the speed-up of a pipeline, with a planned and with a naive balance.
+"""List the experiment on well-known models: the speed-up of a pipeline in two balances.
 
-No publication has these rows. Every model is trained on one device, then by pipelines of n partitions and the same m:
-once in the balance that `torchgpipe.plan` finds from a profile, once with equally many layers in each partition.
+No publication has these rows. Every model is trained on one device, then by pipelines of n
+partitions and the same m: once in the balance that `torchgpipe.plan` finds from a profile, once
+with equally many layers in each partition.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ SMALL = replace(BASE, size=(64,), input_shape=(3, 64, 64), batch_size=32)
 
 
 def rows(base: Row) -> Iterator[Row]:
-    """List every model's rows. The first is plain training."""
+    """Yield every model's rows. The first row of a model is plain training."""
     for name in ZOO:
         plain = replace(base, model=f"torchvision:{name}", name=name, over=name)
         yield plain

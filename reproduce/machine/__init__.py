@@ -1,2 +1,4 @@
-"""The machine that runs: its devices, and what it consists of.
-It may import `torchgpipe`, nothing else of `reproduce`."""
+"""Describe the machine that runs: its devices, and what it consists of.
+
+It may import `torchgpipe`, and nothing else of `reproduce` but `error`.
+"""

@@ -1,14 +1,19 @@
-"""Make the C library keep freed memory, instead of giving it back to the system and asking for it again."""
+"""Make the C library keep freed memory.
+
+By default, glibc returns freed large tensors to the system and requests their pages again at every
+step. Which size is large depends on what the process freed before, so two processes that run the
+same code may differ. The kernel maps a process's pages under one lock: threads of one process wait
+for each other there, separate processes do not.
+
+Tensors above 64 MiB outside the main thread come from the system in any case, because they exceed
+glibc's heap of a thread.
+"""
 
 import ctypes
 import os
 import platform
 import sys
 
-# By default glibc returns freed large tensors to the system and requests their pages again at every step. Which size is
-# large depends on what the process freed before, so two processes that run the same code may differ. The kernel maps a
-# process's pages under one lock: threads of one process wait for each other there, separate processes do not. Tensors
-# above 64 MiB outside the main thread come from the system in any case: they exceed glibc's heap of a thread.
 THRESHOLD = 2**30
 M_MMAP_THRESHOLD = -3  # as malloc.h names it
 KEEP_FREED = {
@@ -20,20 +25,29 @@ KEEP_FREED = {
 
 def freed_memory_is_kept() -> bool:
     """Return whether this process keeps freed memory."""
-    return KEEP_FREED.items() <= os.environ.items() and _accepted()
+    is_set = KEEP_FREED.items() <= os.environ.items()
+    return is_set and _is_accepted()
 
 
 def keep_freed_memory() -> None:
-    """Restart this program with `KEEP_FREED`, unless one of its settings is given already or glibc does not take it."""
-    if not KEEP_FREED.keys() & os.environ.keys() and _accepted():
-        os.execve(
-            sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **KEEP_FREED}
-        )
+    """Restart this program with the environment variables `KEEP_FREED`.
+
+    If one of them is set already, or the C library does not accept them, go on without a restart.
+    """
+    if KEEP_FREED.keys() & os.environ.keys() or not _is_accepted():
+        return
+    command = [sys.executable, *sys.orig_argv[1:]]
+    environment = {**os.environ, **KEEP_FREED}
+    os.execve(sys.executable, command, environment)
 
 
-def _accepted() -> bool:
-    """Return whether the C library is glibc and accepts the threshold; an old glibc allows 32 MiB at most."""
-    return (
-        platform.libc_ver()[0] == "glibc"
-        and ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, THRESHOLD) == 1
-    )
+def _is_accepted() -> bool:
+    """Return whether the C library is glibc and accepts the threshold.
+
+    An old glibc allows at most 32 MiB.
+    """
+    library, _ = platform.libc_ver()
+    if library != "glibc":
+        return False
+    accepted: int = ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, THRESHOLD)
+    return accepted == 1

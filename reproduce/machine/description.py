@@ -1,4 +1,7 @@
-"""Describe the machine and the software that a record was made with. What cannot be found out is None."""
+"""Describe the machine and the software that a record was made with.
+
+A value that cannot be found out is None.
+"""
 
 import importlib.metadata
 import os
@@ -31,13 +34,13 @@ class Gpu(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class Machine(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Describe the machine: memory in bytes, `cores` those that this process may use."""
+    """Describe the machine."""
 
     system: str
     cpu: str
-    cores: int
+    cores: int  # that this process may use
     cores_installed: int
-    memory: int | None
+    memory: int | None  # bytes
     gpus: list[Gpu] = []
 
 
@@ -45,18 +48,17 @@ def machine() -> Machine:
     """Return what the machine consists of."""
     import torch
 
+    model = info(Path("/proc/cpuinfo"), "model name")
+    gpus: list[Gpu] = []
+    if torch.cuda.is_available():
+        gpus = [_gpu(i) for i in range(torch.cuda.device_count())]
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
-        cpu=info(Path("/proc/cpuinfo"), "model name")
-        or platform.processor()
-        or platform.machine()
-        or "unknown",
+        cpu=model or platform.processor() or platform.machine() or "unknown",
         cores=cores(),
         cores_installed=os.cpu_count() or 1,
         memory=_memory(),
-        gpus=[_gpu(i) for i in range(torch.cuda.device_count())]
-        if torch.cuda.is_available()
-        else [],
+        gpus=gpus,
     )
 
 
@@ -76,13 +78,10 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             packages[package] = None
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    driver = _ask_driver("nvmlSystemGetDriverVersion")
-    return {
-        **packages,
-        "cuda": torch.version.cuda,
-        "cudnn": None if cudnn is None else str(cudnn),
-        "driver": driver,
-    }
+    packages["cuda"] = torch.version.cuda
+    packages["cudnn"] = None if cudnn is None else str(cudnn)
+    packages["driver"] = _ask_driver("nvmlSystemGetDriverVersion")
+    return packages
 
 
 def load_average() -> list[float] | None:
@@ -101,36 +100,51 @@ def _memory() -> int | None:
 
 
 def _gpu(index: int) -> Gpu:
-    """Describe a CUDA device of this process. It is looked up by UUID: the driver may use other indices than CUDA."""
+    """Describe a CUDA device of this process.
+
+    The driver may use other indices than CUDA, so the device is looked up by its UUID.
+    """
     import torch
 
     properties = torch.cuda.get_device_properties(index)
     handle = _ask_driver("nvmlDeviceGetHandleByUUID", f"GPU-{properties.uuid}")
     if handle is None:
         return Gpu(properties.name, properties.total_memory)
-    clock, memory_clock = (
-        _ask_driver("nvmlDeviceGetMaxClockInfo", handle, kind) for kind in (CLOCK_SM, CLOCK_MEMORY)
-    )
+    clock = _ask_driver("nvmlDeviceGetMaxClockInfo", handle, CLOCK_SM)
+    memory_clock = _ask_driver("nvmlDeviceGetMaxClockInfo", handle, CLOCK_MEMORY)
     milliwatts = _ask_driver("nvmlDeviceGetPowerManagementLimit", handle)
+    return Gpu(
+        name=properties.name,
+        memory=properties.total_memory,
+        clock=clock and float(clock),
+        memory_clock=memory_clock and float(memory_clock),
+        power_limit=milliwatts and milliwatts / 1000,
+        link=_links(handle),
+    )
+
+
+def _links(handle: Any) -> str | None:
+    """Return what connects a CUDA device to the rest of the machine."""
+    links = []
     generation = _ask_driver("nvmlDeviceGetMaxPcieLinkGeneration", handle)
     width = _ask_driver("nvmlDeviceGetMaxPcieLinkWidth", handle)
-    nvlinks = sum(
-        _ask_driver("nvmlDeviceGetNvLinkState", handle, i) == 1 for i in range(MOST_NVLINKS)
-    )
-    links = [f"PCIe {generation}.0 x{width}"] if generation and width else []
-    links += [f"{nvlinks} x NVLink"] if nvlinks else []
-    return Gpu(
-        properties.name,
-        properties.total_memory,
-        clock and float(clock),
-        memory_clock and float(memory_clock),
-        milliwatts and milliwatts / 1000,
-        ", ".join(links) or None,
-    )
+    if generation and width:
+        links.append(f"PCIe {generation}.0 x{width}")
+    nvlinks = 0
+    for i in range(MOST_NVLINKS):
+        is_active = _ask_driver("nvmlDeviceGetNvLinkState", handle, i)
+        if is_active == 1:
+            nvlinks += 1
+    if nvlinks:
+        links.append(f"{nvlinks} x NVLink")
+    return ", ".join(links) or None
 
 
 def _ask_driver(function: str, *arguments: object) -> Any:
-    """Call a function of NVML and return its result; None if it fails, or if driver or Python bindings are missing."""
+    """Call a function of NVML and return its result.
+
+    If it fails, or the driver or its Python bindings are missing, return None.
+    """
     try:
         import pynvml
 

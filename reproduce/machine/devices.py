@@ -16,41 +16,55 @@ if TYPE_CHECKING:
 MOST_DEVICES = 8  # as many as the papers' largest machine has
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MEMORY = Path("/proc/meminfo")
-GPU_DRIVERS = [
-    Path("/dev", name) for name in ("nvidiactl", "nvidia0", "nvmap", "dxg", "kfd")
-]  # on Linux
+# Files that a GPU's driver makes on Linux:
+GPU_DRIVERS = [Path("/dev", name) for name in ("nvidiactl", "nvidia0", "nvmap", "dxg", "kfd")]
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Hold `count` devices of one kind. On a CPU each has `threads` threads; on `meta` nothing is computed."""
+    """`count` devices of one kind.
+
+    On a CPU, each device has `threads` threads. On `meta`, nothing is computed.
+    """
 
     kind: str  # 'cpu', 'cuda' or 'meta'
     count: int
     threads: int | None = None
 
     def first(self, n: int) -> "list[torch.device]":
-        """Return the first `n` devices. Where CUDA has fewer, return its first device n times, in place of all."""
+        """Return the first `n` devices.
+
+        If there are fewer CUDA devices, return the first one n times, in place of all.
+        """
         import torch
 
         if self.kind != "cuda":
             return [torch.device(self.kind)] * n
-        return [torch.device("cuda", i if n <= self.count else 0) for i in range(n)]
+        if n > self.count:
+            return [torch.device("cuda", 0)] * n
+        return [torch.device("cuda", i) for i in range(n)]
 
     @property
     def memory(self) -> int | None:
-        """Return the memory of the smallest CUDA device, or the free main memory that CPU devices share, in bytes."""
+        """Return the bytes that are there for tensors.
+
+        That is the memory of the smallest CUDA device, or the free main memory, which CPU devices
+        share. It is None if it is not known, and on `meta`.
+        """
         if self.kind == "meta":
             return None
         if self.kind == "cpu":
             free = info(MEMORY, "MemAvailable")
-            return None if free is None else int(free.removesuffix("kB")) * 1024
+            if free is None:
+                return None
+            return int(free.removesuffix("kB")) * 1024
         import torch
 
-        return min(
-            torch.cuda.get_device_properties(device).total_memory
-            for device in self.first(self.count)
-        )
+        sizes = []
+        for device in self.first(self.count):
+            properties = torch.cuda.get_device_properties(device)
+            sizes.append(properties.total_memory)
+        return min(sizes)
 
     def synchronize(self) -> None:
         """Wait until the CUDA devices have finished."""
@@ -80,21 +94,17 @@ class Devices:
             return f"{self.count} CUDA {devices}"
         if self.kind == "meta":
             return f"{self.count} {devices} that hold no data (meta)"
+        threads = "thread" if self.threads == 1 else "threads"
         each = "" if self.count == 1 else " each"
-        return f"{self.count} CPU {devices} of {self.threads} thread{'' if self.threads == 1 else 's'}{each}"
+        return f"{self.count} CPU {devices} of {self.threads} {threads}{each}"
 
 
 def find_devices(kind: str | None, count: int | None) -> Devices:
-    """Return so many devices, or raise `Error`. Default: all; CUDA devices if there are any, else CPU devices."""
-    cuda = 0
-    if (
-        "torch" in sys.modules
-        or sys.platform != "linux"
-        or any(path.exists() for path in GPU_DRIVERS)
-    ):
-        import torch  # it takes seconds: `list` does without where there is no driver
+    """Return `count` devices of a kind; raise `Error` if there are fewer.
 
-        cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    By default, return all devices: CUDA devices if there are any, else CPU devices.
+    """
+    cuda = _cuda_devices()
     if kind is None:
         kind = "cuda" if cuda else "cpu"
 
@@ -116,25 +126,52 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
     count = count or min(have, MOST_DEVICES)
     if count > have:
         raise Error(
-            f"--devices {count}: a CPU device is at least one core and this machine offers {have}; use at most {have}"
+            f"--devices {count}: a CPU device is at least one core and this machine offers {have}; "
+            f"use at most {have}"
         )
     return Devices("cpu", count, threads=have // count)
 
 
+def _cuda_devices() -> int:
+    """Count the CUDA devices.
+
+    Importing PyTorch takes seconds. The command `list` does without it if there is no GPU's driver.
+    """
+    may_have = "torch" in sys.modules or sys.platform != "linux"
+    if not may_have and not any(path.exists() for path in GPU_DRIVERS):
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def cores() -> int:
-    """Count the CPU cores that this process may use, given its CPU affinity and its container's quota."""
-    have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Count the CPU cores that this process may use.
+
+    They are limited by its CPU affinity and its container's quota.
+    """
+    have = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        have = len(os.sched_getaffinity(0))
     try:
         limit, period = CPU_QUOTA.read_text().split()
-        return max(1, min(have, int(limit) // int(period)))
+        quota = int(limit) // int(period)
     except (OSError, ValueError):  # no container, or one without a limit: the file says "max"
         return have
+    return max(1, min(have, quota))
 
 
 def info(file: Path, name: str) -> str | None:
-    """Return the first value of `name` in a Linux file of lines `name: value`; None if there is none."""
+    """Return the first value of `name` in a Linux file of lines `name: value`.
+
+    Return None if there is no such line or file.
+    """
     try:
-        lines = [line.partition(":") for line in file.read_text().splitlines()]
+        text = file.read_text()
     except OSError:
         return None
-    return next((said.strip() for key, _, said in lines if key.strip() == name), None)
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return None

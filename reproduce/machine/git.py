@@ -14,81 +14,105 @@ from reproduce.machine.description import ROOT
 
 
 class Git(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Name the source: `dirty` when a tracked file differed from the revision. `changes` tells how: equal, if equal."""
+    """Name the source: a revision, and the changes to it."""
 
     revision: str
-    dirty: bool
-    changes: str | None = None  # not known of older runs
+    dirty: bool  # whether a tracked file differed from the revision
+    changes: str | None = None  # a digest of the differences; not known of older runs
 
     def name(self, digits: int, sign: str = "+") -> str:
-        """Return so many digits of the revision, and if it had changes the sign and what tells them apart."""
-        return self.revision[:digits] + f"{sign}{self.changes or ''}".rstrip() * self.dirty
+        """Return the first digits of the revision, followed by the sign and any changes."""
+        revision = self.revision[:digits]
+        if not self.dirty:
+            return revision
+        changes = f"{sign}{self.changes or ''}".rstrip()
+        return revision + changes
 
 
 def checkout(folder: Path = ROOT) -> Git | None:
-    """Return the revision checked out in `folder`; None if it is not the top folder of a checkout, or without git."""
+    """Return the revision that is checked out in `folder`.
+
+    Return None without git, or if `folder` is not the top folder of a checkout.
+    """
     try:
-        if git(
-            folder, "rev-parse", "--show-prefix"
-        ):  # another project's checkout, which has this one installed
+        prefix = git(folder, "rev-parse", "--show-prefix")
+        if prefix:  # another project's checkout, which has this one installed
             return None
         revision = git(folder, "rev-parse", "--verify", "HEAD").decode()
-        diff = git(
-            folder, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--no-color"
-        )
-        return Git(revision, bool(diff), hashlib.sha256(diff).hexdigest()[:8] if diff else None)
+        plain = ("--binary", "--no-ext-diff", "--no-textconv", "--no-color")
+        diff = git(folder, "diff", "HEAD", *plain)
     except Error:
         return None
+    if not diff:
+        return Git(revision, dirty=False)
+    digest = hashlib.sha256(diff).hexdigest()
+    return Git(revision, dirty=True, changes=digest[:8])
 
 
 def commit_of(folder: Path, revision: str) -> str:
-    """Return the commit that `revision` names in the repository of `folder`, or raise `Error` if there is none."""
+    """Return the commit that `revision` names in the repository of `folder`.
+
+    Raise `Error` if there is no such commit.
+    """
     try:
         git(folder, "rev-parse", "--git-dir")
     except Error as error:
         raise Error(f"{revision}: {folder} cannot be used as a git checkout ({error})") from None
+    name = f"{revision}^{{commit}}"
     try:
-        return git(
-            folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"
-        ).decode()
+        return git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", name).decode()
     except Error:
         pass
     if git(folder, "rev-parse", "--is-shallow-repository") == b"true":
         raise Error(
-            f"{revision}: this clone is shallow and does not hold it; run 'git fetch --unshallow' first"
+            f"{revision}: this clone is shallow and does not hold it; "
+            "run 'git fetch --unshallow' first"
         )
     raise Error(f"{revision}: no such git revision here; name a commit, a branch or a tag")
 
 
 def commit_file(folder: Path, branch: str, name: str, change: Callable[[bytes], bytes]) -> None:
-    """Commit a changed or new file to a branch, which may be new, or raise `Error`. Index and files stay."""
-    ref = f"refs/heads/{git(folder, 'check-ref-format', '--branch', branch).decode()}"
+    """Commit a changed or new file to a branch, or raise `Error`.
+
+    The branch may be new. `change` returns the new content, given the old one, which is empty if
+    there is no such file. The index and the files of the checkout do not change.
+    """
+    short = git(folder, "check-ref-format", "--branch", branch).decode()
+    ref = f"refs/heads/{short}"
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise Error(f"{name}: on a branch, give a path within the repository")
-    if f"branch {ref}" in git(folder, "worktree", "list", "--porcelain").decode().splitlines():
+    worktrees = git(folder, "worktree", "list", "--porcelain").decode()
+    if f"branch {ref}" in worktrees.splitlines():
         raise Error(
             f"{branch} is checked out, and is not to change behind its files: name another branch"
         )
     old = git(folder, "for-each-ref", "--format=%(objectname)", ref).decode()
-    there = old and git(folder, "ls-tree", old, "--", name)
-    content = change(git(folder, "cat-file", "blob", f"{old}:{name}") if there else b"")
-    start = f"from {old}\n" if old else ""  # git refuses it if the branch has moved on
-    commit = (
-        f"commit {ref}\ncommitter reproduce <reproduce@localhost> now\ndata <<.\n{name}\n.\n{start}"
-    )
-    given = f"{commit}M 100644 inline {name}\ndata {len(content)}\n".encode() + content
+    before = b""
+    if old and git(folder, "ls-tree", old, "--", name):
+        before = git(folder, "cat-file", "blob", f"{old}:{name}")
+    content = change(before)
+    commands = [
+        f"commit {ref}",
+        "committer reproduce <reproduce@localhost> now",
+        f"data <<.\n{name}\n.",
+    ]
+    if old:
+        commands.append(f"from {old}")  # git refuses it if the branch has moved on
+    commands.append(f"M 100644 inline {name}")
+    commands.append(f"data {len(content)}\n")
+    given = "\n".join(commands).encode() + content
     git(folder, "fast-import", "--quiet", "--date-format=now", given=given)
 
 
 def git(folder: Path, *arguments: str, given: bytes | None = None) -> bytes:
-    """Run git in `folder`, with `given` as its input, and return what it prints, without white space around it.
+    """Run git in `folder`, with `given` as its input; return what it prints, stripped.
 
-    Variables such as GIT_DIR are not passed on: if a git hook or alias started this program, they name its repository.
-    If git is not there, or fails, it raises `Error` with the last line that git printed.
+    Variables such as GIT_DIR are not passed on: if a git hook or alias started this program, they
+    name the repository of the hook. If git is not there, or fails, raise `Error` with the last line
+    that git printed.
     """
-    env = {
-        name: value for name, value in os.environ.items() if not re.match("GIT_(?!CONFIG_)", name)
-    }
+    of_repository = re.compile("GIT_(?!CONFIG_)")
+    env = {name: value for name, value in os.environ.items() if not of_repository.match(name)}
     command = ["git", "-C", str(folder), *arguments]
     try:
         # A new session keeps Ctrl-C away from git: only this program handles it.

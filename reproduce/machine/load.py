@@ -1,4 +1,7 @@
-"""Measure how much of the machine others have meanwhile, from Linux's /proc; elsewhere that is not known."""
+"""Measure how much of the machine other programs have during a round.
+
+The numbers are read from Linux's /proc. On other systems they are not known.
+"""
 
 import contextlib
 import os
@@ -9,98 +12,145 @@ from pathlib import Path
 from reproduce.machine.devices import cores
 
 PROC = Path("/proc")
-# Shares of the cores that this program may use. They were tried on a virtual machine, by a step that used both of its
-# cores. Others always took about 6 %. Where they took 7 to 11 %, the step was as fast; at 14 to 20 % it was 14 to 26 %
-# slower, and at 50 % half as fast. The host never took (stole) more than 0.7 %, so that limit was not tried.
+# The largest shares, of the cores that this program may use, at which a round is not disturbed.
+# They were tried on a virtual machine, by a step that used both of its cores. Others always took
+# about 6 %. When they took 7 to 11 %, the step was as fast; at 14 to 20 % it was 14 to 26 % slower,
+# and at 50 % half as fast. The host never took (stole) more than 0.7 %, so that limit is untried.
 LIMITS = {"others": 0.1, "stolen": 0.02}
-LEAST_SECONDS = 1.0  # the kernel counts in ticks of 10 ms; shorter rounds are judged together with the one before
+# The kernel counts in ticks of 10 ms. A shorter round is judged together with the one before it.
+LEAST_SECONDS = 1.0
 A_RUN = re.compile(
-    rb"[^\0]*python[^\0]*\0(?:.*\0)?(?:-m\0|[^\0]*/(?=reproduce\0))((?:reproduce\0(?:run|regression)\0|benchmarks\.).*)"
+    rb"[^\0]*python[^\0]*\0"
+    rb"(?:.*\0)?"  # options of Python
+    rb"(?:-m\0|[^\0]*/(?=reproduce\0))"  # a module, or a script of this name in some folder
+    rb"((?:reproduce\0(?:run|regression)\0|benchmarks\.).*)"
 )
+Counts = dict[str, float]
 Shares = dict[str, float]
 
 
 def too_busy(shares: Shares) -> bool:
-    """Say whether a round is disturbed, whatever its times. Pressure does not count: our own threads make some."""
+    """Say whether a round is disturbed, whatever its times.
+
+    Pressure does not count, because this program's own threads make some.
+    """
     return any(shares.get(name, 0.0) > limit for name, limit in LIMITS.items())
 
 
 class Load:
-    """Tell how much others had in each round. `told`: the other runs that the user knows of."""
+    """Tell how much others had in each round."""
 
     def __init__(self) -> None:
-        self.begun: dict[str, float] = {}  # counts at the end of the last round that was not short
-        self.earlier: dict[str, float] = {}  # and at its begin
-        self.told: set[str] = set()
+        self.begun: Counts = {}  # at the end of the last round that was not short
+        self.earlier: Counts = {}  # at the begin of that round
+        self.told: set[str] = set()  # the other runs that the user knows of
 
     def begin(self) -> None:
         """Say that rounds begin now."""
-        self.begun, self.earlier = _count(), {}
+        self.begun = _count()
+        self.earlier = {}
 
     def round(self) -> Shares:
-        """Return the shares of a round that ends now (`UNITS` has their meaning); empty where they are not known."""
-        now, then = _count(), self.begun
-        if now and then and now["time"] - then["time"] >= LEAST_SECONDS:
-            self.begun, self.earlier = now, then
-        elif not now or not (then := self.earlier):
+        """Return the shares of a round that ends now; empty if they are not known.
+
+        `UNITS` (in `reproduce.run.session`) has the meaning of each share.
+        """
+        now = _count()
+        if not now:
             return {}
-        a_second = {name: (now[name] - then[name]) / (now["time"] - then["time"]) for name in now}
-        have = cores()  # a container's quota may leave some to others
-        others = a_second["busy"] - a_second["own"] - (len(os.sched_getaffinity(0)) - have)
-        shares = {
-            **a_second,
-            "others": max(0.0, others) / have,
-            "stolen": a_second["stolen"] / have,
-        }
-        return {
-            name: round(shares[name], 4)
-            for name in ("others", "stolen", "pressure")
-            if name in shares
-        }
+        then = self.begun
+        if then and now["time"] - then["time"] >= LEAST_SECONDS:
+            self.begun = now
+            self.earlier = then
+        else:
+            then = self.earlier  # so that a short round is judged together with the one before it
+        return _shares(then, now) if then else {}
+
+
+def _shares(then: Counts, now: Counts) -> Shares:
+    """Return the shares that others had between two counts."""
+    seconds = now["time"] - then["time"]
+    a_second = {name: (now[name] - then[name]) / seconds for name in now}
+    have = cores()
+    beyond = len(os.sched_getaffinity(0)) - have  # cores that a container's quota leaves to others
+    others = a_second["busy"] - a_second["own"] - beyond
+    shares = {"others": max(0.0, others) / have, "stolen": a_second["stolen"] / have}
+    if "pressure" in a_second:
+        shares["pressure"] = a_second["pressure"]
+    return {name: round(share, 4) for name, share in shares.items()}
 
 
 def other_runs() -> dict[int, str]:
-    """Return which processes run other experiments, regressions or benchmarks, and their commands after python -m."""
-    found, (ticks, ours) = {}, _processes()
+    """Return which processes run other experiments, regressions or benchmarks.
+
+    Each has its command, as it follows `python -m`.
+    """
+    found = {}
+    ticks, ours = _processes()
     for pid in ticks.keys() - ours:
-        with contextlib.suppress(OSError):  # it has ended
-            if match := A_RUN.match((PROC / str(pid) / "cmdline").read_bytes()):
-                found[pid] = match[1].rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+        try:
+            command = (PROC / str(pid) / "cmdline").read_bytes()
+        except OSError:  # the process has ended
+            continue
+        match = A_RUN.match(command)
+        if match:
+            words = match[1].rstrip(b"\0").replace(b"\0", b" ")
+            found[pid] = words.decode(errors="replace")
     return found
 
 
-def _count() -> dict[str, float]:
-    """Return seconds: of the clock, of CPU time, and in which a program waited; empty where the kernel has none."""
+def _count() -> Counts:
+    """Count the seconds of the clock, of CPU time, and of waiting for a core.
+
+    The counts are empty if the kernel has none.
+    """
     try:
-        tick, here = os.sysconf("SC_CLK_TCK"), {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        lines = [line.split() for line in (PROC / "stat").read_text().splitlines()]
+        tick = os.sysconf("SC_CLK_TCK")
+        here = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        text = (PROC / "stat").read_text()
     except (OSError, AttributeError):
         return {}
-    fields = [sum(int(line[i]) for line in lines if line[0] in here) / tick for i in range(1, 9)]
-    user, nice, system, _, _, irq, softirq, stolen = fields
+    totals = [0] * 8
+    for line in text.splitlines():
+        name, *numbers = line.split()
+        if name in here:
+            for i in range(8):
+                totals[i] += int(numbers[i])
+    user, nice, system, _, _, irq, softirq, stolen = [total / tick for total in totals]
     ticks, ours = _processes()
-    own = sum(ticks.get(pid, 0) for pid in ours) / tick
+    own = sum(ticks.get(pid, 0) for pid in ours)
     counts = {
         "time": time.monotonic(),
         "busy": user + nice + system + irq + softirq,
         "stolen": stolen,
-        "own": own,
+        "own": own / tick,
     }
     with contextlib.suppress(OSError):
-        counts["pressure"] = (
-            int((PROC / "pressure" / "cpu").read_text().partition("total=")[2].split()[0]) / 1e6
-        )
+        text = (PROC / "pressure" / "cpu").read_text()
+        _, _, after = text.partition("total=")
+        counts["pressure"] = int(after.split()[0]) / 1e6
     return counts
 
 
 def _processes() -> tuple[dict[int, int], set[int]]:
-    """Return each process's ticks of CPU time, those of children that have ended included, and which are ours."""
-    ticks, parents = {}, {}
+    """Return each process's ticks of CPU time, and the processes of this program.
+
+    The ticks include those of child processes that have ended.
+    """
+    ticks = {}
+    parents = {}
     for path in PROC.glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields, pid = path.read_text().rpartition(")")[2].split(), int(path.parent.name)
-            parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
-    ours, more = set(), {os.getpid()}
+        try:
+            text = path.read_text()
+        except OSError:  # the process has ended
+            continue
+        _, _, after = text.rpartition(")")  # behind the name, which may have spaces
+        fields = after.split()
+        pid = int(path.parent.name)
+        parents[pid] = int(fields[1])
+        ticks[pid] = sum(map(int, fields[11:15]))
+    ours: set[int] = set()
+    more = {os.getpid()}
     while more:
         ours |= more
         more = {pid for pid, parent in parents.items() if parent in more}

@@ -1,4 +1,4 @@
-"""Make the inputs of `torchgpipe.plan` predictions: the counted layers of a model, and a row's setup."""
+"""Make the inputs of `torchgpipe.plan`'s predictions: a model's counted layers, a row's setup."""
 
 import functools
 from typing import Any
@@ -22,32 +22,37 @@ def counted(model: SizedModel) -> Counts:
     """
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    return _counted(model, autocast, *(kind.fp32_precision for kind in kinds))
+    precisions = [kind.fp32_precision for kind in kinds]
+    return _counted(model, autocast, *precisions)
 
 
 @functools.cache
-def _counted(model: SizedModel, *_: object) -> Counts:
+def _counted(model: SizedModel, *settings: object) -> Counts:
+    """Count the layers of a model. The settings are part of the cache's key."""
     with torch.device("meta"):
         module = model.layers()
-    return count(module, flat(module, model.batch(1, device="meta")[0]), alike=ALIKE)
+    x, _ = model.batch(1, device="meta")
+    return count(module, flat(module, x), alike=ALIKE)
 
 
 def setup_of(config: dict[str, Any], layers: int, *, zeroed: bool = False) -> Setup:
-    """Return the setup of a row's `config`; without a pipeline, one partition and one micro-batch.
+    """Return the setup of a row's `config`.
 
-    `zeroed`: `zero_grad` fills gradients with zeros, as it did in PyTorch of the papers' time, instead of freeing them.
+    Without a pipeline, it has one partition and one micro-batch. With `zeroed`, `zero_grad` fills
+    gradients with zeros, as it did in PyTorch of the papers' time, instead of freeing them.
     """
     components = config.get("components")
     name = config["optimizer"].lower()
+    if name == "sgd" and config.get("momentum"):
+        name = "momentum"
     return Setup(
         batch_size=config["batch_size"],
         balance=tuple(config["balance"] or (layers,)),
         chunks=config["chunks"] or 1,
         checkpoint=config["checkpoint"] or "never",
-        # PyTorch of that time had no foreach optimizers: it updated one parameter after another, on GPUs too.
-        optimizer=optimizer_named(
-            "momentum" if name == "sgd" and config.get("momentum") else name, foreach=False
-        ),
+        # PyTorch of that time had no foreach optimizers: it updated one parameter after another, on
+        # GPUs, too.
+        optimizer=optimizer_named(name, foreach=False),
         portals=components is None or "portals" in components,
         streams=components is None or "streams" in components,
         zeroed=zeroed,

@@ -1,11 +1,11 @@
-"""Build torchvision's ResNet-101 as a flat sequence of 370 layers, with identities as skips; and other models.
+"""Build torchvision's ResNet-101 as a flat sequence of 370 layers, and other models of torchvision.
 
-The layers are torchvision's own, in its order. Names have `_` for `.`, as in `layer1_0_conv1`. Weights and eval-mode
-outputs are bitwise equal. Two things change: ReLUs are not in place, and a bottleneck stashes its identity at its
-start and pops it at its end.
+The layers are torchvision's own, in its order. Names have `_` for `.`, as in `layer1_0_conv1`.
+Weights and eval-mode outputs are bitwise equal to torchvision's. Two things change: ReLUs are not
+in place, and a bottleneck stashes its identity at its start and pops it at its end, as a skip.
 
-Ten other well-known models are sequences of their own layers, as `torchgpipe.sequential` cuts them. Whatever builds a
-model raises `Error` where torchvision is missing or broken.
+Ten other well-known models are sequences of their own layers, as `torchgpipe.sequential` cuts them.
+Whatever builds a model raises `Error` if torchvision is missing or broken.
 
 Source: He et al., "Deep Residual Learning for Image Recognition" (arXiv:1512.03385).
 """
@@ -21,7 +21,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Flatten, Identity, Module, ReLU, Sequential
 
 from reproduce.error import Error
 from reproduce.models.sizes import check_size
@@ -31,18 +32,22 @@ from torchgpipe.skip import Namespace, pop, skippable
 if TYPE_CHECKING:
     from torchvision.models.resnet import Bottleneck, ResNet
 
+NamedLayer = tuple[str, Module]
 RESNET101 = (3, 4, 23, 3)  # bottlenecks in each stage
 
 
 @skippable(pop=["skip"])
-class AddIdentity(nn.Module):
-    """Add the bottleneck's input, downsampled if the bottleneck changes the image size or the channels."""
+class AddIdentity(Module):
+    """Add the bottleneck's input.
 
-    isolate: Callable[[Namespace], nn.Module]  # set by @skippable
+    It is downsampled if the bottleneck changes the image size or the channels.
+    """
 
-    def __init__(self, downsample: nn.Module | None) -> None:
+    isolate: Callable[[Namespace], Module]  # set by @skippable
+
+    def __init__(self, downsample: Module | None) -> None:
         super().__init__()
-        self.downsample = nn.Identity() if downsample is None else downsample
+        self.downsample = Identity() if downsample is None else downsample
 
     def forward(self, image: Tensor) -> Generator[pop, Tensor, Tensor]:
         identity = yield pop("skip")
@@ -50,32 +55,41 @@ class AddIdentity(nn.Module):
         return total
 
 
-def layers(model: ResNet) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every layer of the flat model with its name, in order; a bottleneck has eleven."""
+def layers(model: ResNet) -> Iterator[NamedLayer]:
+    """Yield every layer of the flat model with its name, in order."""
     yield "conv1", model.conv1
     yield "bn1", model.bn1
-    yield "relu", nn.ReLU()
+    yield "relu", ReLU()
     yield "maxpool", model.maxpool
     for stage in ("layer1", "layer2", "layer3", "layer4"):
         for index, block in model.get_submodule(stage).named_children():
-            name, identity = f"{stage}_{index}", Namespace()
-            yield f"{name}_identity", Stash().isolate(identity)
-            for i in (1, 2, 3):
-                yield f"{name}_conv{i}", block.get_submodule(f"conv{i}")
-                yield f"{name}_bn{i}", block.get_submodule(f"bn{i}")
-                if i == 3:
-                    yield (
-                        f"{name}_add",
-                        AddIdentity(cast("Bottleneck", block).downsample).isolate(identity),
-                    )
-                yield f"{name}_relu{i}", nn.ReLU()
+            yield from bottleneck_layers(f"{stage}_{index}", cast("Bottleneck", block))
     yield "avgpool", model.avgpool
-    yield "flatten", nn.Flatten()
+    yield "flatten", Flatten()
     yield "fc", model.fc
 
 
+def bottleneck_layers(name: str, block: Bottleneck) -> Iterator[NamedLayer]:
+    """Yield the eleven layers of a bottleneck, each with a name that begins with `name`."""
+    identity = Namespace()
+    yield f"{name}_identity", Stash().isolate(identity)
+    yield f"{name}_conv1", block.conv1
+    yield f"{name}_bn1", block.bn1
+    yield f"{name}_relu1", ReLU()
+    yield f"{name}_conv2", block.conv2
+    yield f"{name}_bn2", block.bn2
+    yield f"{name}_relu2", ReLU()
+    yield f"{name}_conv3", block.conv3
+    yield f"{name}_bn3", block.bn3
+    yield f"{name}_add", AddIdentity(block.downsample).isolate(identity)
+    yield f"{name}_relu3", ReLU()
+
+
 def import_torchvision(module: str = "models.resnet", needed_by: str = "ResNet-101") -> ModuleType:
-    """Import a module of torchvision when it is needed, or raise `Error`: all else must work without torchvision."""
+    """Import a module of torchvision when it is needed; raise `Error` if that is not possible.
+
+    Everything that needs no torchvision must work without it.
+    """
     try:
         return importlib.import_module(f"torchvision.{module}")
     except Exception as error:
@@ -88,13 +102,15 @@ def import_torchvision(module: str = "models.resnet", needed_by: str = "ResNet-1
 
 def resnet(
     blocks: Sequence[int], width: int = 64, expansion: int = 4, num_classes: int = 1000
-) -> nn.Sequential:
+) -> Sequential:
     """Build a ResNet of bottlenecks with random weights, by torchvision.
 
-    `blocks` are the bottlenecks in each of the four stages. Every stage doubles `width`, the channels within
-    bottlenecks, and `expansion`, the channels of their outputs in units of 64.
+    `blocks` counts the bottlenecks in each of the four stages. In the first stage, `width` is the
+    number of channels within bottlenecks, and `64 * expansion` that of their outputs. Every further
+    stage doubles both.
 
-    Shapes: (N, 3, H, W), both at least 32 or so, to (N, num_classes). `check_size` refuses other sizes.
+    Shapes: (N, 3, H, W) to (N, num_classes), where H and W are at least 32 or so. `check_size`
+    raises an error if an argument is no positive whole number.
     """
     for count in blocks:
         check_size("blocks", count)
@@ -104,11 +120,14 @@ def resnet(
     module = import_torchvision()
     bottleneck = type("Bottleneck", (module.Bottleneck,), {"expansion": expansion})
     model = module.ResNet(bottleneck, list(blocks), num_classes=num_classes, width_per_group=width)
-    return nn.Sequential(OrderedDict(layers(model)))
+    return Sequential(OrderedDict(layers(model)))
 
 
-def resnet101(num_classes: int = 1000) -> nn.Sequential:
-    """Build ResNet-101 with random weights. With the same seed they equal those of torchvision's ResNet-101."""
+def resnet101(num_classes: int = 1000) -> Sequential:
+    """Build ResNet-101 with random weights.
+
+    With the same seed, the weights equal those of torchvision's ResNet-101.
+    """
     return resnet(RESNET101, num_classes=num_classes)
 
 
@@ -117,36 +136,40 @@ def flat_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
         model.load_state_dict(flat_state(torch.load("resnet101.pth", weights_only=True)))
 
-    The tensors are shared, not copied. Names that are flat already stay; `load_state_dict` reports names that do not
-    fit.
+    The tensors are shared, not copied. Names that are flat already stay as they are, and
+    `load_state_dict` reports names that do not fit.
     """
-    return {
-        re.sub(r"^(layer\d)\.(\d+)\.", r"\1_\2_", key).replace(
-            "_downsample.", "_add.downsample."
-        ): value
-        for key, value in state.items()
-    }
+    renamed = {}
+    for key, value in state.items():
+        flat_key = re.sub(r"^(layer\d)\.(\d+)\.", r"\1_\2_", key)
+        flat_key = flat_key.replace("_downsample.", "_add.downsample.")
+        renamed[flat_key] = value
+    return renamed
 
 
 def torchvision_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename a flat model's state for torchvision's ResNet: the inverse of `flat_state`."""
-    return {
-        re.sub(r"^(layer\d)_(\d+)_(?:add\.)?", r"\1.\2.", key): value
-        for key, value in state.items()
-    }
+    renamed = {}
+    for key, value in state.items():
+        its_key = re.sub(r"^(layer\d)_(\d+)_(?:add\.)?", r"\1.\2.", key)
+        renamed[its_key] = value
+    return renamed
 
 
-def torchvision_model(name: str, pixels: int, **options: int) -> nn.Module:
-    """Build that model with random weights for `pixels` x `pixels`, or raise `ValueError` if torchvision has none."""
-    builder = import_torchvision("models", f"torchvision:{name}").get_model_builder(name)
-    # Without weights nothing is downloaded.
-    given = {
-        key: None for key in inspect.signature(builder).parameters if key.startswith("weights")
-    }
+def torchvision_model(name: str, pixels: int, **options: int) -> Module:
+    """Build the model `name` of torchvision with random weights, for `pixels` x `pixels`.
+
+    Raise `ValueError` if torchvision has no such model.
+    """
+    models = import_torchvision("models", f"torchvision:{name}")
+    builder = models.get_model_builder(name)
+    parameters = inspect.signature(builder).parameters
+    # Without weights, nothing is downloaded.
+    no_weights = {key: None for key in parameters if key.startswith("weights")}
     if name.startswith("vit_"):  # ViT is built for one image size
         options["image_size"] = pixels
     device = torch.get_default_device()
     # RegNet's constructor computes widths with tensors, which have no values on `meta`.
     with torch.device("cpu" if name.startswith("regnet_") else device):
-        model: nn.Module = builder(**given, **options)
+        model: Module = builder(**no_weights, **options)
     return model.to(device)

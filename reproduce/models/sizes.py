@@ -1,4 +1,4 @@
-"""Check a model's sizes before any layer is built, so that the error names the caller's argument."""
+"""Check a model's sizes before any layer is built, so that the error names the argument."""
 
 ZOO = (
     "resnet18",
@@ -17,9 +17,18 @@ ZOO = (
 def check_size(
     name: str, value: int, *, multiple_of: int = 1, least: int = 1, why: str = ""
 ) -> None:
-    """Raise in one line unless `value` is a whole number, at least `least` and divisible by `multiple_of`.
+    """Raise an error unless a size is allowed.
 
-    It is a `TypeError`, or a `ValueError` that names the nearest size that is allowed.
+    Args:
+        name: The name of the caller's argument.
+        value: The size. It must be a whole number.
+        multiple_of: The size must be divisible by this number.
+        least: The size must be at least this number.
+        why: The reason for these rules, for the message.
+
+    Raises:
+        TypeError: If the size is no whole number.
+        ValueError: If the size is not allowed. The message names the nearest allowed size.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be a whole number (int), got {value!r}")
@@ -30,5 +39,6 @@ def check_size(
 
     rule = f"at least {smallest}" if multiple_of == 1 else f"a positive multiple of {multiple_of}"
     reason = f" ({why})" if why else ""
-    nearest = max(smallest, round(value / multiple_of) * multiple_of)
+    rounded = round(value / multiple_of) * multiple_of
+    nearest = max(smallest, rounded)
     raise ValueError(f"{name} must be {rule}{reason}, got {value}: use {nearest}, for example")

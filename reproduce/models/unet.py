@@ -1,4 +1,6 @@
-"""Build U-Net (B, C), for segmentation, as a flat sequence of layers with a long skip at every level.
+"""Build U-Net (B, C), for segmentation, as a flat sequence of layers.
+
+It has a long skip at every level:
 
       encode 0 ─────────────── skip 0 ───────────────► decode 0 ─ last convolution
          └ pool                                         ▲ upsample
@@ -13,22 +15,36 @@ Sources: Ronneberger et al., "U-Net" (arXiv:1505.04597), for the shape; Kim et a
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
+from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import (
+    Conv2d,
+    Dropout2d,
+    InstanceNorm2d,
+    LeakyReLU,
+    MaxPool2d,
+    Module,
+    Sequential,
+    Upsample,
+)
+from torch.nn.functional import pad
 
 from reproduce.models.sizes import check_size
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
-Layers = Iterator[tuple[str, nn.Module]]
+Layers = Iterator[tuple[str, Module]]
 
 
 @skippable(stash=["skip"])
-class Stash(nn.Module):
-    """Pass the input on, and keep it for a later layer: in a U-Net, for the decoder of the same level."""
+class Stash(Module):
+    """Pass the input on, and keep it for a later layer.
 
-    isolate: Callable[[Namespace], nn.Module]  # set by @skippable
+    In a U-Net, the later layer is in the decoder of the same level.
+    """
+
+    isolate: Callable[[Namespace], Module]  # set by @skippable
 
     def forward(self, image: Tensor) -> Generator[stash, None, Tensor]:
         yield stash("skip", image)
@@ -36,32 +52,39 @@ class Stash(nn.Module):
 
 
 @skippable(pop=["skip"])
-class PopConcat(nn.Module):
+class PopConcat(Module):
     """Pad the input to the skip's height and width, and append the skip's channels.
 
-    Sizes differ by a row or a column where pooling had to round an odd size down.
+    The sizes differ by a row or a column where pooling had to round an odd size down.
     """
 
-    isolate: Callable[[Namespace], nn.Module]  # set by @skippable
+    isolate: Callable[[Namespace], Module]  # set by @skippable
 
     def forward(self, image: Tensor) -> Generator[pop, Tensor, Tensor]:
         skip = yield pop("skip")
-        rows = skip.shape[2] - image.shape[2]
-        columns = skip.shape[3] - image.shape[3]
+        _, _, skip_height, skip_width = skip.shape
+        _, _, height, width = image.shape
+        rows = skip_height - height
+        columns = skip_width - width
         if rows or columns:
-            image = F.pad(image, (0, columns, 0, rows))
+            image = pad(image, (0, columns, 0, rows))
         return torch.cat([image, skip], dim=1)
 
 
 def conv_blocks(name: str, inputs: int, middle: int, outputs: int, num_convs: int) -> Layers:
-    """Yield a cell of `num_convs` blocks, four layers each: `inputs` to `middle` to `outputs` channels."""
-    widths = [inputs, *[middle] * (num_convs - 1), outputs]
-    for i in range(num_convs):
+    """Yield a cell of `num_convs` blocks, each of four layers.
+
+    The first block takes `inputs` channels, the last block returns `outputs` channels, and blocks
+    pass `middle` channels to each other.
+    """
+    inner = [middle] * (num_convs - 1)
+    channels = pairwise([inputs, *inner, outputs])
+    for i, (before, after) in enumerate(channels):
         block = f"{name}_{i}"
-        yield f"{block}_conv", nn.Conv2d(widths[i], widths[i + 1], 3, padding=1, bias=False)
-        yield f"{block}_dropout", nn.Dropout2d(0.1)
-        yield f"{block}_norm", nn.InstanceNorm2d(widths[i + 1])
-        yield f"{block}_relu", nn.LeakyReLU(0.01)
+        yield f"{block}_conv", Conv2d(before, after, 3, padding=1, bias=False)
+        yield f"{block}_dropout", Dropout2d(0.1)
+        yield f"{block}_norm", InstanceNorm2d(after)
+        yield f"{block}_relu", LeakyReLU(0.01)
 
 
 def layers(depth: int, num_convs: int, base: int, inputs: int, outputs: int) -> Layers:
@@ -70,20 +93,22 @@ def layers(depth: int, num_convs: int, base: int, inputs: int, outputs: int) -> 
     widths = [base * 2**i for i in range(depth)]
 
     for i, width in enumerate(widths):
-        above = widths[i - 1] if i else inputs
+        above = inputs if i == 0 else widths[i - 1]
         yield from conv_blocks(f"encode{i}", above, width, width, num_convs)
         yield f"encode{i}_stash", Stash().isolate(skips[i])
-        yield f"encode{i}_pool", nn.MaxPool2d(2)
+        yield f"encode{i}_pool", MaxPool2d(2)
 
     deepest = widths[-1]
     yield from conv_blocks("bottleneck", deepest, 2 * deepest, deepest, num_convs)
 
-    for i, width in reversed(list(enumerate(widths))):
-        yield f"decode{i}_upsample", nn.Upsample(scale_factor=2, mode="nearest")
+    for i in reversed(range(depth)):
+        width = widths[i]
+        half = width // 2
+        yield f"decode{i}_upsample", Upsample(scale_factor=2, mode="nearest")
         yield f"decode{i}_concat", PopConcat().isolate(skips[i])
-        yield from conv_blocks(f"decode{i}", 2 * width, width // 2, width // 2, num_convs)
+        yield from conv_blocks(f"decode{i}", 2 * width, half, half, num_convs)
 
-    yield "last_conv", nn.Conv2d(base // 2, outputs, 1, bias=False)
+    yield "last_conv", Conv2d(base // 2, outputs, 1, bias=False)
 
 
 def unet(
@@ -92,12 +117,14 @@ def unet(
     base_channels: int = 64,
     input_channels: int = 3,
     output_channels: int = 1,
-) -> nn.Sequential:
+) -> Sequential:
     """Build U-Net (`num_convs`, `base_channels`), known as (B, C), of `depth` levels.
 
-    Shapes: (N, input_channels, H, W) to (N, output_channels, H, W), for H and W of at least 2**depth,
-    one of them at least twice that, since a lone pixel cannot be normalized.
-    Other sizes than whole numbers from 1, or from 2 for `base_channels`, raise as `check_size` does.
+    Shapes: (N, input_channels, H, W) to (N, output_channels, H, W). H and W must be at least
+    2**depth, and one of them at least twice that, because a lone pixel cannot be normalized.
+
+    All arguments must be whole numbers of at least 1, and `base_channels` at least 2, or
+    `check_size` raises an error.
     """
     check_size("depth", depth)
     check_size("num_convs", num_convs)
@@ -105,4 +132,4 @@ def unet(
     check_size("input_channels", input_channels)
     check_size("output_channels", output_channels)
     named = layers(depth, num_convs, base_channels, input_channels, output_channels)
-    return nn.Sequential(OrderedDict(named))
+    return Sequential(OrderedDict(named))

@@ -1,13 +1,15 @@
 """Test whether two measurements really differ: significantly, and by more than a threshold.
 
-- A difference is real only if a rank test over the samples is significant, and the ratio exceeds a threshold. The test
-  alone would pass differences too small to matter, the threshold alone would pass noise.
-- The confidence interval of the ratio is the inverted test: all ratios that the test does not reject. So the two agree.
-- If there are so few samples that no outcome could be significant, the answer is 'too few', with the number of samples
-  that would be enough.
+- A difference is real only if a rank test over the samples is significant, and the ratio exceeds a
+  threshold. The test alone would pass differences that are too small to matter. The threshold alone
+  would pass noise.
+- The confidence interval of the ratio is the inverted test: all ratios that the test does not
+  reject. So the interval and the test agree.
+- If there are so few samples that no outcome could be significant, the answer is 'too few', with
+  the number of samples that would be enough.
 
-The test cannot know that samples of one run vary less than samples of several runs. For a reliable comparison, run both
-sides interleaved and compare paired samples.
+The test cannot know that samples of one run vary less than samples of several runs. For a reliable
+comparison, run both sides interleaved and compare paired samples.
 """
 
 import bisect
@@ -18,7 +20,7 @@ from typing import Literal
 
 import numpy
 from numpy.typing import NDArray
-from scipy import stats
+from scipy.stats import mannwhitneyu, wilcoxon
 
 from reproduce.numbers.metrics import Measurement
 
@@ -31,8 +33,8 @@ MOST_SAMPLES = 400  # of each side: the number of pairs grows quadratically
 class Rule:
     """Say what counts as a difference.
 
-    `alpha` is the risk of calling a difference significant where there is none; `threshold` the least relative
-    difference that matters, 0.05 being 5 %.
+    `alpha` is the risk of calling a difference significant where there is none. `threshold` is the
+    smallest relative difference that matters; 0.05 means 5 %.
     """
 
     alpha: float = 0.01
@@ -43,10 +45,11 @@ class Rule:
 class Decision:
     """Hold how `head` compares with `base`.
 
-    `ratio` estimates head / base, and lies between `low` and `high` with a confidence of 1 - alpha. '~' means
-    that no real difference was found, which does not prove that there is none. 'untested': both are exact numbers,
-    which have a ratio but no spread. 'disturbed': a side is no evidence, whatever its numbers. `needed`, for 'too few':
-    the number of samples on each side that would be enough.
+    `ratio` estimates head / base, and lies between `low` and `high` with a confidence of 1 - alpha.
+    The outcome '~' means that no real difference was found, which does not prove that there is
+    none. 'untested' means that both sides are exact numbers, which have a ratio but no spread.
+    'disturbed' means that a side is no evidence, whatever its numbers are. With 'too few', `needed`
+    is the number of samples on each side that would be enough.
     """
 
     outcome: Outcome
@@ -60,22 +63,27 @@ class Decision:
 def compare_samples(
     base: Measurement, head: Measurement, rule: Rule = Rule(), *, paired: bool = False
 ) -> Decision:
-    """Compare `head` with `base`, both positive.
+    """Compare `head` with `base`, which both must be positive.
 
-    Samples are independent (Mann-Whitney test), or `paired`: the i-th samples of both ran together (Wilcoxon's
-    signed-rank test). Samples against an exact number are tested by signed ranks, too. The ratio is the Hodges-Lehmann
+    Independent samples are compared by the Mann-Whitney test. If they are `paired`, the i-th
+    samples of both sides ran together, and Wilcoxon's signed-rank test compares them. The
+    signed-rank test also compares samples with an exact number. The ratio is the Hodges-Lehmann
     estimate (1963): the median ratio over all pairs of samples, or over all means of two pairs.
-    A number that is not positive, or a side without samples, raises `ValueError`.
+
+    Raises:
+        ValueError: If a number is not positive, or a side has no sample.
     """
-    exact = [isinstance(side, (int, float)) for side in (base, head)]
-    old, new = _logs(base), _logs(head)
-    if all(exact):
+    base_is_exact = isinstance(base, (int, float))
+    head_is_exact = isinstance(head, (int, float))
+    old = _logs(base)
+    new = _logs(head)
+    if base_is_exact and head_is_exact:
         return Decision("untested", math.exp(new[0] - old[0]))
-    if paired or any(exact):
-        if paired and len(old) != len(new):
-            raise ValueError(f"paired samples come in equal numbers, not {len(old)} and {len(new)}")
-        return _decision(*_signed_ranks(_thin(new - old)), rule)
-    return _decision(*_ranks(_thin(old), _thin(new)), rule)
+    if paired and len(old) != len(new):
+        raise ValueError(f"paired samples come in equal numbers, not {len(old)} and {len(new)}")
+    if paired or base_is_exact or head_is_exact:
+        return _decision(_signed_ranks(_thin(new - old)), rule)
+    return _decision(_ranks(_thin(old), _thin(new)), rule)
 
 
 def needed(alpha: float, *, paired: bool) -> int:
@@ -86,74 +94,103 @@ def needed(alpha: float, *, paired: bool) -> int:
     return count
 
 
-# --- the two tests: candidate log ratios, p-value of a log ratio, numbers of samples of both sides ------------------
-
-Test = tuple[Array, Callable[[float], float], int, int | None]
+# --- the two tests --------------------------------------------------------------------------------
 
 
-def _ranks(old: Array, new: Array) -> Test:
+@dataclass(frozen=True)
+class RankTest:
+    """Prepare a test: the candidates for the log ratio, and the p-value of a log ratio.
+
+    `samples` counts the samples of a side or, in a test of pairs, the pairs. `others` counts the
+    samples of the other side; it is None in a test of pairs.
+    """
+
+    candidates: Array
+    p: Callable[[float], float]
+    samples: int
+    others: int | None = None
+
+
+def _ranks(old: Array, new: Array) -> RankTest:
     """Prepare Mann-Whitney's test of independent samples."""
 
     def p(shift: float) -> float:
-        return (
-            _number(stats.mannwhitneyu(new, old + shift).pvalue)
-            if numpy.ptp([*new, *(old + shift)])
-            else 1.0
-        )
+        shifted = old + shift
+        if not numpy.ptp([*new, *shifted]):
+            return 1.0
+        return _number(mannwhitneyu(new, shifted).pvalue)
 
-    return numpy.subtract.outer(new, old).ravel(), p, len(old), len(new)
+    differences = numpy.subtract.outer(new, old)
+    return RankTest(differences.ravel(), p, len(old), len(new))
 
 
-def _signed_ranks(ratios: Array) -> Test:
+def _signed_ranks(ratios: Array) -> RankTest:
     """Prepare Wilcoxon's test of log ratios, one for each pair."""
 
     def p(shift: float) -> float:
-        return _number(stats.wilcoxon(ratios - shift).pvalue) if numpy.any(ratios != shift) else 1.0
+        if not numpy.any(ratios != shift):
+            return 1.0
+        return _number(wilcoxon(ratios - shift).pvalue)
 
     first, second = numpy.triu_indices(len(ratios))
-    return (ratios[first] + ratios[second]) / 2, p, len(ratios), None
+    means = (ratios[first] + ratios[second]) / 2
+    return RankTest(means, p, len(ratios))
 
 
-def _decision(
-    candidates: Array, p: Callable[[float], float], one: int, other: int | None, rule: Rule
-) -> Decision:
-    ordered = numpy.sort(candidates)
+def _decision(test: RankTest, rule: Rule) -> Decision:
+    ordered = numpy.sort(test.candidates)
+    count = len(ordered)
     middle = float(numpy.median(ordered))
     ratio = math.exp(middle)
-    if _least_p(one, other) > rule.alpha:
-        return Decision("too few", ratio, needed=needed(rule.alpha, paired=other is None))
+    if _least_p(test.samples, test.others) > rule.alpha:
+        enough = needed(rule.alpha, paired=test.others is None)
+        return Decision("too few", ratio, needed=enough)
 
     def below(k: int) -> float:
         """Return the p-value of a log ratio between candidates k - 1 and k."""
-        return p(ordered[0] - 1 if k == 0 else (ordered[k - 1] + ordered[k]) / 2)
+        if k == 0:
+            return test.p(ordered[0] - 1)
+        return test.p((ordered[k - 1] + ordered[k]) / 2)
 
     # p-values rise towards the middle: bisection finds the first candidate that is not rejected.
-    rejected = bisect.bisect_right(range((len(ordered) + 1) // 2), rule.alpha, key=below)
-    low, high = ordered[max(rejected - 1, 0)], ordered[len(ordered) - max(rejected, 1)]
-    chance = p(0.0)
-    real = chance <= rule.alpha and abs(middle) > math.log1p(rule.threshold)
-    outcome: Outcome = "~" if not real else "higher" if middle > 0 else "lower"
-    return Decision(outcome, ratio, min(math.exp(low), ratio), max(math.exp(high), ratio), chance)
+    lower_half = range((count + 1) // 2)
+    rejected = bisect.bisect_right(lower_half, rule.alpha, key=below)
+    low = math.exp(ordered[max(rejected - 1, 0)])
+    high = math.exp(ordered[count - max(rejected, 1)])
+    chance = test.p(0.0)
+    outcome: Outcome = "~"
+    if chance <= rule.alpha and abs(middle) > math.log1p(rule.threshold):
+        outcome = "higher" if middle > 0 else "lower"
+    return Decision(outcome, ratio, min(low, ratio), max(high, ratio), chance)
 
 
 def _least_p(one: int, other: int | None) -> float:
-    """Return the two-sided p-value of the most extreme outcome: all of one side above all of the other."""
-    return 2.0 ** (1 - one) if other is None else 2 / math.comb(one + other, one)
+    """Return the two-sided p-value of the most extreme outcome.
+
+    In this outcome, all samples of one side are above all samples of the other side.
+    """
+    if other is None:
+        return 2.0 ** (1 - one)
+    return 2 / math.comb(one + other, one)
 
 
 def _logs(side: Measurement) -> Array:
     values = numpy.atleast_1d(numpy.asarray(side, dtype=float))
     if not len(values):
         raise ValueError("there is no sample to compare")
-    if not (numpy.isfinite(values).all() and (values > 0).all()):
+    if not numpy.isfinite(values).all() or not (values > 0).all():
         raise ValueError("only positive numbers have ratios")
     logs: Array = numpy.log(values)
     return logs
 
 
 def _thin(values: Array) -> Array:
-    """Keep every k-th of very many samples. That is conservative: with fewer samples, less is significant."""
-    return values[:: math.ceil(len(values) / MOST_SAMPLES)]
+    """Keep every k-th of very many samples.
+
+    That is conservative: with fewer samples, fewer differences are significant.
+    """
+    step = math.ceil(len(values) / MOST_SAMPLES)
+    return values[::step]
 
 
 def _number(p: float) -> float:

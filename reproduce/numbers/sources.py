@@ -1,4 +1,7 @@
-"""Load one side of a comparison from a record, a folder of records, pytest-benchmark's JSON or a git revision."""
+"""Load one side of a comparison.
+
+A side is a record, a folder of records, a JSON file of pytest-benchmark, or a git revision.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,9 +13,19 @@ from reproduce.error import Error
 from reproduce.machine.description import Machine
 from reproduce.machine.git import Git, commit_of, git
 from reproduce.records.places import Json, decode, find_record, parse_json, read_json
-from reproduce.records.record import SUCCESS, Record, Result, Run, hardware_name, parse, ranked
+from reproduce.records.record import (
+    SUCCESS,
+    Key,
+    Record,
+    Result,
+    Run,
+    hardware_name,
+    parse,
+    ranked,
+)
 
 IN_REVISION = "results/measured"  # the default folder of a revision's records
+Records = Sequence[Record]
 
 
 class _Stats(Struct):
@@ -36,20 +49,35 @@ class _File(Struct):
 
 
 def from_pytest_benchmark(data: Json, where: str) -> Record:
-    """Turn a file that pytest-benchmark wrote into a record: an experiment for each test file, a row for each test."""
+    """Turn the content of a file that pytest-benchmark wrote into a record.
+
+    Each test file becomes an experiment, and each test becomes a row.
+    """
     file = decode(_File, data, where)
-    info, commit = file.machine_info, file.commit_info or {}
-    cpu = info.get("cpu") or {}
-    cores = cpu.get("count") or 1
-    system = f"{info.get('system', '')} {info.get('machine', '')}".strip()
-    machine = Machine(
-        system,
-        cpu.get("brand_raw") or info.get("processor") or "unknown",
-        cores,
-        cores,
-        memory=None,
-    )
-    run = Run(
+    results = []
+    for benchmark in file.benchmarks:
+        stats = benchmark.stats
+        config = {"benchmark": benchmark.fullname, **(benchmark.params or {})}
+        result = Result(
+            experiment=benchmark.fullname.partition("::")[0],
+            row=benchmark.name,
+            status="measured",
+            config=config,
+            samples={"time": stats.data or [stats.median]},
+        )
+        results.append(result)
+    name = Path(where).stem
+    title = f"benchmarks of {where}"
+    return Record(name, title, "measured", {"time": "s"}, results, run=_run_of(file))
+
+
+def _run_of(file: _File) -> Run:
+    commit = file.commit_info or {}
+    revision = None
+    if commit.get("id"):
+        revision = Git(commit["id"], bool(commit.get("dirty")))
+    python = file.machine_info.get("python_version")
+    return Run(
         state="finished",
         command=["pytest", "--benchmark-json"],
         seed=None,
@@ -58,24 +86,19 @@ def from_pytest_benchmark(data: Json, where: str) -> Record:
         device="cpu",
         devices=1,
         threads_per_device=None,
-        machine=machine,
-        versions={"python": info.get("python_version"), "pytest-benchmark": file.version},
-        git=Git(commit["id"], bool(commit.get("dirty"))) if commit.get("id") else None,
+        machine=_machine_of(file.machine_info),
+        versions={"python": python, "pytest-benchmark": file.version},
+        git=revision,
         load=None,
     )
-    results = [
-        Result(
-            experiment=benchmark.fullname.partition("::")[0],
-            row=benchmark.name,
-            status="measured",
-            config={"benchmark": benchmark.fullname, **(benchmark.params or {})},
-            samples={"time": benchmark.stats.data or [benchmark.stats.median]},
-        )
-        for benchmark in file.benchmarks
-    ]
-    return Record(
-        Path(where).stem, f"benchmarks of {where}", "measured", {"time": "s"}, results, run=run
-    )
+
+
+def _machine_of(info: dict[str, Json]) -> Machine:
+    cpu = info.get("cpu") or {}
+    cores = cpu.get("count") or 1
+    processor = cpu.get("brand_raw") or info.get("processor") or "unknown"
+    system = f"{info.get('system', '')} {info.get('machine', '')}".strip()
+    return Machine(system, processor, cores, cores, memory=None)
 
 
 @dataclass(frozen=True)
@@ -88,16 +111,18 @@ class Entry:
     @property
     def hardware(self) -> str | None:
         """Give the name of the hardware description that a prediction was made with."""
-        return (
-            hardware_name(self.record, self.result) if self.result.status == "predicted" else None
-        )
+        if self.result.status != "predicted":
+            return None
+        return hardware_name(self.record, self.result)
 
 
 @dataclass(frozen=True)
 class Side:
-    """Hold the rows of a side. If several runs have a row, the first of `ranked` that has a number for it counts.
+    """Hold the rows of a side.
 
-    `letter` is its short name in tables, `name` what the user called it.
+    If several runs have a row, it is taken from the first record of `ranked` that has a number for
+    it, and `superseded` counts the other ones. `letter` is the side's short name in tables, `name`
+    is what the user called it.
     """
 
     letter: str
@@ -108,79 +133,122 @@ class Side:
 
 
 def load_side(letter: str, name: str) -> Side:
-    """Load a side, or raise `Error`. It is a path, a run's name, or REVISION or REVISION:PATH of the checkout here."""
+    """Load a side.
+
+    Its name is a path, the name of a run, or REVISION or REVISION:PATH of the checkout here.
+
+    Raises:
+        Error: If there is no such side, or a record of it cannot be read.
+    """
     path = find_record(name or "''")
     if path.is_dir():
         files = sorted(path.glob("*.json"))
         if not files:
-            inside = sorted(
-                {file.parent.relative_to(path).as_posix() for file in path.rglob("*.json")}
-            )
-            advice = (
-                f"; there are some in {', '.join(f'{path / folder}' for folder in inside[:3])}"
-                if inside
-                else ""
-            )
-            raise Error(f"{name}: no record (*.json) in this folder{advice}")
-        return side_of(letter, name, [_read(read_json(file), str(file)) for file in files])
-    if path.exists():
-        return side_of(letter, name, [_read(read_json(path), name)])
-    return side_of(letter, name, list(_from_git(name)))
+            raise Error(f"{name}: no record (*.json) in this folder{_subfolders(path)}")
+        records = [_read(read_json(file), str(file)) for file in files]
+    elif path.exists():
+        records = [_read(read_json(path), name)]
+    else:
+        records = list(_from_git(name))
+    return side_of(letter, name, records)
 
 
-def side_of(letter: str, name: str, records: Sequence[Record]) -> Side:
+def _subfolders(path: Path) -> str:
+    """Name up to three folders below `path` that have records, if there are any."""
+    inside = set()
+    for file in path.rglob("*.json"):
+        folder = file.parent.relative_to(path)
+        inside.add(folder.as_posix())
+    if not inside:
+        return ""
+    named = [str(path / folder) for folder in sorted(inside)[:3]]
+    return f"; there are some in {', '.join(named)}"
+
+
+def side_of(letter: str, name: str, records: Records) -> Side:
     """Make a side from records."""
-    chosen: dict[tuple[str | bool | None, ...], Entry] = {}
-    for experiment in dict.fromkeys(
-        result.experiment for record in records for result in record.results
-    ):
+    experiments = {}
+    count = 0
+    for record in records:
+        count += len(record.results)
+        for result in record.results:
+            experiments[result.experiment] = None
+    chosen: dict[tuple[Key, str | None], Entry] = {}
+    for experiment in experiments:
         for record in ranked(records, experiment):
-            for result in (each for each in record.results if each.experiment == experiment):
-                key = (*result.key, hardware_name(record, result))
-                if key not in chosen or (
-                    chosen[key].result.status not in SUCCESS and result.status in SUCCESS
-                ):
+            for result in record.results:
+                if result.experiment != experiment:
+                    continue
+                key = (result.key, hardware_name(record, result))
+                known = chosen.get(key)
+                if known is None or (_has_number(result) and not _has_number(known.result)):
                     chosen[key] = Entry(record, result)
-    count = sum(len(record.results) for record in records)
-    return Side(letter, name, list(chosen.values()), list(records), count - len(chosen))
+    superseded = count - len(chosen)
+    return Side(letter, name, list(chosen.values()), list(records), superseded)
+
+
+def _has_number(result: Result) -> bool:
+    return result.status in SUCCESS
 
 
 def _read(data: Json, where: str) -> Record:
-    rows = data if isinstance(data, dict) else {}
-    if rows and all(
-        isinstance(counts, dict) and {*map(type, counts.values())} == {int}
-        for counts in rows.values()
-    ):
-        unit = {what: "count" for counts in rows.values() for what in counts}
-        results = [
-            Result("counts", row, "measured", config={"of": row}, values=rows[row]) for row in rows
-        ]
-        return Record(PurePosixPath(where).stem, f"counts of {where}", "measured", unit, results)
-    of_pytest = isinstance(data, dict) and "benchmarks" in data and "machine_info" in data
-    return from_pytest_benchmark(data, where) if of_pytest else parse(data, where)
+    """Turn the content of a file into a record.
+
+    The file is a record, a table of counts, or one that pytest-benchmark wrote.
+    """
+    if isinstance(data, dict):
+        if _are_counts(data):
+            return _from_counts(data, where)
+        if "benchmarks" in data and "machine_info" in data:
+            return from_pytest_benchmark(data, where)
+    return parse(data, where)
+
+
+def _are_counts(rows: dict[str, Json]) -> bool:
+    """Say whether the content of a file is a table of integers, in at least one row."""
+    for counts in rows.values():
+        if not isinstance(counts, dict) or set(map(type, counts.values())) != {int}:
+            return False
+    return bool(rows)
+
+
+def _from_counts(rows: dict[str, Json], where: str) -> Record:
+    unit = {}
+    results = []
+    for row, counts in rows.items():
+        unit.update(dict.fromkeys(counts, "count"))
+        results.append(Result("counts", row, "measured", config={"of": row}, values=counts))
+    name = PurePosixPath(where).stem
+    return Record(name, f"counts of {where}", "measured", unit, results)
 
 
 def _from_git(name: str) -> Iterator[Record]:
+    """Yield the records of a revision that are in a folder, or the one in a file."""
+    here = Path()
     revision, _, place = name.partition(":")
-    here, place = Path(), place or IN_REVISION
+    place = place or IN_REVISION
+    folder = PurePosixPath(place)
     try:
         commit = commit_of(here, revision)
     except Error:
         raise Error(
-            f"{name}: no such file or folder, and no git revision here; name a record, a folder or a revision"
+            f"{name}: no such file or folder, and no git revision here; name a record, a folder "
+            "or a revision"
         ) from None
-    listed = git(
-        here, "ls-tree", "-r", "-z", "--full-tree", "--name-only", commit, "--", place
-    ).decode()
-    files = [file for file in listed.split("\0") if file.endswith(".json")]
-    if PurePosixPath(place) not in map(
-        PurePosixPath, files
-    ):  # a folder: as on disk, without its subfolders
-        files = [file for file in files if PurePosixPath(file).parent == PurePosixPath(place)]
+    listing = ("ls-tree", "-r", "-z", "--full-tree", "--name-only")
+    listed = git(here, *listing, commit, "--", place).decode()
+    files = []
+    for file in listed.split("\0"):
+        # As on disk, the folder's subfolders do not count.
+        path = PurePosixPath(file)
+        if file.endswith(".json") and folder in (path, path.parent):
+            files.append(file)
     if not files:
         raise Error(
-            f"{name}: that revision holds no record (*.json) in {place}; name a place as {revision}:FOLDER"
+            f"{name}: that revision holds no record (*.json) in {place}; name a place as "
+            f"{revision}:FOLDER"
         )
     for file in files:
         where = f"{revision}:{file}"
-        yield _read(parse_json(git(here, "cat-file", "blob", f"{commit}:{file}"), where), where)
+        content = git(here, "cat-file", "blob", f"{commit}:{file}")
+        yield _read(parse_json(content, where), where)

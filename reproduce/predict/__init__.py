@@ -1,2 +1,4 @@
 """Predict rows that are not run.
-It may import `experiments`, `records`, `models` and `torchgpipe`."""
+
+It may import `experiments`, `records`, `models` and `torchgpipe`.
+"""

@@ -1,6 +1,7 @@
-"""Answer the questions of `python -m reproduce plan`: find the model by its name, and the largest model that fits.
+"""Answer the questions of `python -m reproduce plan`.
 
-A model is one of the papers' or of torchvision's, or a function of the user returns it. The papers report the largest
+Find the model that the user names, and find the largest model that fits. A model is one of the
+papers' or of torchvision's, or a function of the user returns it. The papers report the largest
 model, too: for naive model parallelism and for a pipeline.
 """
 
@@ -36,18 +37,19 @@ IMAGE = (3, 224, 224)  # a sample's shape for torchvision's models, unless told 
 
 
 class Paper(NamedTuple):
-    """Hold a model of the papers and, where its sizes can be chosen, theirs, the steps to try and the largest."""
+    """A model of the papers, with the defaults of its training. It may have no sizes to choose."""
 
     name: str
     batch_size: int
     optimizer: str
-    sizes: Sizes = ()
-    steps: Sizes = ()
-    most: Sizes = ()
+    sizes: Sizes = ()  # the default sizes
+    steps: Sizes = ()  # each size is a multiple of its step
+    most: Sizes = ()  # the largest sizes to try
 
     def counts(self, sizes: Sizes) -> Counts:
         """Count the layers of the model in these sizes."""
-        return counted(models.SizedModel(self.name, sizes, models.MODELS[self.name].input_shape))
+        model = models.MODELS[self.name]
+        return counted(models.SizedModel(self.name, sizes, model.input_shape))
 
 
 PAPERS = {  # by the name on the command line
@@ -63,53 +65,72 @@ class Given:
 
     title: str
     build: Callable[[], tuple[nn.Module, Any]]
-    """Return the model and an example input: a tensor, a tuple of tensors, or a dictionary of keyword arguments."""
+    """Return the model and an example input.
+
+    The input is a tensor, a tuple of tensors, or a dictionary of keyword arguments.
+    """
     batch_size: int = 128
     optimizer: str = "sgd"
 
     def built(self, samples: int, device: torch.device) -> tuple[nn.Sequential, Any]:
-        """Return the model on `meta` as a sequence, and so many samples; raise `ValueError` if it cannot be split."""
+        """Return the model on `meta` as a sequence, and `samples` samples.
+
+        Raise `ValueError` if the model cannot be split into layers.
+        """
         with torch.device("meta"):
             module, sample = self.build()
             if not isinstance(module, nn.Sequential):
                 module = torchgpipe.sequential(module, sample)
 
-        def take(x: Tensor, grows: bool = True) -> Tensor:
+        def placed(x: Tensor) -> Tensor:
             if x.is_meta:
                 x = torch.rand(x.shape).to(x.dtype)
-            return x.to(device)[torch.arange(samples, device=device) % len(x) if grows else ...]
+            return x.to(device)
 
-        if (
-            isinstance(sample, dict)
-            and isinstance(module, Layers)
-            and (signature := module.signature) is not None
-        ):
-            grows = dict(zip(signature.names, signature.batched, strict=True))
-            return module, {
-                name: take(x, grows[name]) if name in grows else x for name, x in sample.items()
-            }
-        return module, mapped(take, sample)
+        def batched(x: Tensor) -> Tensor:
+            repeated = torch.arange(samples, device=device) % len(x)
+            return placed(x)[repeated]
+
+        signature = module.signature if isinstance(module, Layers) else None
+        if not isinstance(sample, dict) or signature is None:
+            return module, mapped(batched, sample)
+        has_batch = dict(zip(signature.names, signature.batched, strict=True))
+        arguments = {}
+        for name, x in sample.items():
+            if name in has_batch:  # else it is no tensor
+                x = batched(x) if has_batch[name] else placed(x)
+            arguments[name] = x
+        return module, arguments
 
 
-def find_given(name: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Given:
-    """Find a model, or raise `ValueError`. `sizes` are for the papers' models, `shape` (of a sample) for the others."""
-    if paper := PAPERS.get(name):
-        model, sizes = models.MODELS[paper.name], sizes or paper.sizes
-        title = models.titled(paper.name, sizes)
-        return Given(
-            title, lambda: (model.build(*sizes), torch.empty(1, *model.input_shape)), *paper[1:3]
-        )
+def find_given(name: str, sizes: Sizes, shape: tuple[int, ...]) -> Given:
+    """Find a model by its name, or raise `ValueError`.
+
+    `sizes` are for the papers' models. For the other models, `shape` is that of a sample.
+    """
+    if name in PAPERS:
+        return _of_paper(PAPERS[name], sizes)
     where, _, what = name.partition(":")
     if not where or not what:
         raise ValueError(
-            f"no model is called {name!r}; there are {', '.join(PAPERS)}, torchvision's, such as torchvision:resnet50, "
-            "and yours: package.module:function, which returns the model"
+            f"no model is called {name!r}; there are {', '.join(PAPERS)}, torchvision's, such as "
+            "torchvision:resnet50, and yours: package.module:function, which returns the model"
         )
     if where == "torchvision":
         shape = shape or IMAGE
         return Given(name, lambda: (torchvision_model(what, shape[-1]), torch.empty(1, *shape)))
     function = _function(where, what)
     return Given(name, lambda: _returned(name, function(), shape))
+
+
+def _of_paper(paper: Paper, sizes: Sizes) -> Given:
+    model = models.MODELS[paper.name]
+    sizes = sizes or paper.sizes
+
+    def build() -> tuple[nn.Module, Any]:
+        return model.build(*sizes), torch.empty(1, *model.input_shape)
+
+    return Given(models.titled(paper.name, sizes), build, paper.batch_size, paper.optimizer)
 
 
 def _function(where: str, what: str) -> Callable[[], Any]:
@@ -122,38 +143,40 @@ def _function(where: str, what: str) -> Callable[[], Any]:
     finally:
         del sys.path[0]
     if not callable(found):
-        raise ValueError(
-            f"{where}:{what} has to be a function that returns a model, got {type(found).__name__}"
-        )
+        kind = type(found).__name__
+        raise ValueError(f"{where}:{what} has to be a function that returns a model, got {kind}")
     function: Callable[[], Any] = found
     return function
 
 
 def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
     """Return the model and its example input from what the user's function returned."""
-    module, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    module = found
+    sample: Any = None
+    if isinstance(found, tuple) and len(found) == 2:
+        module, sample = found
     if not isinstance(module, nn.Module):
-        raise ValueError(
-            f"{name} has to return a model, or a model and a sample; got {type(module).__name__}"
-        )
+        kind = type(module).__name__
+        raise ValueError(f"{name} has to return a model, or a model and a sample; got {kind}")
     if shape:
         sample = torch.empty(1, *shape)
     if sample is None:
         raise ValueError(
-            f"{name} returns no sample beside its model: let it return both, or say --input 3x224x224"
+            f"{name} returns no sample beside its model: let it return both, "
+            "or say --input 3x224x224"
         )
     return module, sample
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The question which model fits: its sizes and training, and devices that have `memory` bytes for tensors each."""
+    """The question which sizes of a model fit, with its training and the devices."""
 
     paper: Paper
     sizes: Sizes
     batch_size: int
     devices: int
-    memory: float
+    memory: float  # the bytes that each device has for tensors
     optimizer: str
     hardware: Hardware
 
@@ -161,59 +184,79 @@ class Asked:
 def largest(
     asked: Asked, axis: int, fit: Callable[[Sizes], bool]
 ) -> tuple[Sizes | None, Sizes | None]:
-    """Return the largest sizes that fit, or None, and the next larger ones, which do not fit, or None.
+    """Return the largest sizes that fit, and the next larger sizes, which do not fit.
 
-    The size of `axis` is doubled until the model does not fit, then bisected.
+    The former are None if no size fits, the latter if no size is known that does not fit. The size
+    of `axis` is doubled until the model does not fit, then bisected.
     """
-    step, most = asked.paper.steps[axis], asked.paper.most[axis]
+    step = asked.paper.steps[axis]
+    most = asked.paper.most[axis]
 
     def sizes(steps: int) -> Sizes:
-        return tuple(steps * step if i == axis else size for i, size in enumerate(asked.sizes))
+        changed = list(asked.sizes)
+        changed[axis] = steps * step
+        return tuple(changed)
 
-    low, high = 0, max(1, asked.sizes[axis] // step)  # low fits, high does not
+    def fails(steps: int) -> bool:
+        return not fit(sizes(steps))
+
+    low = 0
+    high = max(1, asked.sizes[axis] // step)
     while fit(sizes(high)):
         low, high = high, 2 * high
         if high * step > most:
             return sizes(low), None
-    low += bisect.bisect_left(range(low + 1, high), True, key=lambda steps: not fit(sizes(steps)))
+    between = range(low + 1, high)  # `low` fits, and `high` does not
+    low += bisect.bisect_left(between, True, key=fails)
     return sizes(low) if low else None, sizes(low + 1)
 
 
 def tell_largest(asked: Asked, axis: int, tell: Callable[..., None]) -> None:
-    """Answer the question for both papers' ways, where size `axis` grows. `tell` is `click.echo`."""
+    """Tell the largest model for both ways of the papers, where size `axis` grows.
+
+    `tell` is `click.echo`.
+    """
     name = asked.paper.name
     tell(
-        f"largest {name} on {asked.devices} device(s) with {amount(asked.memory)} for tensors, batch size "
-        f"{asked.batch_size}, {asked.optimizer}:"
+        f"largest {name} on {asked.devices} device(s) with {amount(asked.memory)} for tensors, "
+        f"batch size {asked.batch_size}, {asked.optimizer}:"
     )
     for how in ("naive", "pipelined"):
-        found, beyond = largest(asked, axis, partial(_fit, asked, how, tell))
+        fit = partial(_fit, asked, how, tell)
+        found, beyond = largest(asked, axis, fit)
         if found is None:
             tell(f"  {how:10} none: not even {models.titled(name, beyond or ())} fits")
             continue
-        millions = sum(layer.parameters for layer in asked.paper.counts(found).low) / 4 / 1e6
+        counts = asked.paper.counts(found)
+        parameter_bytes = sum(layer.parameters for layer in counts.low)
+        millions = parameter_bytes / 4 / 1e6
         least = "at least " if beyond is None else ""
         tell(f"  {how:10} {least}{models.titled(name, found)}: {millions:,.1f} M parameters")
+    size = models.MODELS[name].sizes[axis]
     tell(
-        f"Only {models.MODELS[name].sizes[axis]} grows. naive: one micro-batch, nothing recomputed;\n"
+        f"Only {size} grows. naive: one micro-batch, nothing recomputed;\n"
         "pipelined: micro-batches of one, all but the last recomputed.\n"
         "Predicted bytes allocated to tensors, not measured."
     )
 
 
 def _fit(asked: Asked, how: str, tell: Callable[..., None], sizes: Sizes) -> bool:
+    """Say whether the model fits in these sizes, for the way `how` of the papers."""
     tell(f"  trying {models.titled(asked.paper.name, sizes)}", err=True)
-    predictor = Predictor(asked.paper.counts(sizes), asked.hardware)
+    counts = asked.paper.counts(sizes)
+    predictor = Predictor(counts, asked.hardware)
+    optimizer = optimizer_named(asked.optimizer, foreach=not asked.hardware.cpu)
+    is_naive = how == "naive"
     try:
         search(
             predictor,
             batch_size=asked.batch_size,
             memory=asked.memory,
             close=inf,
-            optimizer=optimizer_named(asked.optimizer, foreach=not asked.hardware.cpu),
-            chunks=[1] if how == "naive" else [asked.batch_size],
-            checkpoint=["never" if how == "naive" else "except_last"],
-            partitions=[min(asked.devices, len(predictor.counts))],
+            optimizer=optimizer,
+            chunks=[1] if is_naive else [asked.batch_size],
+            checkpoint=["never" if is_naive else "except_last"],
+            partitions=[min(asked.devices, len(counts))],
         )
     except Impossible:
         return False

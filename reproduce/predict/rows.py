@@ -1,7 +1,8 @@
-"""Predict the rows of a published table, in the published configuration, from a hardware description alone.
+"""Predict the rows of a published table from a hardware description alone.
 
-The result is a record whose results have status `predicted`. It names the hardware description. It holds neither date
-nor machine, so the same source code always writes the same file.
+The configuration is the published one. The prediction is a record whose results have the status
+`predicted`. It names the hardware description. It holds neither date nor machine, so the same
+source code always writes the same file.
 """
 
 from dataclasses import replace
@@ -22,7 +23,8 @@ from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.profiled import predictor_here
 from torchgpipe.trace.layer import flat
 
-SPEED_TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")  # of which errors are told
+# The tables for which the errors of the predictions are told.
+SPEED_TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
 
 UNITS = {
     "throughput": "samples/s, over an epoch where the published one is",
@@ -34,7 +36,10 @@ UNITS = {
 DIGITS = 6  # significant digits to keep; more would be rounding noise
 
 RESERVED = ("memory", "peak_activation_memory")
-"""Names of published memory values. They are GiB reserved by the caching allocator, summed over devices."""
+"""Names of published memory values.
+
+They are GiB that the caching allocator has reserved, summed over devices.
+"""
 
 UNORDERED = "without the dependency nothing orders backward, so there is no one schedule to replay"
 
@@ -47,49 +52,58 @@ def predict_table(experiment: str, hardware: Hardware) -> Record:
 
 
 def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
-    """Predict the emulated rows of a run from a hardware description, or from layers timed on a device of this machine.
+    """Predict the emulated rows of a run from a hardware description, or from layers timed here.
 
-    Layers are timed with the run's largest micro-batch, on one device while the others are idle, as in emulation.
+    If `hardware` is a device, the layers are timed on it with the run's largest micro-batch, while
+    other devices are idle, as in emulation.
     """
     rows = [row for row in record.results if row.status == "emulated"]
-    largest: dict[SizedModel, int] = {}
+    largest: dict[SizedModel, int] = {}  # the most samples in a micro-batch of each model
     for row in rows:
-        key = _model(row.config)
-        largest[key] = max(
-            largest.get(key, 0), row.config["micro_batch_size"] or row.config["batch_size"]
+        model = _model(row.config)
+        samples = row.config["micro_batch_size"] or row.config["batch_size"]
+        largest[model] = max(largest.get(model, 0), samples)
+    predictors = {model: _predictor(model, most, hardware) for model, most in largest.items()}
+
+    results = []
+    for row in rows:
+        predictor = predictors[_model(row.config)]
+        values = _speed(predictor, row.config, zeroed=False)
+        result = Result(
+            experiment=row.experiment,
+            row=row.row,
+            status="predicted",
+            scale=row.scale,
+            device="meta",
+            config=row.config,
+            over=row.over,
+            values=rounded(values, DIGITS),
         )
-    predictors = {key: _predictor(key, size, hardware) for key, size in largest.items()}
-    results = [
-        Result(
-            row.experiment,
-            row.row,
-            "predicted",
-            row.scale,
-            "meta",
-            row.config,
-            row.over,
-            values=rounded(
-                _speed(predictors[_model(row.config)], row.config, zeroed=False), DIGITS
-            ),
-        )
-        for row in rows
-    ]
-    hardware = next(iter(predictors.values())).hardware
-    return _record(record.name, record.title, record.scale, hardware, results)
+        results.append(result)
+    first = next(iter(predictors.values()))
+    return _record(record.name, record.title, record.scale, first.hardware, results)
 
 
 def _record(
     name: str, title: str, scale: str | None, hardware: Hardware, results: list[Result]
 ) -> Record:
-    name, title = f"{name}-{hardware.name}", f"{title}: predicted, on {hardware.name}"
-    return Record(name, title, "predicted", UNITS, results, scale, hardware=_described(hardware))
+    return Record(
+        name=f"{name}-{hardware.name}",
+        title=f"{title}: predicted, on {hardware.name}",
+        kind="predicted",
+        unit=UNITS,
+        results=results,
+        scale=scale,
+        hardware=_described(hardware),
+    )
 
 
 def _model(config: dict[str, Json]) -> SizedModel:
-    sizes = tuple(config[name] for name in MODELS[config["model"]].sizes if name in config)
-    return SizedModel(
-        config["model"], sizes, tuple(config["input_shape"]), config.get("num_classes")
-    )
+    """Return the model of a row's configuration."""
+    name = config["model"]
+    sizes = [config[size] for size in MODELS[name].sizes if size in config]
+    input_shape = tuple(config["input_shape"])
+    return SizedModel(name, tuple(sizes), input_shape, config.get("num_classes"))
 
 
 def _predictor(model: SizedModel, samples: int, on: Hardware | torch.device) -> Predictor:
@@ -97,17 +111,25 @@ def _predictor(model: SizedModel, samples: int, on: Hardware | torch.device) -> 
         return Predictor(counted(model), on)
     with torch.device("meta"):
         module = model.layers()
-    sample = flat(module, model.batch(samples, device=on)[0])
-    return predictor_here(module, sample, count(module, sample, device=on.type), devices=1)
+    x, _ = model.batch(samples, device=on)
+    x = flat(module, x)
+    counts = count(module, x, device=on.type)
+    return predictor_here(module, x, counts, devices=1)
 
 
 def _described(hardware: Hardware) -> dict[str, Json]:
     """Return the numbers of the hardware description for the record."""
-    figures: dict[str, Json] = {key: getattr(hardware, key) for key in ("name", "title", "devices")}
+    figures: dict[str, Json] = {
+        "name": hardware.name,
+        "title": hardware.title,
+        "devices": hardware.devices,
+    }
     for key in hardware.sources:
         table, _, item = key.partition(".")
         value = getattr(hardware, table)
-        figures[key] = value[item] if item else value
+        if item:
+            value = value[item]
+        figures[key] = value
     return figures
 
 
@@ -115,17 +137,23 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
     """Predict one published row of `table`."""
     config = row.config
     result = Result(
-        experiment, row.row, "predicted", "paper", "meta", config, published=f"{table}/{row.row}"
+        experiment=experiment,
+        row=row.row,
+        status="predicted",
+        scale="paper",
+        device="meta",
+        config=config,
+        published=f"{table}/{row.row}",
     )
     components = config.get("components")
     if components is not None and "dependency" not in components:
         return structs.replace(result, status="not run", reason=UNORDERED)
-    with_memory = any(name in row.values for name in RESERVED)
     counts = counted(_model(config))
     values: dict[str, Json] = {}
     if "throughput" in row.values:
-        values.update(_speed(Predictor(counts, hardware), config))
-    if with_memory:
+        predictor = Predictor(counts, hardware)
+        values.update(_speed(predictor, config))
+    if any(name in row.values for name in RESERVED):
         values.update(_memory(counts, config))
     return structs.replace(result, values=rounded(values, DIGITS))
 
@@ -133,26 +161,32 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
 def _speed(
     predictor: Predictor, config: dict[str, Json], *, zeroed: bool = True
 ) -> dict[str, float]:
-    """Predict a step, and the throughput over an epoch as the papers measured it: with its smaller last mini-batch."""
+    """Predict the time of a step, and the throughput as the papers measured it.
+
+    The papers measured the throughput over an epoch, whose last mini-batch is smaller.
+    """
     setup = setup_of(config, len(predictor.counts), zeroed=zeroed)
     step = predictor.step(setup)
-    samples, seconds = float(setup.batch_size), step.seconds
+    samples = float(setup.batch_size)
+    seconds = step.seconds
     if "last_batch_size" in config:
-        steps, last = config["steps_per_epoch"], config["last_batch_size"]
-        samples = setup.batch_size * (steps - 1) + last
-        seconds = (
-            step.seconds * (steps - 1) + predictor.step(replace(setup, batch_size=last)).seconds
-        )
+        full_steps = config["steps_per_epoch"] - 1
+        last_batch_size = config["last_batch_size"]
+        last = predictor.step(replace(setup, batch_size=last_batch_size))
+        samples = setup.batch_size * full_steps + last_batch_size
+        seconds = step.seconds * full_steps + last.seconds
     return {"throughput": samples / seconds, "step_time": step.seconds, "bubble": step.bubble}
 
 
 def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
-    """Predict every device's peak memory with today's PyTorch. Without portals it cannot be predicted."""
+    """Predict every device's peak memory with today's PyTorch.
+
+    Without portals, the memory cannot be predicted.
+    """
     setup = setup_of(config, len(counts))
     if not setup.portals:
         return {}
-    devices = setup_memory(counts, setup)
-    kept = round(
-        sum(layer.parameters * (2 + setup.optimizer.state) + layer.frozen for layer in counts.low)
-    )
-    return {"allocated": [round(device.peak) for device in devices], "model": kept}
+    peaks = [round(device.peak) for device in setup_memory(counts, setup)]
+    each = 2 + setup.optimizer.state  # a parameter, its gradient and the optimizer's values
+    model = sum(layer.parameters * each + layer.frozen for layer in counts.low)
+    return {"allocated": peaks, "model": round(model)}

@@ -1,4 +1,7 @@
-"""Say where records are. Read JSON into types strictly: without conversions, and with an error if it does not fit."""
+"""Say where records are, and read JSON into types strictly.
+
+Nothing is converted, and what does not fit is an error.
+"""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,34 +15,44 @@ RUNS = Path("runs")  # in the current folder; git ignores it
 PACKAGED = Path(__file__).parents[1] / "results"  # in a wheel
 RESULTS = PACKAGED if PACKAGED.is_dir() else ROOT / "results"
 MEASURED = RESULTS / "measured"
-OUT = (
-    Path() if RESULTS == PACKAGED else RESULTS
-)  # for generated files; nothing is written into an installed package
+# The folder of generated files. Nothing is written into an installed package.
+OUT = Path() if RESULTS == PACKAGED else RESULTS
 T = TypeVar("T")
 Json = Any  # None, bool, int, float, str, and lists and dicts of them
 
 
 def need_checkout(command: str, instead: str = "") -> None:
-    """Raise `Error` where this program is an installed package."""
+    """Raise `Error` if this program is an installed package."""
     if RESULTS == PACKAGED:
         raise Error(
-            f"{command} needs a checkout of the repository: run 'python -m reproduce {command}' there{instead}"
+            f"{command} needs a checkout of the repository: run 'python -m reproduce {command}' "
+            f"there{instead}"
         )
 
 
 def find_record(name: str) -> Path:
-    """Return the path `name`; if it does not exist, the record of that name in `runs` or `results/measured`."""
+    """Return the path `name` or, if it does not exist, the record of that name.
+
+    A record's name is looked up in `runs` and in `results/measured`. If there is no such record
+    either, the path is returned.
+    """
     path = Path(name)
-    named = [
-        folder / f"{name.removesuffix('.json')}.json"
-        for folder in (RUNS, MEASURED)
-        if path.name == name
-    ]
-    return next((each for each in (path, *named) if each.exists()), path)
+    if path.exists() or path.name != name:
+        return path
+    file = name.removesuffix(".json") + ".json"
+    for folder in (RUNS, MEASURED):
+        named = folder / file
+        if named.exists():
+            return named
+    return path
 
 
 def read_json(path: Path) -> Json:
-    """Read the JSON file at `path`, or raise `Error` if it cannot be read, or is not JSON."""
+    """Read the JSON file at `path`.
+
+    Raises:
+        Error: If the file cannot be read, or is not JSON.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -48,23 +61,28 @@ def read_json(path: Path) -> Json:
 
 
 def parse_json(content: bytes, where: str) -> Json:
-    """Parse the content of the file `where`, or raise `Error` if it is not JSON, which has no NaN or infinity."""
+    """Parse the content of the file `where`.
+
+    Raises:
+        Error: If the content is not JSON, which has no NaN or infinity.
+    """
     try:
         return msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Error(
-            f"{where}: not JSON: {str(error).removeprefix('JSON is malformed: ')}"
-        ) from error
+        problem = str(error).removeprefix("JSON is malformed: ")
+        raise Error(f"{where}: not JSON: {problem}") from error
 
 
 def decode(kind: type[T], data: Json, where: str) -> T:
     """Convert parsed JSON to the type `kind` by msgspec.
 
-    If something does not fit, it raises `Error`, which names the file, `where`, and the place, as in
-    `results[3].status`.
+    Raises:
+        Error: If something does not fit. The message names the file, `where`, and the place in it,
+            such as `results[3].status`.
     """
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at `$")
-        raise Error(": ".join(filter(None, (where, place.strip(".`"), what)))) from error
+        problem, _, place = str(error).partition(" - at `$")
+        parts = filter(None, (where, place.strip(".`"), problem))
+        raise Error(": ".join(parts)) from error

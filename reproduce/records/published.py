@@ -1,4 +1,7 @@
-"""Hold what the papers published, as records under `results/paper/`, one for each of their tables."""
+"""Read what the papers published.
+
+Under `results/paper/` there is a record for each of their tables.
+"""
 
 import functools
 from pathlib import Path
@@ -6,13 +9,13 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from reproduce.records.places import RESULTS, Json, decode, read_json
-from reproduce.records.record import Record, Result, load, save
+from reproduce.records.places import RESULTS, decode, read_json
+from reproduce.records.record import Fields, Record, Result, load, save
 
 PAPER = RESULTS / "paper"
 DISCREPANCIES = "discrepancies"  # the table that says where the sources disagree
 
-# prefix of a discrepancy's name, prefix of the ids of the tables that it concerns
+# Each pair has the prefix of a discrepancy's name, and that of the ids of the tables it concerns.
 CONCERNS = (
     ("amoebanetd-speed", "tg-amoebanetd-speed"),
     ("amoebanet max_pool_3x3", "tg-amoebanetd-"),
@@ -31,48 +34,62 @@ CONCERNS = (
 
 class _Row(Struct, forbid_unknown_fields=True):
     experiment: str
-    config: dict[str, Json]
-    values: dict[str, Json]
+    config: Fields
+    values: Fields
 
 
 class _Table(Struct, forbid_unknown_fields=True):
     id: str
     title: str
-    source: dict[str, Json]
-    hardware: dict[str, Json] | None
-    software: dict[str, Json] | None
+    source: Fields
+    hardware: Fields | None
+    software: Fields | None
     unit: dict[str, str]
     columns: list[str]
     rows: list[_Row]
     notes: list[str]
 
     def results(self) -> list[Result]:
-        return [
-            Result(self.id, row.experiment, "published", config=row.config, values=row.values)
-            for row in self.rows
-        ]
+        results = []
+        for row in self.rows:
+            name = row.experiment
+            result = Result(self.id, name, "published", config=row.config, values=row.values)
+            results.append(result)
+        return results
 
 
 @functools.cache
 def published(table: str) -> Record:
-    """Return a published table by its id, or raise `Error` if there is none, or its file is broken."""
+    """Return a published table by its id.
+
+    Raises:
+        Error: If there is no such table, or its file is broken.
+    """
     return load(PAPER / f"{table}.json")
 
 
 def import_tables(source: Path, to: Path) -> list[Path]:
-    """Write a record for each table in the JSON file `source`; return their paths, or raise `Error`."""
+    """Write a record for each table in the JSON file `source`, and return the paths of the records.
+
+    Raises:
+        Error: If the file cannot be read, or is not a list of tables.
+    """
     tables = decode(list[_Table], read_json(source), str(source))
-    discrepancies = [
-        result for table in tables if table.id == DISCREPANCIES for result in table.results()
-    ]
+    discrepancies: list[Result] = []
+    for table in tables:
+        if table.id == DISCREPANCIES:
+            discrepancies += table.results()
     paths = []
     for table in tables:
-        subjects = tuple(subject for subject, ids in CONCERNS if table.id.startswith(ids))
-        concern = [result for result in discrepancies if result.row.startswith(subjects)]
-        given = {name: value for name, value in asdict(table).items() if name not in ("id", "rows")}
+        names = tuple(name for name, ids in CONCERNS if table.id.startswith(ids))
+        concern = [result for result in discrepancies if result.row.startswith(names)]
+        fields = asdict(table)
+        name = fields.pop("id")
+        del fields["rows"]
         record = Record(
-            table.id, kind="published", results=table.results(), discrepancies=concern, **given
+            name, kind="published", results=table.results(), discrepancies=concern, **fields
         )
-        paths.append(to / f"{record.name}.json")
-        save(record, paths[-1])
+        path = to / f"{name}.json"
+        save(record, path)
+        paths.append(path)
     return paths

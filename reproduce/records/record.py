@@ -1,12 +1,13 @@
-"""Keep results in one typed, versioned file format: measured or emulated here, predicted, or published by others.
+"""Keep results in one typed, versioned file format.
 
-A record is a JSON file that says everything needed to read it later. Its requirements:
+The results are measured or emulated here, predicted, or published by others. A record is a JSON
+file that says everything needed to read it later. Its requirements:
 
-- it holds raw measurements or published numbers; ratios and medians are computed by the reader (except that records
-  of `benchmarks` hold summaries of samples, see `docs/results.md`);
-- it is replaced atomically: if the program is killed, the old file or the new one is there;
-- files of older versions can be read, see `reproduce/records/upgrade.py`;
-- another kind of file, or a broken one, is refused with one line that says what is wrong and where.
+- It holds raw measurements or published numbers. The reader computes ratios and medians (except
+  that records of `benchmarks` hold summaries of samples, see `docs/results.md`).
+- It is replaced atomically: if the program is killed, the old file or the new one is there.
+- Files of older versions can be read, see `reproduce/records/upgrade.py`.
+- Another kind of file, or a broken one, is refused with one line that says what is wrong and where.
 """
 
 import json
@@ -29,9 +30,10 @@ from reproduce.records.upgrade import UPGRADES, upgrade
 FORMAT = "torchgpipe-reproduce"
 VERSION = 3
 TIME = "%Y-%m-%dT%H:%M:%SZ"  # in UTC
-WIDTH = 120  # of a line
+WIDTH = 120  # of a line of a record's file
 DIGITS = 10  # significant digits of a float: 0.1 ns in 1 s, finer than any clock
-FREED_MEMORY = "freed_memory"  # the setting that says whether the C library kept freed memory (`machine.allocator`)
+# The setting that says whether the C library kept freed memory (`machine.allocator`).
+FREED_MEMORY = "freed_memory"
 
 Status = Literal[
     "measured",
@@ -44,24 +46,22 @@ Status = Literal[
     "not run",
     "interrupted",
 ]
-SUCCESS = (
-    "measured",
-    "emulated",
-    "published",
-    "predicted",
-)  # the statuses of rows that have numbers
+# The statuses of rows that have numbers.
+SUCCESS = ("measured", "emulated", "published", "predicted")
 RULE = "a finished run counts, then most rows that were not disturbed, then the newest"
-
 
 Engine = Literal["threads", "ranks", "ScheduleGPipe", "Schedule1F1B"]
 """What runs the partitions of a measured row in parallel (`reproduce.run.engines.engines`)."""
-SCHEDULES: tuple[Engine, ...] = ("ScheduleGPipe", "Schedule1F1B")
+TORCH_ENGINES: tuple[Engine, ...] = ("ScheduleGPipe", "Schedule1F1B")
+"""The engines that are PyTorch's own schedules."""
 OFFERED: dict[str, tuple[Engine, ...]] = {
     "threads": ("threads",),
     "ranks": ("ranks",),
-    "torch": SCHEDULES,
+    "torch": TORCH_ENGINES,
 }
-"""The choices of the option --engine, and the engines that each means."""
+"""The choices of the option --engine, and the engines that each choice stands for."""
+Key = tuple[str | bool | None, ...]
+Fields = dict[str, Json]
 
 
 class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -72,20 +72,18 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     status: Status
     scale: str | None = None
     device: str | None = None  # 'cpu', 'cuda' or 'meta'
-    config: dict[str, Json] = {}
+    config: Fields = {}
     over: str | None = None  # the row that its speed-up is taken over
     published: str | None = None  # the published row that it reproduces
     reason: str | None = None  # of a status that is not a success
-    hardware: str | None = (
-        None  # the name of the hardware description that a prediction was made with
-    )
+    hardware: str | None = None  # the hardware description that a prediction was made with
     emulated: bool = False  # also of an emulation that failed (reproduce/run/emulation.py)
     engine: Engine = "threads"  # of a measured row
-    values: dict[str, Json] = {}
+    values: Fields = {}
     samples: dict[str, list[int | float]] = {}
 
     @property
-    def key(self) -> tuple[str | bool | None, ...]:
+    def key(self) -> Key:
         """Give the fields that identify a result within a record."""
         return (
             self.experiment,
@@ -99,14 +97,23 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     @property
     def disturbed(self) -> bool:
-        """Say whether others had too much of the machine in a round of its steps; not if that is not known."""
-        return too_busy(
-            {name: max(self.samples[name]) for name in LIMITS if self.samples.get(name)}
-        )
+        """Say whether others used too much of the machine in a round of the row's steps.
+
+        If that is not known, the row does not count as disturbed.
+        """
+        shares = {}
+        for name in LIMITS:
+            samples = self.samples.get(name)
+            if samples:
+                shares[name] = max(samples)
+        return too_busy(shares)
 
 
 class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Describe one run of the program. Times are in UTC; `load` holds the load averages when it started."""
+    """Describe one run of the program.
+
+    Times are in UTC. `load` holds the load averages when the run started.
+    """
 
     state: Literal["running", "finished", "interrupted"]
     command: list[str]
@@ -120,68 +127,78 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     versions: dict[str, str | None]
     git: Git | None
     load: list[float] | None
-    settings: dict[str, Json] = {}
+    settings: Fields = {}
 
     @property
     def seconds(self) -> float:
-        """Give how long the run took; 0 where its end is not known."""
-        started, ended = (
-            datetime.strptime(time, TIME) for time in (self.started, self.ended or self.started)
-        )
+        """Give how long the run took; 0 if its end is not known."""
+        started = datetime.strptime(self.started, TIME)
+        ended = datetime.strptime(self.ended or self.started, TIME)
         return (ended - started).total_seconds()
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Hold one run's results, or one published table's."""
+    """Hold the results of one run, or of one published table.
+
+    The kind of any run's record is "measured", even if it has emulated rows.
+    """
 
     name: str
     title: str
-    kind: Literal[
-        "measured", "published", "predicted"
-    ]  # "measured" is any run's record, also with emulated rows
+    kind: Literal["measured", "published", "predicted"]
     unit: dict[str, str]
     results: list[Result]
     scale: str | None = None
     run: Run | None = None
-    source: dict[str, Json] | None = None
-    hardware: dict[str, Json] | None = None
-    software: dict[str, Json] | None = None
+    source: Fields | None = None
+    hardware: Fields | None = None
+    software: Fields | None = None
     columns: list[str] = []
     notes: list[str] = []
     discrepancies: list[Result] = []
 
 
 def load(path: Path) -> Record:
-    """Read the record at `path`, or raise `Error` if there is none, or none of a version that can be read."""
+    """Read the record at `path`.
+
+    Raises:
+        Error: If there is no record, or its version cannot be read.
+    """
     return parse(read_json(path), str(path))
 
 
 def ranked(records: Iterable[Record], experiment: str) -> list[Record]:
-    """Return the records that have rows of the experiment, the one to show first: the one rule for all pages."""
+    """Return the records that have rows of the experiment, the one to show first.
+
+    All pages use this one rule.
+    """
 
     def merit(record: Record) -> tuple[bool, int, int, str]:
-        run, own = (
-            record.run,
-            [x for x in record.results if x.experiment == experiment and x.status in SUCCESS],
-        )
+        successes = 0
+        undisturbed = 0
+        for result in record.results:
+            if result.experiment == experiment and result.status in SUCCESS:
+                successes += 1
+                if not result.disturbed:
+                    undisturbed += 1
+        run = record.run
         whole = run is None or run.state == "finished"
-        return (
-            whole,
-            sum(not each.disturbed for each in own),
-            len(own),
-            "" if run is None else run.started,
-        )
+        started = "" if run is None else run.started
+        return whole, undisturbed, successes, started
 
-    having = [
-        record
-        for record in records
-        if any(each.experiment == experiment for each in record.results)
-    ]
+    having = []
+    for record in records:
+        experiments = {result.experiment for result in record.results}
+        if experiment in experiments:
+            having.append(record)
     return sorted(having, key=merit, reverse=True)
 
 
 def readable(folder: Path, tell: Callable[[Error], object] = lambda error: None) -> list[Record]:
-    """Return the records in a folder, by name. Files that cannot be read are skipped; `tell` is called with why."""
+    """Return the records in a folder, by name.
+
+    Files that cannot be read are skipped, and `tell` is called with the reason.
+    """
     records = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -192,11 +209,16 @@ def readable(folder: Path, tell: Callable[[Error], object] = lambda error: None)
 
 
 def parse(data: Json, where: str) -> Record:
-    """Turn the parsed file called `where` into a record, upgraded if it is older, or raise `Error` if it is none."""
+    """Turn the parsed file called `where` into a record, and upgrade it if it is older.
+
+    Raises:
+        Error: If the file is not a record that can be read.
+    """
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise Error(f'{where}: not a record (its "format" is not "{FORMAT}")')
-    fields = {name: item for name, item in data.items() if name not in ("format", "version")}
-    version = data.get("version")
+    fields = dict(data)
+    version = fields.pop("version", None)
+    del fields["format"]
     if type(version) is not int or version not in (*UPGRADES, VERSION):
         versions = " and ".join(map(str, (*UPGRADES, VERSION)))
         raise Error(f"{where}: record version {version!r}; this program reads versions {versions}")
@@ -206,7 +228,11 @@ def parse(data: Json, where: str) -> Record:
 
 
 def save(record: Record, path: Path) -> None:
-    """Write `record` to `path` atomically, or raise `Error` if it could not be written, or not be read again."""
+    """Write `record` to `path` atomically.
+
+    Raises:
+        Error: If the record cannot be written, or could not be read again.
+    """
     _check(record, f"{path}: cannot be written")
     try:
         fields = rounded(msgspec.to_builtins(record), DIGITS)
@@ -218,57 +244,82 @@ def save(record: Record, path: Path) -> None:
 
 def _check(record: Record, where: str) -> None:
     """Refuse contradictions that types cannot express."""
-    seen: dict[tuple[str | bool | None, ...], int] = {}
+    seen: dict[Key, int] = {}
     for i, result in enumerate(record.results):
         here = f"{where}: results[{i}]"
+        status = result.status
         first = seen.setdefault(result.key, i)
         if first != i:
             raise Error(
                 f"{here}: {result.row!r} of {result.experiment} is in results[{first}] already"
             )
-        if result.status == ("measured" if result.emulated else "emulated"):
+        if status == ("measured" if result.emulated else "emulated"):
+            raise Error(f"{here}.emulated: is {result.emulated}, and its status is {status!r}")
+        if status == "predicted" and hardware_name(record, result) is None:
             raise Error(
-                f"{here}.emulated: is {result.emulated}, and its status is {result.status!r}"
+                f"{here}.hardware: missing; a prediction names the hardware description it was "
+                "made with"
             )
-        if result.status == "predicted" and hardware_name(record, result) is None:
-            raise Error(
-                f"{here}.hardware: missing; a prediction names the hardware description it was made with"
-            )
-        steps, rounds = result.samples.get("step_time"), result.samples.get("round")
+        steps = result.samples.get("step_time")
+        rounds = result.samples.get("round")
         if steps is not None and rounds is not None and len(steps) != len(rounds):
             raise Error(f"{here}.samples.round: {len(rounds)} rounds for {len(steps)} steps")
 
 
 def rounded(value: Json, digits: int) -> Json:
-    """Round all floats in a JSON value to so many significant digits."""
+    """Round all floats in a JSON value to `digits` significant digits."""
     if isinstance(value, dict):
         return {name: rounded(item, digits) for name, item in value.items()}
     if isinstance(value, list):
         return [rounded(item, digits) for item in value]
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    return value
 
 
 def _format(value: Json, indent: str = "") -> str:
-    """Format JSON for people and `diff`: what fits in a line, and flat lists, on one line; else a line per item."""
-    line, deeper = json.dumps(value, allow_nan=False), indent + " "
-    nested = isinstance(value, dict) or (
-        isinstance(value, list) and any(isinstance(x, (dict, list)) for x in value)
-    )
-    if not nested or len(indent + line) <= WIDTH:
+    """Format JSON for people and `diff`.
+
+    Flat lists, and what fits in a line, are on one line. Other values have a line per item.
+    """
+    line = json.dumps(value, allow_nan=False)
+    if not _nested(value) or len(indent + line) <= WIDTH:
         return line
+    deeper = indent + " "
+    lines = []
     if isinstance(value, dict):
-        lines = [f"{json.dumps(key)}: {_format(item, deeper)}" for key, item in value.items()]
-        return "{\n" + ",\n".join(deeper + line for line in lines) + f"\n{indent}}}"
-    return "[\n" + ",\n".join(deeper + _format(item, deeper) for item in value) + f"\n{indent}]"
+        for key, item in value.items():
+            lines.append(f"{deeper}{json.dumps(key)}: {_format(item, deeper)}")
+        opening, closing = "{", "}"
+    else:
+        lines += [deeper + _format(item, deeper) for item in value]
+        opening, closing = "[", "]"
+    content = ",\n".join(lines)
+    return f"{opening}\n{content}\n{indent}{closing}"
+
+
+def _nested(value: Json) -> bool:
+    """Say whether a value is an object, or a list that holds objects or lists."""
+    if isinstance(value, list):
+        return any(isinstance(item, (dict, list)) for item in value)
+    return isinstance(value, dict)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace the file at `path`, or raise `Error`. If the program is killed, the old file or the new one is there."""
+    """Replace the file at `path`.
+
+    If the program is killed, the old file or the new one is there.
+
+    Raises:
+        Error: If the file cannot be written.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    if isinstance(content, str):
+        content = content.encode()
     try:
         try:
             with part.open("wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, path)
@@ -279,6 +330,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def hardware_name(record: Record, result: Result) -> str | None:
-    """Return the name of the hardware description that a row was predicted with: the row's own, or its record's."""
-    name = result.hardware or (record.hardware or {}).get("name")
+    """Return the name of the hardware description that a row was predicted with.
+
+    It is the row's own name, or else that of its record.
+    """
+    described = record.hardware or {}
+    name = result.hardware or described.get("name")
     return name if isinstance(name, str) else None

@@ -1,27 +1,30 @@
 """Upgrade the contents of a record's file from older versions of the format.
 
-Version 2 (2026) moved the driver's version from each GPU to the run's other versions, renamed a GPU's `max_clock`
-to `clock`, and added `memory_clock` and `link` to GPUs and `hardware` to results. Version 3 (2026) added emulated
-results and removed `over_published`.
+Version 2 (2026) moved the driver's version from each GPU to the run's other versions, renamed a
+GPU's `max_clock` to `clock`, and added `memory_clock` and `link` to GPUs and `hardware` to results.
+Version 3 (2026) added emulated results and removed `over_published`.
 """
 
 from collections.abc import Callable
 
 from reproduce.records.places import Json
 
+Fields = dict[str, Json]
 
-def upgrade(data: dict[str, Json], version: int) -> dict[str, Json]:
+
+def upgrade(data: Fields, version: int) -> Fields:
     """Return the contents in the newest version of the format.
 
     Contents that do not match their version are left alone: decoding reports them.
     """
     while version in UPGRADES:
-        data = UPGRADES[version](data)
+        step = UPGRADES[version]
+        data = step(data)
         version += 1
     return data
 
 
-def _from_1(data: dict[str, Json]) -> dict[str, Json]:
+def _from_1(data: Fields) -> Fields:
     match data:
         case {
             "run": {
@@ -29,25 +32,31 @@ def _from_1(data: dict[str, Json]) -> dict[str, Json]:
                 "versions": dict() as old,
             } as run
         }:
-            new = {"max_clock": "clock"}
-            known = [
-                {new.get(name, name): x for name, x in gpu.items() if name != "driver"}
-                if isinstance(gpu, dict)
-                else gpu
-                for gpu in gpus
-            ]
-            machine = {**host, "gpus": known}
+            machine = {**host, "gpus": list(map(_gpu_from_1, gpus))}
             versions = {**old, "driver": first.get("driver")}
             return {**data, "run": {**run, "machine": machine, "versions": versions}}
     return data
 
 
-def _from_2(data: dict[str, Json]) -> dict[str, Json]:
+def _gpu_from_1(gpu: Json) -> Json:
+    if not isinstance(gpu, dict):
+        return gpu
+    fields = {}
+    for name, value in gpu.items():
+        if name == "max_clock":
+            name = "clock"
+        if name != "driver":
+            fields[name] = value
+    return fields
+
+
+def _from_2(data: Fields) -> Fields:
     results = data.get("results")
-    for result in results if isinstance(results, list) else ():
-        if isinstance(result, dict):
-            result.pop("over_published", None)
+    if isinstance(results, list):
+        for result in results:
+            if isinstance(result, dict):
+                result.pop("over_published", None)
     return data
 
 
-UPGRADES: dict[int, Callable[[dict[str, Json]], dict[str, Json]]] = {1: _from_1, 2: _from_2}
+UPGRADES: dict[int, Callable[[Fields], Fields]] = {1: _from_1, 2: _from_2}

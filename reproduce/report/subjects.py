@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from reproduce.experiments import EXPERIMENTS
+from reproduce.numbers.accuracy import final_error
 from reproduce.numbers.match import CHOSEN, differing, grouped
 from reproduce.numbers.metrics import (
     BYTES,
     DISTURBED,
     MARK,
     Reading,
-    final_error,
     outcome,
     read,
     speed_up,

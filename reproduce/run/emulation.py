@@ -1,12 +1,12 @@
 """Emulate a training step on n devices with one.
 
-The library runs every task of the step, one at a time, on one real device, which holds all partitions. Each task is
-timed alone: on a CPU by its thread's CPU time, on CUDA by events. Then the schedule of n devices is replayed with these
-times. So outputs and gradients are real, and only the overlap of devices is computed. This is called trace-driven
-simulation.
+The library runs every task of the step, one at a time, on one real device, which holds all
+partitions. Each task is timed alone: on a CPU by its thread's CPU time, on CUDA by events. Then the
+schedule of n devices is replayed with these times. So outputs and gradients are real, and only the
+overlap of devices is computed. This is called trace-driven simulation.
 
-It neglects how devices slow each other down: they share memory bandwidth and the GIL, and passing a tensor on takes
-time. `docs/prediction.md` says how much that is.
+The emulation neglects how devices slow each other down: they share memory bandwidth and the GIL,
+and passing a tensor on takes time. `docs/prediction.md` says how much that is.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
+from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from reproduce.experiments.row import Row
 from reproduce.machine.devices import Devices
@@ -47,9 +49,9 @@ MOST_EXECUTED = 4  # micro-batches to run per step; the others are assumed to ta
 
 @dataclass(frozen=True)
 class Executed:
-    """The times of one step: the seconds of each task, of computing the loss, and of each partition's update.
+    """The times of one step: of each task, of computing the loss, and of each partition's update.
 
-    In total the step took `work` seconds of the device. `value` is the loss.
+    They are in seconds. In total the step took `work` seconds of the device. `value` is the loss.
     """
 
     tasks: Mapping[Task, float]
@@ -60,8 +62,9 @@ class Executed:
 
 
 class EmulatedStep(NamedTuple):
-    """Hold the time of a step on n devices: `seconds` with the copies over a `Link`, `here` without copies.
+    """The time of a step on n devices, in seconds.
 
+    `seconds` includes the copies over a `Link`. `here` is the time without copies.
     `work` is the time that all tasks took on the one real device.
     """
 
@@ -72,25 +75,28 @@ class EmulatedStep(NamedTuple):
 
 
 def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
-    """Return the row with only `most` of its micro-batches, of the same sizes; the last one may be smaller.
+    """Return the row with only `most` of its micro-batches, of the same sizes.
 
-    A smaller batch may not split into the same sizes. Then take the smallest number above `most` that does, or all.
+    The last micro-batch may be smaller than the others. A smaller mini-batch may not split into the
+    same sizes. In this case, the row has the smallest number of micro-batches above `most` that
+    does, or all of them.
     """
-    count, size = row.micro_batches, row.micro_batch_size
+    count = row.micro_batches
+    size = row.micro_batch_size
     if count is None or size is None:
         return row
     last = row.batch_size - size * (count - 1)
     for few in range(most, count):
         fewer = replace(row, batch_size=size * (few - 1) + last, chunks=few)
-        if (fewer.micro_batches, fewer.micro_batch_size) == (few, size):
+        if fewer.micro_batches == few and fewer.micro_batch_size == size:
             return fewer
     return row
 
 
 class Emulation:
-    """Emulate steps of a `row` in the balance that is used; `runs` has the times of its steps so far."""
+    """Emulate steps of `row` in the balance that is used. `runs` has the times of its steps."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         row: Row,
         devices: Devices,
@@ -99,120 +105,152 @@ class Emulation:
         seed: int,
         link: Link | None = None,
     ) -> None:
-        """Build everything. With a `link`, copies take its times, and recomputation starts early, as on GPUs.
+        """Build everything.
 
-        Without one, devices are like this machine's, and copies take no time.
+        With a `link`, copies take the times of the link, and recomputation starts early, as on
+        GPUs. Without one, devices are like this machine's, and copies take no time.
         """
         self.training = Training(shortened(row), devices, data, balancer, seed, emulates=row)
         self.row = replace(row, balance=self.training.row.balance)
         self.executed = self.training.row.micro_batches or 1
-        self.devices, self.link = devices, link
+        self.devices = devices
+        self.link = link
         self.runs: list[Executed] = []
-        with_parameters = [
-            each for each in self.training.partitions if any(True for _ in each.parameters())
-        ]
-        self.optimizers = [make_optimizer(row, partition) for partition in with_parameters]
+        self.optimizers: list[Optimizer] = []
+        for partition in self.training.partitions:
+            parameters = list(partition.parameters())
+            if parameters:
+                self.optimizers.append(make_optimizer(row, partition))
 
     def run(self) -> Executed:
         """Run one more step, a task at a time."""
-        training, device = self.training, self.training.devices[0]
-        losses = []
-        with replace(
-            self.devices, threads=1
-        ).in_use():  # a task's CPU time is that of its own thread only
+        training = self.training
+        device = training.devices[0]
+        one_thread = replace(self.devices, threads=1)  # else a task's CPU time would lack the rest
+        with one_thread.in_use():
             self.devices.synchronize()
             started = Mark(device)
-            watched = record_tasks(
-                training, lambda: losses.append(training.forward_and_backward())
-            ).tasks
+            stopwatch, loss = record_tasks(training, training.forward_and_backward)
             updated = [Mark(device)]
             for optimizer in self.optimizers:
                 update(optimizer)
                 updated.append(Mark(device))
             self.devices.synchronize()
 
-        since = Mark.work_since
-        last = max(
-            (each.end for each in watched if each.task.kind == "forward"),
-            key=lambda mark: mark.time,
-        )
-        first = min(
-            (each.start for each in watched if each.task.kind != "forward"),
-            key=lambda mark: mark.time,
-        )
+        tasks = {}
+        forward_ends = []
+        other_starts = []
+        for task, start, end in stopwatch.tasks:
+            tasks[task] = end.work_since(start)
+            if task.kind == "forward":
+                forward_ends.append(end)
+            else:
+                other_starts.append(start)
+        by_time = attrgetter("time")
+        last_forward = max(forward_ends, key=by_time)
+        first_backward = min(other_starts, key=by_time)
         run = Executed(
-            tasks={each.task: since(each.end, each.start) for each in watched},
-            loss=since(first, last),
-            updates=[since(end, start) for start, end in pairwise(updated)],
-            work=since(updated[-1], started),
-            value=float(losses[0]),
+            tasks=tasks,
+            loss=first_backward.work_since(last_forward),
+            updates=[end.work_since(start) for start, end in pairwise(updated)],
+            work=updated[-1].work_since(started),
+            value=float(loss),
         )
         self.runs.append(run)
         return run
 
     def step(self) -> EmulatedStep:
-        """Replay a step in which each task takes the median, over runs, of its share of the work.
+        """Replay a step in which each task takes its usual share of the work: the runs' median.
 
-        The slowest partition determines the time of a step. In a single run, that may be one that was disturbed.
+        The slowest partition determines the time of a step. In a single run, the slowest partition
+        may be one that was disturbed.
         """
         runs = self.runs
-        work = median(run.work for run in runs)
+        work = median([run.work for run in runs])
 
         def typical(seconds: Iterable[float]) -> float:
-            return work * median(each / run.work for each, run in zip(seconds, runs, strict=True))
+            shares = [each / run.work for each, run in zip(seconds, runs, strict=True)]
+            return work * median(shares)
 
-        tasks = {task: typical(run.tasks[task] for run in runs) for task in runs[0].tasks}
-        costs = self._costs(tasks, typical(run.loss for run in runs))
-        updates = max(map(typical, zip(*(run.updates for run in runs), strict=True)))
-        here = timeline = replay(costs)
-        if self.link is not None:
-            copy, skips = self.link.copies(self.row, sum(costs.forward[0]))
-            timeline = replay(
-                replace(costs, copy=copy, skips=skips, ahead="dependency" in self.row.components)
-            )
-        return EmulatedStep(timeline.seconds + updates, here.seconds + updates, work, timeline)
+        tasks = {}
+        for task in runs[0].tasks:
+            seconds = [run.tasks[task] for run in runs]
+            tasks[task] = typical(seconds)
+        loss = typical([run.loss for run in runs])
+        updates = zip(*[run.updates for run in runs], strict=True)  # of each partition
+        longest_update = max(map(typical, updates))
+
+        costs = self._costs(tasks, loss)
+        here = replay(costs)
+        timeline = here if self.link is None else self._replay_linked(costs, self.link)
+        seconds_there = timeline.seconds + longest_update
+        return EmulatedStep(seconds_there, here.seconds + longest_update, work, timeline)
+
+    def _replay_linked(self, costs: Costs, link: Link) -> Timeline:
+        """Replay a step with copies over the link."""
+        forward = sum(costs.forward[0])
+        copy, skips = link.copies(self.row, forward)
+        ahead = "dependency" in self.row.components
+        return replay(replace(costs, copy=copy, skips=skips, ahead=ahead))
 
     @property
     def config(self) -> dict[str, Json]:
-        """Give the row's configuration as it was run, and the hardware description of its copies."""
-        return {**self.row.config(), **({} if self.link is None else {"link": self.link.title})}
+        """Give the configuration as it was run, and the hardware description of its copies."""
+        config = self.row.config()
+        if self.link is not None:
+            config["link"] = self.link.title
+        return config
 
     def watch(self) -> tuple[Values, Timeline]:
-        """Return utilization and bubble of the replay, the number of micro-batches that were run, and the timeline."""
+        """Return utilization and bubble of the replay, and its timeline.
+
+        The values also have the number of micro-batches that were run.
+        """
         timeline = self.step().timeline
         return {"executed": self.executed, **busy(timeline)}, timeline
 
     def samples(self) -> Samples:
-        """Return samples for the record: the emulated step time, scaled by each run's share of the median work."""
-        step, runs = self.step(), self.runs
-        return {
-            "step_time": [step.seconds * run.work / step.work for run in runs],
-            "here_time": [step.here * run.work / step.work for run in runs],
-            "work_time": [run.work for run in runs],
-            "loss": [run.value for run in runs],
-        }
+        """Return samples for the record.
+
+        A run's step time is the emulated one, scaled by the run's share of the median work.
+        """
+        step = self.step()
+        samples: Samples = {"step_time": [], "here_time": [], "work_time": [], "loss": []}
+        for run in self.runs:
+            samples["step_time"].append(step.seconds * run.work / step.work)
+            samples["here_time"].append(step.here * run.work / step.work)
+            samples["work_time"].append(run.work)
+            samples["loss"].append(run.value)
+        return samples
 
     def _costs(self, seconds: Mapping[Task, float], loss: float) -> Costs:
-        """Return the time of every task of the step. Tasks that were not run take as long as equal ones that were."""
-        n, run, count = self.row.devices, self.executed, self.row.micro_batches or 1
+        """Return the time of every task of the step.
+
+        Tasks that were not run take as long as equal ones that were run.
+        """
+        row = self.row
+        executed = self.executed
+        count = row.micro_batches or 1
 
         def table(kind: Kind) -> list[list[float]]:
-            times = [[seconds.get(Task(kind, i, j), 0.0) for j in range(n)] for i in range(run)]
-            return (
-                times
-                if run == count
-                else [times[i % (run - 1)] for i in range(count - 1)] + times[-1:]
-            )
+            times = []
+            for i in range(executed):
+                of_partitions = [seconds.get(Task(kind, i, j), 0.0) for j in range(row.devices)]
+                times.append(of_partitions)
+            if executed == count:
+                return times
+            *full, last = times  # only the last micro-batch may be smaller than the others
+            return [*islice(cycle(full), count - 1), last]
 
+        # If CPU devices cannot overlap, GPipe runs all tasks in one thread.
+        can_overlap = self.devices.kind != "cpu" or overlaps(count, row.devices)
         return Costs(
             forward=table("forward"),
             backward=table("backward"),
             recompute=table("recompute"),
-            loss=loss * self.row.batch_size / self.training.row.batch_size,
-            # If CPU devices cannot overlap, GPipe runs all tasks in one thread.
-            ahead="dependency" in self.row.components
-            and (self.devices.kind != "cpu" or overlaps(count, n)),
-            blocking="streams" not in self.row.components,
+            loss=loss * row.batch_size / self.training.row.batch_size,
+            ahead="dependency" in row.components and can_overlap,
+            blocking="streams" not in row.components,
         )
 
 
@@ -220,34 +258,40 @@ def memory_needed(row: Row) -> str:
     """Say how much memory the row's partitions take together, as counted on `meta`."""
     ran = shortened(row)
     counts = counted(ran.sized)
-    setup = setup_of({**ran.config(), "components": None}, len(counts))
+    config = ran.config()
+    config["components"] = None
+    setup = setup_of(config, len(counts))
     peak = sum(device.peak for device in setup_memory(counts, setup))
-    return f"its {ran.devices} partition(s) take {peak / 2**30:.0f} GiB on the one device that plays all"
+    return (
+        f"its {ran.devices} partition(s) take {peak / 2**30:.0f} GiB "
+        "on the one device that plays all"
+    )
 
 
 class Link:
     """Compute the times of a step's copies from a hardware description.
 
-    `papers` are the rows of the published model, by name. If given, the ratio of a copy's time to a forward's is that
-    of the published model. Otherwise copies would be too cheap or too expensive: a smaller model computes less
-    per byte that it copies, and a CPU core computes less than a GPU.
+    `papers` are the rows of the published model, by name. If given, the ratio of a copy's time to a
+    forward's time is that of the published model. Otherwise copies would be too cheap or too
+    expensive: a smaller model computes less per byte that it copies, and a CPU core computes less
+    than a GPU.
     """
 
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
-        self.hardware, self.papers = hardware, papers
-        self.title = (
-            hardware.name if papers is None else f"{hardware.name}, in proportion to the tasks"
-        )
+        self.hardware = hardware
+        self.papers = papers
+        self.title = hardware.name
+        if papers is not None:
+            self.title = f"{hardware.name}, in proportion to the tasks"
         self._predictor = functools.cache(lambda model: Predictor(counted(model), hardware))
 
     def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
-        """Return the seconds of each boundary's copy and of each skip's, if a micro-batch's forward takes `forward`.
+        """Return the seconds of each boundary's copy and of each skip's copy, one way.
 
-        Times are for one direction. A skip's key is the partitions that stash and pop it.
+        `forward` is how long a micro-batch's forward takes in all partitions together. A skip's key
+        is the partitions that stash and pop it.
         """
-        paper = row
-        if self.papers is not None:
-            paper = self.papers.get(row.name.partition("/")[0]) or next(iter(self.papers.values()))
+        paper = self._published(row)
         predictor = self._predictor(paper.sized)
         setup = Setup(
             batch_size=paper.batch_size,
@@ -256,17 +300,31 @@ class Link:
             portals="portals" in row.components,
         )
         boundaries, skips = predictor.copies(setup)
-        share = (
-            1.0 if self.papers is None else forward / sum(predictor.layers(setup.sizes[0]).forward)
-        )
-        return [each * share for each in boundaries], {
-            route: each * share for route, each in skips.items()
-        }
+        share = 1.0
+        if self.papers is not None:
+            layers = predictor.layers(setup.sizes[0])
+            share = forward / sum(layers.forward)
+        scaled_skips = {route: seconds * share for route, seconds in skips.items()}
+        return [seconds * share for seconds in boundaries], scaled_skips
+
+    def _published(self, row: Row) -> Row:
+        """Return the published row of the same name, or else the first published row.
+
+        Without published rows, return the row itself.
+        """
+        if self.papers is None:
+            return row
+        name, _, _ = row.name.partition("/")
+        return self.papers.get(name) or next(iter(self.papers.values()))
 
 
 def own_links(devices: Devices) -> str | None:
-    """Return the name of the shipped hardware description with GPUs like those here; None if there is none."""
+    """Return the name of the shipped hardware description with GPUs like those here, if any."""
     if devices.kind != "cuda":
         return None
     words = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(0).lower())
-    return next((name for name in hardware_names() if name.rpartition("x")[0] in words), None)
+    for name in hardware_names():
+        gpu, _, _ = name.rpartition("x")
+        if gpu in words:
+            return name
+    return None

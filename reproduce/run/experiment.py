@@ -1,7 +1,10 @@
 """Run an experiment in the way that suits what it measures."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
+from reproduce.experiments.row import Row
+from reproduce.records.places import Json
 from reproduce.records.record import SUCCESS
 from reproduce.run.accuracy.run import plan_accuracy, run_accuracy
 from reproduce.run.failure import explain
@@ -10,41 +13,65 @@ from reproduce.run.session import Session
 from reproduce.run.speed import plan_speed, run_speed
 
 MEMORY_STEPS = 2  # of an ablation: an optimizer allocates its state at the end of the first step
+GroupDone = tuple[str, bool]  # a group's name, and whether all of it is done
+
+
+class Way(NamedTuple):
+    """How an experiment is planned and run."""
+
+    plan: Callable[[Session], None]
+    run: Callable[[Session], Iterator[GroupDone]]
 
 
 def plan(session: Session) -> None:
-    """Tell the progress display what is to come, and record it as interrupted, which holds until it has run."""
-    WAYS[session.experiment.measures][0](session)
+    """Tell the progress display what is to come.
+
+    Every row that will run is recorded as interrupted until it has run.
+    """
+    WAYS[session.experiment.measures].plan(session)
 
 
-def run_experiment(session: Session) -> Iterator[tuple[str, bool]]:
-    """Run every row, even if others fail. Yield a group's name when its table can be shown, and whether it is done."""
+def run_experiment(session: Session) -> Iterator[GroupDone]:
+    """Run every row, even if others fail.
+
+    Yield a group's name when its table can be shown, and whether the group is done.
+    """
+    way = WAYS[session.experiment.measures]
     with session.devices.in_use():
-        yield from WAYS[session.experiment.measures][1](session)
+        yield from way.run(session)
 
 
-def _ablation(session: Session) -> Iterator[tuple[str, bool]]:
-    """Time every row as a speed experiment does, then measure its peak memory, or record why it has none."""
+def _run_ablation(session: Session) -> Iterator[GroupDone]:
+    """Time every row as a speed experiment does, then measure its peak memory."""
     for _, done in run_speed(session):
-        for row in session.scale.rows if done else ():
-            kinds = [
-                kind
-                for kind in (False, True)
-                if session.recorded(row, emulated=kind).status in SUCCESS
-            ]
-            try:
-                values = measure_memory(session, row, MEMORY_STEPS)[1] if kinds else {}
-            except Exception as error:
-                values = {"memory_problem": explain(error).reason}
-            for kind in kinds:
-                session.add_values(row, values, emulated=kind)
-            session.progress.stop()
+        if done:
+            for row in session.scale.rows:
+                _add_memory(session, row)
+                session.progress.stop()
         yield "", done
 
 
-WAYS = {  # what is measured -> how to plan, how to run
-    "speed": (plan_speed, run_speed),
-    "memory": (plan_memory, run_memory),
-    "ablation": (plan_speed, _ablation),
-    "accuracy": (plan_accuracy, run_accuracy),
+def _add_memory(session: Session, row: Row) -> None:
+    """Add the row's peak memory, or why it is not known, to its results that have times."""
+    timed = []
+    for emulated in (False, True):
+        result = session.recorded(row, emulated=emulated)
+        if result.status in SUCCESS:
+            timed.append(emulated)
+    if not timed:
+        return
+    values: dict[str, Json]
+    try:
+        _, values = measure_memory(session, row, MEMORY_STEPS)
+    except Exception as error:
+        values = {"memory_problem": explain(error).reason}
+    for emulated in timed:
+        session.add_values(row, values, emulated=emulated)
+
+
+WAYS = {  # by what an experiment measures
+    "speed": Way(plan_speed, run_speed),
+    "memory": Way(plan_memory, run_memory),
+    "ablation": Way(plan_speed, _run_ablation),
+    "accuracy": Way(plan_accuracy, run_accuracy),
 }

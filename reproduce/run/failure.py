@@ -1,4 +1,4 @@
-"""Turn an exception that ended a row into a status, "out of memory" or "failed", and a line for the record."""
+"""Turn an exception that ended a row into a status and a line for the record."""
 
 import traceback
 from pathlib import Path
@@ -8,12 +8,16 @@ import torch
 
 from reproduce.error import Error
 
-# Messages of the CPU allocator, the CUDA driver and CUDA libraries: they raise a plain RuntimeError.
+# Parts of messages of the CPU allocator, the CUDA driver and CUDA libraries. They raise a plain
+# RuntimeError.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 
 class Failure(NamedTuple):
-    """Hold why a row failed. It does not refer to the exception, which would keep frames and their tensors alive."""
+    """Why a row failed.
+
+    It does not refer to the exception, which would keep frames and their tensors alive.
+    """
 
     status: Literal["out of memory", "failed"]
     reason: str
@@ -21,12 +25,22 @@ class Failure(NamedTuple):
 
 def explain(error: Exception) -> Failure:
     """Return the status and the reason for the record."""
-    unnamed = isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
-    if unnamed or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if _is_out_of_memory(error):
         return Failure("out of memory", "out of memory")
     if isinstance(error, Error):
         return Failure("failed", str(error))
-    said = str(error).strip().splitlines()
+    reason = type(error).__name__
+    lines = str(error).strip().splitlines()
+    if lines:
+        reason = f"{reason}: {lines[0]}"
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return Failure("failed", f"{type(error).__name__}{': ' + said[0] if said else ''}{place}")
+    if frames:
+        place = frames[-1]
+        reason = f"{reason} ({Path(place.filename).name}, line {place.lineno})"
+    return Failure("failed", reason)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)

@@ -17,9 +17,10 @@ from torchgpipe.trace.parts import tensors_in
 class LiveBytes:
     """Count the bytes of live tensors on each (emulated) device, now and at the peak.
 
-    A storage counts once, with all its bytes, from when it is first seen until it is freed. It belongs to the device
-    given to `add`, or to the device of the task that made it. Outside of tasks (an optimizer's state), it belongs to
-    the device of the first known tensor that it was made from.
+    A storage counts once, with all its bytes, from when it is first seen until it is freed. It
+    belongs to the device given to `add`, or to the device of the task that made it. A storage made
+    outside of tasks (an optimizer's state) belongs to the device of the first known tensor that it
+    was made from.
     """
 
     def __init__(self, devices: int) -> None:
@@ -27,23 +28,36 @@ class LiveBytes:
         self.peak = [0] * devices
         self._known: dict[int, tuple[int, int]] = {}  # id of a storage -> its device, its bytes
         self._lock = threading.RLock()  # reentrant: `add` may free a storage, which calls `_forget`
-        self.inner = threading.local()  # `.device`: that of the innermost active mode that has one
+        self.inner = threading.local()  # its `.device` is that of the innermost mode that has one
 
     def device_of(self, tensors: Iterable[Tensor]) -> int:
-        """Return the device of the first tensor that is known; the first device where none is."""
-        known = (self._known.get(id(tensor.untyped_storage())) for tensor in tensors)
-        return next((found[0] for found in known if found is not None), 0)
+        """Return the device of the first tensor that is known; the first device if none is."""
+        for tensor in tensors:
+            key = id(tensor.untyped_storage())
+            found = self._known.get(key)
+            if found is not None:
+                device, _ = found
+                return device
+        return 0
 
     def add(self, tensors: Iterable[Tensor], device: int) -> None:
-        """Count tensors on a device, unless their storage is known. Update the size of one that has grown."""
-        for storage in (tensor.untyped_storage() for tensor in tensors):
-            key, size = id(storage), storage.nbytes()
+        """Count tensors on a device, unless their storage is known.
+
+        If a known storage has grown, update its size.
+        """
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = id(storage)
+            size = storage.nbytes()
             with self._lock:
-                owner, before = self._known.get(key, (device, None))
-                if before is None:
-                    weakref.finalize(storage, self._forget, key).atexit = False
+                if key in self._known:
+                    owner, before = self._known[key]
+                else:
+                    owner, before = device, 0
+                    freed = weakref.finalize(storage, self._forget, key)
+                    freed.atexit = False
                 self._known[key] = (owner, size)
-                self.live[owner] += size - (before or 0)
+                self.live[owner] += size - before
                 self.peak[owner] = max(self.peak[owner], self.live[owner])
 
     def _forget(self, key: int) -> None:
@@ -53,9 +67,10 @@ class LiveBytes:
 
 
 class LiveBytesMode(TorchDispatchMode):
-    """Add what operators of this thread return to a `LiveBytes`, on `device`; if None, on that of their arguments.
+    """Add what operators of this thread return to a `LiveBytes`.
 
-    If two modes are active, the outer one adds a result first, on the device that the inner one has set.
+    Without `device`, results count on the device of their operator's arguments. If two modes are
+    active, the outer one adds a result first, on the device that the inner one has set.
     """
 
     only_watches = True
@@ -68,7 +83,8 @@ class LiveBytesMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inner = self.counter.inner
         before = getattr(inner, "device", None)
-        device = inner.device = self.device if before is None else before
+        device = self.device if before is None else before
+        inner.device = device
         try:
             result = func(*args, **(kwargs or {}))
         finally:

@@ -1,7 +1,8 @@
-"""Run a memory experiment: count the published models' parameters, then measure every row's peak, one at a time.
+"""Run a memory experiment: count the published models' parameters, then measure each row's peak.
 
-On CUDA, PyTorch's caching allocator counts allocated and reserved bytes. A CPU has no such count, and a GPU that
-stands for several devices has only one for all of them. In these cases `LiveBytes` counts live tensors.
+On CUDA, PyTorch's caching allocator counts allocated and reserved bytes. A CPU has no such count,
+and a GPU that stands for several devices has only one count for all of them. In these cases
+`LiveBytes` counts live tensors.
 """
 
 import contextlib
@@ -24,17 +25,22 @@ FLOAT_BYTES = 4
 Peak = dict[str, list[int]]  # name of the count -> peak bytes on each of the training's devices
 
 
+def _do_nothing(step: int) -> None:
+    pass
+
+
 def measure_peak(
     training: Training,
     devices: Devices,
     *,
     steps: int,
-    before: Callable[[int], None] = lambda step: None,
+    before: Callable[[int], None] = _do_nothing,
 ) -> Peak:
-    """Run whole steps and return `peak_allocated`, the most bytes of tensors, and on CUDA also `peak_reserved`.
+    """Run whole steps; return `peak_allocated`, the most bytes of tensors on each device.
 
-    Use at least two steps: an optimizer allocates its state at the end of the first. No other tensors should be alive
-    on the devices. `before` is called with the number of each step.
+    On CUDA, also return `peak_reserved`, the most bytes that the caching allocator reserved. Use at
+    least two steps: an optimizer allocates its state at the end of the first. No other tensors
+    should be alive on the devices. `before` is called with the number of each step.
     """
 
     def run() -> None:
@@ -42,8 +48,10 @@ def measure_peak(
             before(step)
             training.step()
 
-    alone = devices.kind == "cuda" and len(set(training.devices)) == len(training.devices)
-    return _measure_cuda(training, devices, run) if alone else _measure_live(training, run)
+    different = set(training.devices)
+    if devices.kind == "cuda" and len(different) == len(training.devices):
+        return _measure_cuda(training, devices, run)
+    return _measure_live(training, run)
 
 
 def _measure_cuda(training: Training, devices: Devices, run: Callable[[], None]) -> Peak:
@@ -53,81 +61,97 @@ def _measure_cuda(training: Training, devices: Devices, run: Callable[[], None])
         torch.cuda.reset_peak_memory_stats(device)
     run()
     devices.synchronize()
-    return {
-        "peak_allocated": [torch.cuda.max_memory_allocated(device) for device in training.devices],
-        "peak_reserved": [torch.cuda.max_memory_reserved(device) for device in training.devices],
-    }
+    peak: Peak = {"peak_allocated": [], "peak_reserved": []}
+    for device in training.devices:
+        allocated = torch.cuda.max_memory_allocated(device)
+        reserved = torch.cuda.max_memory_reserved(device)
+        peak["peak_allocated"].append(allocated)
+        peak["peak_reserved"].append(reserved)
+    return peak
 
 
 def _measure_live(training: Training, run: Callable[[], None]) -> Peak:
-    counter = LiveBytes(len(training.devices))
+    devices = len(training.devices)
+    counter = LiveBytes(devices)
     for device, partition in enumerate(training.partitions):
-        counter.add([*partition.parameters(), *partition.buffers()], device)
+        counter.add(partition.parameters(), device)
+        counter.add(partition.buffers(), device)
     counter.add(tensors_in(training.input), 0)
-    counter.add(tensors_in(training.target), len(training.devices) - 1)
+    counter.add(tensors_in(training.target), devices - 1)
 
-    pipelined = training.row.partitions is not None
-    observed = training.observed(lambda task: LiveBytesMode(counter, task.partition))
-    with observed if pipelined else contextlib.nullcontext(), LiveBytesMode(counter):
+    watched: Any = contextlib.nullcontext()
+    if training.row.partitions is not None:
+        watched = training.observed(lambda task: LiveBytesMode(counter, task.partition))
+    with watched, LiveBytesMode(counter):
         run()
     return {"peak_allocated": counter.peak}
 
 
 def plan_memory(session: Session) -> None:
     """Tell the progress display how many steps are to come."""
-    for row in session.scale.rows:
-        session.recorder.put(session.result(row, status="interrupted"))
-        session.progress.plan(session.job(row.name), session.scale.steps, row.work())
+    scale = session.scale
+    for row in scale.rows:
+        placeholder = session.result(row, status="interrupted")
+        session.recorder.put(placeholder)
+        job = session.job(row.name)
+        session.progress.plan(job, scale.steps, row.work())
 
 
 def run_memory(session: Session) -> Iterator[tuple[str, bool]]:
-    """Record sizes and peaks of every row, even if others fail; at the end yield their only group's name, ""."""
-    counts = (
-        session.devices.kind != "meta" and session.experiment.table
-    )  # meta runs rows of the published size anyway
-    for row in session.experiment.scale("paper").rows if counts else ():
-        session.start(f"{row.name}, counting parameters")
-        session.recorder.put(
-            session.result(row, scale="paper", device="meta", values=_model_values(row))
-        )
+    """Record sizes and peaks of every row, even if others fail.
 
-    for row in session.scale.rows:  # one device may stand for several, as nothing is timed
+    At the end, yield the name of their only group, "", and True.
+    """
+    experiment = session.experiment
+    # On `meta`, rows of the published size run anyway.
+    if session.devices.kind != "meta" and experiment.table:
+        paper = experiment.scale("paper")
+        for row in paper.rows:
+            session.start(f"{row.name}, counting parameters")
+            values = _model_values(row)
+            result = session.result(row, scale="paper", device="meta", values=values)
+            session.recorder.put(result)
+
+    for row in session.scale.rows:
         try:
             used, values = measure_memory(session, row, session.scale.steps)
         except Exception as error:
-            session.put(row, **explain(error)._asdict())
-            session.progress.finish(session.job(row.name))
+            failure = explain(error)
+            session.put(row, status=failure.status, reason=failure.reason)
+            session.finish(row.name)
         else:
             session.put(used, values=values)
-            peaks: Any = values["peak_allocated"]
-            session.progress.say(
-                f"{row.name}: peaks of {sum(peaks) / 2**20:,.0f} MiB, all devices together"
-            )
+            mebibytes = sum(values["peak_allocated"]) / 2**20
+            session.progress.say(f"{row.name}: peaks of {mebibytes:,.0f} MiB, all devices together")
         finally:
             session.progress.stop()
     yield "", True
 
 
 def measure_memory(session: Session, row: Row, steps: int) -> tuple[Row, dict[str, Json]]:
-    """Return the row as it was run, balance included, and its model's size and peak memory."""
+    """Run a row; return it in the balance that was used, and its model's size and peak memory.
+
+    One device may stand for several, because nothing is timed.
+    """
     session.free()
     session.start(f"{row.name}, building")
-    training = Training(
-        row, session.devices, FakeData([row], session.seed), session.balancer, session.seed
-    )
+    data = FakeData([row], session.seed)
+    training = Training(row, session.devices, data, session.balancer, session.seed)
+
+    job = session.job(row.name)
 
     def before(step: int) -> None:
-        session.start(f"{row.name}, memory, step {step + 1} of {steps}", session.job(row.name))
+        session.start(f"{row.name}, memory, step {step + 1} of {steps}", job)
 
     peak = measure_peak(training, session.devices, steps=steps, before=before)
     return training.row, {**_model_values(row), **peak}
 
 
 def _model_values(row: Row) -> dict[str, Json]:
-    """Count the model's parameters, exactly, and the bytes of parameters, gradients and optimizer state."""
+    """Count the model's parameters, and the bytes of parameters, gradients and optimizer state."""
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in row.sized.layers().parameters())
-    return {
-        "parameters": parameters,
-        "model_bytes": parameters * FLOAT_BYTES * (2 + row.optimizer.state),
-    }
+        layers = row.sized.layers()
+    parameters = sum(parameter.numel() for parameter in layers.parameters())
+    values_each = 2 + row.optimizer.state  # the parameter, its gradient and the optimizer's values
+    model_bytes = parameters * FLOAT_BYTES * values_each
+    return {"parameters": parameters, "model_bytes": model_bytes}

@@ -2,12 +2,12 @@
 
 import math
 import shutil
-import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -15,14 +15,15 @@ from tqdm import tqdm
 SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
 ECHO = 3  # columns to leave free: a terminal shows ^C at the end of the line
 
-# By default tqdm starts a monitor thread and a multiprocessing lock, which may start a process: both disturb timings.
+# By default tqdm starts a monitor thread and a multiprocessing lock, which may start a process.
+# Both disturb timings.
 tqdm.monitor_interval = 0
 tqdm.set_lock(threading.RLock())
 
 
 @dataclass
 class Job:
-    """Hold the state of one row's steps: their number, how many are left, and the seconds of each one done.
+    """The steps of one row: how many there are, how many are left, and the seconds of each one.
 
     `guess` is the cost of a step relative to the steps of other jobs. It has no unit.
     """
@@ -37,8 +38,9 @@ class Job:
 class Progress:
     """Show the rows that are done, the time left and what runs now.
 
-    To estimate the time left, a row's next steps are taken to last as long as the median of its steps so far. If a row
-    has not run yet, the step time is its guess, converted to seconds by the steps of other rows.
+    To estimate the time left, a row's next steps are taken to last as long as the median of its
+    steps so far. If a row has not run yet, the step time is its guess, converted to seconds by the
+    steps of other rows.
     """
 
     def __init__(
@@ -56,12 +58,15 @@ class Progress:
     def plan(
         self, job: str, steps: int, guess: float, group: str = "", limit: float = math.inf
     ) -> None:
-        """Expect `steps` steps of a job, which may belong to a group that ends `limit` seconds after it begins."""
+        """Expect `steps` steps of a job.
+
+        It may belong to a group, which ends at most `limit` seconds after it begins.
+        """
         self.jobs[job] = Job(steps, steps, guess, group)
         self.limits[group] = limit
 
     def finish(self, name: str, steps: int | None = None) -> None:
-        """Expect no more steps, or so many fewer, of the job, or of the jobs of the group, that has this name."""
+        """Expect no more steps, or `steps` fewer, of a job or of all jobs of a group."""
         for job, planned in self.jobs.items():
             if name in (job, planned.group):
                 planned.left = 0 if steps is None else max(0, planned.left - steps)
@@ -80,44 +85,62 @@ class Progress:
         """Say that the current step has ended."""
         if self.current is None:
             return
-        job, started = self.current
+        name, started = self.current
         self.current = None
-        if job in self.jobs:
-            self.jobs[job].left = max(0, self.jobs[job].left - 1)
-            self.jobs[job].seconds.append(self.clock() - started)
+        job = self.jobs.get(name)
+        if job is not None:
+            job.left = max(0, job.left - 1)
+            job.seconds.append(self.clock() - started)
 
     def seconds_left(self) -> float | None:
-        """Estimate the time left; None before anything was done."""
+        """Estimate the time left; return None before anything was done."""
+        unit = self._seconds_of_guess()
+        if unit is None:
+            return None
+        groups: dict[str, float] = {}
+        for job in self.jobs.values():
+            step = median(job.seconds) if job.seconds else job.guess * unit
+            groups[job.group] = groups.get(job.group, 0.0) + job.left * step
+        total = 0.0
+        for group, seconds in groups.items():
+            total += min(seconds, self._seconds_of_limit(group))
+        return total
+
+    def _seconds_of_guess(self) -> float | None:
+        """Return how many seconds a guess of 1 stands for, by the jobs that have run."""
         done = [job for job in self.jobs.values() if job.seconds]
         if not done:
             return None
-        unit = sum(statistics.median(job.seconds) for job in done) / sum(job.guess for job in done)
-        groups: dict[str, float] = {}
-        for job in self.jobs.values():
-            step = statistics.median(job.seconds) if job.seconds else job.guess * unit
-            groups[job.group] = groups.get(job.group, 0.0) + job.left * step
-        most = self.limits | {
-            group: max(0.0, end - self.clock()) for group, end in self.ends.items()
-        }
-        return sum(min(seconds, most[group]) for group, seconds in groups.items())
+        seconds = sum(median(job.seconds) for job in done)
+        return seconds / sum(job.guess for job in done)
+
+    def _seconds_of_limit(self, group: str) -> float:
+        """Return the most seconds that a group may still take."""
+        if group not in self.ends:
+            return self.limits[group]
+        return max(0.0, self.ends[group] - self.clock())
 
     def show(self, text: str) -> None:
-        """Show a status line in place of the last one; where the output is no terminal, only now and then."""
+        """Show a status line in place of the last one; without a terminal, only now and then."""
         if self.jobs:
-            parts = [f"{sum(not job.left for job in self.jobs.values())}/{len(self.jobs)} rows"]
-            if (left := self.seconds_left()) is not None:
-                parts.append(f"{duration(left)} left")
-            text = f"{', '.join(parts)}: {text}"
+            text = f"{self._state()}: {text}"
         if self.stream.isatty():
             self._draw(text)
         elif self.shown_at is None or self.clock() - self.shown_at >= SECONDS_BETWEEN_LINES:
             self._write(text + "\n")
             self.shown_at = self.clock()
 
+    def _state(self) -> str:
+        """Say how many rows are done, and how much time is left."""
+        jobs = self.jobs.values()
+        done = sum(not job.left for job in jobs)
+        state = f"{done}/{len(jobs)} rows"
+        seconds = self.seconds_left()
+        return state if seconds is None else f"{state}, {duration(seconds)} left"
+
     def _draw(self, text: str) -> None:
         """Draw the bar. Its length is the sum, over rows, of the share of steps done."""
         columns = shutil.get_terminal_size().columns - ECHO
-        text = text[:columns]
         if self.bar is None:
             form = f"|{{bar:{columns // 9}}}| {{desc}}" if self.jobs else "{desc}"
             self.bar = tqdm(
@@ -125,7 +148,7 @@ class Progress:
             )
         self.bar.n = sum(1 - job.left / job.steps for job in self.jobs.values() if job.steps)
         self.bar.ncols = columns
-        self.bar.set_description_str(text)
+        self.bar.set_description_str(text[:columns])
 
     def say(self, text: str) -> None:
         """Write a line that stays."""
@@ -137,7 +160,9 @@ class Progress:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-            self._write("\r" + " " * (shutil.get_terminal_size().columns - 1) + "\r")
+            columns = shutil.get_terminal_size().columns
+            blank = " " * (columns - 1)
+            self._write(f"\r{blank}\r")
 
     def _write(self, text: str) -> None:
         self.stream.write(text)
@@ -149,4 +174,6 @@ def duration(seconds: float) -> str:
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 99.5 else f"{minutes / 60:.0f} h"
+    if minutes < 99.5:
+        return f"{minutes:.0f} min"
+    return f"{minutes / 60:.0f} h"

@@ -17,6 +17,9 @@ from reproduce.machine.load import other_runs
 from reproduce.records.places import Json
 from reproduce.records.record import TIME, Record, Result, Run, readable, save
 
+# What has to be the same for a run to be resumed: fields of `Run`.
+COMPARED = ("device", "devices", "threads_per_device", "machine", "versions", "git", "settings")
+
 
 class Recorder:
     """Hold a run's record and its file."""
@@ -29,7 +32,8 @@ class Recorder:
     @property
     def record(self) -> Record:
         """Give the record with all results so far, in the order in which they were first put."""
-        return replace(self.empty, results=list(self.results.values()))
+        results = list(self.results.values())
+        return replace(self.empty, results=results)
 
     def put(self, result: Result) -> None:
         """Add a result, or replace the one of the same row."""
@@ -41,55 +45,77 @@ class Recorder:
 
     def close(self, state: Literal["finished", "interrupted"]) -> None:
         """Set the state and the end time of the run."""
-        assert self.empty.run is not None
-        self.empty = replace(self.empty, run=replace(self.empty.run, state=state, ended=now()))
+        run = self.empty.run
+        assert run is not None
+        ended = replace(run, state=state, ended=now())
+        self.empty = replace(self.empty, run=ended)
 
 
-def new_recorder(
+def new_recorder(  # noqa: PLR0913
     out: Path, names: Sequence[str], title: str, scale: str, unit: dict[str, str], run: Run
 ) -> Recorder:
     """Start the record of a run, with an unused file name in the folder `out`."""
-    name = f"{'_'.join(names)}-{scale}-{run.started.replace(':', '').replace('-', '')}"
-    paths = (out / f"{name}{again}.json" for again in ("", *(f"-{k}" for k in range(2, 1000))))
-    path = next(path for path in paths if not path.exists())
-    return Recorder(path, Record(path.stem, title, "measured", unit, [], scale=scale, run=run))
+    started = run.started.replace(":", "").replace("-", "")
+    name = f"{'_'.join(names)}-{scale}-{started}"
+    path = out / f"{name}.json"
+    k = 1
+    while path.exists():
+        k += 1
+        path = out / f"{name}-{k}.json"
+    record = Record(path.stem, title, "measured", unit, [], scale=scale, run=run)
+    return Recorder(path, record)
 
 
 def resumed(out: Path, run: Run) -> Recorder:
-    """Go on with the newest run of this command in `out` that was broken off; raise `Error` if it ran elsewhere."""
-    words = [word for word in run.command if word != "--resume"]
-    # A run that was killed says that it is running.
-    states = (
-        ("interrupted",)
-        if " ".join(words[2:]) in other_runs().values()
-        else ("interrupted", "running")
-    )
-    found = [
-        (record, before)
-        for record in readable(out)
-        if (before := record.run) and before.state in states
-    ]
-    found = [
-        each for each in found if [word for word in each[1].command if word != "--resume"] == words
-    ]
+    """Go on with the newest run of this command in `out` that was broken off.
+
+    If there is none, or it differs in one of the fields `COMPARED`, raise `Error`.
+    """
+    found = _broken_off(out, run)
     if not found:
         raise Error(f"--resume: no run of this command in {out} was broken off; leave --resume out")
     record, before = max(found, key=lambda each: each[1].started)
-    names, encode = (
-        ("device", "devices", "threads_per_device", "machine", "versions", "git"),
-        msgspec.json.encode,
-    )
-    apart = [
-        x for x in (*names, "settings") if encode(getattr(before, x)) != encode(getattr(run, x))
+    differences = [
+        name for name in COMPARED if not _same(getattr(before, name), getattr(run, name))
     ]
-    if apart:
+    if differences:
         raise Error(
-            f"--resume: {record.name} ran with other {', '.join(apart)}; start anew, without --resume"
+            f"--resume: {record.name} ran with other {', '.join(differences)}; "
+            "start anew, without --resume"
         )
     again = replace(before, state="running", ended=None, command=run.command)
     recorder = Recorder(out / f"{record.name}.json", replace(record, results=[], run=again))
-    recorder.results = {result.key: result for result in record.results}
+    for result in record.results:
+        recorder.put(result)
     return recorder
+
+
+def _broken_off(out: Path, run: Run) -> list[tuple[Record, Run]]:
+    """Return the records in `out` of this command's runs that were broken off, each with its run.
+
+    A run that was killed still has the state "running". So it counts, too, unless another process
+    runs this command now.
+    """
+    states = {"interrupted"}
+    words = _without_resume(run.command)
+    if " ".join(words[2:]) not in other_runs().values():
+        states.add("running")
+    found = []
+    for record in readable(out):
+        before = record.run
+        if before is None or before.state not in states:
+            continue
+        if _without_resume(before.command) == words:
+            found.append((record, before))
+    return found
+
+
+def _without_resume(command: list[str]) -> list[str]:
+    return [word for word in command if word != "--resume"]
+
+
+def _same(one: Json, other: Json) -> bool:
+    return msgspec.json.encode(one) == msgspec.json.encode(other)
 
 
 def new_run(
@@ -121,9 +147,8 @@ def prepare_folder(folder: Path, option: str = "--out") -> None:
         trial.touch()
         trial.unlink()
     except OSError as error:
-        raise Error(
-            f"{option} {folder}: cannot be written ({error.strerror or error}); name another"
-        ) from error
+        problem = error.strerror or error
+        raise Error(f"{option} {folder}: cannot be written ({problem}); name another") from error
 
 
 def now() -> str:

@@ -23,14 +23,17 @@ from torchgpipe.plan.replay import Timeline
 
 UNITS = {
     "step_time": "s; of an emulated row replayed over the times of its tasks",
-    "here_time": "s of the emulated step on devices like this machine's, where step_time is of ones behind a link",
-    "work_time": "s that running the tasks of an emulated step took: on a CPU its thread's CPU time",
+    "here_time": "s of the emulated step on devices like this machine's, "
+    "where step_time is of ones behind a link",
+    "work_time": "s that running the tasks of an emulated step took: "
+    "on a CPU its thread's CPU time",
     "executed": "micro-batches of an emulated step that were run; the rest take as long as these",
     "loss": "1",
     "round": "number of the round, from 0; steps of one round ran next to each other",
     "others": "share of the cores that other programs had in the step's round, from 0 to 1",
     "stolen": "share of the cores that other virtual machines had in the step's round, from 0 to 1",
-    "pressure": "share of the round in which any program, also this one, waited for a core, from 0 to 1",
+    "pressure": "share of the round in which any program, also this one, waited for a core, "
+    "from 0 to 1",
     "disturbed_rounds": "count, of rounds that are left out",
     "parameters": "count",
     "model_bytes": "bytes",
@@ -39,7 +42,8 @@ UNITS = {
     "memory_problem": "why there is no memory",
     "utilization": "share of the time that each device was busy, from 0 to 1",
     "utilization_problem": "why there is no utilization",
-    "bubble": "share of the devices' time, from the first task to the last, in which they waited, from 0 to 1",
+    "bubble": "share of the devices' time, from the first task to the last, in which they waited, "
+    "from 0 to 1",
     "seed": "seed that the training of the epoch started from",
     "epoch": "number of the epoch, from 1; series of one row belong together, value by value",
     "top1_error": "%, after the epoch",
@@ -52,48 +56,43 @@ UNITS = {
 
 @dataclass(kw_only=True)
 class Session:
-    """Run `experiment` at `scale`: every row ends in a result of `recorder`, and `progress` shows each step.
-
-    `steps` replaces a speed experiment's number of timed steps, and removes its time limit. Rows of up to `emulate`
-    devices are emulated, with copies as on `hardware` if it is given. Measured rows run with each of `engines`.
-    `rounds` counts the rounds run so far.
-    `check` is called between steps; it raises to end the run. `trace` is called with experiment, row and timeline of
-    a step of every speed row. Accuracy experiments need `accuracy`. `load` tells how much others have of the machine.
-    """
+    """One experiment that is run: every row ends in a result of `recorder`."""
 
     experiment: Experiment
     scale: Scale
     devices: Devices
     recorder: Recorder
-    progress: Progress
+    progress: Progress  # shows each step
     balancer: Balancer
     seed: int
-    steps: int | None = None
-    emulate: int = MOST_DEVICES
-    hardware: Hardware | None = None
-    engines: Sequence[Engine] = ("threads",)
-    rounds: int = 0
-    check: Callable[[], None] = lambda: None
+    steps: int | None = None  # timed steps of a speed row, without a time limit; None: the scale's
+    emulate: int = MOST_DEVICES  # rows of up to so many devices are emulated
+    hardware: Hardware | None = None  # the user's choice for the copies of emulated rows
+    engines: Sequence[Engine] = ("threads",)  # a measured row runs with each of them
+    rounds: int = 0  # how many rounds were run so far
+    check: Callable[[], None] = lambda: None  # called between steps; it raises to end the run
+    # Called with the names of experiment and row, and the timeline of a step of every speed row.
     trace: Callable[[str, str, Timeline], None] | None = None
-    accuracy: AccuracyNeeds | None = None
-    links: dict[str, Link] = field(default_factory=dict)
-    load: Load = field(default_factory=Load)
+    accuracy: AccuracyNeeds | None = None  # needed by accuracy experiments
+    links: dict[str, Link] = field(default_factory=dict)  # by the name of their hardware
+    load: Load = field(default_factory=Load)  # tells how much others have of the machine
 
     def link(self, row: Row) -> Link | None:
         """Return the times of the row's copies in an emulation; None if they take no time.
 
-        They are from the user's hardware description; else that of GPUs like those here; else the row's `link`.
+        The times come from the user's hardware description. If the user gave none, they come from
+        the description of GPUs like those here, else from the one that the row names.
         """
         own = own_links(self.devices)
         name = self.hardware.name if self.hardware is not None else own or row.link
         if row.devices == 1 or name is None:
             return None
         if name not in self.links:
-            papers = {paper.name: paper for paper in self.experiment.scale("paper").rows}
-            in_proportion = self.scale.name != "paper" and name != own
-            self.links[name] = Link(
-                self.hardware or load_hardware(name), papers if in_proportion else None
-            )
+            hardware = self.hardware or load_hardware(name)
+            papers = None
+            if self.scale.name != "paper" and name != own:
+                papers = {paper.name: paper for paper in self.experiment.scale("paper").rows}
+            self.links[name] = Link(hardware, papers)
         return self.links[name]
 
     def job(self, name: object) -> str:
@@ -105,17 +104,21 @@ class Session:
         self.check()
         self.progress.start(job, text)
 
+    def finish(self, name: object, steps: int | None = None) -> None:
+        """Expect no more steps of a row or group, or `steps` fewer, in the progress display."""
+        self.progress.finish(self.job(name), steps)
+
     def result(self, row: Row, **fields: Any) -> Result:
         """Return a result for `row` with these fields. By default it is measured, with threads."""
         found = Result(
-            self.experiment.name,
-            row.name,
-            "emulated" if fields.get("emulated") else "measured",
-            self.scale.name,
-            self.devices.kind,
-            row.config(),
-            row.over,
-            row.published and f"{self.experiment.table}/{row.published}",
+            experiment=self.experiment.name,
+            row=row.name,
+            status="emulated" if fields.get("emulated") else "measured",
+            scale=self.scale.name,
+            device=self.devices.kind,
+            config=row.config(),
+            over=row.over,
+            published=row.published and f"{self.experiment.table}/{row.published}",
         )
         return replace(found, **fields)
 
@@ -124,25 +127,35 @@ class Session:
         self.recorder.put(self.result(row, **fields))
         self.recorder.save()
 
+    def has_result(self, row: Row, **how: Any) -> bool:
+        """Say whether the record has a result of the row, run in the way `how`.
+
+        A row that has not run yet has a placeholder in the record, whose status is "interrupted".
+        """
+        return self.recorded(row, **how).status != "interrupted"
+
     def recorded(self, row: Row, **how: Any) -> Result:
-        """Return the recorded result of the row, run in this way; a result "interrupted" if there is none."""
+        """Return the recorded result of the row, run in the way `how`, or a new placeholder."""
         empty = self.result(row, **how, status="interrupted")
         return self.recorder.results.get(empty.key, empty)
 
     def add_values(self, row: Row, values: dict[str, Json], **how: Any) -> None:
         """Add values to the recorded result of the row, and write the record."""
         result = self.recorded(row, **how)
-        self.recorder.put(replace(result, values={**result.values, **values}))
+        together = {**result.values, **values}
+        self.recorder.put(replace(result, values=together))
         self.recorder.save()
 
     def tell_others(self) -> None:
-        """Tell of other runs on this machine, once of each."""
-        for pid, said in other_runs().items():
-            if said not in self.load.told:  # its processes have one command
+        """Tell the user of other runs on this machine, once of each run."""
+        told = self.load.told
+        for pid, command in other_runs().items():
+            if command not in told:  # all processes of a run have the same command
                 self.progress.say(
-                    f"process {pid} runs here, too, and both disturb each other: python -m {said[:99]}"
+                    f"process {pid} runs here, too, and both disturb each other: "
+                    f"python -m {command[:99]}"
                 )
-            self.load.told.add(said)
+            told.add(command)
 
     def free(self) -> None:
         """Give back the memory of what is no longer used."""

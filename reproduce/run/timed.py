@@ -26,28 +26,36 @@ LEAST_SECONDS = 2.0
 MOST_STEPS = 50
 
 
+def _watch_nothing() -> Watched:
+    return {}, None
+
+
 class MeasuredSteps:
     """Time steps of a row on its devices.
 
-    `timed` runs a step and returns its seconds and its loss. `watch` runs one or more further steps, which are not
-    timed, and returns utilization, or why it is not known. `losses` are of all steps, also those removed from `runs`.
+    `timed` runs a step and returns its seconds and its loss. `watch` runs one or more further
+    steps, which are not timed, and returns utilization, or why it is not known. `losses` has the
+    losses of all steps, also of those that were removed from `runs`.
     """
 
     def __init__(
         self,
         row: Row,
         timed: Callable[[], tuple[float, float]],
-        watch: Callable[[], Watched] = lambda: ({}, None),
+        watch: Callable[[], Watched] = _watch_nothing,
     ) -> None:
-        self.row, self.watch, self._timed = row, watch, timed
+        self.row = row
+        self.watch = watch
+        self._timed = timed
         self.runs: list[tuple[float, float]] = []  # seconds and loss
         self.losses: list[float] = []
 
     def run(self) -> None:
         """Run one more step."""
         torch.manual_seed(len(self.losses))  # so that step k draws the same numbers on each engine
-        self.runs.append(self._timed())
-        self.losses.append(self.runs[-1][1])
+        seconds, loss = self._timed()
+        self.runs.append((seconds, loss))
+        self.losses.append(loss)
 
     def samples(self) -> Samples:
         """Return the samples for the record."""
@@ -56,12 +64,16 @@ class MeasuredSteps:
 
 
 def _clocked(devices: Devices, run: Callable[[], T]) -> tuple[T, float, float]:
-    """Call `run`; return its result, the time when it began, and the seconds until the devices had finished."""
+    """Call `run`. Return its result, the time when it began, and how many seconds it took.
+
+    It has ended when the devices have finished.
+    """
     devices.synchronize()
     started = time.perf_counter()
     found = run()
     devices.synchronize()
-    return found, started, time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    return found, started, seconds
 
 
 def time_step(training: Training, devices: Devices) -> tuple[float, float]:
@@ -72,16 +84,18 @@ def time_step(training: Training, devices: Devices) -> tuple[float, float]:
 
 def record_step(training: Training, devices: Devices) -> Timeline:
     """Run one whole step and return its timeline."""
-    stopwatch, started, seconds = _clocked(devices, lambda: record_tasks(training, training.step))
-    events = [
-        event._replace(start=event.start - started, end=event.end - started)
-        for event in stopwatch.events()
-    ]
+    recorded, started, seconds = _clocked(devices, lambda: record_tasks(training, training.step))
+    stopwatch, _ = recorded
+    events = []
+    for event in stopwatch.events():
+        start = event.start - started
+        end = event.end - started
+        events.append(event._replace(start=start, end=end))
     return Timeline(events, seconds, len(training.devices))
 
 
 def watch(training: Training, devices: Devices) -> Watched:
-    """Return utilization and bubble of a row, or why they are not known, and the timeline of one step."""
+    """Return utilization and bubble of a row, or why they are not known, and a step's timeline."""
     step = partial(time_step, training, devices)
     driver = partial(ask_driver, training.devices, step) if devices.kind == "cuda" else None
     return watched(lambda: record_step(training, devices), driver)
@@ -90,7 +104,10 @@ def watch(training: Training, devices: Devices) -> Watched:
 def watched(
     run: Callable[[], Timeline], driver: Callable[[], list[float]] | None = None
 ) -> Watched:
-    """As `watch`, for the step that `run` runs. If `driver` is given, utilization is its result, not the timeline's."""
+    """Return what `watch` returns. `run` runs a step and returns its timeline.
+
+    If `driver` is given, its result is the utilization, instead of the timeline's.
+    """
     values: Values = {}
     timeline = None
     try:
@@ -106,19 +123,20 @@ def watched(
 
 def busy(timeline: Timeline) -> Values:
     """Return the share of the step in which each device worked, and the bubble."""
-    shares: list[Json] = [
-        min(1.0, timeline.busy(j) / timeline.seconds) for j in range(timeline.partitions)
-    ]
+    shares: list[Json] = []
+    for partition in range(timeline.partitions):
+        share = timeline.busy(partition) / timeline.seconds
+        shares.append(min(1.0, share))
     return {"utilization": shares, "bubble": timeline.bubble}
 
 
 def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> list[float]:
-    """Run steps for some seconds, and return each CUDA device's mean utilization meanwhile, from 0 to 1.
+    """Run steps for some seconds, and return each CUDA device's mean utilization, from 0 to 1.
 
-    The driver (NVML) reports the share of a short period in which any kernel ran. It is sampled as often as in the
-    published runs. If it does not, or its Python bindings are not installed, `Error` is raised.
+    The driver (NVML) reports the share of a short period in which any kernel ran. It is sampled as
+    often as in the published runs. If the driver does not report it, or the driver's Python
+    bindings are not installed, `Error` is raised.
     """
-    samples: list[list[int]] = [[] for _ in devices]
     try:
         for device in devices:
             torch.cuda.utilization(device)
@@ -128,6 +146,7 @@ def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> l
             f"utilization is not available ({said}); try 'pip install nvidia-ml-py'"
         ) from error
 
+    samples: list[list[int]] = [[] for _ in devices]
     over = threading.Event()
 
     def sample() -> None:
@@ -138,14 +157,18 @@ def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> l
     sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()
     try:
-        started = time.monotonic()
-        for _ in range(MOST_STEPS):
-            step()
-            if time.monotonic() - started > LEAST_SECONDS:
-                break
+        _run_some_seconds(step)
     finally:
         over.set()
         sampler.join()
     if not all(samples):
         raise Error(f"utilization is not available (the steps took less than {SAMPLING_SECONDS} s)")
     return [statistics.mean(taken) / 100 for taken in samples]
+
+
+def _run_some_seconds(step: Callable[[], object]) -> None:
+    started = time.monotonic()
+    for _ in range(MOST_STEPS):
+        step()
+        if time.monotonic() - started > LEAST_SECONDS:
+            break

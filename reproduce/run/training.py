@@ -1,14 +1,15 @@
-"""Make one row of an experiment ready to train: its model, on its devices, with data and an optimizer."""
+"""Make one row of an experiment ready to train: its model, on its devices, and its mini-batch."""
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, partialmethod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from reproduce.experiments.row import EQUAL_LAYERS, PLANNED, Row
 from reproduce.machine.devices import MOST_DEVICES, Devices
@@ -26,46 +27,58 @@ from torchgpipe.trace.layer import flat
 PROFILE_SECONDS = 1.0  # for each model and input
 PROFILE_SAMPLES = 16  # at most; enough to compare layers
 NO_LIMIT = 2.0**60  # bytes; a row that does not fit runs out of memory when it runs
+Balance = tuple[int, ...]
+T = TypeVar("T")
 
 
 class FakeData:
-    """Draw mini-batches once. A row gets the first samples, so rows of all batch sizes share their tensors."""
+    """Draw mini-batches once.
+
+    A row gets the first samples, so that rows of all batch sizes share their tensors.
+    """
 
     def __init__(self, rows: Sequence[Row], seed: int) -> None:
-        self.rows, self.seed = rows, seed
-        self.drawn: dict[tuple[object, ...], Any] = {}
+        self.rows = rows
+        self.seed = seed
+        self.drawn: dict[Hashable, tuple[Any, Any]] = {}  # inputs and targets, by kind
+        self.moved: dict[Hashable, Any] = {}  # one of them on a device, by part, kind and device
 
     def part(self, part: int, row: Row, device: torch.device) -> Any:
         """Return the row's input (0) or its target (1) on `device`."""
-        alike, *others = [
-            (MODELS[x.model].sample, x.input_shape, x.num_classes) for x in (row, *self.rows)
-        ]
-        if alike not in self.drawn:
-            most = max(
-                x.batch_size for x, other in zip(self.rows, others, strict=True) if other == alike
-            )
-            self.drawn[alike] = row.sized.batch(most, self.seed)
-        if (part, alike, device) not in self.drawn:
-            self.drawn[part, alike, device] = changed(
-                lambda x: x.to(device), self.drawn[alike][part]
-            )
-        return changed(lambda x: x[: row.batch_size], self.drawn[part, alike, device])
+        kind = _kind_of_data(row)
+        if kind not in self.drawn:
+            self.drawn[kind] = self._draw(row)
+        key = (part, kind, device)
+        if key not in self.moved:
+            whole = self.drawn[kind][part]
+            self.moved[key] = changed(lambda x: x.to(device), whole)
+        return changed(lambda x: x[: row.batch_size], self.moved[key])
+
+    def _draw(self, row: Row) -> tuple[Any, Any]:
+        """Draw as many samples as the row with the largest mini-batch needs."""
+        kind = _kind_of_data(row)
+        batch_sizes = [each.batch_size for each in self.rows if _kind_of_data(each) == kind]
+        return row.sized.batch(max(batch_sizes), self.seed)
 
     input, target = partialmethod(part, 0), partialmethod(part, 1)
+
+
+def _kind_of_data(row: Row) -> Hashable:
+    """Return what determines the row's samples, apart from their number."""
+    return MODELS[row.model].sample, row.input_shape, row.num_classes
 
 
 class Balancer:
     """Balance models over partitions by profiling, once for each model and number of samples.
 
-    Rows `PLANNED` get the balance of `torchgpipe.plan`; rows `EQUAL_LAYERS` get equally many layers per partition.
+    Rows `PLANNED` get the balance of `torchgpipe.plan`; rows `EQUAL_LAYERS` get equally many layers
+    per partition.
     """
 
     def __init__(self, devices: Devices) -> None:
         (self.device,) = devices.first(1)
-        self.profiles: dict[tuple[object, ...], list[float]] = {}  # seconds of each layer
-        self.plans: dict[
-            tuple[object, ...], dict[int, tuple[int, ...]]
-        ] = {}  # a balance for each number of partitions
+        self.profiles: dict[Hashable, list[float]] = {}  # seconds of each layer
+        self.plans: dict[Hashable, dict[int, Balance]] = {}  # for each number of partitions
 
     def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:
         """Return `row` with a balance: its own if it has one."""
@@ -74,14 +87,9 @@ class Balancer:
         if row.partitions == 1:
             return replace(row, balance=(len(model),))
         if row.configuration == EQUAL_LAYERS:
-            each, more = divmod(len(model), row.partitions)
-            return replace(row, balance=tuple(each + (j < more) for j in range(row.partitions)))
+            return replace(row, balance=_equal_layers(len(model), row.partitions))
 
-        # Rows at equal batch size share a balance. Profile a quarter of the batch: between their micro-batch sizes.
-        samples = (
-            math.ceil(row.batch_size / 4) if row.equal == "batch" else row.micro_batch_size or 1
-        )
-        samples = min(samples, PROFILE_SAMPLES, row.batch_size)
+        samples = _profiled_samples(row)
         sample = changed(lambda x: x[:samples], data.input(row, self.device))
         key = (row.sized, samples)
         if row.configuration == PLANNED:
@@ -89,14 +97,34 @@ class Balancer:
                 self.plans[key] = planned_balances(row, model, sample)
             return replace(row, balance=self.plans[key][row.partitions])
         if key not in self.profiles:
-            self.profiles[key] = profile_times(
-                model, flat(model, sample), PROFILE_SECONDS, self.device
-            )
-        return replace(row, balance=tuple(minimise_heaviest(self.profiles[key], row.partitions)))
+            inputs = flat(model, sample)
+            self.profiles[key] = profile_times(model, inputs, PROFILE_SECONDS, self.device)
+        balance = minimise_heaviest(self.profiles[key], row.partitions)
+        return replace(row, balance=tuple(balance))
 
 
-def planned_balances(row: Row, model: nn.Sequential, sample: Any) -> dict[int, tuple[int, ...]]:
-    """Profile the model on the sample's device; return the best balance for each number of partitions."""
+def _equal_layers(layers: int, partitions: int) -> Balance:
+    """Return a balance of equally many layers; some of the first partitions may have one more."""
+    each, more = divmod(layers, partitions)
+    larger = [each + 1] * more
+    smaller = [each] * (partitions - more)
+    return (*larger, *smaller)
+
+
+def _profiled_samples(row: Row) -> int:
+    """Return how many samples to profile the row's model with."""
+    samples = row.micro_batch_size or 1
+    if row.equal == "batch":
+        # These rows share a balance. A quarter of the batch is between their micro-batch sizes.
+        samples = math.ceil(row.batch_size / 4)
+    return min(samples, PROFILE_SAMPLES, row.batch_size)
+
+
+def planned_balances(row: Row, model: nn.Sequential, sample: Any) -> dict[int, Balance]:
+    """Return the best balance for each number of partitions, from a profile of the model.
+
+    The model is profiled on the sample's device.
+    """
     found = plan(
         model,
         sample,
@@ -106,19 +134,20 @@ def planned_balances(row: Row, model: nn.Sequential, sample: Any) -> dict[int, t
         chunks=row.micro_batches,
         checkpoint=row.checkpoint or "never",
     )
-    return {
-        n: tuple(each.best.setup.balance)
-        for n, each in found.by_devices.items()
-        if each.best is not None
-    }
+    balances = {}
+    for partitions, each in found.by_devices.items():
+        if each.best is not None:
+            balances[partitions] = tuple(each.best.setup.balance)
+    return balances
 
 
 def on_devices(
     row: Row, model: nn.Sequential, devices: list[torch.device], engine: EngineName = "auto"
 ) -> nn.Module:
-    """Wrap the model in the row's pipeline, or move it to the first device if the row has no pipeline."""
+    """Wrap the model in the row's pipeline, or move it to the first device without a pipeline."""
     if row.partitions is None:
         return model.to(devices[0])
+    components = row.components
     return GPipe(
         model,
         row.balance,
@@ -127,16 +156,17 @@ def on_devices(
         checkpoint=row.checkpoint or "never",
         deferred_batch_norm=row.deferred_batch_norm,
         engine=engine,
-        dependency="dependency" in row.components,
-        copy_streams="streams" in row.components,
-        portals="portals" in row.components,
+        dependency="dependency" in components,
+        copy_streams="streams" in components,
+        portals="portals" in components,
     )
 
 
 def work_of(row: Row, seed: int) -> Work:
-    """Return the row's training on CPUs, with the same parameters, samples and optimizer as `Training`."""
+    """Return the row's training on CPUs; it has the same parameters and samples as `Training`."""
     torch.manual_seed(seed)
-    data, device = FakeData([row], seed), torch.device("cpu")
+    data = FakeData([row], seed)
+    device = torch.device("cpu")
     return Work(
         layers=row.sized.layers(),
         balance=row.balance or (),
@@ -150,16 +180,19 @@ def work_of(row: Row, seed: int) -> Work:
     )
 
 
-def make_optimizer(row: Row, model: nn.Module, **options: float) -> torch.optim.Optimizer:
+def make_optimizer(row: Row, model: nn.Module, **options: float) -> Optimizer:
     """Make the row's optimizer, with further options."""
-    kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, row.optimizer.name)
+    kind: Callable[..., Optimizer] = getattr(torch.optim, row.optimizer.name)
     return kind(model.parameters(), **row.optimizer.options, **options)
 
 
 class Training:
-    """Train one row's model, a step at a time. Gradients and activations do not stay alive between steps."""
+    """Train one row's model, a step at a time.
 
-    def __init__(
+    Gradients and activations do not stay alive between steps.
+    """
+
+    def __init__(  # noqa: PLR0913
         self,
         row: Row,
         devices: Devices,
@@ -171,26 +204,36 @@ class Training:
     ) -> None:
         """Build everything; `self.row` has the balance that is used.
 
-        To emulate a row, pass it as `emulates`, and its shortened row as `row`. Then all partitions are on the first
-        device, in the balance of the full row, and one thread runs their tasks one after another.
+        To emulate a row, pass it as `emulates`, and its shortened row as `row`. Then all partitions
+        are on the first device, in the balance of the full row, and one thread runs their tasks one
+        after another.
         """
         torch.manual_seed(seed)
-        with torch.device("meta") if devices.kind == "meta" else contextlib.nullcontext():
+        with torch.device("meta") if devices.kind == "meta" else nullcontext():
             model = row.sized.layers()
-        self.row = replace(row, balance=balancer.balanced(emulates or row, model, data).balance)
-        self.devices = devices.first(1) * row.devices if emulates else devices.first(row.devices)
+        balanced = balancer.balanced(emulates or row, model, data)
+        self.row = replace(row, balance=balanced.balance)
+        engine: EngineName = "auto"
+        if emulates is None:
+            self.devices = devices.first(row.devices)
+        else:
+            self.devices = devices.first(1) * row.devices
+            engine = "graph"
         self.observer: Observer | None = None
-        self.model = on_devices(self.row, model, self.devices, "graph" if emulates else "auto")
-        self.partitions = (
-            list(self.model.partitions) if isinstance(self.model, GPipe) else [self.model]
-        )
+        self.model = on_devices(self.row, model, self.devices, engine)
+        self.partitions: list[nn.Module] = [self.model]
+        if isinstance(self.model, GPipe):
+            self.partitions = list(self.model.partitions)
         self.input = data.input(row, self.devices[0])
         self.target = data.target(row, self.devices[-1])
         self.optimizer = make_optimizer(row, self.model)
 
-    @contextlib.contextmanager
+    @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Call `observer` for every task; without a pipeline, forward and backward of the model are one task each."""
+        """Call `observer` for every task.
+
+        Without a pipeline, forward and backward of the model are one task each.
+        """
         watched: Any = self if self.row.partitions is None else self.model
         watched.observer = observer
         try:
@@ -199,7 +242,7 @@ class Training:
             watched.observer = None
 
     def step(self) -> Tensor:
-        """Do one whole training step on the mini-batch and return its loss, still on its device."""
+        """Do one whole training step on the mini-batch; return its loss, still on its device."""
         loss = self.forward_and_backward()
         update(self.optimizer)
         return loss
@@ -207,25 +250,28 @@ class Training:
     def forward_and_backward(self) -> Tensor:
         """Return the loss, still on its device. Gradients are in the parameters' `.grad`."""
         with observed(self.observer, "forward", 0, 0):
-            output = (
-                self.model(**self.input) if isinstance(self.input, dict) else self.model(self.input)
-            )
+            output = self._forward()
         loss = self.row.criterion(output, self.target)
         del output
         with observed(self.observer, "backward", 0, 0):
             loss.backward()
         return loss.detach()
 
+    def _forward(self) -> Any:
+        if isinstance(self.input, dict):
+            return self.model(**self.input)
+        return self.model(self.input)
 
-def update(optimizer: torch.optim.Optimizer) -> None:
+
+def update(optimizer: Optimizer) -> None:
     """Update parameters, and free their gradients."""
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
-def record_tasks(training: Training, run: Callable[[], object]) -> Stopwatch:
-    """Call `run`; return a stopwatch with the times of all tasks and of all copies between devices."""
+def record_tasks(training: Training, run: Callable[[], T]) -> tuple[Stopwatch, T]:
+    """Call `run`; return a stopwatch with the times of its tasks and copies, and its result."""
     stopwatch = Stopwatch(dict(enumerate(training.devices)))
     with training.observed(stopwatch):
-        run()
-    return stopwatch
+        result = run()
+    return stopwatch, result

@@ -1,4 +1,4 @@
-"""Run different ways to do something in turn, so that slow phases of the machine affect all of them."""
+"""Run different ways to do something in turn, so that slow phases of a machine affect them all."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -13,13 +13,18 @@ def turns(
 ) -> Iterator[dict[Way, list[T]]]:
     """Run a step of each way per round; yield all samples after each round.
 
-    Rounds come in pairs: the first has a random order, the second the reverse, so that no way is favoured
-    by its place.
+    Rounds come in pairs: the first has a random order, the second the reverse, so that no way is
+    favoured by its place.
     """
-    samples: dict[Way, list[T]] = {way: [] for way in steps}
+    ways = list(steps)
+    samples: dict[Way, list[T]] = {way: [] for way in ways}
     order: list[Way] = []
     for k in range(rounds):
-        order = order[::-1] if k % 2 else draw.sample(list(steps), len(steps))
+        if k % 2 == 0:
+            order = draw.sample(ways, len(ways))
+        else:
+            order.reverse()
         for way in order:
-            samples[way].append(steps[way]())
+            sample = steps[way]()
+            samples[way].append(sample)
         yield samples

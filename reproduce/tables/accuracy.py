@@ -1,26 +1,25 @@
-"""Make the accuracy tables: top-1 error, the published one, and whether a pipeline matches its baseline."""
+"""Make the accuracy tables: top-1 errors, published ones, and how the rows were trained.
+
+The first table also says whether a pipeline matches its baseline.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from reproduce.experiments.row import Experiment
-from reproduce.numbers.metrics import (
-    FinalError,
-    epoch_throughput,
-    final_error,
-    final_errors,
-    outcome,
-)
+from reproduce.numbers.accuracy import FinalError, final_error, final_errors
+from reproduce.numbers.metrics import epoch_throughput, outcome
 from reproduce.records.places import Json
 from reproduce.records.record import Result
 from reproduce.tables.layout import Column, Table, by_value, number, span
 from reproduce.tables.rows import ROW, Rows, config
 
 RUNNING_STATISTICS = (  # of records up to revision 414bf55
-    "running statistics: largest relative difference, over all seeds and layers, of batch norm's running mean or "
-    "variance from what torch's batch norm, in the last epoch, made of the same values in undivided mini-batches; "
-    "where deferred, rounding should be all there is"
+    "running statistics: largest relative difference, over all seeds and layers, of batch norm's "
+    "running mean or variance from what torch's batch norm, in the last epoch, made of the same "
+    "values in undivided mini-batches; where deferred, rounding should be all there is"
 )
-Both = tuple[FinalError, FinalError]
+Pair = tuple[FinalError, FinalError]  # the errors of a row and of its baseline
+Notes = list[str | None]
 
 
 def accuracy_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
@@ -30,53 +29,86 @@ def accuracy_tables(experiment: Experiment, results: Sequence[Result]) -> list[T
 
 
 def _reached(rows: Rows) -> Table:
-    def both(result: Result) -> Both | None:
-        """Return the errors of a row and of its baseline."""
+    def pair(result: Result) -> Pair | None:
         base = rows.named(result.over)
-        ours, theirs = final_error(result), None if base is None else final_error(base)
-        return None if ours is None or theirs is None else (ours, theirs)
+        ours = final_error(result)
+        theirs = None if base is None else final_error(base)
+        if ours is None or theirs is None:
+            return None
+        return ours, theirs
+
+    def over_base(both: Pair) -> float:
+        ours, theirs = both
+        return ours.mean - theirs.mean
+
+    def spread(both: Pair) -> float | None:
+        ours, theirs = both
+        return ours.allowed(theirs)
+
+    def verdict(both: Pair) -> str:
+        ours, theirs = both
+        return ours.verdict(theirs)
 
     def published(result: Result) -> object:
         paper = rows.paper(result)
-        return None if paper is None else final_error(paper) or paper.config.get("outcome")
+        if paper is None:
+            return None
+        return final_error(paper) or paper.config.get("outcome")
 
     columns = [
         ROW,
-        Column("top-1 error\n%", lambda result: final_error(result) or _how_far(result)),
-        Column[Both]("over\nbase", lambda both: both[0].mean - both[1].mean, "{:+.2f}").of(both),
-        Column[Both]("spread", lambda both: both[0].allowed(both[1]), "{:.2f}").of(both),
-        Column[Both]("verdict", lambda both: both[0].verdict(both[1])).of(both),
+        Column("top-1 error\n%", _error_or_progress),
+        Column("over\nbase", over_base, "{:+.2f}").of(pair),
+        Column("spread", spread, "{:.2f}").of(pair),
+        Column("verdict", verdict).of(pair),
         Column("published\n%", published),
     ]
-    configs = [result.config for result in rows]
-    seeds = [len(final_errors(result)) for result in rows if result.samples] or [0]
-    over = by_value({result.row: result.over for result in rows if result.over})
-    bases = "; ".join(f"{base} for {own}" for base, own in over.items())
-    source, papers = (
-        rows.publication.source or {},
-        [result.config for result in rows.publication.results],
+    return rows.table("", columns, _notes(rows))
+
+
+def _notes(rows: Rows) -> Notes:
+    """Say what the rows have in common, and what the columns of the errors mean."""
+    seeds = []
+    baselines = {}
+    for result in rows:
+        if result.samples:
+            seeds.append(len(final_errors(result)))
+        if result.over:
+            baselines[result.row] = result.over
+    trained = "no training came to its end"
+    if any(seeds):
+        plural = "" if set(seeds) == {1} else "s"
+        trained = f"mean +- standard deviation over {span(seeds)} seed{plural}"
+    scale = rows.results[0].scale
+    work = f"{_trainings(rows.configs)}, {rows.span('epochs')} epochs"
+    notes: Notes = [f"scale {scale}: {work}; {trained}"]
+    over = by_value(baselines)
+    base = next(iter(over), "the first row")
+    if len(over) > 1:
+        bases = "; ".join(f"{base} for {own}" for base, own in over.items())
+        base = f"the row to equal ({bases})"
+    notes.append(f"over base: less the error of {base}")
+    notes.append(
+        "same: no further apart than both deviations together (spread), so that mean +- deviation "
+        "of both overlap"
     )
-    notes = [
-        f"scale {rows.results[0].scale}: {_trainings(configs)}, {span([each['epochs'] for each in configs])} epochs; "
-        + (
-            f"mean +- standard deviation over {span(seeds)} seed{'' if {*seeds} == {1} else 's'}"
-            if any(seeds)
-            else "no training came to its end"
-        ),
-        "over base: less the error of "
-        + (f"the row to equal ({bases})" if len(over) > 1 else next(iter(over), "the first row")),
-        "same: no further apart than both deviations together (spread), so that mean +- deviation of both overlap",
-        "one seed has no spread, and so no verdict: train more by --seeds K"
-        if 1 in seeds
-        else None,
+    if 1 in seeds:
+        notes.append("one seed has no spread, and so no verdict: train more by --seeds K")
+    source = rows.publication.source or {}
+    papers = [result.config for result in rows.publication.results]
+    notes.append(
         f"published: {source.get('repo')}, {_trainings(papers)}, {rows.published_on}; "
-        f"reference rows by {source.get('reference')}",
-        *rows.problems(),
-    ]
-    return rows.table("", columns, notes)
+        f"reference rows by {source.get('reference')}"
+    )
+    notes += rows.problems()
+    return notes
 
 
-def _how_far(result: Result) -> str:
+def _error_or_progress(result: Result) -> object:
+    """Return a row's error, or how far its training came, or why the row has no number."""
+    error = final_error(result)
+    if error is not None:
+        return error
     epochs = result.samples.get("epoch")
     if result.status == "measured" and epochs:
         return f"epoch {epochs[-1]:.0f} of {result.config['epochs']}"
@@ -84,34 +116,46 @@ def _how_far(result: Result) -> str:
 
 
 def _trainings(configs: Iterable[Mapping[str, Json]]) -> str:
-    return ", ".join(
-        sorted({f"{each['model']} on {each['dataset']}" for each in configs if "dataset" in each})
-    )
+    """Name the models and the datasets that they were trained on."""
+    trainings = set()
+    for each in configs:
+        if "dataset" in each:
+            trainings.add(f"{each['model']} on {each['dataset']}")
+    return ", ".join(sorted(trainings))
 
 
 def _trained(rows: Rows) -> Table:
+    def micro_batches(result: Result) -> object:
+        if result.config["partitions"] is None:
+            return "-"
+        return result.config["chunks"]
+
+    def batch_norm(result: Result) -> str:
+        return "deferred" if result.config["deferred_batch_norm"] else "plain"
+
+    def samples_per_second(result: Result) -> str | None:
+        samples = epoch_throughput(result)
+        return None if samples is None else number(samples)
+
     def difference(result: Result) -> str | None:
-        each = result.values.get("running_statistics_difference")
-        return f"{max(each):.0e}" if each else None
+        of_seeds = result.values.get("running_statistics_difference")
+        return f"{max(of_seeds):.0e}" if of_seeds else None
 
     columns = [
         ROW,
         config("batch", "batch_size"),
         config("n", "gpus"),
-        Column(
-            "m", lambda each: "-" if each.config["partitions"] is None else each.config["chunks"]
-        ),
-        Column(
-            "batch\nnorm",
-            lambda each: "deferred" if each.config["deferred_batch_norm"] else "plain",
-        ),
-        Column("samples/s", lambda each: (samples := epoch_throughput(each)) and number(samples)),
+        Column("m", micro_batches),
+        Column("batch\nnorm", batch_norm),
+        Column("samples/s", samples_per_second),
         Column("published", rows.published_throughput, number),
         Column("running\nstatistics", difference),
     ]
-    notes = [
+    notes: Notes = [
         "samples/s: median over epochs, reading data included, evaluation not",
-        "batch norm: deferred keeps running statistics of mini-batches, plain of what it sees, micro-batches or shares",
-        RUNNING_STATISTICS if any(map(difference, rows)) else None,
+        "batch norm: deferred keeps running statistics of mini-batches, plain of what it sees, "
+        "micro-batches or shares",
     ]
+    if any(difference(result) for result in rows):
+        notes.append(RUNNING_STATISTICS)
     return rows.table(": how they were trained", columns, notes)

@@ -6,17 +6,19 @@ from dataclasses import replace
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.experiments.row import Experiment
+from reproduce.numbers.match import grouped
 from reproduce.numbers.sources import Entry
 from reproduce.records.record import FREED_MEMORY, Record, Result, Run
 from reproduce.tables.accuracy import accuracy_tables
 from reproduce.tables.engines import engines_tables
-from reproduce.tables.layout import Table, bullets, many
+from reproduce.tables.layout import GiB, Table, bullets, many
 from reproduce.tables.memory import memory_tables
-from reproduce.tables.output import of_entry, written
+from reproduce.tables.output import Number, of_entry, written
 from reproduce.tables.predicted import measured_rows, predicted_tables
 from reproduce.tables.speed import ablation_tables, speed_tables
 
-MAKERS: dict[str, Callable[[Experiment, Sequence[Result]], list[Table]]] = {
+Results = Sequence[Result]
+MAKERS: dict[str, Callable[[Experiment, Results], list[Table]]] = {
     "speed": speed_tables,
     "memory": memory_tables,
     "ablation": ablation_tables,
@@ -25,93 +27,146 @@ MAKERS: dict[str, Callable[[Experiment, Sequence[Result]], list[Table]]] = {
 
 
 def tables(record: Record, experiment: str | None = None, group: str | None = None) -> list[Table]:
-    """Return the tables of all experiments in the record, of one experiment, or of one group of its rows."""
+    """Return the tables of a record.
+
+    With `experiment`, only the tables of this experiment are returned, and with `group`, only the
+    tables of this group of rows.
+    """
     if record.kind == "predicted":
-        return predicted_tables(record, measured_rows(record.results[0].experiment))
+        predicted = record.results[0].experiment
+        return predicted_tables(record, measured_rows(predicted))
     made: list[Table] = []
-    for name in dict.fromkeys(result.experiment for result in record.results):
-        if name in EXPERIMENTS and experiment in (None, name):
-            measures = EXPERIMENTS[name].measures
-            under_way = record.run is not None and record.run.state == "running"
-            results = [each for each in record.results if each.experiment == name]
-            results = [each for each in results if not (under_way and each.status == "interrupted")]
-            threads = [each for each in results if each.engine == "threads"]
-            own = MAKERS[measures](EXPERIMENTS[name], threads) if threads else []
-            own += engines_tables(EXPERIMENTS[name], results)
-            more = [] if measures == "memory" else [*_about_times(record)]
-            made += [
-                replace(each, notes=[*each.notes, *more])
-                for each in own
-                if group in (None, each.group)
-            ]
+    of_experiments = grouped(record.results, lambda result: result.experiment)
+    for name, results in of_experiments.items():
+        if name not in EXPERIMENTS or experiment not in (None, name):
+            continue
+        notes: list[str] = []
+        if EXPERIMENTS[name].measures != "memory":
+            notes = list(_about_times(record))
+        results = _without_pending(record, results)
+        for table in _tables_of(EXPERIMENTS[name], results):
+            if group in (None, table.group):
+                all_notes = [*table.notes, *notes]
+                made.append(replace(table, notes=all_notes))
+    return made
+
+
+def _without_pending(record: Record, results: list[Result]) -> list[Result]:
+    """Leave out the rows that a run which is under way has not finished yet."""
+    if record.run is None or record.run.state != "running":
+        return results
+    return [result for result in results if result.status != "interrupted"]
+
+
+def _tables_of(experiment: Experiment, results: Results) -> list[Table]:
+    """Return the tables of an experiment: of the engine `threads`, and of all engines."""
+    made: list[Table] = []
+    threads = [result for result in results if result.engine == "threads"]
+    if threads:
+        make = MAKERS[experiment.measures]
+        made += make(experiment, threads)
+    made += engines_tables(experiment, results)
     return made
 
 
 def _about_times(record: Record) -> Iterator[str]:
-    """Warn about a CPU run's times if the CPU was busy at its start, or measured and emulated devices differ."""
+    """Yield warnings about the times of a CPU run.
+
+    The CPU may have been busy at the start, or measured and emulated devices may differ.
+    """
     run = record.run
     if run is None or run.device != "cpu":
         return
-    known = any("others" in result.samples for result in record.results)
-    if run.load is not None and run.load[0] > run.machine.cores / 4 and not known:
+    emulated = False
+    known = False  # whether the run recorded how busy others kept the machine
+    for result in record.results:
+        if result.status == "emulated":
+            emulated = True
+        if "others" in result.samples:
+            known = True
+    cores = run.machine.cores
+    if run.load is not None and run.load[0] > cores / 4 and not known:
         yield (
-            f"load {run.load[0]:.2f} on {many(run.machine.cores, 'core')} in the minute before the start: unless that "
-            "was another run of these, the machine was busy"
+            f"load {run.load[0]:.2f} on {many(cores, 'core')} in the minute before the start: "
+            "unless that was another run of these, the machine was busy"
         )
     threads = run.threads_per_device or 1
-    if threads > 1 and any(result.status == "emulated" for result in record.results):
+    if threads > 1 and emulated:
         yield (
-            f"a measured device is {threads} threads and an emulated one is one: their samples/s are not to be compared"
+            f"a measured device is {threads} threads and an emulated one is one: their samples/s "
+            "are not to be compared"
         )
 
 
 def written_records(
     records: Sequence[Record], style: str, made: Sequence[Table] | None = None
 ) -> str:
-    """Return records' tables as text or Markdown, or their numbers as CSV or JSON. `made` are other tables of them."""
-    own = [table for record in records for table in tables(record)] if made is None else made
-    text = "".join(f"\n{table.text()}\n" for table in own)
-    markdown = (
-        "\n".join(map(document, records))
-        if made is None
-        else "\n\n".join(x.markdown() for x in own) + "\n"
-    )
-    entries = [Entry(record, result) for record in records for result in record.results]
-    return written(
-        style, [number for entry in entries for number in of_entry(entry)], text, markdown
-    )
+    """Return the tables of records as text or Markdown, or their numbers as CSV or JSON.
+
+    Without `made`, which are other tables of the records, the tables are those of each record.
+    """
+    text = ""
+    pages: list[str] = []
+    numbers: list[Number] = []
+    for table in made or ():
+        text += f"\n{table.text()}\n"
+        pages.append(table.markdown())
+    for record in records:
+        if made is None:
+            for table in tables(record):
+                text += f"\n{table.text()}\n"
+            pages.append(document(record))
+        for result in record.results:
+            numbers += of_entry(Entry(record, result))
+    markdown = "\n".join(pages)
+    if made is not None:
+        markdown = "\n\n".join(pages) + "\n"
+    return written(style, numbers, text, markdown)
 
 
 def document(record: Record) -> str:
     """Return the record as a Markdown page: its tables, and where and how it was run."""
     parts = [f"# {record.title}"]
     if record.run is not None:
-        parts.append(bullets(list(about_run(record, record.run).values()), wrap=False))
-    parts.extend(table.markdown() for table in tables(record))
+        lines = about_run(record, record.run)
+        parts.append(bullets(list(lines.values()), wrap=False))
+    parts += [table.markdown() for table in tables(record)]
     return "\n\n".join(parts) + "\n"
 
 
 def about_run(record: Record, run: Run) -> dict[str, str]:
     """Return lines about a record's run, by name: devices, machine, versions and so on."""
-    machine = run.machine
-    threads = (
-        ""
-        if run.threads_per_device is None
-        else f" of {many(run.threads_per_device, 'thread')} each"
-    )
-    gpus = "".join(f", {gpu.name} ({gpu.memory / 2**30:.0f} GiB)" for gpu in machine.gpus)
-    memory = "" if machine.memory is None else f", {machine.memory / 2**30:.0f} GiB of memory"
-    freed = "; the C library kept freed memory" if run.settings.get(FREED_MEMORY) == "kept" else ""
+    devices = many(run.devices, f"{run.device.upper()} device")
+    if run.threads_per_device is not None:
+        devices += f" of {many(run.threads_per_device, 'thread')} each"
     revision = "none" if run.git is None else run.git.name(12, " with changes ")
-    programs = ", ".join(
-        f"{program} {version}" for program, version in run.versions.items() if version
-    )
-    load = "unknown" if run.load is None else " ".join(f"{value:.2f}" for value in run.load)
-    return {
-        "devices": f"scale `{record.scale}`, on {many(run.devices, f'{run.device.upper()} device')}{threads}",
-        "machine": f"machine: {machine.cpu}, {many(machine.cores, 'core')}{memory}{gpus}; {machine.system}{freed}",
-        "versions": f"versions: {programs}; git revision {revision}",
-        "run": f"{run.state}: {run.started} to {run.ended or 'unknown'}; seed {run.seed}; load at start {load}",
-        "command": f"command: `{shlex.join(run.command)}`",
-        "record": f"record: `{record.name}.json`",
-    }
+    programs = []
+    for program, version in run.versions.items():
+        if version:
+            programs.append(f"{program} {version}")
+    load = "unknown"
+    if run.load is not None:
+        load = " ".join(f"{value:.2f}" for value in run.load)
+    ended = run.ended or "unknown"
+    state = f"{run.state}: {run.started} to {ended}"
+    lines = {"devices": f"scale `{record.scale}`, on {devices}"}
+    lines["machine"] = _about_machine(run)
+    lines["versions"] = f"versions: {', '.join(programs)}; git revision {revision}"
+    lines["run"] = f"{state}; seed {run.seed}; load at start {load}"
+    lines["command"] = f"command: `{shlex.join(run.command)}`"
+    lines["record"] = f"record: `{record.name}.json`"
+    return lines
+
+
+def _about_machine(run: Run) -> str:
+    """Return a line about the machine, and about how memory was freed on it."""
+    machine = run.machine
+    line = f"machine: {machine.cpu}, {many(machine.cores, 'core')}"
+    if machine.memory is not None:
+        line += f", {machine.memory / GiB:.0f} GiB of memory"
+    for gpu in machine.gpus:
+        line += f", {gpu.name} ({gpu.memory / GiB:.0f} GiB)"
+    line += f"; {machine.system}"
+    if run.settings.get(FREED_MEMORY) == "kept":
+        line += "; the C library kept freed memory"
+    return line

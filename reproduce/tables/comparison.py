@@ -1,4 +1,7 @@
-"""Answer `python -m reproduce compare`: find the sides, compare them, and write it as text, Markdown, CSV or JSON."""
+"""Answer `python -m reproduce compare`.
+
+This loads the sides, compares them, and writes the comparison as text, Markdown, CSV or JSON.
+"""
 
 import string
 import textwrap
@@ -11,15 +14,18 @@ from reproduce.numbers.match import grouped, match, pick
 from reproduce.numbers.metrics import BYTES, available, better, outcome
 from reproduce.numbers.significance import Decision, Rule
 from reproduce.numbers.sources import Side, load_side
-from reproduce.records.places import Json
-from reproduce.records.record import RULE, SUCCESS
+from reproduce.records.record import RULE, SUCCESS, Record, Run
 from reproduce.tables.layout import Table, bullets, many, reading_text
 from reproduce.tables.output import Number, of_reading, written
 
 LABEL_WIDTH = 30  # longer names of rows are wrapped
+UNDECIDED = ("too few", "untested", "disturbed")
+NO_ROWS = "no row has numbers on two sides"
+Sides = Sequence[Side]
+Comparisons = Sequence[Comparison]
 
 
-def compared(
+def compared(  # noqa: PLR0913
     names: Sequence[str],
     *,
     metric: str | None,
@@ -30,207 +36,270 @@ def compared(
     force: bool,
     every: bool,
 ) -> tuple[str, Error | None]:
-    """Return the comparison as text, and what to raise, if it fails as a check for regressions.
+    """Return the comparison as text, and what to raise if it fails as a check for regressions.
 
-    The arguments are those of the command. It raises `Error` if a side cannot be read, or has no such metric or field.
+    The arguments are those of the command.
+
+    Raises:
+        Error: If a side cannot be read, or no row has the metric or a field of the filters.
     """
     rule = Rule(alpha, threshold)
-    sides = [
-        load_side(letter, name) for letter, name in zip(string.ascii_uppercase, names, strict=False)
-    ]
+    sides = []
+    for letter, name in zip(string.ascii_uppercase, names, strict=False):
+        sides.append(load_side(letter, name))
     matched = match(sides)
     lines = pick(matched, filters)
-    metrics = available([entry for line in lines for entry in line.entries.values()])
+    entries = []
+    for line in lines:
+        entries += line.entries.values()
+    metrics = available(entries)
     if metric is not None and metric not in metrics:
         raise Error(f"--metric {metric}: no row has it; there are {', '.join(metrics) or 'none'}")
-    alike = [side.letter for side in sides[1:] if side.records == sides[0].records]
-    every |= style == "json"
+    if style == "json":
+        every = True
     comparisons, notes = compare(
         sides, lines, metric=metric, rule=rule, force=force, every=every, among=matched
     )
+    complaint = _complaint(comparisons)
+    first, *others = sides
+    alike = [side.letter for side in others if side.records == first.records]
     if alike:
-        notes.insert(
-            0, f"A and {' and '.join(alike)} hold the same records, of the same runs; {IN_TURN}"
-        )
-    complaint = _complaint(comparisons) if len(alike) < len(sides) - 1 else Error(f"{notes[0]}")
+        letters = " and ".join(alike)
+        same = f"A and {letters} hold the same records, of the same runs; {IN_TURN}"
+        notes.insert(0, same)
+        if len(alike) == len(others):
+            complaint = Error(same)
     return write_comparisons(comparisons, sides, rule, notes, style), complaint
 
 
 def write_comparisons(
-    comparisons: Sequence[Comparison],
-    sides: Sequence[Side],
-    rule: Rule,
-    notes: Sequence[str],
-    style: str,
+    comparisons: Comparisons, sides: Sides, rule: Rule, notes: Sequence[str], style: str
 ) -> str:
     """Format comparisons and notes as 'text', 'markdown', 'csv' or 'json'."""
-    tables = [_table(comparison, sides) for comparison in comparisons]
     below = [*_legend(sides, rule), *notes]
-    pages = [[each.text() for each in tables], [each.markdown().rstrip() for each in tables]]
-    text, markdown = (
-        "\n\n".join(
-            [*(page or ["no row has numbers on two sides"]), bullets(below, page is pages[0])]
-        )
-        + "\n"
-        for page in pages
+    text = []
+    markdown = []
+    numbers = []
+    own_notes = []
+    for comparison in comparisons:
+        table = _table(comparison, sides)
+        text.append(table.text())
+        markdown.append(table.markdown().rstrip())
+        numbers += _numbers(comparison, sides)
+        own_notes += comparison.notes
+    text = text or [NO_ROWS]
+    markdown = markdown or [NO_ROWS]
+    text.append(bullets(below))
+    markdown.append(bullets(below, wrap=False))
+    return written(
+        style,
+        numbers,
+        "\n\n".join(text) + "\n",
+        "\n\n".join(markdown) + "\n",
+        sides={side.letter: side.name for side in sides},
+        alpha=rule.alpha,
+        threshold=rule.threshold,
+        notes=own_notes + below,
     )
-    said = [*(note for each in comparisons for note in each.notes), *below]
-    numbers = (found for each in comparisons for found in _numbers(each, sides))
-    named = {side.letter: side.name for side in sides}
-    more = {"sides": named, "alpha": rule.alpha, "threshold": rule.threshold, "notes": said}
-    return written(style, numbers, text, markdown, **more)
 
 
-def _complaint(comparisons: Sequence[Comparison]) -> Error | None:
-    """Say which rows are worse, or that no row could be tested: a check that tested nothing must not pass."""
-    verdicts = [
-        (f"{row.line.label} ({comparison.experiment})", verdict(decision, comparison.metric))
-        for comparison in comparisons
-        for row in comparison.rows
-        for decision in row.decisions
-        if decision is not None
-    ]
-    worse = dict.fromkeys(row for row, found in verdicts if found == "worse")
+def _complaint(comparisons: Comparisons) -> Error | None:
+    """Say which rows are worse, or that no row could be tested.
+
+    A check that tested nothing must not pass.
+    """
+    worse = {}
+    decided = False
+    for comparison in comparisons:
+        for row in comparison.rows:
+            name = f"{row.line.label} ({comparison.experiment})"
+            for decision in filter(None, row.decisions):
+                found = verdict(decision, comparison.metric)
+                if found == "worse":
+                    worse[name] = None
+                if found not in UNDECIDED:
+                    decided = True
     if worse:
         return Worse(f"{many(len(worse), 'row')} worse than in A: {', '.join(worse)}")
-    if all(found in ("too few", "untested", "disturbed") for _, found in verdicts):
+    if not decided:
         return Error("no row could be decided, so nothing shows that there is no regression")
     return None
 
 
-def _legend(sides: Sequence[Side], rule: Rule) -> Iterator[str]:
+def _legend(sides: Sides, rule: Rule) -> Iterator[str]:
     """Explain the letters and the verdicts."""
     for side in sides:
-        yield f"{side.letter}: {side.name} ({many(len(side.records), 'record')}, {_origin(side)})"
-        if side.superseded:
-            yield f"{side.letter}: {many(side.superseded, 'row')} of other runs left out: {RULE}"
-        for experiment, entries in grouped(
-            side.entries, lambda each: each.result.experiment
-        ).items():
-            if len(runs := {each.record.name for each in entries if each.record.run}) > 1:
-                yield f"{side.letter}: {experiment}: rows of {len(runs)} runs, not in turn: {', '.join(sorted(runs))}"
-        unfinished = [
-            record.name for record in side.records if record.run and record.run.state != "finished"
-        ]
-        if unfinished:
-            yield f"{side.letter}: not finished: {', '.join(unfinished)}"
+        for note in _about(side):
+            yield f"{side.letter}: {note}"
+    percent = f"{100 * rule.threshold:.3g} %"
+    confidence = f"{100 * (1 - rule.alpha):.3g} %"
     yield (
-        f"better, worse: significant (rank test, p <= {rule.alpha:g}) and more than "
-        f"{100 * rule.threshold:.3g} % apart; ~: not both; interval: the ratio's, at {100 * (1 - rule.alpha):.3g} %"
+        f"better, worse: significant (rank test, p <= {rule.alpha:g}) and more than {percent} "
+        f"apart; ~: not both; interval: the ratio's, at {confidence}"
     )
 
 
-def _table(comparison: Comparison, sides: Sequence[Side]) -> Table:
-    """Return the table. With two sides, ratios have their own columns; with more, they are below each side's number."""
+def _about(side: Side) -> Iterator[str]:
+    """Say where the rows of a side come from."""
+    yield f"{side.name} ({many(len(side.records), 'record')}, {_origins(side)})"
+    if side.superseded:
+        yield f"{many(side.superseded, 'row')} of other runs left out: {RULE}"
+    of_experiments = grouped(side.entries, lambda entry: entry.result.experiment)
+    for experiment, entries in of_experiments.items():
+        runs = {entry.record.name for entry in entries if entry.record.run}
+        if len(runs) > 1:
+            names = ", ".join(sorted(runs))
+            yield f"{experiment}: rows of {len(runs)} runs, not in turn: {names}"
+    unfinished = []
+    for record in side.records:
+        run = record.run
+        if run is not None and run.state != "finished":
+            unfinished.append(record.name)
+    if unfinished:
+        yield f"not finished: {', '.join(unfinished)}"
+
+
+def _table(comparison: Comparison, sides: Sides) -> Table:
+    """Return the table.
+
+    With two sides, ratios have their own columns. With more sides, a ratio is below the number of
+    its side.
+    """
     headings = ["row", *(side.letter for side in sides)]
     if len(sides) == 2:
-        headings += [f"{sides[1].letter}/{sides[0].letter}", "interval", "verdict"]
-    rows = [
-        _line(
-            "\n".join(textwrap.wrap(row.line.label, LABEL_WIDTH)) or row.line.label,
-            [_number(row, side) for side in range(len(sides))],
-            [_ratio(decision, comparison.metric) for decision in row.decisions[1:]],
-        )
-        for row in comparison.rows
-    ]
-    means = [comparison.mean(side) for side in range(1, len(sides))]
-    counts = sorted({mean[1] for mean in means if mean is not None})
-    label = f"geometric mean of {' or '.join(map(str, counts))}" if counts else "geometric mean"
-    ratios = [["" if mean is None else f"{mean[0]:.2f}", "", ""] for mean in means]
-    if comparison.together is not None:
-        ratios = [_ratio(comparison.together, comparison.metric)]
-    rows.append(_line(label, [""] * len(sides), ratios))
-    unit = "" if comparison.unit in ("", *BYTES) else f" in {comparison.unit}"
-    of = ", each side over its own" if comparison.relative else unit
+        base, head = sides
+        headings += [f"{head.letter}/{base.letter}", "interval", "verdict"]
+    rows = []
+    for row in comparison.rows:
+        label = row.line.label
+        wrapped = "\n".join(textwrap.wrap(label, LABEL_WIDTH))
+        numbers = [_number(row, side) for side in range(len(sides))]
+        ratios = [_ratio(decision, comparison.metric) for decision in row.decisions[1:]]
+        rows.append(_line(wrapped or label, numbers, ratios))
+    rows.append(_mean_line(comparison, sides))
+    title = f"{comparison.experiment}: {comparison.metric}"
+    if comparison.relative:
+        title += ", each side over its own"
+    elif comparison.unit not in ("", *BYTES):
+        title += f" in {comparison.unit}"
     way = better(comparison.metric)
-    title = f"{comparison.experiment}: {comparison.metric}{of}" + (
-        f"; {way} is better" if way else ""
-    )
+    if way is not None:
+        title += f"; {way} is better"
     return Table(title, headings, rows, comparison.notes)
 
 
+def _mean_line(comparison: Comparison, sides: Sides) -> list[str]:
+    """Return the table's last row, which has the geometric mean of each side's ratios."""
+    counts = set()
+    ratios = []
+    for side in range(1, len(sides)):
+        ratio = ""
+        mean = comparison.mean(side)
+        if mean is not None:
+            ratio = f"{mean[0]:.2f}"
+            counts.add(mean[1])
+        ratios.append([ratio, "", ""])
+    label = "geometric mean"
+    if counts:
+        label += " of " + " or ".join(map(str, sorted(counts)))
+    if comparison.together is not None:
+        ratios = [_ratio(comparison.together, comparison.metric)]
+    return _line(label, [""] * len(sides), ratios)
+
+
 def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -> list[str]:
-    """Return a row of the table from each side's number, and the ratio cells of each side but the first."""
+    """Return a row of the table.
+
+    `numbers` has a cell for each side, and `ratios` has the cells of the ratio of each side but
+    the first.
+    """
+    if len(numbers) == 2:
+        return [label, *numbers, *ratios[0]]
     first, *others = numbers
-    if len(others) == 1:
-        return [label, first, *others, *ratios[0]]
-    below = [
-        "\n".join(filter(None, [number, ratio and f"x {ratio}", *more]))
-        for number, (ratio, *more) in zip(others, ratios, strict=True)
-    ]
-    return [label, first, *below]
+    cells = [label, first]
+    for number, (ratio, interval, found) in zip(others, ratios, strict=True):
+        times = f"x {ratio}" if ratio else ""
+        cells.append("\n".join(filter(None, [number, times, interval, found])))
+    return cells
 
 
-def _numbers(comparison: Comparison, sides: Sequence[Side]) -> Iterator[Number]:
+def _numbers(comparison: Comparison, sides: Sides) -> Iterator[Number]:
     """Yield a line for each row and side, and one for each side's geometric mean."""
 
-    def line(row: str, i: int, decision: Decision | None, **found: Json) -> Number:
-        tested = (
-            {}
-            if decision is None
-            else {**asdict(decision), "verdict": verdict(decision, comparison.metric)}
-        )
-        about = {name: getattr(comparison, name) for name in ("experiment", "metric", "relative")}
-        return {
-            "row": row,
-            "side": sides[i].letter,
-            "name": sides[i].name,
-            **about,
-            **tested,
-            **found,
-        }
+    def line(row: str, side: Side, decision: Decision | None) -> Number:
+        found: Number = {"row": row, "side": side.letter, "name": side.name}
+        found["experiment"] = comparison.experiment
+        found["metric"] = comparison.metric
+        found["relative"] = comparison.relative
+        if decision is not None:
+            found |= asdict(decision)
+            found["verdict"] = verdict(decision, comparison.metric)
+        return found
 
     for row in comparison.rows:
-        for i, (reading, decision) in enumerate(zip(row.readings, row.decisions, strict=True)):
-            found = of_reading(
-                reading, row.line.entries[i].result if i in row.line.entries else None
-            )
-            reason = None if reading else _number(row, i).replace("\n", " ")
-            yield line(row.line.label, i, decision, **found, reason=reason)
-    for i in range(1, len(sides)):
-        if (mean := comparison.mean(i)) is not None:
-            yield line("geometric mean", i, comparison.together, ratio=mean[0])
+        entries = row.line.entries
+        for i, side in enumerate(sides):
+            reading = row.readings[i]
+            result = entries[i].result if i in entries else None
+            reason = _number(row, i).replace("\n", " ") if reading is None else None
+            own = line(row.line.label, side, row.decisions[i])
+            yield {**own, **of_reading(reading, result), "reason": reason}
+    for i, side in enumerate(sides):
+        mean = comparison.mean(i) if i else None
+        if mean is not None:
+            own = line("geometric mean", side, comparison.together)
+            yield {**own, "ratio": mean[0]}
 
 
 def _number(row: ComparedRow, side: int) -> str:
-    reading, entry = row.readings[side], row.line.entries.get(side)
+    """Return the cell of a side's number, or why there is none."""
+    reading = row.readings[side]
+    entry = row.line.entries.get(side)
     if reading is not None:
         return reading_text(reading)
     if entry is None:
         return "missing"
-    return "-" if entry.result.status in SUCCESS else outcome(entry.result).replace(" ", "\n", 1)
+    if entry.result.status in SUCCESS:
+        return "-"
+    return outcome(entry.result).replace(" ", "\n", 1)
 
 
 def _ratio(decision: Decision | None, metric: str) -> list[str]:
     """Return the cells of a ratio, its interval and its verdict."""
     if decision is None:
         return ["", "", ""]
-    between = (
-        ""
-        if decision.low is None or decision.high is None
-        else f"{decision.low:.2f}-{decision.high:.2f}"
-    )
-    means = verdict(decision, metric)
-    text = {"too few": f"too few;\nneeds {decision.needed}", "untested": "no samples"}.get(
-        means, means
-    )
-    return [f"{decision.ratio:.2f}", between, text]
+    interval = ""
+    if decision.low is not None and decision.high is not None:
+        interval = f"{decision.low:.2f}-{decision.high:.2f}"
+    text: str = verdict(decision, metric)
+    if text == "too few":
+        text = f"too few;\nneeds {decision.needed}"
+    elif text == "untested":
+        text = "no samples"
+    return [f"{decision.ratio:.2f}", interval, text]
 
 
-def _origin(side: Side) -> str:
+def _origins(side: Side) -> str:
     """Say in short where a side's numbers come from."""
-    origins: dict[str, None] = {}
+    origins = {}
     for record in side.records:
         origin: str = record.kind
         if record.run is not None:
-            git, machine = record.run.git, record.run.machine
-            gpus = (
-                ", ".join({gpu.name for gpu in machine.gpus}) if record.run.device == "cuda" else ""
-            )
-            done = dict.fromkeys(
-                "emulated" if each.emulated else "measured" for each in record.results
-            )
-            origin = f"{' and '.join(done) or record.kind} on {gpus or machine.cpu}"
-            origin += f", git {git.name(7)}" if git else ""
+            origin = _origin(record, record.run)
         origins[origin] = None
     return "; ".join(origins) or "no row"
+
+
+def _origin(record: Record, run: Run) -> str:
+    """Say how the rows of a run were made, on what, and from which revision."""
+    done = {}
+    for result in record.results:
+        done["emulated" if result.emulated else "measured"] = None
+    place = run.machine.cpu
+    if run.device == "cuda":
+        gpus = {gpu.name for gpu in run.machine.gpus}
+        place = ", ".join(gpus) or place
+    origin = f"{' and '.join(done) or record.kind} on {place}"
+    if run.git is not None:
+        origin += f", git {run.git.name(7)}"
+    return origin

@@ -1,14 +1,15 @@
-"""Make the table of rows that several engines ran: samples per second, and their ratio to those of `threads`."""
+"""Make the table of rows that several engines ran.
 
-from collections.abc import Mapping, Sequence
+It shows each engine's samples per second, and their ratio to those of the engine `threads`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from operator import methodcaller
 from typing import get_args
 
 from reproduce.experiments.row import Experiment
 from reproduce.numbers.match import grouped
-from reproduce.numbers.metrics import outcome, speed_up, throughput
+from reproduce.numbers.metrics import Reading, outcome, speed_up, throughput
 from reproduce.records.record import Engine, Result
 from reproduce.tables.layout import Column, Table, many, number, ratio, table
 
@@ -16,58 +17,83 @@ GROUP = "engines"
 WHAT = {
     "threads": "threads: GPipe, a thread for each partition of one process",
     "ranks": "ranks: DistributedGPipe, a process for each partition",
-    "ScheduleGPipe": "ScheduleGPipe, Schedule1F1B: PyTorch's own schedules, a process for each partition; where tasks "
-    "are checkpointed, torch.utils.checkpoint does it",
+    "ScheduleGPipe": "ScheduleGPipe, Schedule1F1B: PyTorch's own schedules, a process for each "
+    "partition; where tasks are checkpointed, torch.utils.checkpoint does it",
 }
-Found = Mapping[Engine, Result]  # a row's result with each engine
+ByEngine = Mapping[Engine, Result]  # a row's result with each engine
+ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 
 def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return the table; none if only `threads` was used, or if no row had enough devices."""
-    measured = [result for result in results if not result.emulated]
-    engines = sorted({result.engine for result in measured}, key=get_args(Engine).index)
-    rows = {
-        row: {each.engine: each for each in found}
-        for row, found in grouped(measured, lambda x: x.row).items()
-    }
-    run = [
-        found
-        for found in rows.values()
-        if any(each.status != "needs devices" for each in found.values())
-    ]
-    if engines == ["threads"] or not run:
+    """Return the table, in a list.
+
+    The list is empty if only `threads` was used, or if no row had enough devices.
+    """
+    used: set[Engine] = set()
+    rows: dict[str, dict[Engine, Result]] = {}
+    left_out: list[Result] = []
+    for result in results:
+        if result.emulated:
+            continue
+        used.add(result.engine)
+        rows.setdefault(result.row, {})[result.engine] = result
+        if result.reason and result.status != "needs devices":
+            left_out.append(result)
+    run = list(filter(_had_devices, rows.values()))
+    if used == {"threads"} or not run:
         return []
-    columns = [Column[Found]("row", lambda found: next(iter(found.values())).row, left=True)]
+    engines = sorted(used, key=ENGINES.index)
+    columns = [Column[ByEngine]("row", _name, left=True)]
+    notes = []
     for engine in engines:
-        samples = Column[Result](
-            engine.replace("Schedule", "Schedule\n"),
-            lambda result: throughput(result) or outcome(result).replace("not run", "-"),
-            number,
-        )
-        columns.append(samples.of(methodcaller("get", engine)))
-        if engine != "threads":
-            over = partial(
-                lambda engine, found: speed_up(found.get(engine), found.get("threads")), engine
-            )
-            columns.append(Column("over\nthreads", over, ratio))
-    left_out = [result for result in measured if result.reason and result.status != "needs devices"]
-    reasons = grouped(left_out, lambda each: each.reason)
-    notes = [
-        *(text for engine, text in WHAT.items() if engine in engines),
-        "over threads: the median over rounds, in which each engine does a step"
-        if "threads" in engines
-        else None,
-        *(
-            f"{_names(found, 'engine')}: {reason} ({_names(found, 'row')})"
-            for reason, found in reasons.items()
-        ),
-        f"{many(len(rows) - len(run), 'row')} not run for want of devices"
-        if len(run) < len(rows)
-        else None,
-    ]
-    made = table(f"{experiment.title}: samples/s of each engine", columns, run, notes)
+        columns += _columns(engine)
+        if engine in WHAT:
+            notes.append(WHAT[engine])
+    if "threads" in used:
+        notes.append("over threads: the median over rounds, in which each engine does a step")
+    notes += _about_left_out(left_out)
+    lacking = len(rows) - len(run)
+    if lacking:
+        notes.append(f"{many(lacking, 'row')} not run for want of devices")
+    title = f"{experiment.title}: samples/s of each engine"
+    made = table(title, columns, run, notes)
     return [replace(made, group=GROUP)]
 
 
-def _names(results: Sequence[Result], of: str) -> str:
-    return ", ".join(dict.fromkeys(getattr(result, of) for result in results))
+def _about_left_out(results: Sequence[Result]) -> Iterator[str]:
+    """Say why engines did not run rows, in a note for each reason."""
+    for reason, found in grouped(results, lambda result: result.reason).items():
+        engines = {}
+        rows = {}
+        for result in found:
+            engines[result.engine] = None
+            rows[result.row] = None
+        yield f"{', '.join(engines)}: {reason} ({', '.join(rows)})"
+
+
+def _had_devices(row: ByEngine) -> bool:
+    return any(result.status != "needs devices" for result in row.values())
+
+
+def _name(row: ByEngine) -> str:
+    first = next(iter(row.values()))
+    return first.row
+
+
+def _columns(engine: Engine) -> list[Column[ByEngine]]:
+    """Return the columns of an engine: samples per second, and their ratio to `threads`."""
+
+    def samples(row: ByEngine) -> Reading | str | None:
+        result = row.get(engine)
+        if result is None:
+            return None
+        return throughput(result) or outcome(result).replace("not run", "-")
+
+    def over_threads(row: ByEngine) -> Reading | None:
+        return speed_up(row.get(engine), row.get("threads"))
+
+    heading = engine.replace("Schedule", "Schedule\n")
+    columns = [Column(heading, samples, number)]
+    if engine != "threads":
+        columns.append(Column("over\nthreads", over_threads, ratio))
+    return columns

@@ -1,4 +1,7 @@
-"""Keep a history: a line of JSON for each revision and machine, whose numbers are as in `reproduce.tables.output`."""
+"""Keep a history: a line of JSON for each revision and machine.
+
+The numbers of a line are as in `reproduce.tables.output`.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
@@ -9,20 +12,22 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from reproduce.error import Error
+from reproduce.machine.description import Machine
 from reproduce.machine.git import Git, checkout, commit_of, git
 from reproduce.numbers.metrics import better
 from reproduce.numbers.sources import load_side, side_of
 from reproduce.records.places import Json, decode, find_record, parse_json
-from reproduce.records.record import TIME
+from reproduce.records.record import TIME, Record
 from reproduce.tables.output import Number, of_entry
 
 KINDS = ("measured", "emulated", "predicted")
 NEEDED = {"experiment", "row", "kind", "metric", "unit", "value"}
-KEPT = ("time", "speedup", "memory", "reserved", "top1_error")  # and counts
+KEPT = ("time", "speedup", "memory", "reserved", "top1_error")  # the metrics kept besides counts
+NAMING = ("metric", "kind", "name", "scale", "device", "engine")  # the fields that name a number
 
 
 class Line(Struct, frozen=True):
-    """Hold the numbers of a revision on a machine. `date` is the commit's."""
+    """Hold the numbers of a revision on a machine. `date` is the date of the commit."""
 
     git: Git
     date: str
@@ -31,101 +36,145 @@ class Line(Struct, frozen=True):
 
 
 def line_of(names: Sequence[str]) -> Line:
-    """Return the line of these sides (`load_side`), without what was disturbed, or raise `Error`."""
-    found = [
-        (record, find_record(name).exists())
-        for name in names
-        for record in load_side("", name).records
-    ]
-    # Counts and predictions do not say of what they are: files are of what is checked out.
-    gits = {
-        record.run.git if record.run else checkout(Path()) if here else None
-        for record, here in found
-    }
-    ran = [record.run.machine for record, _ in found if record.run]
-    machines = {
-        ", ".join([x.cpu, f"{x.cores} cores", *(gpu.name for gpu in x.gpus)]) for x in ran
-    } or {"any machine"}
-    numbers = [
-        {field: value for field, value in number.items() if value is not None}
-        for entry in side_of("", "", [record for record, _ in found]).entries
-        for number in of_entry(entry)
-        if number["kind"] in KINDS and not number.get("disturbed", True)
-        if number["metric"] in KEPT or number["unit"] == "count"
-    ]
+    """Return the line of the records that `load_side` finds under the names.
+
+    Disturbed numbers are left out. It raises `Error` if no number is left, or if the records are
+    of several revisions or machines.
+    """
+    records: list[Record] = []
+    gits: dict[Git | None, None] = {}
+    machines: set[str] = set()
+    for name in names:
+        in_file = find_record(name).exists()
+        for record in load_side("", name).records:
+            records.append(record)
+            if record.run is not None:
+                gits[record.run.git] = None
+                machines.add(_described(record.run.machine))
+            else:
+                # Counts and predictions do not name their revision. Those in files are taken to be
+                # of the revision that is checked out.
+                gits[checkout(Path()) if in_file else None] = None
+    machines = machines or {"any machine"}
+    numbers = list(_kept(records))
     source = next(iter(gits), None)
     if source is None or len(gits) > 1 or len(machines) > 1 or not numbers:
-        of = ", ".join(sorted(each.name(7) if each else "unknown" for each in gits))
+        revisions = sorted(each.name(7) if each else "unknown" for each in gits)
         raise Error(
-            f"{' '.join(names)}: {len(numbers)} undisturbed numbers of revision {of} on {'; '.join(machines)}; "
-            "name what is of one revision and one machine, in the top folder of a checkout"
+            f"{' '.join(names)}: {len(numbers)} undisturbed numbers of revision "
+            f"{', '.join(revisions)} on {'; '.join(machines)}; name what is of one revision and "
+            "one machine, in the top folder of a checkout"
         )
-    seconds = int(git(Path(), "log", "-1", "--format=%ct", commit_of(Path(), source.revision)))
-    return Line(
-        source,
-        datetime.fromtimestamp(seconds, timezone.utc).strftime(TIME),
-        machines.pop(),
-        numbers,
-    )
+    commit = commit_of(Path(), source.revision)
+    seconds = int(git(Path(), "log", "-1", "--format=%ct", commit))
+    date = datetime.fromtimestamp(seconds, timezone.utc)
+    return Line(source, date.strftime(TIME), machines.pop(), numbers)
+
+
+def _described(machine: Machine) -> str:
+    """Describe a machine in a line: its processor, cores and GPUs."""
+    parts = [machine.cpu, f"{machine.cores} cores"]
+    parts += [gpu.name for gpu in machine.gpus]
+    return ", ".join(parts)
+
+
+def _kept(records: Sequence[Record]) -> Iterator[Number]:
+    """Yield the numbers of the records that a history keeps, without fields that are None."""
+    for entry in side_of("", "", records).entries:
+        for number in of_entry(entry):
+            if number["kind"] not in KINDS or number.get("disturbed", True):
+                continue
+            if number["metric"] in KEPT or number["unit"] == "count":
+                yield {field: value for field, value in number.items() if value is not None}
 
 
 def read_history(
     content: bytes, where: str, tell: Callable[[Error], object]
 ) -> Iterator[tuple[bytes, Line | None]]:
-    """Yield the lines of a history, and what they say: None of a broken one, of which `tell` is told."""
+    """Yield each line of a history as it is in the file, and as a `Line`.
+
+    For a broken line it yields None instead of the `Line`, and calls `tell` with the error.
+    """
     for i, text in enumerate(content.splitlines(), 1):
+        here = f"{where}:{i}"
         try:
-            line = decode(Line, parse_json(text, f"{where}:{i}"), f"{where}:{i}")
-            if not all(
-                each.keys() >= NEEDED and isinstance(each["value"], float) for each in line.numbers
-            ):
-                raise Error(f"{where}:{i}: a number lacks one of {', '.join(sorted(NEEDED))}")
-            yield text, line
+            line = decode(Line, parse_json(text, here), here)
+            _check(line, here)
         except Error as error:
             tell(error)
             yield text, None
+        else:
+            yield text, line
+
+
+def _check(line: Line, where: str) -> None:
+    """Raise `Error` if a number lacks a field that every number needs."""
+    for number in line.numbers:
+        if not number.keys() >= NEEDED or not isinstance(number["value"], float):
+            raise Error(f"{where}: a number lacks one of {', '.join(sorted(NEEDED))}")
 
 
 def added(content: bytes, line: Line, where: str, tell: Callable[[str], object]) -> bytes:
-    """Return a history with the line at its end: its numbers, and others of this revision and machine."""
-    lines = list(read_history(content, where, lambda error: tell(f"{error}; the line is kept")))
-    if lines and not any(old for _, old in lines):
+    """Return a history with the line at its end.
+
+    The history's numbers of the same revision and machine are moved into this line, except those
+    that the line replaces.
+    """
+
+    def tell_kept(error: Error) -> None:
+        tell(f"{error}; the line is kept")
+
+    kept: list[bytes] = []
+    same: dict[bytes, Line] = {}
+    broken = 0
+    lines = list(read_history(content, where, tell_kept))
+    for text, old in lines:
+        if old is None:
+            broken += 1
+        elif (old.git, old.machine) == (line.git, line.machine):
+            same[text] = old
+            continue
+        kept.append(text)
+    if lines and broken == len(lines):
         raise Error(f"{where}: no line of it is of a history; name another file")
-    same = {
-        text: x
-        for text, x in lines
-        if x is not None and (x.git, x.machine) == (line.git, line.machine)
-    }
-    every = [number for each in (*same.values(), line) for number in each.numbers]
-    last = {name_of(number): number for number in every}
-    if len(last) < len(every):
-        tell(f"replaced: {len(every) - len(last)} numbers of {line.git.name(7)} on {line.machine}")
-    whole = msgspec.json.encode(replace(line, numbers=[*last.values()]))
-    return b"".join(
-        text + b"\n" for text in [*(text for text, _ in lines if text not in same), whole]
-    )
+    count = 0
+    last: dict[str, Number] = {}  # the last number of each name
+    for each in [*same.values(), line]:
+        for number in each.numbers:
+            count += 1
+            last[name_of(number)] = number
+    replaced = count - len(last)
+    if replaced:
+        tell(f"replaced: {replaced} numbers of {line.git.name(7)} on {line.machine}")
+    whole = replace(line, numbers=list(last.values()))
+    kept.append(msgspec.json.encode(whole))
+    return b"".join(text + b"\n" for text in kept)
 
 
 def name_of(number: Number) -> str:
-    """Name a number. Within a line, names differ."""
-    fields = [
-        number.get(x, "threads") for x in ("metric", "kind", "name", "scale", "device", "engine")
-    ]
-    return ", ".join(
-        [f"{number['experiment']} {number['row']}", *(str(x) for x in fields if x != "threads")]
-    )
+    """Return a number's name, which is different from those of the other numbers of its line."""
+    parts = [f"{number['experiment']} {number['row']}"]
+    for field in NAMING:
+        value = number.get(field, "threads")
+        if value != "threads":
+            parts.append(str(value))
+    return ", ".join(parts)
 
 
 def smaller_is_better(line: Line) -> list[dict[str, Json]]:
     """Return what github-action-benchmark takes as `customSmallerIsBetter`: no speed-ups."""
-    return [
-        {
-            "name": name_of(each),
-            "unit": each["unit"],
-            "value": each["value"],
-            "extra": line.machine,
-            "range": "{lower:g}-{upper:g}".format(**each) if "lower" in each else "",
-        }
-        for each in line.numbers
-        if each["unit"] == "count" or better(each["metric"]) == "lower"
-    ]
+    numbers = []
+    for number in line.numbers:
+        if number["unit"] != "count" and better(number["metric"]) != "lower":
+            continue
+        interval = "{lower:g}-{upper:g}".format(**number) if "lower" in number else ""
+        numbers.append(
+            {
+                "name": name_of(number),
+                "unit": number["unit"],
+                "value": number["value"],
+                "extra": line.machine,
+                "range": interval,
+            }
+        )
+    return numbers

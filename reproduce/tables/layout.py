@@ -2,8 +2,7 @@
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import tabulate
@@ -11,62 +10,80 @@ import tabulate
 from reproduce.numbers.match import grouped
 from reproduce.numbers.metrics import BYTES, DISTURBED, MARK, Reading
 
-MiB, GiB = BYTES["MiB"], BYTES["GiB"]
+MiB = BYTES["MiB"]
+GiB = BYTES["GiB"]
 
 
 def number(value: float | Reading) -> str:
-    """Format a number, or a reading's middle, with three significant digits or as an integer: 0.850, 12.0, 4,224.
+    """Format a number with three significant digits, or as an integer: 0.850, 12.0, 4,224.
 
-    A reading that was disturbed has a mark.
+    A reading is formatted as its middle. A disturbed reading gets a mark.
     """
     if isinstance(value, Reading):
-        return number(value.middle) + MARK * value.disturbed
-    if 999.5 <= abs(value) < 1e13:
+        return number(value.middle) + value.mark
+    size = abs(value)
+    if 999.5 <= size < 1e13:
         return f"{value:,.0f}"
-    if 1e-3 <= abs(value) < 1e13:
+    if 1e-3 <= size < 1e13:
         return f"{value:#.3g}".rstrip(".")
-    return f"{value:.2e}" if value else "0"
+    if value:
+        return f"{value:.2e}"
+    return "0"
 
 
 def ratio(value: float | Reading) -> str:
-    """Format a ratio as a number, but from 0.1 to 1 with two decimals, to fit in a column with 1.25: 0.85."""
+    """Format a ratio as `number` does, but with two decimals from 0.1 to 1.
+
+    So 0.85 fits in a column with 1.25.
+    """
     if isinstance(value, Reading):
-        return ratio(value.middle) + MARK * value.disturbed
-    return f"{value:.2f}" if 0.1 <= abs(value) < 1 else number(value)
+        return ratio(value.middle) + value.mark
+    if 0.1 <= abs(value) < 1:
+        return f"{value:.2f}"
+    return number(value)
 
 
 def reading_text(reading: Reading) -> str:
-    """Format a reading's middle; bytes in MiB or GiB."""
+    """Format a reading's middle. Bytes are formatted in MiB or GiB."""
     if reading.unit not in BYTES:
         return number(reading)
-    value = reading.middle * BYTES[reading.unit]
-    return f"{value / GiB:.2f} GiB" if value >= GiB else f"{value / MiB:.4g} MiB"
+    size = reading.middle * BYTES[reading.unit]
+    if size >= GiB:
+        return f"{size / GiB:.2f} GiB"
+    return f"{size / MiB:.4g} MiB"
 
 
 def with_quartiles(reading: Reading, write: Callable[[float], str] = number) -> str:
-    """Format a reading's middle and its quartiles, if any, as in `12.0 (11.8-12.3)`."""
-    between = "" if reading.quartiles is None else f" ({'-'.join(map(write, reading.quartiles))})"
-    return write(reading.middle) + MARK * reading.disturbed + between
+    """Format a reading's middle and its quartiles, if it has any, as in `12.0 (11.8-12.3)`."""
+    text = write(reading.middle) + reading.mark
+    quartiles = reading.quartiles
+    if quartiles is None:
+        return text
+    low, high = map(write, quartiles)
+    return f"{text} ({low}-{high})"
 
 
 WIDTH = 80
 DEVICES_PER_LINE = 4
-WHOLE = {
+WHOLE = {  # short form in a heading -> long form in Markdown
     "publ.": "published",
     "-\n": "-",
     "/\n": "/",
-}  # short form in a heading, long form in Markdown
-tabulate.MIN_PADDING = 0  # else a column is two characters wider than its heading
+}
+tabulate.MIN_PADDING = 0  # By default, a column is two characters wider than its heading.
 Row = TypeVar("Row")
 Other = TypeVar("Other")
 Form = str | Callable[[Any], str]
+Cells = Sequence[str]
+Notes = Sequence[str]
 
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
     """Describe a column: its heading, a function from a row to its value, and the value's format.
 
-    A string is shown as it is, None as `nothing`. Columns of words are aligned `left`.
+    A value that is a string is shown as it is, and None is shown as `nothing`. Columns of words
+    are aligned `left`.
     """
 
     heading: str
@@ -78,12 +95,20 @@ class Column(Generic[Row]):
     def text(self, row: Row) -> str:
         """Return the cell of a row."""
         value = self.value(row)
-        if value is None or isinstance(value, str):
-            return self.nothing if value is None else value
-        return self.form.format(value) if isinstance(self.form, str) else self.form(value)
+        form = self.form
+        if value is None:
+            return self.nothing
+        if isinstance(value, str):
+            return value
+        if isinstance(form, str):
+            return form.format(value)
+        return form(value)
 
     def of(self, find: Callable[[Other], Row | None]) -> "Column[Other]":
-        """Return this column for another table: `find` maps its rows to rows of this column, or to None."""
+        """Return this column for a table with other rows.
+
+        `find` returns the row of this column that belongs to a row of the other table, or None.
+        """
 
         def value(other: Other) -> object:
             row = find(other)
@@ -97,40 +122,54 @@ class Table:
     """Hold a table's cells as text. Line breaks in headings and cells are only for the terminal."""
 
     title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = field(default_factory=tuple)
-    left: int = 1  # number of first columns that are aligned left
+    headings: Cells
+    rows: Sequence[Cells]
+    notes: Notes = ()
+    left: int = 1  # how many columns, from the first on, are aligned left
     group: str = ""  # the name of the rows' group, where an experiment has several
 
     def text(self) -> str:
         """Return the table for a terminal."""
-        notes = ["", bullets(self.notes)] if self.notes else []
+        title = textwrap.fill(self.title, WIDTH)
         cells = grid(self.headings, self.rows, "simple", self.left)
-        return "\n".join([textwrap.fill(self.title, WIDTH), "", cells, *notes])
+        parts = [title, "", cells]
+        if self.notes:
+            parts += ["", bullets(self.notes)]
+        return "\n".join(parts)
 
     def markdown(self, level: int = 2) -> str:
-        """Return the table as Markdown, under a heading of that level."""
-        headings = [
-            reduce(lambda text, word: text.replace(*word), WHOLE.items(), each)
-            for each in self.headings
-        ]
-        flat = [[cell.replace("\n", " ") for cell in row] for row in (headings, *self.rows)]
-        body = grid(flat[0], flat[1:], "pipe", self.left)
-        return "\n".join(
-            [f"{'#' * level} {self.title}", "", body, "", bullets(self.notes, wrap=False)]
-        )
+        """Return the table as Markdown, under a heading of the given level."""
+        headings = []
+        for heading in self.headings:
+            for short, long in WHOLE.items():
+                heading = heading.replace(short, long)
+            headings.append(heading)
+        rows = [_without_breaks(row) for row in self.rows]
+        title = "#" * level + " " + self.title
+        body = grid(_without_breaks(headings), rows, "pipe", self.left)
+        return "\n".join([title, "", body, "", bullets(self.notes, wrap=False)])
 
 
-def grid(
-    head: Sequence[str], rows: Sequence[Sequence[str]], style: str, left: int | None = None
-) -> str:
-    """Format rows in a style of tabulate. The first `left` columns are aligned left, the others right."""
-    align = (
-        ["left"] * len(head) if left is None else ["left"] * left + ["right"] * (len(head) - left)
-    )
+def _without_breaks(cells: Cells) -> Cells:
+    return [cell.replace("\n", " ") for cell in cells]
+
+
+def grid(head: Cells, rows: Sequence[Cells], style: str, left: int | None = None) -> str:
+    """Format rows in a style of tabulate.
+
+    The first `left` columns are aligned left and the others right. Without `left`, all columns
+    are aligned left.
+    """
+    if left is None:
+        left = len(head)
+    right = len(head) - left
     text = tabulate.tabulate(
-        rows, head, tablefmt=style, colalign=align, headersglobalalign=None, disable_numparse=True
+        rows,
+        head,
+        tablefmt=style,
+        colalign=["left"] * left + ["right"] * right,
+        headersglobalalign=None,
+        disable_numparse=True,
     )
     return "\n".join(line.rstrip() for line in text.splitlines())
 
@@ -141,43 +180,72 @@ def table(
     rows: Iterable[Row],
     notes: Iterable[str | None] = (),
 ) -> Table:
-    """Make a table. Columns that are empty in every row are left out, and so are empty notes; a mark is explained."""
+    """Make a table. Columns that are empty in every row are left out, and so are empty notes.
+
+    If a cell has the mark of a disturbed reading, a note explains the mark.
+    """
     rows = list(rows)
-    texts = [(column, [column.text(row) for row in rows]) for column in columns]
-    kept = [(column, cells) for column, cells in texts if any(cells)]
-    lines = list(zip(*(cells for _, cells in kept), strict=True))
-    headings, left = [column.heading for column, _ in kept], sum(column.left for column, _ in kept)
-    marked = [DISTURBED] if any(MARK in cell for line in lines for cell in line) else []
-    return Table(title, headings, lines, [*filter(None, notes), *marked], left)
+    headings = []
+    left = 0
+    cells_of_columns = []
+    kept_notes = list(filter(None, notes))
+    marked = False
+    for column in columns:
+        cells = [column.text(row) for row in rows]
+        if not any(cells):
+            continue
+        headings.append(column.heading)
+        cells_of_columns.append(cells)
+        if column.left:
+            left += 1
+        if any(MARK in cell for cell in cells):
+            marked = True
+    if marked:
+        kept_notes.append(DISTURBED)
+    lines = list(zip(*cells_of_columns, strict=True))
+    return Table(title, headings, lines, kept_notes, left)
 
 
 def in_lines(numbers: Sequence[float], form: str, gap: str = "  ") -> str:
     """Format a number for each device, four to a line."""
     texts = [form.format(each) for each in numbers]
-    lines = [texts[i : i + DEVICES_PER_LINE] for i in range(0, len(texts), DEVICES_PER_LINE)]
-    return "\n".join(gap.join(line) for line in lines)
+    lines = []
+    for start in range(0, len(texts), DEVICES_PER_LINE):
+        end = start + DEVICES_PER_LINE
+        lines.append(gap.join(texts[start:end]))
+    return "\n".join(lines)
 
 
-def bullets(notes: Sequence[str], wrap: bool = True) -> str:
+def bullets(notes: Notes, wrap: bool = True) -> str:
     """Return the notes as a list, wrapped for a terminal or not."""
-    if not wrap:
-        return "\n".join(f"- {note}" for note in notes)
-    return "\n".join(
-        textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in notes
-    )
+    lines = []
+    for note in notes:
+        line = f"- {note}"
+        if wrap:
+            line = textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ")
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def by_value(values: Mapping[str, str]) -> dict[str, str]:
-    """Group names by value: return the names that have each value, joined as in `a, b`."""
-    return {value: ", ".join(names) for value, names in grouped(values, values.__getitem__).items()}
+    """Group names by their values: return for each value its names, joined as in `a, b`."""
+    joined = {}
+    for value, names in grouped(values, values.__getitem__).items():
+        joined[value] = ", ".join(names)
+    return joined
 
 
 def many(count: int, thing: str) -> str:
-    """Return `1 row`, `2 rows`."""
-    return f"{count} {thing}{'' if count == 1 else 's'}"
+    """Return a count and its noun, such as `1 row` or `2 rows`."""
+    if count == 1:
+        return f"1 {thing}"
+    return f"{count} {thing}s"
 
 
 def span(values: Sequence[float]) -> str:
     """Return `8` where all values are 8, and `8 to 64` where they differ."""
-    low, high = min(values), max(values)
-    return str(low) if low == high else f"{low} to {high}"
+    low = min(values)
+    high = max(values)
+    if low == high:
+        return str(low)
+    return f"{low} to {high}"

@@ -1,6 +1,7 @@
-"""Write what a command found: as text or Markdown for people; as CSV or JSON, a line for each number, for programs.
+"""Write what a command found.
 
-All commands have one schema, which `docs/results.md` explains.
+Text and Markdown are for people. CSV and JSON are for programs, with a line for each number. All
+commands have one schema, which `docs/results.md` explains.
 """
 
 import csv
@@ -8,6 +9,8 @@ import io
 import json
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from reproduce.machine.load import LIMITS
 from reproduce.numbers.metrics import Reading, available, outcome, read, speed_up
@@ -18,6 +21,7 @@ from reproduce.tables.layout import Table
 
 if TYPE_CHECKING:
     from torchgpipe.plan import Plan
+    from torchgpipe.plan.search.trial import Candidate
 
 SCHEMA = 1
 FIELDS = (
@@ -46,90 +50,130 @@ FIELDS = (
     "needed",
 )
 Number = dict[str, Json]  # by `FIELDS`
+Numbers = Iterator[Number]
 
 
 def written(style: str, numbers: Iterable[Number], text: str, markdown: str, **more: Json) -> str:
-    """Return the numbers as 'csv' or 'json', `more` beside them in JSON; or one of the texts."""
-    lines = [{name: each.get(name) for name in FIELDS} for each in numbers]
+    """Return what a command found in a style.
+
+    'csv' and 'json' have the numbers, and 'json' also has the fields `more`. The other styles are
+    'text' and 'markdown'.
+    """
+    if style == "text":
+        return text
+    if style == "markdown":
+        return markdown
+    lines = []
+    for number in numbers:
+        line = {name: number.get(name) for name in FIELDS}
+        lines.append(line)
     if style == "json":
-        return (
-            json.dumps({"schema": SCHEMA, **more, "numbers": lines}, indent=1, allow_nan=False)
-            + "\n"
-        )
-    if style != "csv":
-        return markdown if style == "markdown" else text
-    writer = csv.DictWriter(file := io.StringIO(), fieldnames=FIELDS, lineterminator="\n")
+        content = {"schema": SCHEMA, **more, "numbers": lines}
+        return json.dumps(content, indent=1, allow_nan=False) + "\n"
+    file = io.StringIO()
+    writer = csv.DictWriter(file, fieldnames=FIELDS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return file.getvalue()
 
 
 def of_reading(reading: Reading | None, result: Result | None) -> Number:
-    """Return the fields of a value and of its row; where they are not known, it was measured here."""
+    """Return the fields of a value and of its row.
+
+    A value without a row was measured here, and it is not known whether it was disturbed.
+    """
     found: Number = {"kind": "measured"}
+    disturbance_is_known = False
     if result is not None:
-        found = {"kind": "emulated" if result.emulated else result.status}
-        found |= {name: getattr(result, name) for name in ("scale", "device", "engine")}
+        found["kind"] = "emulated" if result.emulated else result.status
+        found["scale"] = result.scale
+        found["device"] = result.device
+        found["engine"] = result.engine
+        disturbance_is_known = not LIMITS.keys().isdisjoint(result.samples)
     if reading is not None:
-        found |= {"unit": reading.unit, "value": reading.middle, "samples": reading.samples}
-        known = result is not None and not LIMITS.keys().isdisjoint(result.samples)
         lower, upper = reading.quartiles or (None, None)
-        found |= {"disturbed": reading.disturbed if known else None, "lower": lower, "upper": upper}
+        found["unit"] = reading.unit
+        found["value"] = reading.middle
+        found["samples"] = reading.samples
+        found["disturbed"] = reading.disturbed if disturbance_is_known else None
+        found["lower"] = lower
+        found["upper"] = upper
     return found
 
 
-def of_entry(entry: Entry) -> Iterator[Number]:
-    """Yield a line for each number of a row, or one if it has none."""
-    result, about = entry.result, {"experiment": entry.result.experiment, "row": entry.result.row}
-    about |= {"name": entry.hardware} if entry.hardware else {}
-    bases = [
-        x for x in entry.record.results if x.key == (*result.key[:3], result.over, *result.key[4:])
-    ]
-    found = {name: read(entry, name) for name in available([entry]) if name != "speedup"}
-    found |= {"speedup": speed_up(result, bases[0])} if bases else {}
-    for metric, reading in found.items():
+def of_entry(entry: Entry) -> Numbers:
+    """Yield a line for each number of a row, or one line if the row has no number."""
+    result = entry.result
+    about: Number = {"experiment": result.experiment, "row": result.row}
+    if entry.hardware:
+        about["name"] = entry.hardware
+    readings = {}
+    for metric in available([entry]):
+        if metric != "speedup":
+            readings[metric] = read(entry, metric)
+    base = _base(entry)
+    if base is not None:
+        readings["speedup"] = speed_up(result, base)
+    for metric, reading in readings.items():
         yield {**about, "metric": metric, **of_reading(reading, result)}
-    if not found:
-        yield {**about, **of_reading(None, result), "reason": result.reason or outcome(result)}
+    if not readings:
+        reason = result.reason or outcome(result)
+        yield {**about, **of_reading(None, result), "reason": reason}
 
 
-def of_cells(table: Table, **about: Json) -> Iterator[Number]:
-    """Yield a line for each cell of a table of settings. Whole numbers are numbers. Without `about` rows are names."""
-    for first, *cells in table.rows:
+def _base(entry: Entry) -> Result | None:
+    """Return the row that a row's speed-up is taken over, if it is in the record."""
+    if entry.result.over is None:
+        return None
+    key = replace(entry.result, row=entry.result.over).key
+    for other in entry.record.results:
+        if other.key == key:
+            return other
+    return None
+
+
+def of_cells(table: Table, **about: Json) -> Numbers:
+    """Yield a line for each cell of a table of settings. Whole numbers are numbers.
+
+    Without `about`, each row's name is that of an experiment.
+    """
+    for row, *cells in table.rows:
+        fields = about or {"experiment": row}
         for heading, cell in zip(table.headings[1:], cells, strict=True):
             value = int(cell) if cell.isdecimal() else " ".join(cell.split())
-            yield {
-                **(about or {"experiment": first}),
-                "row": first,
-                "metric": heading,
-                "value": value,
-            }
+            yield {**fields, "row": row, "metric": heading, "value": value}
 
 
-def of_plan(plan: "Plan", title: str) -> Iterator[Number]:
-    """Yield what is predicted of the best pipeline on each number of devices, and of data parallel training."""
+def of_plan(plan: "Plan", title: str) -> Numbers:
+    """Yield what is predicted for each number of devices.
+
+    That is the best pipeline, and data parallel training beside it.
+    """
     batch_size = plan.candidates[0].setup.batch_size
     for (n, found), other in zip(plan.by_devices.items(), plan.beside, strict=True):
-        for name, each in (("pipeline", found.best), ("data parallel", other)):
-            about = {"experiment": title, "row": f"{name} n={n}", "kind": "predicted"}
-            if each is None:
-                yield {**about, "reason": "no room"}
-                continue
-            values = {
-                "s": ("time", each.seconds),
-                "samples/s": ("throughput", batch_size / each.seconds),
-            }
-            for unit, (metric, value) in {**values, "bytes": ("memory", each.peak)}.items():
-                yield {**about, "metric": metric, "unit": unit, "value": value}
-            if each is found.best:
-                setup = each.setup
-                chosen = {
-                    "balance": [*setup.balance],
-                    "chunks": len(setup.sizes),
-                    "checkpoint": setup.checkpoint,
-                }
-                chosen["schedule"] = setup.lists.name
-                yield from (
-                    {**about, "metric": metric, "value": value} for metric, value in chosen.items()
-                )
-                yield {**about, "metric": "bubble", "unit": "share", "value": each.bubble}
+        best = found.best
+        about = {"experiment": title, "row": f"pipeline n={n}", "kind": "predicted"}
+        yield from _of_prediction(about, best, batch_size)
+        if best is not None:
+            yield from _of_setup(about, best)
+        about = {"experiment": title, "row": f"data parallel n={n}", "kind": "predicted"}
+        yield from _of_prediction(about, other, batch_size)
+
+
+def _of_prediction(about: Number, found: "Candidate | None", batch_size: int) -> Numbers:
+    if found is None:
+        yield {**about, "reason": "no room"}
+        return
+    speed = batch_size / found.seconds
+    yield {**about, "metric": "time", "unit": "s", "value": found.seconds}
+    yield {**about, "metric": "throughput", "unit": "samples/s", "value": speed}
+    yield {**about, "metric": "memory", "unit": "bytes", "value": found.peak}
+
+
+def _of_setup(about: Number, best: "Candidate") -> Numbers:
+    setup = best.setup
+    yield {**about, "metric": "balance", "value": list(setup.balance)}
+    yield {**about, "metric": "chunks", "value": len(setup.sizes)}
+    yield {**about, "metric": "checkpoint", "value": setup.checkpoint}
+    yield {**about, "metric": "schedule", "value": setup.lists.name}
+    yield {**about, "metric": "bubble", "unit": "share", "value": best.bubble}

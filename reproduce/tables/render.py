@@ -6,8 +6,10 @@ A block is the text between two comments, the first of which names its content:
     ...
     <!-- end -->
 
-- an experiment's name: the tables of its run that `ranked` puts first; followed by "/short", only two of them;
-- a name such as "benchmarks/overlap": the table of that record in results/benchmarks, made by `benchmarks/render.py`.
+- The name of an experiment stands for the tables of its run that `ranked` puts first. With
+  "/short" after it, only two of the tables are shown.
+- A name such as "benchmarks/overlap" stands for the table of that record in results/benchmarks,
+  made by `benchmarks/render.py`.
 
 If there is no record yet, the block says so.
 """
@@ -33,84 +35,103 @@ MARK = re.compile(
     r"(?P<begin><!-- from records: (?P<name>.*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
 )
 
+# A function from a page and the part of a block's name after the slash to the block's text.
+Maker = Callable[[Path, str], str]
+Texts = dict[Path, str]
+Records = Mapping[Path, Record]
 
-Maker = Callable[
-    [Path, str], str
-]  # given a page and a block's name behind the slash, returns the block's text
 
+def render(root: Path, benchmarks: Maker | None = None) -> Texts:
+    """Return the new text of every file below `root` that is generated or has a generated block.
 
-def render(root: Path, benchmarks: Maker | None = None) -> dict[Path, str]:
-    """Return every file below `root` that is generated, or has a generated block, with its new text.
+    `benchmarks` makes the blocks of the folder `benchmarks`. It is an argument because that folder
+    imports this package.
 
-    `benchmarks` makes the blocks of that folder. It is an argument because that folder imports this package.
-    It raises `Error` if a record is broken, or a block's name is unknown.
+    Raises:
+        Error: If a record is broken, or a block's name is unknown.
     """
-    records = {
-        path: load(path)
-        for name in FOLDERS
-        for path in sorted((root / "results" / name).rglob("*.json"))
-    }
-    files = {path.with_suffix(".md"): document(record) for path, record in records.items()}
-    makers: dict[str, Maker] = {
-        **{name: functools.partial(_experiment_block, name, records) for name in EXPERIMENTS},
-        **({} if benchmarks is None else {"benchmarks": benchmarks}),
-    }
+    records = {}
+    files: Texts = {}
+    for folder in FOLDERS:
+        for path in sorted((root / "results" / folder).rglob("*.json")):
+            record = load(path)
+            records[path] = record
+            files[path.with_suffix(".md")] = document(record)
+    makers: dict[str, Maker] = {}
+    for name in EXPERIMENTS:
+        makers[name] = functools.partial(_experiment_block, name, records)
+    if benchmarks is not None:
+        makers["benchmarks"] = benchmarks
+    pages = sorted([root / "README.md", *(root / "docs").rglob("*.md")])
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        if MARK.search(text):
+            files[page] = _with_new_blocks(text, page, makers)
+    return files
+
+
+def _with_new_blocks(text: str, page: Path, makers: Mapping[str, Maker]) -> str:
+    """Return a page's text with new blocks. Blocks of benchmarks stay if they have no maker."""
 
     def block(match: re.Match[str]) -> str:
         kind, _, name = match["name"].partition("/")
-        if kind == "benchmarks" and benchmarks is None:
+        make = makers.get(kind)
+        if make is not None:
+            return match["begin"] + make(page, name) + match["end"]
+        if kind == "benchmarks":
             return match[0]
-        if kind not in makers:
-            raise Error(
-                f"{page}: a block is from {match['name']!r}; name one of {', '.join(makers)}"
-            )
-        return f"{match['begin']}{makers[kind](page, name)}{match['end']}"
+        raise Error(f"{page}: a block is from {match['name']!r}; name one of {', '.join(makers)}")
 
-    for page in sorted([root / "README.md", *(root / "docs").rglob("*.md")]):
-        text = page.read_text(encoding="utf-8")
-        if MARK.search(text):
-            files[page] = MARK.sub(block, text)
-    return files
+    return MARK.sub(block, text)
 
 
 def stale(files: Mapping[Path, str]) -> list[Path]:
     """Return the files whose text on disk is not the new one."""
-    return [
-        path
-        for path, text in files.items()
-        if not path.exists() or path.read_text(encoding="utf-8") != text
-    ]
+    found = []
+    for path, text in files.items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            found.append(path)
+    return found
 
 
-def _experiment_block(
-    experiment: str, records: Mapping[Path, Record], page: Path, part: str
-) -> str:
-    """Return the tables of the run of the experiment that counts.
+def _experiment_block(experiment: str, records: Records, page: Path, part: str) -> str:
+    """Return the tables of the run of the experiment that `ranked` puts first.
 
-    The part "short" has the rows like the published ones and those at equal batch size, without notes.
+    The part "short" has the rows like the published ones and those at equal batch size, without
+    notes.
     """
-    record = next(iter(ranked([each for each in records.values() if each.run], experiment)), None)
-    if record is None or record.run is None:
+    runs = [record for record in records.values() if record.run is not None]
+    first = next(iter(ranked(runs, experiment)), None)
+    if first is None or first.run is None:
         return NOTHING
-    run, path = record.run, next(path for path, each in records.items() if each is record)
+    run = first.run
+    path = next(path for path, record in records.items() if record is first)
     if part == "short":
-        chosen = [each for group in SHORT for each in tables(record, experiment, group)]
-        kept = [
-            replace(each, notes=[note for note in each.notes if note == DISTURBED])
-            for each in chosen
-        ]
-        parts = [each.markdown(level=3).strip() for each in kept]
+        parts = _short_tables(first, experiment)
     else:
-        parts = [table.markdown(level=3) for table in tables(record, experiment)]
-    about = about_run(record, run)
-    when = run.started[:10] + f" ({run.state})" * (run.state != "finished")
-    under = f"Run on {when} with torch {run.versions.get('torch')}, {about['devices']}; {about['machine']}"
-    return (
-        "\n\n".join([*parts, f"{under}; [more of this run]({link(page, path.with_suffix('.md'))})"])
-        + "\n\n"
-    )
+        parts = [table.markdown(level=3) for table in tables(first, experiment)]
+    about = about_run(first, run)
+    when = run.started[:10]
+    if run.state != "finished":
+        when += f" ({run.state})"
+    more = link(page, path.with_suffix(".md"))
+    where = f"{about['devices']}; {about['machine']}"
+    under = f"Run on {when} with torch {run.versions.get('torch')}, {where}"
+    parts.append(f"{under}; [more of this run]({more})")
+    return "\n\n".join(parts) + "\n\n"
+
+
+def _short_tables(record: Record, experiment: str) -> list[str]:
+    parts = []
+    for group in SHORT:
+        for table in tables(record, experiment, group):
+            notes = [note for note in table.notes if note == DISTURBED]
+            short = replace(table, notes=notes)
+            parts.append(short.markdown(level=3).strip())
+    return parts
 
 
 def link(page: Path, path: Path) -> str:
     """Return the path of a file relative to the page."""
-    return Path(os.path.relpath(path, page.parent)).as_posix()
+    relative = os.path.relpath(path, page.parent)
+    return Path(relative).as_posix()

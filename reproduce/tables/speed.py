@@ -1,8 +1,7 @@
-"""Make the tables of speed and of the ablation: throughput and speed-up, also the published ones."""
+"""Make the tables of speed and of the ablation: throughput, speed-up and the published numbers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from reproduce.experiments.row import (
     COMPONENTS,
@@ -14,56 +13,69 @@ from reproduce.experiments.row import (
 from reproduce.numbers.match import grouped
 from reproduce.numbers.metrics import outcome
 from reproduce.records.record import Result
-from reproduce.tables.layout import Column, GiB, Table, in_lines, number, ratio, span
+from reproduce.tables.layout import Column, GiB, Table, in_lines, number, ratio
 from reproduce.tables.rows import BUSY, ROW, Rows, config, is_published, speed
 
 SMALLER = "n and m as published, with a smaller model and batch: compare the shape, not the numbers"
 UNORDERED = (
-    "without the dependency nothing asks for a recomputation before its gradient is there; without streams of their "
-    "own, copies run among the tasks of both sides; without portals, skips go through every partition on their way"
+    "without the dependency nothing asks for a recomputation before its gradient is there; without "
+    "streams of their own, copies run among the tasks of both sides; without portals, skips go "
+    "through every partition on their way"
 )
+Results = Sequence[Result]
 
 
-def speed_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return a table for each group of rows, and one of utilization; if groups are models, one table for all."""
+def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
+    """Return a table for each group of rows, and one of utilization.
+
+    If groups are models, one table has all of them.
+    """
     if results[0].config.get("equal") == "model":
         return [zoo_table(experiment, results)]
+    reproducing = [result for result in results if result.published]
     tables = []
     for group, chosen in grouped(results, _group).items():
         rows = Rows(experiment, chosen)
         if group == PUBLISHED_BALANCE:
-            table = _balances(rows, Rows(experiment, [each for each in results if each.published]))
+            table = _balances(rows, Rows(experiment, reproducing))
+        elif is_published(chosen[0]):
+            table = _as_published(rows)
         else:
-            table = _as_published(rows) if is_published(chosen[0]) else _ours(group, rows)
+            table = _ours(group, rows)
         tables.append(replace(table, group=group))
     observed = [result for result in results if "bubble" in result.values]
-    return (
-        [*tables, replace(_utilization(Rows(experiment, observed)), group="utilization")]
-        if observed
-        else tables
-    )
+    if observed:
+        table = _utilization(Rows(experiment, observed))
+        tables.append(replace(table, group="utilization"))
+    return tables
 
 
-def ablation_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
+def _group(result: Result) -> str:
+    """Return the name of the group that the row ran in, which is `Row.group`."""
+    if is_published(result):
+        return str(result.config["configuration"])
+    return str(result.config.get("equal") or "batch")  # rows of older runs lack `equal`
+
+
+def ablation_tables(experiment: Experiment, results: Results) -> list[Table]:
     """Return the table of the published rows."""
     rows = Rows(experiment, results)
-    kind = "reserved" if any("peak_reserved" in result.values for result in rows) else "live"
+    reserved = any("peak_reserved" in result.values for result in rows)
+    kind = "reserved" if reserved else "live"
+
+    def switches(result: Result) -> str:
+        switched_on = result.config["components"]
+        marks = ["x" if part in switched_on else "-" for part in COMPONENTS]
+        return "".join(marks)
 
     def peak(result: Result) -> float | None:
-        return (
-            sum(result.values.get("peak_reserved") or result.values.get("peak_allocated") or [])
-            / GiB
-            or None
-        )
+        values = result.values
+        peaks = values.get("peak_reserved") or values.get("peak_allocated") or []
+        return sum(peaks) / GiB or None
 
     columns = [
         ROW,
-        Column(
-            "dsp",
-            lambda result: "".join(
-                "-x"[part in result.config["components"]] for part in COMPONENTS
-            ),
-        ),
+        Column("dsp", switches),
         rows.throughput(),
         rows.over("speed-up"),
         Column("publ.", rows.published_speed_up, ratio),
@@ -74,34 +86,23 @@ def ablation_tables(experiment: Experiment, results: Sequence[Result]) -> list[T
     ]
     notes = [
         rows.circumstances(),
-        "dsp: dependency, streams, portals; x where it is on. Speed-up: over the first row, taken round by round",
-        f"published on {rows.published_on}: U-Net (5, 64), reserved memory"
-        if any(map(rows.paper, rows))
-        else None,
-        UNORDERED,
-        *rows.about_emulation(),
-        *rows.what_busy_is(),
-        *rows.problems(),
+        "dsp: dependency, streams, portals; x where it is on. Speed-up: over the first row, taken "
+        "round by round",
     ]
+    if any(map(rows.paper, rows)):
+        notes.append(f"published on {rows.published_on}: U-Net (5, 64), reserved memory")
+    notes.append(UNORDERED)
+    notes += rows.about_emulation()
+    notes += rows.what_busy_is()
+    notes += rows.problems()
     return [rows.table(rows.published_title, columns, notes)]
 
 
-def _group(result: Result) -> str:
-    """Return the row's group, as `Row.group` does. Rows of older runs may lack `equal`."""
-    return str(
-        result.config["configuration"]
-        if is_published(result)
-        else result.config.get("equal") or "batch"
-    )
-
-
 def _ours(equal: str, rows: Rows) -> Table:
-    first = min(
-        (result.config["partitions"] for result in rows if result.config["partitions"] != 1),
-        default=2,
-    )
+    partitions = {config["partitions"] for config in rows.configs} - {1}
+    smallest = min(partitions, default=2)
     columns = [
-        Column[Result]("configuration", lambda result: result.config["configuration"], left=True),
+        Column("configuration", _configuration, left=True),
         config("n", "partitions"),
         config("m", "chunks"),
         rows.throughput(),
@@ -111,59 +112,77 @@ def _ours(equal: str, rows: Rows) -> Table:
     notes = [
         rows.circumstances(),
         "nobody has published these rows: they are ours, to tell pipelining from larger batches",
-        f"over naive: of the same n (checkpoint-only: over naive n={first}), taken round by round",
+        f"over naive: of the same n (checkpoint-only: over naive n={smallest}), taken round by "
+        "round",
     ]
     if equal == "micro-batch":
-        size = span([result.config["micro_batch_size"] for result in rows])
+        size = rows.span("micro_batch_size")
         notes.append(f"micro-batch size {size}, so the batch size is {size} x m")
     notes.append(
-        "small micro-batches may be faster or slower by themselves: checkpoint-only shows by how much"
+        "small micro-batches may be faster or slower by themselves: checkpoint-only shows by how "
+        "much"
     )
-    return rows.table(
-        f", ours at equal {equal} size",
-        columns,
-        [*notes, *rows.about_emulation(), *rows.problems()],
-    )
+    notes += rows.about_emulation()
+    notes += rows.problems()
+    return rows.table(f", ours at equal {equal} size", columns, notes)
+
+
+def _configuration(result: Result) -> str:
+    return str(result.config["configuration"])
 
 
 def _as_published(rows: Rows) -> Table:
-    modes = {result.config["checkpoint"] for result in rows if result.config["chunks"] is not None}
-    quartiles = not (
-        rows.emulated and any(map(rows.published_throughput, rows))
-    )  # the published column needs the room
+    modes = set()
+    baselines = {}
+    for result in rows:
+        if result.config["chunks"] is not None:
+            modes.add(result.config["checkpoint"])
+        if result.over:
+            baselines[result.over] = None
+    setting = config("checkpoint", "checkpoint")
+    if len(modes) == 1:
+        setting = config("m", "chunks")
+    # In a table with emulated rows, the published column needs the room of the quartiles.
+    quartiles = not (rows.emulated and any(map(rows.published_throughput, rows)))
+    heading = "speed-up\n(quartiles)" if quartiles else "speed-up"
     columns = [
         ROW,
         config("batch", "batch_size"),
-        config("m", "chunks") if len(modes) == 1 else config("checkpoint", "checkpoint"),
+        setting,
         rows.throughput(),
         Column("publ.", rows.published_throughput, number),
-        rows.over("speed-up" + "\n(quartiles)" * quartiles, quartiles),
+        rows.over(heading, quartiles),
         Column("publ.", rows.published_speed_up, ratio),
         *rows.beside(),
     ]
-    bases = dict.fromkeys(result.over for result in rows if result.over)
-    notes = [
-        rows.circumstances(),
-        SMALLER if "like" in rows.published_title else None,
-        f"speed-up: over {', '.join(bases)}, taken round by round",
-        *rows.about_emulation(),
-        rows.about_publication(),
-        *rows.problems(),
-    ]
+    notes = [rows.circumstances()]
+    if "like" in rows.published_title:
+        notes.append(SMALLER)
+    notes.append(f"speed-up: over {', '.join(baselines)}, taken round by round")
+    notes += rows.about_emulation()
+    notes.append(rows.about_publication())
+    notes += rows.problems()
     return rows.table(rows.published_title, columns, notes)
 
 
 def _balances(rows: Rows, profiled: Rows) -> Table:
-    """Make the table that compares the published balance with the one that was profiled here."""
+    """Make the table that compares the published balance with the one that was profiled here.
+
+    The rows are in the published balance. The same rows are also in `profiled`, each in the
+    balance that was profiled.
+    """
+
+    def name(result: Result) -> str:
+        return result.row.partition("/")[0]
 
     def here(result: Result) -> Result | None:
-        return profiled.named(result.row.partition("/")[0])
+        return profiled.named(name(result))
 
     def balance(result: Result) -> str:
         return in_lines(result.config["balance"] or (), "{}", gap=" ")
 
     columns = [
-        Column[Result]("row", lambda result: result.row.partition("/")[0], left=True),
+        Column("row", name, left=True),
         Column("profiled here", balance, left=True).of(here),
         profiled.over("speed-\nup").of(here),
         Column("published balance", balance),
@@ -171,7 +190,8 @@ def _balances(rows: Rows, profiled: Rows) -> Table:
         Column("publ.", profiled.published_speed_up, ratio).of(here),
     ]
     notes = [
-        "the rows like the published once more, in the balance that suited the published machine; speed-ups as above",
+        "the rows like the published once more, in the balance that suited the published machine; "
+        "speed-ups as above",
         *rows.about_emulation(),
         *rows.problems(),
     ]
@@ -179,47 +199,66 @@ def _balances(rows: Rows, profiled: Rows) -> Table:
 
 
 def _utilization(rows: Rows) -> Table:
+    def of_each_device(result: Result) -> object:
+        return result.values.get("utilization") or None
+
+    def bubble(result: Result) -> object:
+        return result.values["bubble"]
+
+    def in_percent(shares: Sequence[float]) -> str:
+        return in_lines(shares, "{:.0%}")
+
     columns = [
         ROW,
-        Column(
-            "each device",
-            lambda x: x.values.get("utilization") or None,
-            partial(in_lines, form="{:.0%}"),
-            "-",
-        ),
+        Column("each device", of_each_device, in_percent, "-"),
         replace(BUSY, heading="mean", nothing="-"),
-        Column("bubble", lambda each: each.values["bubble"], "{:.0%}"),
+        Column("bubble", bubble, "{:.0%}"),
     ]
     notes = [
         *rows.what_busy_is(),
-        "bubble: share of the devices' time, from a step's first task to its last, in which they waited",
+        "bubble: share of the devices' time, from a step's first task to its last, in which they "
+        "waited",
         "of one step of each row",
     ]
-    return rows.table(
-        f": how busy the {'emulated ' if rows.emulated else ''}devices were", columns, notes
-    )
+    devices = "emulated devices" if rows.emulated else "devices"
+    return rows.table(f": how busy the {devices} were", columns, notes)
 
 
-def zoo_table(experiment: Experiment, results: Sequence[Result]) -> Table:
+def zoo_table(experiment: Experiment, results: Results) -> Table:
     """Return the table of all models so far. Its group is that of the last model."""
     rows = Rows(experiment, results)
-    plain = Rows(experiment, [each for each in rows if each.config["partitions"] is None])
-    measured = Column("samples/s\nmeasured", speed, number)
-    columns: list[Column[Result]] = [
-        Column("model", lambda plain: plain.config["model"].rpartition(":")[2], left=True),
-        measured.of(lambda plain: rows.measured(plain.row)) if rows.emulated else measured,
+    plain = []
+    partitions = set()
+    for result in rows:
+        n = result.config["partitions"]
+        if n is None:
+            plain.append(result)
+        else:
+            partitions.add(n)
+
+    def model(result: Result) -> str:
+        return str(result.config["model"].rpartition(":")[2])
+
+    def measured(result: Result) -> Result | None:
+        return rows.measured(result.row) if rows.emulated else result
+
+    columns = [
+        Column("model", model, left=True),
+        Column("samples/s\nmeasured", speed, number).of(measured),
     ]
-    for n in sorted({each.config["partitions"] for each in rows} - {None}):
+    for n in sorted(partitions):
         columns += _gains(rows, n)
-    return replace(plain.table("", columns, _notes(rows)), group=str(results[-1].config["model"]))
+    table = Rows(experiment, plain).table("", columns, _zoo_notes(rows))
+    return replace(table, group=str(results[-1].config["model"]))
 
 
 def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
-    found = {
-        (x.config["model"], x.config["configuration"]): x
-        for x in rows
-        if x.config["partitions"] == n
-    }
+    """Yield the columns of the speed-ups of n devices, for rows of plain training."""
+    found = {}
+    for result in rows:
+        if result.config["partitions"] == n:
+            model = result.config["model"]
+            found[model, result.config["configuration"]] = result
 
     def row(configuration: str) -> Callable[[Result], Result | None]:
         return lambda plain: found.get((plain.config["model"], configuration))
@@ -232,20 +271,20 @@ def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
     yield Column(f"n={n}\nequal", gain, ratio).of(row(EQUAL_LAYERS))
 
 
-def _notes(rows: Rows) -> Iterator[str]:
+def _zoo_notes(rows: Rows) -> Iterator[str]:
     yield rows.circumstances()
-    how = {
-        (each.config["chunks"], each.config["checkpoint"])
-        for each in rows
-        if each.config["chunks"] is not None
-    }
-    yield from (
-        f"n: speed-up of n devices over plain training on one, taken round by round; m={m}, checkpoint {mode}"
-        for m, mode in sorted(how)
-    )
+    settings = set()
+    for result in rows:
+        if result.config["chunks"] is not None:
+            settings.add((result.config["chunks"], result.config["checkpoint"]))
+    for m, mode in sorted(settings):
+        yield (
+            "n: speed-up of n devices over plain training on one, taken round by round; "
+            f"m={m}, checkpoint {mode}"
+        )
     yield (
-        "plan: in the balance of torchgpipe.plan, by a profile of the layers on this machine; equal: with equally many "
-        "layers in each partition"
+        "plan: in the balance of torchgpipe.plan, by a profile of the layers on this machine; "
+        "equal: with equally many layers in each partition"
     )
     yield "nobody has published these rows"
     yield from rows.about_emulation(ratio=False)

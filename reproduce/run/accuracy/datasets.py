@@ -1,7 +1,8 @@
-"""Yield mini-batches of ImageNet or of generated images. The same seed and epoch always give the same mini-batches.
+"""Yield mini-batches of ImageNet or of generated images.
 
-The order and the crops of an epoch depend only on the seed and the epoch's number. So a resumed training gets the data
-that it would have had without the interruption, and no state of the data has to be saved.
+The order and the crops of an epoch depend only on the seed and the epoch's number. So a resumed
+training gets the data that it would have had without the interruption, and no state of the data has
+to be saved.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
+from torch.utils.data import DataLoader
 
 from reproduce.error import Error
 from reproduce.experiments.recipe import AccuracyScale
@@ -22,15 +24,17 @@ from reproduce.models.resnet import import_torchvision
 Batch = tuple[Tensor, Tensor]  # images (N, 3, H, W) and classes (N,), on the CPU
 
 LAYOUT = "train/<class>/*.JPEG and val/<class>/*.JPEG"
-MEAN, DEVIATION = (
-    (0.485, 0.456, 0.406),
-    (0.229, 0.224, 0.225),
-)  # of ImageNet's channels; not stated in the publication
+# Of ImageNet's channels. The publication does not state them.
+MEAN = (0.485, 0.456, 0.406)
+DEVIATION = (0.229, 0.224, 0.225)
 MOST_EPOCHS = 100_003  # with fewer epochs, no two trainings use the same seed for an epoch
 
 
 class AccuracyNeeds(NamedTuple):
-    """Hold what only accuracy experiments need: the data, and the seeds. Each row is trained once per seed."""
+    """What only accuracy experiments need: the data, and the seeds.
+
+    Each row is trained once per seed.
+    """
 
     data: Gratings | ImageNet
     seeds: range
@@ -39,109 +43,133 @@ class AccuracyNeeds(NamedTuple):
 def prepare(
     name: str, scale: AccuracyScale, folder: Path | None, seed: int, seeds: int | None
 ) -> AccuracyNeeds:
-    """Find the experiment's data in `folder`, or generate them if the scale says how; raise `Error` if they are bad."""
+    """Find the experiment's data in `folder`, or generate them if the scale says how.
+
+    Raise `Error` if the data cannot be used, or if it is not clear which to use.
+    """
     trained = range(seed, seed + (seeds or scale.seeds))
     if scale.made is not None:
         if folder is not None:
             raise Error(f"--data {folder}: scale {scale.name} makes its own data; leave --data out")
-        return AccuracyNeeds(Gratings(**scale.made, seed=seed), trained)
+        gratings = Gratings(**scale.made, seed=seed)
+        return AccuracyNeeds(gratings, trained)
     if folder is None:
         raise Error(
             f"{name} at scale {scale.name} trains on ImageNet: name its folder by --data DIR, "
             f"which must have {LAYOUT}; or use --scale small"
         )
     row = scale.rows[0]
-    return AccuracyNeeds(
-        ImageNet(folder, row.num_classes, dict(row.data)["dataloader_workers"]), trained
-    )
+    reading = dict(row.data)
+    images = ImageNet(folder, row.num_classes, reading["dataloader_workers"])
+    return AccuracyNeeds(images, trained)
 
 
 class Gratings:
     """Generate a data set of noisy waves. The class is the direction of the wave.
 
-    Each image has a random phase, wavelength and colour, so no single pixel reveals the class: a network must learn
-    directions. Neighbouring classes are `180 / classes` degrees apart. Training images are cropped at random,
-    validation images in the middle.
+    Each image has a random phase, wavelength and colour, so no single pixel reveals the class: a
+    network must learn directions. Neighbouring classes are `180 / classes` degrees apart. Training
+    images are cropped at random, validation images in the middle.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self, train_size: int, val_size: int, classes: int, image_size: int, noise: float, seed: int
     ) -> None:
-        """Generate all images. `noise` is the standard deviation of the noise; the largest amplitude of a wave is 1."""
-        self.train_size, self.val_size, self.image_size, self.margin = (
-            train_size,
-            val_size,
-            image_size,
-            image_size // 8,
-        )
-        generator = torch.Generator().manual_seed(seed)
+        """Generate all images.
+
+        `noise` is the standard deviation of the noise. The largest amplitude of a wave is 1.
+        """
+        self.train_size = train_size
+        self.val_size = val_size
+        self.image_size = image_size
+        self.margin = image_size // 8
+        generator = Generator().manual_seed(seed)
         self.train = self._draw(train_size, classes, noise, generator)
         self.val = self._draw(val_size, classes, noise, generator)
 
-    def _draw(self, count: int, classes: int, noise: float, generator: torch.Generator) -> Batch:
+    def _draw(self, count: int, classes: int, noise: float, generator: Generator) -> Batch:
         labels = torch.arange(count) % classes  # equally many of each; `train_batches` shuffles
 
         def uniform(low: float, high: float, *shape: int) -> Tensor:
             return low + (high - low) * torch.rand(count, *shape, generator=generator)
 
         angle = (labels * (math.pi / classes)).view(-1, 1, 1)
-        wavelength, phase = uniform(5, 9, 1, 1), uniform(0, 2 * math.pi, 1, 1)
+        wavelength = uniform(5, 9, 1, 1)
+        phase = uniform(0, 2 * math.pi, 1, 1)
         place = torch.arange(self.image_size + self.margin, dtype=torch.float32)
-        along = place.view(1, 1, -1) * angle.cos() + place.view(1, -1, 1) * angle.sin()
-        wave = torch.sin(2 * math.pi * along / wavelength + phase).unsqueeze(1)
-        images = wave * uniform(-1, 1, 3, 1, 1)
-        return images + noise * torch.randn(images.shape, generator=generator), labels
+        x = place.view(1, 1, -1)
+        y = place.view(1, -1, 1)
+        along = x * angle.cos() + y * angle.sin()
+        wave = torch.sin(2 * math.pi * along / wavelength + phase)
+        colour = uniform(-1, 1, 3, 1, 1)
+        images = wave.unsqueeze(1) * colour
+        disturbance = torch.randn(images.shape, generator=generator)
+        return images + noise * disturbance, labels
 
     def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
-        """Yield one epoch's mini-batches of equal size, shuffled and randomly cropped; an incomplete one is dropped."""
-        generator = torch.Generator().manual_seed(seed * MOST_EPOCHS + epoch)
+        """Yield one epoch's mini-batches of equal size, shuffled and randomly cropped.
+
+        An incomplete mini-batch is dropped.
+        """
+        generator = Generator().manual_seed(seed * MOST_EPOCHS + epoch)
         images, labels = self.train
         order = torch.randperm(self.train_size, generator=generator)
-        for chosen in order[: self.train_size // batch_size * batch_size].split(batch_size):
-            corners = torch.randint(self.margin + 1, (batch_size, 2), generator=generator).tolist()
-            crops = [
-                self._crop(images[i], *corner)
-                for i, corner in zip(chosen.tolist(), corners, strict=True)
-            ]
+        complete = self.train_size // batch_size * batch_size
+        for chosen in order[:complete].split(batch_size):
+            corners = torch.randint(self.margin + 1, (batch_size, 2), generator=generator)
+            crops = []
+            for image, (top, left) in zip(images[chosen], corners.tolist(), strict=True):
+                crop = self._crop(image, top, left)
+                crops.append(crop)
             yield torch.stack(crops), labels[chosen]
 
     def val_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield all validation images, cropped in the middle. The last mini-batch may be smaller."""
+        """Yield all validation images, cropped in the middle.
+
+        The last mini-batch may be smaller than the others.
+        """
         images, labels = self.val
         middle = self.margin // 2
-        yield from zip(
-            self._crop(images, middle, middle).split(batch_size),
-            labels.split(batch_size),
-            strict=True,
-        )
+        cropped = self._crop(images, middle, middle)
+        yield from zip(cropped.split(batch_size), labels.split(batch_size), strict=True)
 
     def _crop(self, image: Tensor, top: int, left: int) -> Tensor:
-        return image[..., top : top + self.image_size, left : left + self.image_size]
+        bottom = top + self.image_size
+        right = left + self.image_size
+        return image[..., top:bottom, left:right]
 
 
 class ImageNet:
-    """Read images from a folder of the layout `LAYOUT`, one subfolder per class, with `workers` processes.
+    """Read images from a folder of the layout `LAYOUT`, with `workers` processes.
 
-    Training images are cropped at random to 224 x 224 (8 to 100 % of the area) and flipped at random; validation images
-    are resized to 256 and cropped in the middle, as published.
-    If there is no such folder, it has another layout, or torchvision is missing, it raises `Error`.
+    Training images are cropped at random to 224 x 224 (8 to 100 % of the area) and flipped at
+    random; validation images are resized to 256 and cropped in the middle, as published.
+
+    If there is no such folder, it has another layout, or torchvision is missing, the constructor
+    raises `Error`.
     """
 
     def __init__(self, folder: Path, classes: int, workers: int) -> None:
         transforms = import_torchvision("transforms", "ImageNet")
-        train = [
-            transforms.RandomResizedCrop(224, scale=(0.08, 1.0)),
-            transforms.RandomHorizontalFlip(),
-        ]
-        val = [transforms.Resize(256), transforms.CenterCrop(224)]
-        normalize = [transforms.ToTensor(), transforms.Normalize(MEAN, DEVIATION)]
+        crop_at_random = transforms.RandomResizedCrop(224, scale=(0.08, 1.0))
+        flip_at_random = transforms.RandomHorizontalFlip()
+        resize = transforms.Resize(256)
+        crop = transforms.CenterCrop(224)
+        to_tensor = transforms.ToTensor()
+        normalize = transforms.Normalize(MEAN, DEVIATION)
+        train = transforms.Compose([crop_at_random, flip_at_random, to_tensor, normalize])
+        val = transforms.Compose([resize, crop, to_tensor, normalize])
+
         self.workers = workers
-        self.train = find_images(folder, "train", classes, transforms.Compose([*train, *normalize]))
-        self.val = find_images(folder, "val", classes, transforms.Compose([*val, *normalize]))
-        self.train_size, self.val_size = len(self.train), len(self.val)
-        if missing := sorted({*self.train.classes} - {*self.val.classes}):
+        self.train = find_images(folder, "train", classes, train)
+        self.val = find_images(folder, "val", classes, val)
+        self.train_size = len(self.train)
+        self.val_size = len(self.val)
+        missing = set(self.train.classes) - set(self.val.classes)
+        if missing:
+            first = min(missing)
             raise Error(
-                f"--data {folder}: val/ has no folder {missing[0]}, and train/ has; put it there"
+                f"--data {folder}: val/ has no folder {first}, and train/ has; put it there"
             )
 
     def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
@@ -153,42 +181,44 @@ class ImageNet:
         return self._read(self.val, batch_size, 0, train=False)
 
     def _read(self, images: Any, batch_size: int, seed: int, *, train: bool) -> Iterator[Batch]:
-        loader = torch.utils.data.DataLoader(
+        own_generator = Generator().manual_seed(seed)  # else the default generator would be used
+        loader = DataLoader(
             images,
             batch_size=batch_size,
             num_workers=self.workers,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=ignore_interrupts,
-            generator=torch.Generator().manual_seed(
-                seed
-            ),  # else it would draw from the default generator
+            generator=own_generator,
             shuffle=train,
             drop_last=train,
         )
         try:
             yield from loader
         except Error as error:  # from a worker: the message is the last line of a traceback
-            raise Error(
-                str(error).splitlines()[-1].removeprefix("reproduce.error.Error: ")
-            ) from None
+            last = str(error).splitlines()[-1]
+            raise Error(last.removeprefix("reproduce.error.Error: ")) from None
 
 
 def ignore_interrupts(worker: int) -> None:
-    """Ignore Ctrl-C in a worker process. Every process gets it, and the main one ends the workers."""
+    """Ignore Ctrl-C in a worker process.
+
+    Every process gets it, and the main process ends the workers.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def find_images(folder: Path, part: str, classes: int, transform: Any) -> Any:
     """Return the images below `folder/part` as a torchvision `ImageFolder`, or raise `Error`."""
+    datasets = import_torchvision("datasets", "ImageNet")
     try:
-        found = import_torchvision("datasets", "ImageNet").ImageFolder(
-            str(folder / part), transform, loader=load_image
-        )
+        found = datasets.ImageFolder(str(folder / part), transform, loader=load_image)
+    except OSError as error:
+        said, _, _ = str(error).partition(". Supported")
+        problem = f"cannot be used ({error.strerror or said})"
+    else:
         if len(found.classes) == classes:
             return found
         problem = f"has {len(found.classes)} folders of classes, not {classes}"
-    except OSError as error:
-        problem = f"cannot be used ({error.strerror or str(error).partition('. Supported')[0]})"
     raise Error(f"--data {folder}: {part}/ {problem}; put ImageNet there as {LAYOUT}")
 
 

@@ -1,21 +1,21 @@
 """Run an accuracy experiment: train every row for all of its epochs, from several seeds.
 
-After every epoch a checkpoint is saved, so a stopped training resumes after its last complete epoch.
+After every epoch a checkpoint is saved, so that a training that was stopped resumes after its last
+complete epoch.
 """
 
-import hashlib
 import io
-import itertools
 import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from reproduce.error import Error
 from reproduce.experiments.recipe import AccuracyRow
@@ -31,61 +31,69 @@ Epoch = tuple[float, ...]  # a value for each name in `SERIES`
 
 
 def plan_accuracy(session: Session) -> None:
-    """Tell the progress display how many training steps to expect. Evaluation takes little time in comparison."""
+    """Tell the progress display how many training steps to expect.
+
+    Evaluation takes little time in comparison.
+    """
     seeds = len(_needs(session).seeds)
-    for row in cast("list[AccuracyRow]", session.scale.rows):
-        session.recorder.put(session.result(row, status="interrupted"))
-        session.progress.plan(
-            session.job(row.name), seeds * row.recipe.epochs * _steps(session, row), row.work()
-        )
+    for row in _rows(session):
+        placeholder = session.result(row, status="interrupted")
+        session.recorder.put(placeholder)
+        steps = seeds * row.recipe.epochs * _steps_per_epoch(session, row)
+        session.progress.plan(session.job(row.name), steps, row.work())
 
 
 def run_accuracy(session: Session) -> Iterator[tuple[str, bool]]:
-    """Train all rows from the first seed, then from the next, so that rows can be compared as soon as possible.
+    """Train all rows from the first seed, then all rows from the next seed.
 
-    At the end, yield the name of their only group, "", and True.
+    So rows can be compared as soon as possible. At the end, yield the name of their only group, "",
+    and True.
     """
-    rows = cast("list[AccuracyRow]", session.scale.rows)
-    ended: dict[str, str] = {}  # rows that have failed, and their status
+    failures: dict[str, str] = {}  # the status of each row that has failed, by its name
     paths = []
-    for seed, row in itertools.product(_needs(session).seeds, rows):
-        if row.name in ended:
-            continue
-        paths.append(_checkpoint(session, row, seed))
-        try:
-            _train(session, row, seed, paths[-1])
-        except Exception as error:  # recorded as the row's result
-            failure = explain(error)
-            ended[row.name] = failure.status
-            _put(session, row, [], status=failure.status, reason=f"seed {seed}: {failure.reason}")
-            session.progress.finish(session.job(row.name))
-        session.progress.stop()
-        session.free()
-    if "failed" not in ended.values():  # else the next run resumes the trainings
+    for seed in _needs(session).seeds:
+        for row in _rows(session):
+            if row.name in failures:
+                continue
+            path = _checkpoint(session, row, seed)
+            paths.append(path)
+            try:
+                _train(session, row, seed, path)
+            except Exception as error:  # recorded as the row's result
+                failure = explain(error)
+                failures[row.name] = failure.status
+                reason = f"seed {seed}: {failure.reason}"
+                _put(session, row, [], status=failure.status, reason=reason)
+                session.finish(row.name)
+            session.progress.stop()
+            session.free()
+    if "failed" not in failures.values():  # else the next run resumes the trainings
         _put_away(session, paths)
     yield "", True
 
 
 def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
     """Train until the last epoch, from the checkpoint if there is one."""
-    epochs, steps = row.recipe.epochs, _steps(session, row)
+    epochs = row.recipe.epochs
+    steps = _steps_per_epoch(session, row)
+    done: list[Epoch] = []
     saved = load_checkpoint(path)
-    done: list[Epoch] = saved["epochs"] if saved else []
     if saved:
+        done = saved["epochs"]
         session.progress.say(
             f"{row.name}, seed {seed}: goes on after epoch {len(done)} of {epochs}, in\n{path}"
         )
-        session.progress.finish(session.job(row.name), len(done) * steps)
+        session.finish(row.name, len(done) * steps)
         _put(session, row, done)
     session.start(f"{row.name}, building")
     training = AccuracyTraining(row, session.devices, seed, steps)
     if saved:
         training.load(saved["training"])
     while len(done) < epochs:
-        done.append(_train_epoch(session, row, seed, training, len(done) + 1))
-        _put(
-            session, row, done[-1:]
-        )  # before saving, so that an interrupt meanwhile does not lose the epoch
+        epoch = _train_epoch(session, row, seed, training, len(done) + 1)
+        done.append(epoch)
+        # The record is first, so that an interrupt before the checkpoint does not lose the epoch.
+        _put(session, row, [epoch])
         save_checkpoint(path, {"epochs": done, "training": training.state()})
 
 
@@ -94,48 +102,55 @@ def _train_epoch(
 ) -> Epoch:
     """Train on all mini-batches, then evaluate."""
     data = _needs(session).data
-    what = f"{row.name}, seed {seed}, epoch {epoch} of {row.recipe.epochs}"
+    devices = session.devices
+    job = session.job(row.name)
+    text = f"{row.name}, seed {seed}, epoch {epoch} of {row.recipe.epochs}"
 
-    def shown(batches: Iterable[Batch], text: str, job: str = "") -> Iterator[Batch]:
-        for batch in batches:
-            session.start(text, job)
-            yield batch
-
-    losses, learning_rate = [], 0.0
-    session.devices.synchronize()
+    losses = []
+    learning_rate = 0.0
+    devices.synchronize()
     started = time.perf_counter()
-    for batch in shown(
-        data.train_batches(row.batch_size, seed, epoch - 1), what, session.job(row.name)
-    ):
+    for images, labels in data.train_batches(row.batch_size, seed, epoch - 1):
+        session.start(text, job)
         learning_rate = training.learning_rate
-        losses.append(training.step(*batch))
-    session.devices.synchronize()
+        loss = training.step(images, labels)
+        losses.append(loss)
+    devices.synchronize()
     seconds = time.perf_counter() - started
 
-    loss = float(torch.stack(losses).mean())
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"the loss is {loss} in epoch {epoch}: the training has diverged")
-    error = training.top1_error(shown(data.val_batches(row.batch_size), f"{what}, evaluating"))
-    return (float(seed), float(epoch), error, loss, seconds, learning_rate)
+    mean_loss = float(torch.stack(losses).mean())
+    if not math.isfinite(mean_loss):
+        raise FloatingPointError(
+            f"the loss is {mean_loss} in epoch {epoch}: the training has diverged"
+        )
+
+    def evaluated() -> Iterator[Batch]:
+        for batch in data.val_batches(row.batch_size):
+            session.start(f"{text}, evaluating")
+            yield batch
+
+    error = training.top1_error(evaluated())
+    return (float(seed), float(epoch), error, mean_loss, seconds, learning_rate)
 
 
 def _put(session: Session, row: AccuracyRow, epochs: Sequence[Epoch], **ended: Any) -> None:
     """Add epochs to the row's recorded samples."""
     before = session.recorded(row).samples
-    samples = {
-        name: before.get(name, []) + [epoch[i] for epoch in epochs] for i, name in enumerate(SERIES)
-    }
-    session.put(
-        row,
-        samples=samples,
-        values={"samples_per_epoch": _steps(session, row) * row.batch_size},
-        **ended,
-    )
+    samples = {name: list(before.get(name, [])) for name in SERIES}
+    for epoch in epochs:
+        for name, value in zip(SERIES, epoch, strict=True):
+            samples[name].append(value)
+    values = {"samples_per_epoch": _steps_per_epoch(session, row) * row.batch_size}
+    session.put(row, samples=samples, values=values, **ended)
 
 
 def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
-    """Return the path of a training's checkpoint. Its name has row, seed and a digest of all other settings."""
-    data, made = _needs(session).data, session.scale.settings()["made"]
+    """Return the path of a training's checkpoint.
+
+    The name has the row, the seed and a digest of all other settings.
+    """
+    data = _needs(session).data
+    made = session.scale.settings()["made"]
     depends_on = [
         row.config(),
         made and [made, session.seed],
@@ -144,20 +159,29 @@ def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
         session.devices.kind,
         session.devices.threads,
     ]
-    digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:10]
-    name = f"{session.experiment.name}-{session.scale.name}-{row.name}-seed{seed}-{digest}.pt"
-    return session.recorder.path.parent / "checkpoints" / name.replace(" ", "-")
+    text = json.dumps(depends_on, sort_keys=True)
+    digest = sha256(text.encode()).hexdigest()
+    name = f"{session.experiment.name}-{session.scale.name}-{row.name}-seed{seed}-{digest[:10]}.pt"
+    folder = session.recorder.path.parent / "checkpoints"
+    return folder / name.replace(" ", "-")
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Replace the checkpoint at `path` atomically: if killed, the old or the new one is there."""
+    """Replace the checkpoint at `path` atomically.
+
+    If the program is killed meanwhile, the old or the new checkpoint is there.
+    """
     path.parent.mkdir(exist_ok=True)
-    torch.save(state, content := io.BytesIO())
+    content = io.BytesIO()
+    torch.save(state, content)
     write_atomically(path, content.getvalue())
 
 
 def load_checkpoint(path: Path) -> dict[str, Any] | None:
-    """Load the checkpoint at `path`, or return None if there is none; raise `Error` if it is broken."""
+    """Load the checkpoint at `path`; return None if there is none.
+
+    If it is broken, raise `Error`.
+    """
     try:
         return cast("dict[str, Any]", torch.load(path, map_location="cpu", weights_only=True))
     except FileNotFoundError:
@@ -169,16 +193,27 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
 
 
 def _put_away(session: Session, paths: Sequence[Path]) -> None:
-    """Make the next run start from scratch: move checkpoints aside, or delete them if the data are generated."""
-    for path in filter(Path.exists, paths):  # a training that ran out of memory may have none
-        if session.scale.settings()["made"]:
+    """Make the next run start from scratch: move checkpoints aside.
+
+    If the data are generated, the checkpoints are deleted instead.
+    """
+    made = session.scale.settings()["made"]
+    for path in paths:
+        if not path.exists():  # the training ran out of memory
+            continue
+        if made:
             path.unlink()
         else:
-            (kept := path.parent / session.recorder.path.stem).mkdir(exist_ok=True)
-            path.replace(kept / path.name)
+            folder = path.parent / session.recorder.path.stem
+            folder.mkdir(exist_ok=True)
+            path.replace(folder / path.name)
 
 
-def _steps(session: Session, row: AccuracyRow) -> int:
+def _rows(session: Session) -> list[AccuracyRow]:
+    return cast("list[AccuracyRow]", session.scale.rows)
+
+
+def _steps_per_epoch(session: Session, row: AccuracyRow) -> int:
     return _needs(session).data.train_size // row.batch_size
 
 
@@ -188,30 +223,38 @@ def _needs(session: Session) -> AccuracyNeeds:
 
 
 class AccuracyTraining:
-    """Train a row's model on its devices. Rows with the same seed start from the same parameters."""
+    """Train a row's model on its devices.
+
+    Rows with the same seed start from the same parameters.
+    """
 
     def __init__(self, row: AccuracyRow, devices: Devices, seed: int, steps_per_epoch: int) -> None:
         torch.manual_seed(seed)
-        self.row, self.steps_per_epoch, self.steps = row, steps_per_epoch, 0
+        self.row = row
+        self.steps_per_epoch = steps_per_epoch
+        self.steps = 0
         self.devices = devices.first(row.devices)
-        self.layers = on_devices(
-            row, row.sized.layers(), self.devices
-        )  # its state dict has no prefix of DataParallel
-        shared = row.partitions is None and row.gpus > 1
-        self.model = nn.DataParallel(self.layers, self.devices) if shared else self.layers
+        # The state dict of `layers` has no prefix of DataParallel.
+        self.layers = on_devices(row, row.sized.layers(), self.devices)
+        self.model = self.layers
+        if row.partitions is None and row.gpus > 1:
+            self.model = nn.DataParallel(self.layers, self.devices)
         self.optimizer = make_optimizer(row, self.model, lr=self.learning_rate)
 
     @property
     def learning_rate(self) -> float:
         """Give the learning rate of the next step."""
-        return self.row.recipe.learning_rate(self.row.batch_size, self.steps / self.steps_per_epoch)
+        row = self.row
+        epoch = self.steps / self.steps_per_epoch
+        return row.recipe.learning_rate(row.batch_size, epoch)
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         """Do one training step on a mini-batch and return its loss, still on its device."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         output = self._forward(images)
-        loss = F.cross_entropy(output, labels.to(output.device, non_blocking=True))
+        labels = labels.to(output.device, non_blocking=True)
+        loss = cross_entropy(output, labels)
         loss.backward()
         update(self.optimizer)
         self.steps += 1
@@ -223,7 +266,9 @@ class AccuracyTraining:
         wrong = total = 0
         self.model.eval()
         for images, labels in batches:
-            wrong += int((self._forward(images).argmax(dim=1).cpu() != labels).sum())
+            output = self._forward(images)
+            predicted = output.argmax(dim=1).cpu()
+            wrong += int((predicted != labels).sum())
             total += len(labels)
         self.model.train()
         return 100 * wrong / total
@@ -234,14 +279,13 @@ class AccuracyTraining:
 
     def state(self) -> dict[str, Any]:
         """Return the state that is needed to resume the training."""
+        gpus = [device for device in self.devices if device.type == "cuda"]
         return {
             "steps": self.steps,
             "model": self.layers.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
-            "cuda": [
-                torch.cuda.get_rng_state(device) for device in self.devices if device.type == "cuda"
-            ],
+            "cuda": [torch.cuda.get_rng_state(gpu) for gpu in gpus],
         }
 
     def load(self, state: dict[str, Any]) -> None:

@@ -1,2 +1,4 @@
-"""What runs partitions in parallel: threads, ranks, PyTorch's schedules, and the processes of the last two.
-It may import `torchgpipe`, and of `reproduce` what lies below `run`."""
+"""Run partitions in parallel: by threads, by ranks or by PyTorch's schedules.
+
+It may import `torchgpipe`, and of `reproduce` what lies below `run`.
+"""

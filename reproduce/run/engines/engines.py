@@ -1,25 +1,27 @@
 """Engines: different ways to run the partitions of a pipeline in parallel. All do the same work.
 
-- `threads`: `GPipe`, a thread for each partition of this process;
-- `ranks`: `DistributedGPipe`, a process for each;
-- `ScheduleGPipe` and `Schedule1F1B`: PyTorch's own schedules of `torch.distributed.pipelining`, a process for each.
+- `threads`: `GPipe`, with a thread of this process for each partition;
+- `ranks`: `DistributedGPipe`, with a process for each partition;
+- `ScheduleGPipe` and `Schedule1F1B`: PyTorch's own schedules of `torch.distributed.pipelining`,
+  with a process for each partition.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from reproduce.error import Error
 from reproduce.experiments.row import COMPONENTS, Row
 from reproduce.machine.devices import Devices
 from reproduce.models.built import SizedModel
-from reproduce.records.record import SCHEDULES, Engine
+from reproduce.records.record import TORCH_ENGINES, Engine
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.skip.layout import skip_layout
@@ -30,13 +32,17 @@ from torchgpipe.trace.layer import flat
 FEW = "it needs at least as many micro-batches as partitions"  # Schedule1F1B
 FIRST = 2  # steps to compare: one before and one after an update; later, rounding errors add up
 ROUNDING = 1e-4  # relative tolerance: processes round a convolution's gradient differently
+Losses = Sequence[float | None]
 Made = tuple[nn.Module, Callable[[], "Tensor | None"]]
-"""The module whose parameters to optimize, and a function that runs forward and backward and returns the loss."""
+"""The module whose parameters to optimize, and a function that runs forward and backward.
+
+The function returns the loss, or `None` if this process does not have it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The training to run: layers, pipeline settings, a mini-batch, and a function that makes an optimizer.
+    """The training to run: layers, pipeline settings, a mini-batch, and the optimizer's maker.
 
     `loss(output, target)` is a mean over samples.
     """
@@ -47,27 +53,27 @@ class Work:
     input: Any
     target: Any
     loss: Callable[[Any, Any], Tensor]
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    optimizer: Callable[[nn.Module], Optimizer]
     checkpoint: Mode = "never"
     deferred_batch_norm: bool = False
-    schedule: str = ""  # of `step`, on ranks; without one they go by `loss` and its `backward`
+    schedule: str = ""  # of `step`, on ranks; without one, ranks call `loss` and its `backward`
 
 
 class Trainer:
-    """Train some work on an engine, a step at a time. With an engine of processes, each process makes a `Trainer`.
+    """Train some work on an engine, a step at a time.
 
-    `steps` were done so far. `pipeline` is what a timeline can be recorded of; `None` for PyTorch's schedules.
+    With an engine of processes, each process makes a `Trainer`. `steps` counts the steps so far. A
+    timeline can be recorded of `pipeline`, which is `None` for PyTorch's schedules.
     """
 
     def __init__(self, engine: Engine, work: Work) -> None:
-        make = _scheduled if engine in SCHEDULES else _pipeline
+        make = _scheduled if engine in TORCH_ENGINES else _pipeline
         module, self._forward_and_backward = make(engine, work)
         self.pipeline = module if isinstance(module, GPipe | DistributedGPipe) else None
         self.steps = 0
-        # Optimizers raise if there are no parameters.
-        self._optimizers = (
-            [work.optimizer(module)] if any(True for _ in module.parameters()) else []
-        )
+        self._optimizers: list[Optimizer] = []
+        if list(module.parameters()):  # optimizers raise if there are no parameters
+            self._optimizers.append(work.optimizer(module))
 
     def step(self) -> float | None:
         """Do one training step; return its loss, or `None` if this process does not have it."""
@@ -80,86 +86,110 @@ class Trainer:
 
 
 def _pipeline(engine: Engine, work: Work) -> Made:
+    layers, balance = work.layers, work.balance
     settings: dict[str, Any] = {
-        name: getattr(work, name) for name in ("chunks", "checkpoint", "deferred_batch_norm")
+        "chunks": work.chunks,
+        "checkpoint": work.checkpoint,
+        "deferred_batch_norm": work.deferred_batch_norm,
     }
-    loss, x, target = (
-        work.loss,
-        work.input,
-        work.target,
-    )  # `run` must not keep `work`: it has all ranks' layers
+    # The functions below must not keep `work`: it has all ranks' layers.
+    loss, x, target = work.loss, work.input, work.target
     model: GPipe | DistributedGPipe
     if engine == "threads":
-        model = GPipe(work.layers, work.balance, devices=["cpu"] * len(work.balance), **settings)
+        model = GPipe(layers, balance, devices=["cpu"] * len(balance), **settings)
     else:
-        model = DistributedGPipe(
-            work.layers, work.balance, schedule=work.schedule or "GPipe", **settings
-        )
-        x = x if model.rank == 0 else None
-    by_steps = bool(work.schedule)
+        schedule = work.schedule or "GPipe"
+        model = DistributedGPipe(layers, balance, schedule=schedule, **settings)
+        if model.rank > 0:
+            x = None
 
-    def run() -> Tensor:
-        value = (model.step if by_steps else model.loss)(loss, x, target)
-        if not by_steps:
-            value.backward()
+    def run_step() -> Tensor:
+        return model.step(loss, x, target).detach()
+
+    def run_loss() -> Tensor:
+        value = model.loss(loss, x, target)
+        value.backward()
         return value.detach()
 
-    return model, run
+    return model, run_step if work.schedule else run_loss
 
 
 def _scheduled(engine: Engine, work: Work) -> Made:
     from reproduce.run.engines.schedules import schedule  # imported only when needed: it takes long
 
-    rank, n = dist.get_rank(), len(work.balance)
-    first, end = [*pairwise([0, *accumulate(work.balance)])][rank]
-    part, recomputed = work.layers[first:end], checkpointed(work.checkpoint, work.chunks)
+    rank = dist.get_rank()
+    ends = list(accumulate(work.balance))
+    end = ends[rank]
+    part = work.layers[end - work.balance[rank] : end]
+    recomputed = checkpointed(work.checkpoint, work.chunks)
     made = schedule(engine, part, chunks=work.chunks, checkpointed=recomputed, loss_fn=work.loss)
-    inputs = [*tensors_of(flat(work.layers, work.input))] if rank == 0 else []
+    inputs: list[Tensor] = []
+    if rank == 0:
+        inputs.extend(tensors_of(flat(work.layers, work.input)))
     losses: list[Tensor] = []
-    more = {"target": work.target, "losses": losses} if rank + 1 == n else {}
+    is_last = rank + 1 == len(work.balance)
+    more = {"target": work.target, "losses": losses} if is_last else {}
 
     def run() -> Tensor | None:
         try:
             made.step(*inputs, **more)
         except RuntimeError as error:
             raise error.__cause__ or error from None  # the layer's own error, without the stage's
-        # The schedule divides gradients by the number of micro-batches, so they belong to this mean.
-        return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
+        if not losses:
+            return None
+        # The schedule divides gradients by the number of micro-batches, so they belong to the mean.
+        return torch.stack([loss.detach() for loss in losses]).mean()
 
     return part, run
 
 
-def check_same(losses: Sequence[float | None], others: Sequence[float | None], what: str) -> None:
-    """Raise `Error` if losses on two engines differ by more than rounding, in the first steps that both have done.
+def check_same(losses: Losses, others: Losses, what: str) -> None:
+    """Raise `Error` if losses on two engines differ by more than rounding.
 
-    Then the engines do different work, and their times are not comparable.
+    Then the engines do different work, and their times are not comparable. The first steps that
+    both engines have done are compared.
     """
     count = min(len(losses), len(others), FIRST)
-    ours, theirs = (torch.tensor(each[:count], dtype=torch.float64) for each in (losses, others))
+    losses, others = losses[:count], others[:count]
+    ours = torch.tensor(losses, dtype=torch.float64)
+    theirs = torch.tensor(others, dtype=torch.float64)
     if not torch.allclose(ours, theirs, rtol=ROUNDING, atol=0, equal_nan=True):
-        raise Error(
-            f"{what}: the losses are {losses[:count]}, but {others[:count]} on another engine"
-        )
+        raise Error(f"{what}: the losses are {losses}, but {others} on another engine")
 
 
 def why_not(engine: Engine, row: Row, devices: Devices) -> str | None:
     """Return why an engine cannot run a row; `None` if it can."""
-    partitions, chunks, theirs = row.partitions or 0, row.chunks or 1, engine in SCHEDULES
-    against = {
-        "there is no pipeline": row.partitions is None,
-        "there is one partition only": partitions == 1,
-        "processes are measured on CPUs only": devices.kind != "cpu",
-        "only GPipe can do without a component": row.components != COMPONENTS,
-        "PyTorch's schedules know no deferred batch norm": theirs and row.deferred_batch_norm,
-        "PyTorch's schedules need micro-batches of equal size": theirs and row.batch_size % chunks,
-        FEW: engine == "Schedule1F1B" and chunks < partitions,
-        "PyTorch's schedules know no skips": theirs and partitions > 1 and _has_skips(row.sized),
-    }
-    return (
-        None
-        if engine == "threads"
-        else next((reason for reason, holds in against.items() if holds), None)
-    )
+    if engine == "threads":
+        return None
+    reasons = _against_processes(row, devices)
+    if engine in TORCH_ENGINES:
+        reasons = chain(reasons, _against_schedule(engine, row))
+    return next(reasons, None)
+
+
+def _against_processes(row: Row, devices: Devices) -> Iterator[str]:
+    """Yield the reasons why no engine of processes can run a row."""
+    if row.partitions is None:
+        yield "there is no pipeline"
+    if row.partitions == 1:
+        yield "there is one partition only"
+    if devices.kind != "cpu":
+        yield "processes are measured on CPUs only"
+    if row.components != COMPONENTS:
+        yield "only GPipe can do without a component"
+
+
+def _against_schedule(engine: Engine, row: Row) -> Iterator[str]:
+    """Yield the reasons why a schedule of PyTorch cannot run a row that other processes can run."""
+    chunks = row.chunks or 1
+    if row.deferred_batch_norm:
+        yield "PyTorch's schedules know no deferred batch norm"
+    if row.batch_size % chunks:
+        yield "PyTorch's schedules need micro-batches of equal size"
+    if engine == "Schedule1F1B" and chunks < row.devices:
+        yield FEW
+    if _has_skips(row.sized):
+        yield "PyTorch's schedules know no skips"
 
 
 @functools.cache

@@ -9,16 +9,18 @@ from typing import Any, NamedTuple
 
 
 class Ended(NamedTuple):
-    """How a process has ended: `by SIGKILL`, or `with exit code 1`."""
+    """How a process has ended: `by SIGKILL`, for example, or `with exit code 1`."""
 
     how: str
 
 
 class Launched:
-    """`count` processes, each of which calls `run(k, link, *arguments)` with its number and its link, and then ends.
+    """`count` processes, each of which calls `run(k, link, *arguments)` and then ends.
 
-    `method` is multiprocessing's start method: `spawn` starts a new Python, `forkserver` forks a server process that
-    has imported some modules, and `fork` forks this process. `links` are the connections. `close()` ends all of them.
+    `k` is the process's number and `link` its connection to this process, whose own ends are
+    `links`. `method` is multiprocessing's start method: `spawn` starts a new Python, `forkserver`
+    forks a server process that has imported some modules, and `fork` forks this process. `close()`
+    ends all processes.
     """
 
     def __init__(
@@ -44,17 +46,20 @@ class Launched:
             self.processes.append(process)
 
     def send(self, what: Any, some: Iterable[int] | None = None) -> None:
-        """Send an object to all or some of them. A process that has ended is skipped."""
-        for k in range(len(self.links)) if some is None else some:
+        """Send an object to all processes or to some. A process that has ended is skipped."""
+        if some is None:
+            some = range(len(self.links))
+        for k in some:
             with suppress(ConnectionError):
                 self.links[k].send(what)
 
     def receive(self, of: Iterable[int], seconds: float | None = None) -> Iterator[tuple[int, Any]]:
-        """Wait until some of them have sent something, at most for `seconds`; yield their numbers and what they sent.
+        """Wait until some of the processes have sent something, at most for `seconds`.
 
-        For a process that has ended, yield `Ended`.
+        Yield the number of each of them and what it has sent, which is `Ended` if it has ended.
         """
-        for link in connection.wait([self.links[k] for k in of], seconds):
+        links = [self.links[k] for k in of]
+        for link in connection.wait(links, seconds):
             k = self.links.index(link)  # type: ignore[arg-type]
             try:
                 yield k, self.links[k].recv()
@@ -62,22 +67,28 @@ class Launched:
                 yield k, self._end(k)
 
     def close(self) -> None:
-        """Kill all of them."""
+        """Kill all processes."""
         for process, link in zip(self.processes, self.links, strict=True):
             with suppress(ProcessLookupError):  # it has ended already
                 process.kill()
             process.join()
             link.close()
-        self.processes, self.links = [], []
+        self.processes = []
+        self.links = []
 
     def _end(self, k: int) -> Ended:
-        self.processes[k].join()
-        code = self.processes[k].exitcode
-        return Ended(f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}")
+        process = self.processes[k]
+        process.join()
+        code = process.exitcode
+        if code >= 0:
+            return Ended(f"with exit code {code}")
+        name = signal.Signals(-code).name
+        return Ended(f"by {name}")
 
 
 def _run(inherited: list[Connection], run: Callable[..., None], *arguments: Any) -> None:
-    # A forked process inherits the parent's ends of links. It closes them, so that all processes see the parent exit.
+    # A forked process inherits the parent's ends of links. It closes them, so that all processes
+    # see the parent exit.
     for link in inherited:
         link.close()
     run(*arguments)

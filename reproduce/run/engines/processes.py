@@ -1,8 +1,14 @@
 """Run a pipeline's partitions in processes of their own, a step at a time.
 
-A request goes to all ranks. It is an engine and a function that makes its work; or `"step"` and the time at which that
-step begins; or `"record"` and that time, for a step with a timeline. A rank replies `"answer"`, and to a step with the
-time of its end, the loss and the timeline's events. A rank that fails replies `"failed"` with the reason, and ends.
+A request goes to all ranks. It is one of these pairs:
+
+- an engine, and a function that makes the work to train;
+- `"step"`, and the time at which the step begins on all ranks;
+- `"record"`, and the same time, for a step with a timeline.
+
+A rank replies with `"answer"` and a value. The value for a step is the time of its end, the loss
+and the events of the timeline. A rank that fails replies with `"failed"` and the reason, and ends.
+A rank that waits long for others sends `"waits"` and a line that says so before its reply.
 """
 
 import contextlib
@@ -32,9 +38,7 @@ from torchgpipe.patience import waiting_for
 from torchgpipe.plan.replay import Event, Timeline
 from torchgpipe.timeline import record
 
-AHEAD = (
-    0.01  # seconds from sending a request to its step, so that every rank has received it by then
-)
+AHEAD = 0.01  # seconds from a request to its step, so that every rank has received it by then
 GRACE = 2.0  # seconds to wait for other ranks' errors after one has failed
 PATIENCE = timedelta(days=365)  # no timeout: while other rows take their turns, ranks are idle
 
@@ -42,8 +46,8 @@ PATIENCE = timedelta(days=365)  # no timeout: while other rows take their turns,
 class Processes:
     """A process per partition of a pipeline. Each uses as many threads as this process.
 
-    They end with `close()` or with this process. They also end if one of them fails: then the method that was called
-    raises `Error`, or `torch.OutOfMemoryError`.
+    The processes end with `close()` or with this process. They also end if one of them fails: then
+    the method that was called raises `Error`, or `torch.OutOfMemoryError`.
     """
 
     def __init__(self, count: int) -> None:
@@ -53,18 +57,22 @@ class Processes:
         self._ranks = Launched("spawn", count, _serve, count, torch.get_num_threads(), store)
 
     def make(self, engine: Engine, work: Callable[[], Work]) -> None:
-        """Call `work`, which must be importable, on every rank, and prepare to train the result on `engine`."""
+        """Call `work` on every rank, and prepare to train the result on `engine`.
+
+        Other processes must be able to import `work`.
+        """
         self._ask(engine, work)
 
     def step(self) -> tuple[float, float]:
-        """Run a training step on all ranks at once; return the seconds until the last one is done, and the loss."""
+        """Run a training step on all ranks; return the slowest rank's seconds, and the loss."""
         seconds, loss, _ = self._step("step")
         return seconds, loss
 
     def record(self) -> Timeline:
         """Run a training step with the engine `ranks`, and return its timeline."""
         seconds, _, (events,) = self._step("record")
-        return Timeline([Event(*each) for each in events], seconds, self._count)
+        recorded = [Event(*each) for each in events]
+        return Timeline(recorded, seconds, self._count)
 
     def close(self) -> None:
         """End all processes."""
@@ -73,42 +81,64 @@ class Processes:
 
     def _step(self, what: str) -> tuple[float, float, Any]:
         start = time.perf_counter() + AHEAD
-        ends, losses, recorded = zip(*self._ask(what, start), strict=True)
+        answers = self._ask(what, start)
+        ends, losses, recorded = zip(*answers, strict=True)
         return max(ends) - start, losses[-1], recorded[0]
 
     def _ask(self, *request: Any) -> list[Any]:
         """Send a request to all ranks and return their answers."""
         self._ranks.send(request)
+        answers, failures = self._replies()
+        if failures:
+            self.close()
+            raise _error_of(failures)
+        return [answers[rank] for rank in range(self._count)]
+
+    def _replies(self) -> tuple[dict[int, Any], list[Failure]]:
+        """Wait for all ranks' replies; return the answers by rank, and the failures.
+
+        After a failure, wait only for a short time: other ranks may be waiting for the failed one.
+        """
         answers: dict[int, Any] = {}
         failures: list[Failure] = []
-        busy = {*range(self._count)}
-        while busy and (received := [*self._ranks.receive(busy, GRACE if failures else None)]):
-            for k, said in received:
+        busy = set(range(self._count))
+        while busy:
+            seconds = GRACE if failures else None
+            received = list(self._ranks.receive(busy, seconds))
+            if not received:
+                break
+            for rank, said in received:
                 if isinstance(said, Ended):
                     said = "failed", Failure("failed", f"a rank's process has ended {said.how}")
                 kind, value = said
                 if kind == "waits":
                     print(value, file=sys.stderr)
                     continue
-                busy.remove(k)
+                busy.remove(rank)
                 if kind == "answer":
-                    answers[k] = value
+                    answers[rank] = value
                 else:
                     failures.append(value)
-        if not failures:
-            return [answers[k] for k in range(self._count)]
-        self.close()
-        # The failed rank gives the reason. The others only report that a rank failed.
-        first = min(failures, key=lambda each: each.reason.startswith("RankFailed"))
-        raise (
-            torch.OutOfMemoryError(first.reason)
-            if first.status == "out of memory"
-            else Error(first.reason)
-        )
+        return answers, failures
+
+
+def _error_of(failures: list[Failure]) -> Exception:
+    """Return the error to raise, with the reason of a rank that failed by itself.
+
+    The other ranks fail with `RankFailed`, which only says that another rank failed.
+    """
+    own = [failure for failure in failures if not failure.reason.startswith("RankFailed")]
+    first = (own or failures)[0]
+    if first.status == "out of memory":
+        return torch.OutOfMemoryError(first.reason)
+    return Error(first.reason)
 
 
 def _serve(rank: int, link: Connection, count: int, threads: int, store: str) -> None:
-    """Answer requests until the process ends. `store` is the `init_method` at which the ranks meet."""
+    """Answer requests until the process ends.
+
+    `store` is the `init_method` of the process group.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent process handles Ctrl-C
     for output in (1, 2):  # output of ranks would appear in the middle of a table
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
@@ -136,24 +166,29 @@ def _serve(rank: int, link: Connection, count: int, threads: int, store: str) ->
 
 
 def _step(trainer: Trainer, start: float, *, recorded: bool) -> tuple[float, float | None, Any]:
-    """Run a step that begins on all ranks at the time `start` of `time.perf_counter`, which all processes share.
+    """Run a step that begins on all ranks at the same time.
 
-    Return the time of its end, its loss, and the events of its timeline if `recorded`.
+    `start` is that time, of `time.perf_counter`, which all processes share. Return the time of the
+    step's end, its loss, and the events of its timeline if `recorded`.
     """
     torch.manual_seed(trainer.steps)  # as `MeasuredSteps` does, so that dropout draws the same
-    recording: Any = (
-        record(trainer.pipeline) if recorded and trainer.pipeline else contextlib.nullcontext()
-    )
+    recording: Any = contextlib.nullcontext()
+    if recorded and trainer.pipeline:
+        recording = record(trainer.pipeline)
     with recording as found:
         while time.perf_counter() < start:
             pass  # busy waiting: a sleeping rank would start late
         loss = trainer.step()
         end = time.perf_counter()
-    return end, loss, None if found is None else [each.events for each in found.steps]
+    events = None if found is None else [each.events for each in found.steps]
+    return end, loss, events
 
 
 def _listen(link: Connection) -> SimpleQueue[bytes]:
-    """Return a queue of requests, filled by a thread. It ends this process when the parent ends, also during a step."""
+    """Return a queue of requests, filled by a thread.
+
+    The thread ends this process when the parent process ends, also during a step.
+    """
     requests: SimpleQueue[bytes] = SimpleQueue()
 
     def receive() -> None:

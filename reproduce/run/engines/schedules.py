@@ -1,4 +1,7 @@
-"""PyTorch's own pipeline schedules, of `torch.distributed.pipelining`, which takes more than a second to import."""
+"""PyTorch's own pipeline schedules, of `torch.distributed.pipelining`.
+
+That package takes more than a second to import.
+"""
 
 from typing import Any
 
@@ -12,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 def schedule(
     name: str, part: nn.Module, *, chunks: int, checkpointed: int = 0, **options: Any
 ) -> Any:
-    """Return the schedule of that name for this rank's part of a model. `options` are the schedule's own.
+    """Return the schedule of that name for this rank's part of a model.
 
-    The first `checkpointed` micro-batches use `torch.utils.checkpoint`. PyTorch's schedules have no checkpointing.
+    PyTorch's schedules have no checkpointing. Here, the first `checkpointed` micro-batches use
+    `torch.utils.checkpoint`. `options` are the schedule's own.
     """
     stage = _Stage(_Part(part), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     stage.checkpointed = checkpointed
@@ -31,7 +35,7 @@ class _Stage(pipelining.PipelineStage):
 
 
 class _Part(nn.Module):
-    """Layers with several tensors as separate arguments, as a stage passes them; layers here pass a tuple."""
+    """Pass several tensors, which a stage passes as separate arguments, to layers as a tuple."""
 
     checkpoints = False
 
@@ -41,4 +45,6 @@ class _Part(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Any:
         x = tensors if len(tensors) > 1 else tensors[0]
-        return checkpoint(self.part, x, use_reentrant=False) if self.checkpoints else self.part(x)
+        if self.checkpoints:
+            return checkpoint(self.part, x, use_reentrant=False)
+        return self.part(x)

@@ -1,0 +1,69 @@
+"""Compute the final top-1 error of a row from its samples."""
+
+import statistics
+from typing import NamedTuple
+
+from reproduce.records.record import Result
+
+
+class FinalError(NamedTuple):
+    """Hold the mean of top-1 errors in %, and their standard deviation if there are several."""
+
+    mean: float
+    deviation: float | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.mean:.2f}"
+        if self.deviation is not None:
+            text += f" +- {self.deviation:.2f}"
+        return text
+
+    def allowed(self, other: "FinalError") -> float | None:
+        """Return the largest difference of means that still counts as the same.
+
+        It is None if one of the deviations is not known.
+        """
+        ours = self.deviation
+        theirs = other.deviation
+        if ours is None or theirs is None:
+            return None
+        return ours + theirs
+
+    def verdict(self, other: "FinalError") -> str:
+        """Return "same" if mean +- deviation of both errors overlap, else "differs".
+
+        The verdict is empty if one of the deviations is not known.
+        """
+        allowed = self.allowed(other)
+        if allowed is None:
+            return ""
+        apart = abs(self.mean - other.mean)
+        return "same" if apart <= allowed else "differs"
+
+
+def final_errors(result: Result) -> list[float]:
+    """Return the error after the last epoch, for every seed that was trained to the end."""
+    samples = result.samples
+    epochs = samples.get("epoch", [])
+    errors = samples.get("top1_error", [])
+    final = []
+    for epoch, error in zip(epochs, errors, strict=True):
+        if epoch == result.config["epochs"]:
+            final.append(error)
+    return final
+
+
+def final_error(result: Result) -> FinalError | None:
+    """Return the error after the last epoch: mean and deviation over seeds, or the published one.
+
+    It is None if the row has no such error.
+    """
+    if result.status == "published":
+        error = result.values.get("top1_error")
+        spread = result.values.get("top1_error_spread")
+        return None if error is None else FinalError(error, spread)
+    errors = final_errors(result)
+    if not errors:
+        return None
+    deviation = statistics.stdev(errors) if len(errors) > 1 else None
+    return FinalError(statistics.mean(errors), deviation)

@@ -1,0 +1,168 @@
+"""Decide which rows of a speed experiment run, how, in which groups, and for how long.
+
+A row is measured if there are enough devices, and emulated up to the number of devices of the
+option `--emulate`. The rows of a group are compared, and so they run in turn.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from reproduce.experiments.row import PUBLISHED_BALANCE, Row
+from reproduce.records.record import TORCH_ENGINES, Engine, Result
+from reproduce.run.emulation import shortened
+from reproduce.run.engines.engines import why_not
+from reproduce.run.session import Session
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedTask:
+    """A row to run, and how: it is measured with an engine, or emulated.
+
+    `before` holds the samples of an earlier run that was interrupted and now goes on.
+    """
+
+    row: Row
+    emulated: bool
+    engine: Engine = "threads"
+    before: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def continued(self, found: Result) -> "PlannedTask":
+        """Return the task with the samples and the balance of an earlier run's result."""
+        balance = found.config.get("balance")
+        row = replace(self.row, balance=balance and tuple(balance))
+        return replace(self, row=row, before=found.samples)
+
+    def __str__(self) -> str:
+        if self.emulated:
+            how = "emulated"
+        elif self.engine == "threads":
+            how = "measured"
+        else:
+            how = f"measured with {self.engine}"
+        return f"{self.row.name}, {how}"
+
+    @property
+    def title(self) -> str:
+        """Name the row's timeline."""
+        if self.emulated:
+            return f"{self.row.name} emulated"
+        if self.engine == "threads":
+            return self.row.name
+        return f"{self.row.name} {self.engine}"
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        """Give how the row is run, as keyword arguments for the session's methods."""
+        return {"emulated": self.emulated, "engine": self.engine}
+
+    @property
+    def work(self) -> float:
+        """Guess the relative cost of a step, as `Row.work` does."""
+        if self.emulated:
+            return shortened(self.row).work()
+        return self.row.work() / self.row.devices
+
+
+class Group(NamedTuple):
+    """Rows that are compared and so run in turn, and the time limit of their rounds in seconds."""
+
+    name: str
+    tasks: list[PlannedTask]
+    limit: float
+
+
+def groups_of(session: Session) -> list[Group]:
+    """Return the groups to run. A group without any row that can run here has no tasks."""
+    tasks_of: dict[str, list[PlannedTask]] = {}
+    for row in session.scale.rows:
+        tasks = tasks_of.setdefault(row.group, [])
+        tasks.extend(_tasks_of(session, row))
+    per_work = _seconds_per_work(session, tasks_of)
+
+    groups = []
+    for name, tasks in tasks_of.items():
+        limit = per_work * _work(tasks) if tasks else math.inf
+        groups.append(Group(name, tasks, limit))
+    return groups
+
+
+def _tasks_of(session: Session, row: Row) -> list[PlannedTask]:
+    """Return the ways in which a row can run here."""
+    tasks = []
+    if row.devices <= session.devices.count and row.configuration != PUBLISHED_BALANCE:
+        for engine in session.engines:
+            problem = why_not(engine, row, session.devices)
+            if problem is None:
+                tasks.append(PlannedTask(row, emulated=False, engine=engine))
+    if row.devices <= session.emulate:
+        tasks.append(PlannedTask(row, emulated=True))
+    return tasks
+
+
+def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]]) -> float:
+    """Return how many seconds a group has for a unit of its work.
+
+    Groups share the scale's time in proportion to their work. Groups with extra rows have more
+    time on top, so they do not count here.
+    """
+    if session.steps is not None or not session.scale.seconds:
+        return math.inf
+    usual = total = 0.0
+    for tasks in tasks_of.values():
+        work = _work(tasks)
+        total += work
+        if not any(task.row.extra for task in _counted(tasks)):
+            usual += work
+    return session.scale.seconds / (usual or total or 1)
+
+
+def _work(tasks: list[PlannedTask]) -> float:
+    """Return the relative cost of a round of the tasks that count for a group's time limit."""
+    return sum(task.work for task in _counted(tasks))
+
+
+def _counted(tasks: list[PlannedTask]) -> list[PlannedTask]:
+    """Return the tasks that count for a group's time limit.
+
+    If rows are emulated, only emulations count, because some rows would take too long to measure.
+    """
+    emulated = [task for task in tasks if task.emulated]
+    return emulated or tasks
+
+
+def remaining(session: Session, group: Group) -> list[PlannedTask]:
+    """Return which tasks of a group are to run, given what the record has of an earlier run.
+
+    If one of its rows has no result, or a disturbed one, return all tasks, to begin anew. If the
+    group was done, return none. Otherwise, return the tasks that were timed, to continue them.
+    """
+    timed: dict[PlannedTask, Result] = {}
+    for task in group.tasks:
+        if not session.has_result(task.row, **task.kind):
+            return group.tasks
+        found = session.recorded(task.row, **task.kind)
+        if found.disturbed:
+            return group.tasks
+        if found.samples:
+            timed[task] = found
+    if all(_is_done(task, found) for task, found in timed.items()):
+        return []
+    return [task.continued(found) for task, found in timed.items()]
+
+
+def _is_done(task: PlannedTask, found: Result) -> bool:
+    """Say whether a row that was timed is done. Its utilization is watched last."""
+    if task.engine in TORCH_ENGINES:
+        return True  # PyTorch's own schedules have no utilization
+    return "bubble" in found.values or "utilization_problem" in found.values
+
+
+def warmup_steps(session: Session, task: PlannedTask) -> int:
+    """Return how many steps of a task are not timed: at least the scale's warm-up."""
+    if task.emulated:
+        return session.scale.warmup
+    # The publication does not time the row's first epochs either.
+    skipped = task.row.skip_epochs * task.row.steps_per_epoch
+    return max(session.scale.warmup, skipped)

@@ -1,0 +1,90 @@
+"""Keep account of rounds: which step ran in which round, and which rounds others have disturbed."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from reproduce.machine.load import Shares, too_busy
+from reproduce.run.emulation import Emulation
+from reproduce.run.groups import PlannedTask
+from reproduce.run.timed import MeasuredSteps, Samples
+
+Steps = MeasuredSteps | Emulation
+
+
+class Rounds:
+    """The rounds of a group of rows: the steps in each, and what others had of the machine."""
+
+    def __init__(self) -> None:
+        self.of_steps: dict[PlannedTask, list[int]] = {}  # the number of each step's round
+        self.shares: dict[int, Shares] = {}  # what others had in each round; empty if not known
+        self.left_out = 0  # how many disturbed rounds were removed
+
+    def set_shares(self, number: int, shares: Shares) -> None:
+        """Store the shares that others had in a round; empty if they are not known.
+
+        Earlier rounds without known shares were too short to tell. They get the same shares.
+        """
+        self.shares[number] = {}
+        for earlier, known in self.shares.items():
+            if not known:
+                self.shares[earlier] = shares
+
+    def undisturbed(self) -> set[int]:
+        """Return the numbers of the rounds in which others had little of the machine."""
+        return {number for number, shares in self.shares.items() if not too_busy(shares)}
+
+    def keep_only(self, kept: set[int], running: Mapping[PlannedTask, Steps]) -> None:
+        """Remove all rounds that are not in `kept`, with their steps, and count them."""
+        for task, steps in running.items():
+            _remove_steps(steps, self.of_steps[task], kept)
+        for number in list(self.shares):
+            if number not in kept:
+                del self.shares[number]
+                self.left_out += 1
+
+    def samples(self, task: PlannedTask, steps: Steps, *, numbered: bool) -> Samples:
+        """Return the samples of a row for the record, those of an earlier run included.
+
+        `numbered` includes the number of each step's round. The losses are left out if one of
+        them is NaN or infinite, because JSON has no such numbers.
+        """
+        samples = steps.samples()
+        if numbered:
+            samples["round"] = list(self.of_steps[task])
+        samples |= self._shares_of_steps(task)
+        if task.before:
+            samples = _appended(task.before, samples)
+        losses = samples.get("loss", ())
+        if not all(map(math.isfinite, losses)):
+            del samples["loss"]
+        return samples
+
+    def _shares_of_steps(self, task: PlannedTask) -> Samples:
+        """Return what others had in the round of each step.
+
+        A share that is not known of every round is left out.
+        """
+        shares = [self.shares[number] for number in self.of_steps[task]]
+        samples = {}
+        for name in shares[0]:
+            if all(name in each for each in shares):
+                samples[name] = [each[name] for each in shares]
+        return samples
+
+
+def _remove_steps(steps: Steps, numbers: list[int], kept: set[int]) -> None:
+    """Remove the steps whose round is not kept. `numbers` has the round of each step."""
+    last_first = reversed(range(len(numbers)))  # so that a removal does not move what follows
+    for i in last_first:
+        if numbers[i] not in kept:
+            del steps.runs[i]
+            del numbers[i]
+
+
+def _appended(before: Mapping[str, Sequence[float]], samples: Samples) -> Samples:
+    """Append samples to those of an earlier run. Samples that only one of them has are left out."""
+    together: Samples = {}
+    for name, values in samples.items():
+        if name in before:
+            together[name] = [*before[name], *values]
+    return together
