@@ -14,12 +14,8 @@ from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import Gpu
 from reproduce.numbers.match import grouped
 from reproduce.records.record import Record, Run
-from reproduce.report.figures import (
-    ablation_figures,
-    history_figures,
-    memory_figures,
-    speed_up_figures,
-)
+from reproduce.report.bars import ablation_figures, memory_figures
+from reproduce.report.figures import history_figures, speed_up_figures
 from reproduce.report.gantt import schedule_figures, trace_figures
 from reproduce.report.subjects import RUN, Subject, find_subjects, side_by_side
 from reproduce.tables.all import about_run, tables
