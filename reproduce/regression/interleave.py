@@ -65,29 +65,51 @@ def interleave(  # noqa: PLR0913
     for restart in range(first, first + restarts):
         samples: dict[str, dict[str, list[Any]]] = {}
         with contextlib.ExitStack() as stack:
-            used = {side for ways in running.values() for side, _ in ways.values()}
-            sides = {i: stack.enter_context(start(i)) for i in draw.sample(sorted(used), len(used))}
+            sides: dict[int, Connection] = {}
+            used = sorted(_sides_of(running))
+            for i in draw.sample(used, len(used)):
+                sides[i] = stack.enter_context(start(i))
             for case, ways in list(running.items()):
-                order = draw.sample(list(ways), len(ways))
-                for side, asked in map(ways.__getitem__, order):
-                    sides[side].send(asked)
-                answers = {way: sides[ways[way][0]].recv() for way in order}
-                unable = {way: answers[way] for way in ways if answers[way] is not None}
+                unable = _warm_up(ways, sides, draw)
                 if unable and restart:  # it could run it at the first restart, so this is an error
-                    raise _no_longer(case, *next(iter(unable.items())))
+                    way, why = next(iter(unable.items()))
+                    raise _no_longer(case, way, why)
                 if unable:
                     yield {"case": case, "unable": unable}
                     running[case] = {way: ways[way] for way in ways if way not in unable}
                     if len(running[case]) < least:
                         del running[case]
             for case, ways in running.items():
-                steps = {
-                    way: partial(_ask, sides[side], asked, case, way)
-                    for way, (side, asked) in ways.items()
-                }
+                steps = {}
+                for way, (side, asked) in ways.items():
+                    steps[way] = partial(_ask, sides[side], asked, case, way)
                 *_, samples[case] = turns(steps, rounds, draw)
         for case, found in samples.items():
             yield {"case": case, "restart": restart, "samples": found}
+
+
+def _sides_of(cases: Cases) -> set[int]:
+    """Return the numbers of the sides that the cases use."""
+    used = set()
+    for ways in cases.values():
+        for side, _ in ways.values():
+            used.add(side)
+    return used
+
+
+def _warm_up(
+    ways: Mapping[str, Way], sides: Mapping[int, Connection], draw: random.Random
+) -> dict[str, Any]:
+    """Let all ways prepare a case. Return the ways that cannot run it, and why."""
+    order = draw.sample(list(ways), len(ways))
+    for way in order:
+        side, asked = ways[way]
+        sides[side].send(asked)
+    answers = {}
+    for way in order:
+        side, _ = ways[way]
+        answers[way] = sides[side].recv()
+    return {way: answers[way] for way in ways if answers[way] is not None}
 
 
 def _ask(side: Connection, asked: Sequence[Any], case: str, way: str) -> Any:

@@ -144,9 +144,10 @@ def check_restarts(settings: Settings, rule: Rule) -> None:
     most = max(map(len, families(settings.cases).values()), default=0)
     least = least_restarts(rule, most)
     if settings.restarts < least:
+        cases = many(most, "case")
         raise Error(
-            f"--restarts {settings.restarts}: with {many(most, 'case')} and --alpha {rule.alpha:g}, "
-            f"nothing could be called significant; give at least {least}"
+            f"--restarts {settings.restarts}: with {cases} and --alpha {rule.alpha:g}, nothing "
+            f"could be called significant; give at least {least}"
         )
 
 
