@@ -83,9 +83,14 @@ def list_experiments(
         overview = _overview(found)
         tables.append(overview)
         numbers += of_cells(overview)
-    text = "\n\n".join(table.text() for table in tables)
-    markdown = "\n\n".join(table.markdown() for table in tables)
-    click.echo(written(style, numbers, f"{text}\n", f"{markdown}\n"), nl=False)
+    text = []
+    markdown = []
+    for shown in tables:
+        text.append(shown.text())
+        markdown.append(shown.markdown())
+    page = "\n\n".join(text) + "\n"
+    markdown_page = "\n\n".join(markdown) + "\n"
+    click.echo(written(style, numbers, page, markdown_page), nl=False)
 
 
 def _overview(devices: Devices) -> Table:

@@ -47,10 +47,12 @@ def schedule(  # noqa: PLR0913
     except (OSError, ValueError) as error:
         raise Error(str(error)) from None
     played = found.replay()
-    size = f"n = {n}, m = {m}, {len(found.placement)} stages"
+    count = len(found.placement)
+    size = f"n = {n}, m = {m}, {count} stages"
     click.echo(f"{found.name}, {size}, checkpoint={checkpoint}\n\n{found}\n")
     of_longest = f"{played.bubble_of_longest:.1%} of the longest device's span"
-    click.echo(f"bubble: {of_longest}, {played.bubble:.1%} of the step")
+    of_step = f"{played.bubble:.1%} of the step"
+    click.echo(f"bubble: {of_longest}, {of_step}")
     click.echo(f"the step takes {played.seconds:g} units")
     kept = ", ".join(map(str, found.in_flight))
     click.echo(f"kept at most, tasks by device: {kept}")

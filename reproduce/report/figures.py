@@ -49,7 +49,7 @@ def speed_up_figures(subject: Subject) -> Iterator[Captioned]:
     if not curves or len(along) == 1 or subject.several_models:
         return
     base = ideal(*along[0])
-    rows_of = Counter(m for _, m in places.values())
+    rows_of = Counter(m for _, m in places.values())  # how many rows have each m
     if 1 in rows_of.values():  # m changes along with n
         yield _speed_ups(subject, curves, along, base)
         return
@@ -73,30 +73,33 @@ def _speed_ups(subject: Subject, curves: Curves, places: list[Place], base: floa
         heading = f"speed-up with {title}"
         under = f", {title}"
         label = "partitions (n)"
-        at = {place: place[0] for place in places}
-        ticks = [str(n) for n, _ in places]
-        widest = places[-1][0]
-        fine = {(n, m): n for n in range(1, widest + 1)}
+        ns = [n for n, _ in places]
+        at = dict(zip(places, ns, strict=True))
+        ticks = list(map(str, ns))
+        fine = {(n, m): n for n in range(1, ns[-1] + 1)}
     else:
         title = f"n and m as published, {subject.name}"
         heading = "speed-up"
         under = ""
         label = "partitions (n) and micro-batches (m)"
-        at = {place: i for i, place in enumerate(places)}
+        at = dict(zip(places, range(len(places)), strict=True))
         ticks = [_tick(n, m) for n, m in places]
         fine = at
     ideals = [ideal(n, m) / base for n, m in fine]
     axes.plot(list(fine.values()), ideals, ":", color=FAINT, label="ideal, of equal tasks")
     described = []
     for source, points in curves.items():
-        own = [place for place in places if place in points]
+        across = []
+        up = []
+        values = []
+        for place in places:
+            if place in points:
+                across.append(at[place])
+                up.append(points[place])
+                values.append(f"n={place[0]} {points[place]:.2f}")
         look = LOOKS[source.kind]
-        color = COLORS[source.kind]
-        across = [at[place] for place in own]
-        up = [points[place] for place in own]
-        axes.plot(across, up, look, color=color, label=source.label)
-        values = ", ".join(f"n={place[0]} {points[place]:.2f}" for place in own)
-        described.append(f"{source.label} {values}")
+        axes.plot(across, up, look, color=COLORS[source.kind], label=source.label)
+        described.append(f"{source.label} {', '.join(values)}")
     axes.set_xticks(list(at.values()), ticks)
     axes.set_xlabel(label)
     axes.set_title(heading)
