@@ -111,7 +111,8 @@ def compare(  # noqa: PLR0913
                 holders.update(line.entries)
             if len(holders) == 1:
                 letter = sides[holders.pop()].letter
-                rows = notes.named([line.label for line in own], every)
+                labels = [line.label for line in own]
+                rows = notes.named(labels, every)
                 on_one_side.setdefault(letter, []).append(f"{experiment} ({rows})")
             else:
                 said.append(notes.nothing_shared(sides, own, metric))

@@ -49,13 +49,17 @@ def speed_up_figures(subject: Subject) -> Iterator[Captioned]:
     if not curves or len(along) == 1 or subject.several_models:
         return
     base = ideal(*along[0])
-    rows_of = Counter(m for _, m in places.values())  # how many rows have each m
+    rows_of: Counter[int] = Counter()  # how many rows have each m
+    ns = set()
+    for n, m in places.values():
+        rows_of[m] += 1
+        ns.add(n)
     if 1 in rows_of.values():  # m changes along with n
         yield _speed_ups(subject, curves, along, base)
         return
-    ns = sorted({n for n, _ in along})
     for m in sorted(rows_of):
-        yield _speed_ups(subject, curves, [(n, m) for n in ns], base)
+        of_m = [(n, m) for n in sorted(ns)]
+        yield _speed_ups(subject, curves, of_m, base)
 
 
 @styled
@@ -67,13 +71,13 @@ def _speed_ups(subject: Subject, curves: Curves, places: list[Place], base: floa
     """
     figure, axes = new_figure(2.6)
     axes.grid(axis="y")
-    m = places[0][1]
-    if len({m for _, m in places}) == 1:
+    ns, ms = zip(*places, strict=True)
+    m = ms[0]
+    if len(set(ms)) == 1:
         title = f"{m} micro-batch{'es' if m > 1 else ''}"
         heading = f"speed-up with {title}"
         under = f", {title}"
         label = "partitions (n)"
-        ns = [n for n, _ in places]
         at = dict(zip(places, ns, strict=True))
         ticks = list(map(str, ns))
         fine = {(n, m): n for n in range(1, ns[-1] + 1)}

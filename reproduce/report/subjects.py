@@ -114,7 +114,8 @@ def find_subjects(records: Sequence[Record]) -> list[Subject]:
             papers[record.name] = Source("published", "published", record, record.results)
         else:
             others.append(record)
-            names.update(dict.fromkeys(result.experiment for result in record.results))
+            for result in record.results:
+                names[result.experiment] = None
     subjects = []
     rest = dict(papers)
     for name in names:
@@ -230,11 +231,6 @@ class SideBySide:
 def side_by_side(subject: Subject) -> SideBySide:
     """Return the table of all metrics and all sources."""
     rows = subject.rows
-    fields: dict[str, Texts] = {}
-    for name, heading in FIELDS.items():
-        values = {row: config.get(name) for row, config in rows.items()}
-        if any(value is not None for value in values.values()):
-            fields[heading] = _field_texts(values)
     metrics: dict[str, list[tuple[Source, Texts]]] = {}
     marked = False
     for metric, heading in METRICS.items():
@@ -252,15 +248,23 @@ def side_by_side(subject: Subject) -> SideBySide:
     notes = list(_notes(subject, metrics))
     if marked:
         notes.append(DISTURBED)
-    return SideBySide(list(rows), fields, metrics, notes)
+    return SideBySide(list(rows), _fields(subject), metrics, notes)
 
 
-def _field_texts(values: Mapping[str, Json]) -> Texts:
-    """Return a configuration field of each row as text, with a dash for None."""
-    texts = {}
-    for row, value in values.items():
-        texts[row] = "-" if value is None else str(value)
-    return texts
+def _fields(subject: Subject) -> dict[str, Texts]:
+    """Return the columns of the configuration fields that any row has, with a dash for None."""
+    fields = {}
+    for name, heading in FIELDS.items():
+        texts = {}
+        known = False
+        for row, config in subject.rows.items():
+            value = config.get(name)
+            texts[row] = "-" if value is None else str(value)
+            if value is not None:
+                known = True
+        if known:
+            fields[heading] = texts
+    return fields
 
 
 def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
@@ -299,8 +303,8 @@ def _notes(subject: Subject, metrics: Container[str]) -> Iterator[str]:
     for sources in grouped(run, _place).values():
         names = {source.record.name for source in sources}
         if len(names) > 1:
-            labels = ", ".join(source.label for source in sources)
-            yield f"Of different runs, which did not run in turn: {labels}."
+            labels = [source.label for source in sources]
+            yield f"Of different runs, which did not run in turn: {', '.join(labels)}."
     for source in run:
         yield from _other_work(subject, source)
 
