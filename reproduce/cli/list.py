@@ -2,6 +2,7 @@
 
 import contextlib
 import textwrap
+from pathlib import Path
 
 import click
 
@@ -14,13 +15,13 @@ from reproduce.machine.devices import Devices, find_devices
 from reproduce.records.places import MEASURED, RUNS
 from reproduce.records.record import ranked, readable
 from reproduce.tables.layout import Column, Table, many, table
-from reproduce.tables.output import of_cells, written
+from reproduce.tables.output import Number, of_cells, written
 
 SHOWS = 38  # width of the column "what it shows", in characters
 NOTES = (
     "scale: the largest that this machine holds now",
-    "minutes: of the last run of all rows, in runs; in brackets: in results/measured, which may have been on another "
-    "machine; <: together with other experiments; ?: no such run",
+    "minutes: of the last run of all rows, in runs; in brackets: in results/measured, which may "
+    "have been on another machine; <: together with other experiments; ?: no such run",
     "python -m reproduce list NAME shows all rows; run --all runs all of them",
 )
 # A run with one of these options does not tell how long a usual run takes.
@@ -37,11 +38,18 @@ PARTIAL = (
 SUFFIXES = (
     "run --all or --row: .../mb, at equal micro-batch size, and .../pb, in the published balance"
 )
+
+
+def _size(row: Row) -> str:
+    if not row.size:
+        return "-"
+    sizes = ", ".join(map(str, row.size))
+    return f"({sizes})"
+
+
 COLUMNS: list[Column[Row]] = [
     Column("row", lambda row: row.name, left=True),
-    Column(
-        "size", lambda row: f"({', '.join(map(str, row.size))})" if row.size else "-", left=True
-    ),
+    Column("size", _size, left=True),
     Column("batch", lambda row: str(row.batch_size)),
     Column("m", lambda row: str(row.chunks or "-")),
     Column("checkpoint", lambda row: row.checkpoint or "-"),
@@ -60,85 +68,106 @@ def list_experiments(
 ) -> None:
     """List experiments on one screen, or the rows of EXPERIMENTS.
 
-    Of each row it says what it needs and what it reproduces, and of each scale whether it can run here.
+    Of each row it says what it needs and what it reproduces, and of each scale whether it can run
+    here.
     """
     found = find_devices(on, devices)
-    both = [
-        (EXPERIMENTS[name], scale) for name in experiments for scale in EXPERIMENTS[name].scales
-    ]
-    tables = [_table(experiment, scale, found) for experiment, scale in both] or [_overview(found)]
-    text, markdown = (
-        "\n\n".join(getattr(each, kind)() for each in tables) for kind in ("text", "markdown")
-    )
-    abouts = [
-        {"experiment": experiment.name, "scale": scale.name} for experiment, scale in both
-    ] or [{}]
-    numbers = [
-        x for each, about in zip(tables, abouts, strict=True) for x in of_cells(each, **about)
-    ]
-    click.echo(written(style, numbers, f"{text}\n", f"{markdown}\n"), nl=False)
+    tables = []
+    numbers: list[Number] = []
+    for name in experiments:
+        for scale in EXPERIMENTS[name].scales:
+            rows = _table(EXPERIMENTS[name], scale, found)
+            tables.append(rows)
+            numbers += of_cells(rows, experiment=name, scale=scale.name)
+    if not experiments:
+        overview = _overview(found)
+        tables.append(overview)
+        numbers += of_cells(overview)
+    text = []
+    markdown = []
+    for shown in tables:
+        text.append(shown.text())
+        markdown.append(shown.markdown())
+    page = "\n\n".join(text) + "\n"
+    markdown_page = "\n\n".join(markdown) + "\n"
+    click.echo(written(style, numbers, page, markdown_page), nl=False)
 
 
 def _overview(devices: Devices) -> Table:
     """Return a table with a row for each experiment."""
     rows = []
     for name, experiment in EXPERIMENTS.items():
-        scale, count, minutes = "none", "-", "-"
-        with contextlib.suppress(Error):  # no scale fits: `list NAME` says why
+        scale = "none"
+        count = "-"
+        minutes = "-"
+        with contextlib.suppress(Error):  # if no scale fits, `list NAME` says why
             scale = choose_scale([experiment], devices, None)
-            count, minutes = (
-                str(sum(not row.extra for row in experiment.scale(scale).rows)),
-                _minutes(name, scale),
-            )
-        rows.append((name, textwrap.fill(experiment.title, SHOWS), scale, count, minutes))
-    return Table(
-        f"Experiments, on {devices}",
-        ["name", "what it shows", "scale", "rows", "minutes"],
-        rows,
-        NOTES,
-        3,
-    )
+            usual = [row for row in experiment.scale(scale).rows if not row.extra]
+            count = str(len(usual))
+            minutes = _minutes(name, scale)
+        title = textwrap.fill(experiment.title, SHOWS)
+        rows.append((name, title, scale, count, minutes))
+    headings = ["name", "what it shows", "scale", "rows", "minutes"]
+    return Table(f"Experiments, on {devices}", headings, rows, NOTES, 3)
 
 
 def _minutes(name: str, scale: str) -> str:
-    """Return how many minutes the newest known run of the experiment took, in the notation that `NOTES` explains."""
-    for folder, form in ((RUNS, "{}"), (MEASURED, "({})")):
-        for record in ranked(readable(folder), name):
-            run, names = record.run, {result.experiment for result in record.results}
-            if (
-                run is None
-                or run.state != "finished"
-                or any(word.startswith(PARTIAL) for word in run.command)
-            ):
-                continue
-            if record.scale == scale and name in names:
-                return form.format(f"{'<' * (len(names) > 1)}{run.seconds / 60:.0f}")
-    return "?"
+    """Return how many minutes the newest known run of the experiment took.
+
+    `NOTES` explains the notation.
+    """
+    own = _minutes_in(RUNS, name, scale)
+    if own is not None:
+        return own
+    published = _minutes_in(MEASURED, name, scale)
+    return "?" if published is None else f"({published})"
+
+
+def _minutes_in(folder: Path, name: str, scale: str) -> str | None:
+    """Return how many minutes the newest run of all rows took, of the runs in a folder."""
+    for record in ranked(readable(folder), name):
+        run = record.run
+        if run is None or run.state != "finished" or record.scale != scale:
+            continue
+        if any(word.startswith(PARTIAL) for word in run.command):
+            continue
+        names = {result.experiment for result in record.results}
+        minutes = f"{run.seconds / 60:.0f}"
+        return f"<{minutes}" if len(names) > 1 else minutes
+    return None
 
 
 def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
     """Return a table of the scale's rows, and say whether they can run here."""
-    reason = why_not(scale, devices)
+    paper = "nobody has published these rows"
+    if experiment.table:
+        file = f"results/paper/{experiment.table}.json"
+        paper = f"reproduces: rows of {experiment.table} ({file}); others are ours"
+    notes = [paper, f"on {devices}: {_here(experiment, scale, devices)}"]
+    if any("/" in row.name for row in scale.rows):
+        notes.append(SUFFIXES)
+    title = f"{experiment.name}, scale {scale.name}: {experiment.title}"
+    return table(title, COLUMNS, scale.rows, notes)
+
+
+def _here(experiment: Experiment, scale: Scale, devices: Devices) -> str:
+    """Say whether the rows of a scale can run here, and how."""
     from reproduce.run.engines import engines
 
-    here = f"can run; all {len(scale.rows)} rows"
+    count = len(scale.rows)
+    reason = why_not(scale, devices)
     if reason:
-        here = f"cannot run; {reason}"
-    elif experiment.measures in ("speed", "ablation"):
-        measured = [
-            r
-            for r in scale.rows
-            if r.devices <= devices.count and r.configuration != PUBLISHED_BALANCE
-        ]
-        here = f"can run; measures {len(measured)} and emulates all of {len(scale.rows)} rows"
-        ranks = sum(engines.why_not("ranks", row, devices) is None for row in measured)
-        here += f"; --engine ranks measures {ranks}" * bool(ranks)
-    paper = f"reproduces: rows of {experiment.table} (results/paper/{experiment.table}.json); others are ours"
-    notes = [
-        paper if experiment.table else "nobody has published these rows",
-        f"on {devices}: {here}",
-    ]
-    notes += [SUFFIXES] if any("/" in row.name for row in scale.rows) else []
-    return table(
-        f"{experiment.name}, scale {scale.name}: {experiment.title}", COLUMNS, scale.rows, notes
-    )
+        return f"cannot run; {reason}"
+    if experiment.measures not in ("speed", "ablation"):
+        return f"can run; all {count} rows"
+    measured = 0
+    by_ranks = 0
+    for row in scale.rows:
+        if row.devices <= devices.count and row.configuration != PUBLISHED_BALANCE:
+            measured += 1
+            if engines.why_not("ranks", row, devices) is None:
+                by_ranks += 1
+    here = f"can run; measures {measured} and emulates all of {count} rows"
+    if by_ranks:
+        here += f"; --engine ranks measures {by_ranks}"
+    return here

@@ -9,10 +9,12 @@ from typing import Any
 import click
 
 from reproduce.cli.list import list_experiments
-from reproduce.cli.predict import plan, predict, schedule
+from reproduce.cli.plan import plan
+from reproduce.cli.predict import predict
 from reproduce.cli.records import compare, history, import_paper, publish, render, report, show
 from reproduce.cli.regression import init_ci, regression
 from reproduce.cli.run import run
+from reproduce.cli.schedule import schedule
 from reproduce.cli.shared import examples
 from reproduce.error import CANNOT_TELL, INTERRUPTED, Error
 from reproduce.machine.description import ROOT
@@ -33,10 +35,10 @@ COMMANDS = [
     init_ci,
     import_paper,
 ]
-VERSION = runpy.run_path(str(ROOT / "torchgpipe" / "__version__.py"))[
-    "__version__"
-]  # without torch
-COMPLETE = "_REPRODUCE_COMPLETE"  # with it, a shell asks for completions, or for its script
+# Importing torchgpipe would import torch.
+VERSION = runpy.run_path(str(ROOT / "torchgpipe" / "__version__.py"))["__version__"]
+# The variable by which a shell asks for completions, or for its completion script.
+COMPLETE = "_REPRODUCE_COMPLETE"
 
 
 @click.group(commands=COMMANDS, epilog=examples("list", "run unet-memory --scale small"))
@@ -46,13 +48,16 @@ def cli() -> None:
 
 
 def main(arguments: Sequence[str] | None = None, benchmarks: Any = None) -> int:
-    """Run the command line and return its exit code (`reproduce.error`); an error is one line on stderr.
+    """Run the command line and return its exit code (`reproduce.error`).
 
-    `benchmarks` makes the tables of that folder. Only the command `render` uses it.
+    An error is printed as one line on stderr. `benchmarks` makes the tables of the folder
+    `benchmarks`, and only the command `render` uses it.
     """
-    arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if arguments is None:
+        arguments = sys.argv[1:]
+    arguments = arguments or ["--help"]
+    name = "reproduce" if COMPLETE in os.environ else "python -m reproduce"
     try:
-        name = "reproduce" if COMPLETE in os.environ else "python -m reproduce"
         code = cli.main(arguments, name, COMPLETE, standalone_mode=False, obj=benchmarks)
     except click.ClickException as error:
         message = error.format_message()
@@ -62,19 +67,18 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Any = None) -> int:
     except Error as error:
         return _complain(str(error), error.exit_code)
     except ModuleNotFoundError as error:  # a package that only some commands need
-        return _complain(
-            f"{error.name} is not installed: run 'make setup', or 'pip install {error.name}'",
-            CANNOT_TELL,
-        )
+        advice = f"run 'make setup', or 'pip install {error.name}'"
+        return _complain(f"{error.name} is not installed: {advice}", CANNOT_TELL)
     except (KeyboardInterrupt, click.Abort):
         return _complain("interrupted", INTERRUPTED)
     except SystemExit as left:
-        if left.code != 1:  # click's, where a reader has gone early
+        if left.code != 1:  # click exits with 1 when the reader of a pipe ends early
             raise
         return CANNOT_TELL
     return code if isinstance(code, int) else 0
 
 
 def _complain(message: str, code: int) -> int:
+    """Print an error in one line, and return the exit code."""
     click.echo(f"reproduce: {' '.join(message.split())}", err=True)
     return code

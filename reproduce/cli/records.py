@@ -1,8 +1,11 @@
-"""Offer the commands about records: `show`, `compare`, `publish`, `import-paper`, `render` and `report`."""
+"""Offer the commands about records.
+
+They are `show`, `compare`, `history`, `publish`, `import-paper`, `render` and `report`.
+"""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +32,26 @@ A_RUN = "unet-speed-small-20200421T100205Z"
 def show(records: tuple[str, ...], style: str) -> None:
     """Print the tables of records.
 
-    RECORDS are files, or names of runs in runs or results/measured. Markdown has the circumstances of a run, too.
+    RECORDS are files, or names of runs in runs or results/measured. Markdown has the circumstances
+    of a run, too.
     """
     from reproduce.tables.all import written_records
 
-    click.echo(written_records([load(find_record(name)) for name in records], style), nl=False)
+    found = [load(find_record(name)) for name in records]
+    click.echo(written_records(found, style), nl=False)
 
 
-@command(
-    f"publish {A_RUN}", f"publish runs/{A_RUN}.json", hidden=True
-)  # for maintainers, as are others below
+# This command is for maintainers, as are other hidden ones below.
+@command(f"publish {A_RUN}", f"publish runs/{A_RUN}.json", hidden=True)
 @click.argument("record")
 @click.option("--force", is_flag=True, help="Publish it in spite of the reasons against it.")
 def publish(record: str, force: bool) -> None:
     """Copy a run into results/measured, to be committed.
 
-    RECORD is a file or the name of a run; its tables are copied, too. Its name there is made of its experiments, scale,
-    devices and time. Of absolute paths in its command only the last part is kept. A run is refused if it was not
-    finished, ran changed or unknown source code or was disturbed, or if it would replace another of the same name.
+    RECORD is a file or the name of a run; its tables are copied, too. Its name there is made of its
+    experiments, scale, devices and time. Of absolute paths in its command only the last part is
+    kept. A run is refused if it was not finished, ran changed or unknown source code or was
+    disturbed, or if it would replace another of the same name.
     """
     from reproduce.tables.all import document
 
@@ -57,17 +62,11 @@ def publish(record: str, force: bool) -> None:
             f"{record}: was not measured by this program, so it is not to be published as measured"
         )
     path = MEASURED / f"{published_name(found, found.run)}.json"
-    against = {
-        f"the run was not finished ({found.run.state})": found.run.state != "finished",
-        "it is not known which git revision ran": found.run.git is None,
-        "the source code had changes that are in no commit": found.run.git is not None
-        and found.run.git.dirty,
-        "others disturbed rows of it (*)": any(result.disturbed for result in found.results),
-        f"{shown(path)} is there already": path.exists(),
-    }
-    if any(against.values()) and not force:
-        reasons = "; ".join(reason for reason, holds in against.items() if holds)
-        raise Error(f"{record}: {reasons}; run it again, or use --force")
+    against = list(reasons_against(found, found.run))
+    if path.exists():
+        against.append(f"{shown(path)} is there already")
+    if against and not force:
+        raise Error(f"{record}: {'; '.join(against)}; run it again, or use --force")
     # The folders of the machine that ran it are private.
     command = [re.sub(r"^(--[a-z]+=)?/.*/(?=.)", r"\1", word) for word in found.run.command]
     renamed = replace(found, name=path.stem, run=replace(found.run, command=command))
@@ -76,8 +75,23 @@ def publish(record: str, force: bool) -> None:
     click.echo(f"published: {shown(path)}; 'make results' updates the tables that show it")
 
 
+def reasons_against(record: Record, run: Run) -> Iterator[str]:
+    """Yield the reasons not to publish a run."""
+    if run.state != "finished":
+        yield f"the run was not finished ({run.state})"
+    if run.git is None:
+        yield "it is not known which git revision ran"
+    elif run.git.dirty:
+        yield "the source code had changes that are in no commit"
+    if any(result.disturbed for result in record.results):
+        yield "others disturbed rows of it (*)"
+
+
 def published_name(record: Record, run: Run) -> str:
-    """Return experiments, scale, devices and time, as in `unet-speed_unet-memory-paper-8xtesla-p40-20200421T1002`."""
+    """Return the name of a published record: its experiments, scale, devices and time.
+
+    An example is `unet-speed_unet-memory-paper-8xtesla-p40-20200421T1002`.
+    """
     machine = {"cpu": run.machine.cpu, "meta": "meta"}.get(run.device) or run.machine.gpus[0].name
     plain = re.sub(r"\(\w+\)|\bCPU\b|@.*", " ", machine)  # Intel(R) Xeon(R) CPU @ 2.00GHz
     name = "-".join(re.findall(r"[a-z0-9.]+", plain.lower()))
@@ -116,8 +130,8 @@ def import_paper(source: Path, out: Path) -> None:
 def render(benchmarks: Any, check: bool) -> None:
     """Rewrite the tables that are made from records.
 
-    These are the pages in results/, and the marked blocks of README.md and docs/; the blocks of benchmarks only by
-    python -m benchmarks.render.
+    These are the pages in results/, and the marked blocks of README.md and docs/; the blocks of
+    benchmarks only by python -m benchmarks.render.
     """
     from reproduce.tables import render
 
@@ -159,8 +173,8 @@ def render(benchmarks: Any, check: bool) -> None:
 def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> None:
     """Write a page with all numbers, figures and machines.
 
-    It shows published, predicted, emulated and measured numbers beside each other, and draws history.jsonl, in DIR or
-    here. Files that cannot be read are skipped, and named.
+    It shows published, predicted, emulated and measured numbers beside each other, and draws
+    history.jsonl, in DIR or here. Files that cannot be read are skipped, and named.
     """
     from reproduce.report.page import page
     from reproduce.report.subjects import FOLDERS
@@ -168,12 +182,18 @@ def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> 
     from reproduce.tables.history import read_history
 
     folder = results or RESULTS
-    folders = [*(folder / name for name in FOLDERS), *([] if results else [RUNS])]
+    folders = [folder / name for name in FOLDERS]
+    if results is None:
+        folders.append(RUNS)
     broken: list[Error] = []
-    records = [record for folder in folders for record in readable(folder, broken.append)]
+    records = []
+    for place in folders:
+        records += readable(place, broken.append)
     kept = (results or Path()) / HISTORY
-    found = read_history(kept.read_bytes() if kept.exists() else b"", str(kept), broken.append)
-    lines = [line for _, line in found if line]
+    lines = []
+    for _, line in read_history(content_of(kept), str(kept), broken.append):
+        if line is not None:
+            lines.append(line)
     for error in broken:
         click.echo(f"skipped: {error}", err=True)
     if not records:
@@ -181,10 +201,16 @@ def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> 
             f"--results {folder}: no record (*.json) in its folders {', '.join(FOLDERS)}"
         )
     path = out or (results or OUT) / "report.html"
-    write_atomically(
-        path, page(records, [each for trace in traces for each in read_trace(trace)], lines)
-    )
+    timelines = []
+    for trace in traces:
+        timelines += read_trace(trace)
+    write_atomically(path, page(records, timelines, lines))
     click.echo(f"written: {path}")
+
+
+def content_of(path: Path) -> bytes:
+    """Return the content of a file; empty if there is no such file."""
+    return path.read_bytes() if path.exists() else b""
 
 
 @command(
@@ -203,28 +229,29 @@ def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> 
     "--json",
     "listed",
     is_flag=True,
-    help="Print the numbers of which less is better, as "
-    "github-action-benchmark takes them for customSmallerIsBetter.",
+    help="Print the numbers of which less is better, as github-action-benchmark takes them for "
+    "customSmallerIsBetter.",
 )
 def history(sources: tuple[str, ...], file: Path, branch: str | None, listed: bool) -> None:
     """Keep a line for each revision, for the report to draw.
 
-    SOURCES are as for compare, or counts, all of one revision and machine. Numbers that were disturbed are left out.
+    SOURCES are as for compare, or counts, all of one revision and machine. Numbers that were
+    disturbed are left out.
     """
     from reproduce.tables.history import added, line_of, smaller_is_better
 
-    line, said = line_of(sources), list[str]()
+    line = line_of(sources)
+    said: list[str] = []
+    place = f"{branch}:{file}" if branch else str(file)
+
+    def with_line(old: bytes) -> bytes:
+        return added(old, line, place, said.append)
+
     if branch is None:
-        write_atomically(
-            file, added(file.read_bytes() if file.exists() else b"", line, str(file), said.append)
-        )
+        write_atomically(file, with_line(content_of(file)))
     else:
-        commit_file(
-            Path(), branch, str(file), lambda old: added(old, line, f"{branch}:{file}", said.append)
-        )
-    said.append(
-        f"written: {len(line.numbers)} numbers of {line.git.name(7)} to {f'{branch}:' * bool(branch)}{file}"
-    )
+        commit_file(Path(), branch, str(file), with_line)
+    said.append(f"written: {len(line.numbers)} numbers of {line.git.name(7)} to {place}")
     click.echo("\n".join(said), err=True)
     if listed:
         click.echo(json.dumps(smaller_is_better(line), indent=1))
@@ -258,8 +285,8 @@ def history(sources: tuple[str, ...], file: Path, branch: str | None, listed: bo
 def compare(sides: Sequence[str], fail_on_regression: bool, **options: Any) -> None:
     """Compare results with those of A, row by row.
 
-    A side is a record, a folder of records, a JSON file of pytest-benchmark, or the results/measured of a git REVISION;
-    REVISION:PATH for another place.
+    A side is a record, a folder of records, a JSON file of pytest-benchmark, or the
+    results/measured of a git REVISION; REVISION:PATH for another place.
     """
     if not 2 <= len(sides) <= 26:
         raise click.UsageError(f"compare at least two sides, and at most 26; given: {len(sides)}")

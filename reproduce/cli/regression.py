@@ -1,4 +1,4 @@
-"""Offer `python -m reproduce regression`, and its workflow for CI, `python -m reproduce init-ci`."""
+"""Offer `python -m reproduce regression`, and `init-ci`, which writes its workflow for CI."""
 
 import shlex
 import sys
@@ -36,7 +36,8 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
         return TORCHGPIPE
     if cases is not None and not cases.is_file():
         raise click.BadParameter(f"{cases}: there is no such file", param_hint="--cases")
-    if cases is None or not all(map(str.isidentifier, (package or "").split("."))):
+    names = (package or "").split(".")
+    if cases is None or not all(map(str.isidentifier, names)):
         raise click.UsageError(
             f"give {OWN}: a name as import takes it, and a file; got {package} and {cases}"
         )
@@ -100,7 +101,7 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
     metavar="SHARE",
     help="Delay the head's steps so much, to see whether it is noticed.",
 )
-def regression(
+def regression(  # noqa: PLR0913
     base: str | None,
     head: str | None,
     bisect: tuple[str, str] | None,
@@ -116,9 +117,9 @@ def regression(
 ) -> None:
     """Say whether a change slowed training down.
 
-    Steps of two revisions are timed in turn, in one job. The exit code is 1 if a case is slower for real:
-    significantly, and by more than the threshold; 2 if that cannot be told. With --bisect, it is 0 if a slower commit
-    was found.
+    Steps of two revisions are timed in turn, in one job. The exit code is 1 if a case is slower for
+    real: significantly, and by more than the threshold; 2 if that cannot be told. With --bisect, it
+    is 0 if a slower commit was found.
     """
     project = project_of(package, cases, build)
     if bool(base) == bool(bisect) or (bisect and (head or markdown)):
@@ -147,12 +148,12 @@ def regression(
     finally:
         progress.clear()
     if bisect is not None:
-        return click.echo(f"the first commit that is slower than {bisect[0]}: {culprit}")
+        click.echo(f"the first commit that is slower than {bisect[0]}: {culprit}")
+        return
     click.echo(text(style), nl=False)
     if markdown is not None:
-        write_atomically(
-            markdown, f"**{complaint or f'not slower than {base}'}**\n\n{text('markdown')}"
-        )
+        conclusion = complaint or f"not slower than {base}"
+        write_atomically(markdown, f"**{conclusion}**\n\n{text('markdown')}")
     if complaint is not None:
         raise complaint
 
@@ -186,20 +187,20 @@ def init_ci(
     project_of(package, cases, build)
     if WORKFLOW.exists():
         raise Error(f"{WORKFLOW} is there: change it by hand, or remove it first")
-    named = {"--package": package, "--cases": shown(cases) if cases else None, "--build": build}
-    asked = "".join(
-        f" {option} {shlex.quote(str(value))}" for option, value in named.items() if value
-    )
+    file = shown(cases) if cases else None
+    asked = ""
+    for option, value in {"--package": package, "--cases": file, "--build": build}.items():
+        if value:
+            asked += f" {option} {shlex.quote(value)}"
+    workflow = Path(__file__).with_name("workflow.yml")
     template = jinja2.Template(
-        Path(__file__).with_name("workflow.yml").read_text(),
+        workflow.read_text(),
         variable_start_string="[[",
         variable_end_string="]]",
         trim_blocks=True,
         keep_trailing_newline=True,
     )
     prepare_folder(WORKFLOW.absolute().parent, "init-ci")
-    write_atomically(
-        WORKFLOW,
-        template.render(given=shlex.join(sys.argv[1:]), asked=asked, set_up=set_up, gate=gate),
-    )
+    given = shlex.join(sys.argv[1:])
+    write_atomically(WORKFLOW, template.render(given=given, asked=asked, set_up=set_up, gate=gate))
     click.echo(f"wrote {WORKFLOW}: commit it, and every pull request is judged")

@@ -1,14 +1,12 @@
-"""Offer `python -m reproduce run`."""
+"""Offer `python -m reproduce run`: check what is asked for, execute it, and show the results."""
 
 import itertools
-import sys
-from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Literal
 
 import click
 
+from reproduce.cli.job import THREADS, Job, Options, make_recorder, validate
 from reproduce.cli.shared import (
     COUNT,
     FILE,
@@ -24,18 +22,16 @@ from reproduce.cli.shared import (
 )
 from reproduce.error import INTERRUPTED, Error, interruptible
 from reproduce.experiments import EXPERIMENTS
-from reproduce.experiments.choose import choose_rows, choose_scale
-from reproduce.experiments.recipe import AccuracyScale
 from reproduce.experiments.row import PUBLISHED_NODE, Experiment, Scale
-from reproduce.machine.allocator import freed_memory_is_kept
-from reproduce.machine.devices import MOST_DEVICES, find_devices
+from reproduce.machine.devices import MOST_DEVICES
 from reproduce.machine.load import Load
 from reproduce.records.places import RUNS
-from reproduce.records.published import published
-from reproduce.records.record import FREED_MEMORY, OFFERED, SUCCESS, write_atomically
+from reproduce.records.record import OFFERED, SUCCESS, Engine, write_atomically
 from reproduce.run.progress import Progress
-from reproduce.run.recorder import new_recorder, new_run, prepare_folder, resumed
+from reproduce.run.recorder import Recorder
 from reproduce.tables.layout import many
+
+State = Literal["finished", "interrupted"]
 
 
 @command("run unet-memory --scale small", "run unet-speed --row baseline --row pipeline-2")
@@ -62,11 +58,11 @@ from reproduce.tables.layout import many
     "engines",
     type=click.Choice(list(OFFERED)),
     multiple=True,
-    default=("threads",),
+    default=THREADS,
     show_default=True,
     metavar="NAME",
-    help="Speed: run partitions by threads, ranks (a process each), or "
-    "torch (PyTorch's own schedules); may be repeated.",
+    help="Speed: run partitions by threads, ranks (a process each), or torch (PyTorch's own "
+    "schedules); may be repeated.",
 )
 @click.option(
     "--emulate",
@@ -81,9 +77,9 @@ from reproduce.tables.layout import many
     "--link",
     metavar="NAME|FILE",
     callback=described,
-    help="Speed: emulate copies as on this "
-    f"hardware: {', '.join(HARDWARE)}, or a file (.json). Default: the GPUs here, if they are among "
-    f"these; else {PUBLISHED_NODE} for rows like the published ones.",
+    help=f"Speed: emulate copies as on this hardware: {', '.join(HARDWARE)}, or a file (.json). "
+    "Default: the GPUs here, if they are among these; else "
+    f"{PUBLISHED_NODE} for rows like the published ones.",
 )
 @click.option(
     "--seed",
@@ -104,8 +100,8 @@ from reproduce.tables.layout import many
     "--trace",
     type=FILE,
     metavar="FILE",
-    help="Speed: write a timeline of each row: "
-    "FILE.json for Perfetto and a picture, FILE.svg or .png.",
+    help="Speed: write a timeline of each row: FILE.json for Perfetto and a picture, FILE.svg or "
+    ".png.",
 )
 @click.option(
     "--data",
@@ -116,167 +112,130 @@ from reproduce.tables.layout import many
 @style
 @click.option("--resume", is_flag=True, help="Go on with the last run, which was broken off.")
 @click.option("--seeds", type=COUNT, metavar="K", help="Accuracy: train each row from K seeds.")
-def run(
-    experiments: list[str],
-    scale: str | None,
-    rows: tuple[str, ...],
-    extra: bool,
-    on: str | None,
-    devices: int | None,
-    steps: int | None,
-    engines: tuple[str, ...],
-    emulate: int,
-    no_emulate: bool,
-    link: Any,
-    seed: int,
-    out: Path,
-    trace: Path | None,
-    data: Path | None,
-    resume: bool,
-    style: str,
-    seeds: int | None,
-) -> None:
-    """Run experiments, print their tables and keep a record. The command list shows the EXPERIMENTS."""
-    from reproduce.run.accuracy.datasets import prepare
+def run(**options: Any) -> None:
+    """Run experiments, print their tables and keep a record. The command list shows the
+    EXPERIMENTS.
+    """
+    job = validate(Options(**options))
+    recorder = make_recorder(job)
+    progress = Progress()
+    state = execute(job, recorder, progress)
+    recorder.close(state)
+    recorder.save()
+    show(job, recorder, progress, state)
+
+
+# --- execute: run the experiments -----------------------------------------------------------------
+
+
+def execute(job: Job, recorder: Recorder, progress: Progress) -> State:
+    """Run the experiments, show their tables as they are done, and say how the run ended."""
     from reproduce.run.experiment import plan, run_experiment
-    from reproduce.run.session import UNITS, Session
-    from reproduce.run.training import Balancer
-    from reproduce.tables.all import document, tables, written_records
     from reproduce.tables.engines import GROUP as ENGINES
 
-    asked = choose_rows([EXPERIMENTS[name] for name in experiments], rows, extra=extra)
-    for experiment in asked:
-        if experiment.table is not None:
-            published(
-                experiment.table
-            )  # a missing or broken file is reported before the run, not after it
-    found = find_devices(on, devices)
-    measured = {experiment.measures for experiment in asked}
-    if engines != ("threads",) and not measured & {"speed", "ablation"}:
-        raise click.UsageError(
-            "--engine is for experiments that time steps: the speed ones, and unet-ablation"
-        )
-    if found.kind == "meta" and measured != {"memory"}:
-        on_memory = [each.name for each in EXPERIMENTS.values() if each.measures == "memory"]
-        raise click.UsageError(f"--on meta is for experiments on memory: {', '.join(on_memory)}")
-    if "accuracy" in measured:
-        scale = scale or ("small" if data is None else "paper")
-    elif data is not None or seeds is not None:
-        raise click.UsageError(
-            "--data and --seeds are for experiments on accuracy: run resnet101-accuracy"
-        )
-    scale = choose_scale(asked, found, scale)
-    chosen = [(experiment, experiment.scale(scale)) for experiment in asked]
-    prepare_folder(out)
-    emulate = 0 if no_emulate else emulate
-    tracer = (
-        None
-        if trace is None
-        else make_tracer(trace, chosen, several=emulate > 0 or len(engines) > 1)
-    )
-    accuracy = {
-        x.name: prepare(x.name, at, data, seed, seeds)
-        for x, at in chosen
-        if isinstance(at, AccuracyScale)
-    }
-
-    settings = {
-        "steps": steps,
-        "seeds": seeds,
-        "emulate": emulate,
-        FREED_MEMORY: "kept" if freed_memory_is_kept() else "as the C library does",
-        **({"rows": list(rows)} if rows else {}),
-        **({"all": True} if extra else {}),
-        **({"engines": list(engines)} if engines != ("threads",) else {}),
-        **{experiment.name: at.settings() for experiment, at in chosen},
-    }
-    title = "; ".join(experiment.title for experiment in asked)
-    started = new_run(found, seed, ["python", "-m", "reproduce", *sys.argv[1:]], settings)
-    recorder = (
-        resumed(out, started)
-        if resume
-        else new_recorder(out, experiments, title, scale, UNITS, started)
-    )
-    progress, balancer, load = Progress(), Balancer(found), Load()
-    if tracer and not tracer.draw:
+    make_session = session_maker(job, recorder, progress)
+    if job.tracer is not None and not job.tracer.draw:
         progress.say(
-            "--trace: no picture, only JSON, for matplotlib is not installed: 'pip install matplotlib'"
+            "--trace: no picture, only JSON, for matplotlib is not installed: "
+            "'pip install matplotlib'"
         )
-    progress.say(f"scale {scale} on {found}; what is finished is kept in\n{shown(recorder.path)}")
-    state: Literal["finished", "interrupted"] = "interrupted"
+    place = shown(recorder.path)
+    progress.say(f"scale {job.scale} on {job.devices}; what is finished is kept in\n{place}")
     try:
         with interruptible() as check:
-            sessions = [
-                Session(
-                    experiment=experiment,
-                    scale=at,
-                    devices=found,
-                    recorder=recorder,
-                    progress=progress,
-                    balancer=balancer,
-                    seed=seed,
-                    steps=steps,
-                    emulate=emulate,
-                    hardware=link,
-                    check=check,
-                    engines=[
-                        engine for name in OFFERED if name in engines for engine in OFFERED[name]
-                    ],
-                    trace=tracer,
-                    accuracy=accuracy.get(experiment.name),
-                    load=load,
-                )
-                for experiment, at in chosen
-            ]
+            sessions = [make_session(experiment, at, check) for experiment, at in job.chosen]
             for session in sessions:
                 session.tell_others()
                 plan(session)
             recorder.save()
             for session in sessions:
-                progress.say(f"running {session.experiment.name}: {session.experiment.title}")
-                for group, done in itertools.chain(run_experiment(session), [(ENGINES, True)]):
+                name = session.experiment.name
+                progress.say(f"running {name}: {session.experiment.title}")
+                groups = itertools.chain(run_experiment(session), [(ENGINES, True)])
+                for group, done in groups:
                     progress.clear()
-                    for table in tables(recorder.record, session.experiment.name, group):
-                        click.echo(f"\n{table.text()}", err=not done or style != "text")
-        state = "finished"
+                    show_group(job, recorder, name, group, done=done)
+        return "finished"
     except KeyboardInterrupt:
-        pass
+        return "interrupted"
     finally:
         progress.clear()
 
-    recorder.close(state)
-    recorder.save()
-    if style != "text":
-        click.echo(written_records([recorder.record], style), nl=False)
-    page = recorder.path.with_suffix(".md")
-    write_atomically(page, document(recorder.record))
-    results = recorder.record.results
-    if state == "interrupted":
-        kept = many(sum(result.status in SUCCESS for result in results), "finished row")
-        again = "" if resume else "; --resume goes on"
-        click.echo(f"interrupted; {kept} kept in {shown(recorder.path)}{again}", err=True)
-        raise click.exceptions.Exit(INTERRUPTED)
-    written = [recorder.path, page, *(tracer.written if tracer else [])]
-    progress.say("\n".join(["written:", *map(shown, written)]))
-    failed = [f"{result.row}: {result.reason}" for result in results if result.status == "failed"]
-    if failed:
-        raise Error(f"{many(len(failed), 'row')} failed, the first being {failed[0]}")
-    if tracer is not None and tracer.problems:
-        raise Error(f"--trace: {tracer.problems[0]}")
 
+def session_maker(job: Job, recorder: Recorder, progress: Progress) -> Callable[..., Any]:
+    """Return a function that makes the session of an experiment; sessions share what they can."""
+    from reproduce.run.session import Session
+    from reproduce.run.training import Balancer
 
-def make_tracer(trace: Path, chosen: Sequence[tuple[Experiment, Scale]], *, several: bool) -> Any:
-    """Return the writer of timelines, or raise now if it could not write. `several`: rows have several timelines."""
-    from reproduce.report.trace import Tracer
+    options = job.options
+    balancer = Balancer(job.devices)
+    load = Load()
+    engines: list[Engine] = []
+    for name, meant in OFFERED.items():
+        if name in options.engines:
+            engines += meant
 
-    timed = [at for experiment, at in chosen if experiment.measures in ("speed", "ablation")]
-    if not timed:
-        measures = chosen[0][0].measures
-        raise click.UsageError(
-            f"--trace: {measures} experiments time no step; name a speed experiment"
+    def make(experiment: Experiment, scale: Scale, check: Callable[[], None]) -> Session:
+        return Session(
+            experiment=experiment,
+            scale=scale,
+            devices=job.devices,
+            recorder=recorder,
+            progress=progress,
+            balancer=balancer,
+            seed=options.seed,
+            steps=options.steps,
+            emulate=job.emulate,
+            hardware=options.link,
+            check=check,
+            engines=engines,
+            trace=job.tracer,
+            accuracy=job.accuracy.get(experiment.name),
+            load=load,
         )
-    prepare_folder(trace.absolute().parent, "--trace")
-    several = several or sum(len(at.rows) for at in timed) > 1
-    return Tracer(
-        trace, several=several, experiments=len(timed) > 1, draw=find_spec("matplotlib") is not None
-    )
+
+    return make
+
+
+# --- show: print tables, and say what was written -------------------------------------------------
+
+
+def show_group(job: Job, recorder: Recorder, experiment: str, group: str, *, done: bool) -> None:
+    """Print the tables of a group of rows. Unless they are done and text, they go to stderr."""
+    from reproduce.tables.all import tables
+
+    on_stderr = not done or job.options.style != "text"
+    for table in tables(recorder.record, experiment, group):
+        click.echo(f"\n{table.text()}", err=on_stderr)
+
+
+def show(job: Job, recorder: Recorder, progress: Progress, state: State) -> None:
+    """Print the numbers, write the run's page, and name the files.
+
+    Raises:
+        Error: If a row failed, or a timeline could not be written.
+    """
+    from reproduce.tables.all import document, written_records
+
+    style = job.options.style
+    record = recorder.record
+    if style != "text":
+        click.echo(written_records([record], style), nl=False)
+    page = recorder.path.with_suffix(".md")
+    write_atomically(page, document(record))
+    if state == "interrupted":
+        finished = [result for result in record.results if result.status in SUCCESS]
+        kept = f"{many(len(finished), 'finished row')} kept in {shown(recorder.path)}"
+        again = "" if job.options.resume else "; --resume goes on"
+        click.echo(f"interrupted; {kept}{again}", err=True)
+        raise click.exceptions.Exit(INTERRUPTED)
+    written = [recorder.path, page]
+    if job.tracer is not None:
+        written += job.tracer.written
+    progress.say("\n".join(["written:", *map(shown, written)]))
+    failed = [result for result in record.results if result.status == "failed"]
+    if failed:
+        first = f"{failed[0].row}: {failed[0].reason}"
+        raise Error(f"{many(len(failed), 'row')} failed, the first being {first}")
+    if job.tracer is not None and job.tracer.problems:
+        raise Error(f"--trace: {job.tracer.problems[0]}")

@@ -25,7 +25,10 @@ HARDWARE = sorted(path.stem for path in (ROOT / "torchgpipe" / "plan" / "hardwar
 
 
 class Command(click.Command):
-    """Import torch, which takes seconds, and run a command: after its arguments were found right."""
+    """Run a command after its arguments were found right and torch was imported.
+
+    The import takes seconds.
+    """
 
     def invoke(self, context: click.Context) -> Any:
         """Run the command's function."""
@@ -34,7 +37,10 @@ class Command(click.Command):
 
 
 def need_torch() -> None:
-    """Import torch, or raise `Error`. It can swallow a KeyboardInterrupt, so meanwhile Ctrl-C ends the process."""
+    """Import torch, or raise `Error`.
+
+    The import can swallow a KeyboardInterrupt, so meanwhile Ctrl-C ends the process.
+    """
     if "torch" not in sys.modules:
         handler = signal.signal(signal.SIGINT, leave)
         problem = missing("torch")
@@ -53,8 +59,8 @@ def _described(name: str) -> Any:
 on = click.option(
     "--on",
     type=click.Choice(["cpu", "cuda", "meta"]),
-    help="Kind of devices. Default: cuda if there is "
-    "any, else cpu. On meta, memory is counted without data.",
+    help="Kind of devices. Default: cuda if there is any, else cpu. On meta, memory is counted "
+    "without data.",
 )
 devices = click.option(
     "--devices", type=COUNT, metavar="N", help="Default: all. A CPU device is a share of the cores."
@@ -69,14 +75,17 @@ fp32_precision = click.option(
     "--fp32-precision",
     type=click.Choice(["ieee", "tf32"]),
     metavar="TYPE",
-    help="How GPUs "
-    "compute float32: ieee or tf32. Default: convolutions in tf32 where the hardware has it, "
-    "products in ieee, as PyTorch does.",
+    help="How GPUs compute float32: ieee or tf32. Default: convolutions in tf32 where the hardware "
+    "has it, products in ieee, as PyTorch does.",
 )
 
 
 def style(command: Decorated) -> Decorated:
-    """Add the option `--format`, and short spellings of it. Versions of click differ in which default they take."""
+    """Add the option `--format`, and short spellings of it.
+
+    Versions of click differ in which of the options' defaults they take. So there is none, and the
+    callback puts "text" in.
+    """
     more: dict[str, Any] = {"callback": lambda _, __, asked: asked or "text"}
     for name in ("csv", "json"):
         command = click.option(f"--{name}", "style", flag_value=name, hidden=True, **more)(command)
@@ -87,9 +96,9 @@ def style(command: Decorated) -> Decorated:
 
 def examples(*commands: str) -> str:
     """Return the end of a command's help: commands to copy, a line each."""
-    return "\n".join(
-        ["\b", "Examples:", *(f"  python -m reproduce {command}" for command in commands)]
-    )
+    lines = ["\b", "Examples:"]
+    lines += [f"  python -m reproduce {command}" for command in commands]
+    return "\n".join(lines)
 
 
 def command(
@@ -124,7 +133,10 @@ def alpha(where: str) -> Option:
 
 
 def hardware(here: str) -> Option:
-    """Return the option `--hardware`. `here` is the part of its help about timing on this machine."""
+    """Return the option `--hardware`.
+
+    `here` is the part of its help about timing on this machine.
+    """
     return click.option(
         "--hardware",
         default="p40x8",
@@ -138,7 +150,10 @@ def hardware(here: str) -> Option:
 def parsed(
     parse: Callable[[str], T],
 ) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
-    """Return a callback that parses an option's text. A `ValueError` of `parse` becomes click's error message."""
+    """Return a callback that parses an option's text.
+
+    A `ValueError` of `parse` becomes click's error message.
+    """
 
     def callback(_: click.Context, __: click.Parameter, text: str | None) -> T | None:
         try:
@@ -153,7 +168,10 @@ described = parsed(_described)
 
 
 def known(what: str, offered: Callable[[], Iterable[str]]) -> dict[str, Any]:
-    """Return how an argument refuses names which are not offered, drops repeated ones, and how a shell completes it."""
+    """Return the keyword arguments of `click.argument` for an argument that takes names.
+
+    Names that are not offered are refused, repeated names are dropped, and a shell completes names.
+    """
 
     def callback(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[str]:
         for name in names:
@@ -170,6 +188,9 @@ def known(what: str, offered: Callable[[], Iterable[str]]) -> dict[str, Any]:
 
 
 def shown(path: Path) -> str:
-    """Return the path relative to the current folder if it lies below it, else the absolute path."""
+    """Return the path relative to the current folder if it lies below it, else absolute."""
     path = path.absolute()
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    here = Path.cwd()
+    if path.is_relative_to(here):
+        path = path.relative_to(here)
+    return str(path)

@@ -1,9 +1,10 @@
 """Match the rows of several sides: rows with the same configuration share a line.
 
-Two rows have the same configuration if they agree in every field that both record, except fields that a run chooses
-itself (`CHOSEN`, a profiled balance); both or neither must be emulated, and both measured with the same engine. A
-published row is also matched with the rows whose `published` names it: on each side with those of the same
-configuration or, if there are none, with all of them, at any scale. A note then says what differs.
+Two rows have the same configuration if they agree in every field that both record, except in fields
+that a run chooses itself (`CHOSEN`, a profiled balance). Also, both or neither must be emulated,
+and the same engine must have run both. A published row is also matched with the rows whose
+`published` names it. On each side, these are the rows of the same configuration or, if there are
+none, all rows that name it, at any scale. A note then says what differs.
 """
 
 import json
@@ -33,8 +34,15 @@ class Line:
 
     @property
     def first(self) -> Entry:
-        """Give the row that names and describes the line: the first one that is not published, if any."""
-        return min(self.entries.values(), key=lambda entry: entry.result.status == "published")
+        """Give the row that names and describes the line.
+
+        It is the first row that is not published or, if all rows are published, the first row.
+        """
+        entries = list(self.entries.values())
+        for entry in entries:
+            if not _is_published(entry):
+                return entry
+        return entries[0]
 
 
 def grouped(items: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
@@ -46,128 +54,188 @@ def grouped(items: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
 
 
 def match(sides: Sequence[Side]) -> list[Line]:
-    """Return the lines that hold every row of every side, those of one experiment together."""
+    """Return the lines that hold every row of every side.
+
+    The lines of an experiment follow one another.
+    """
     lines: list[Line] = []
     for number, side in enumerate(sides):
         for entry in side.entries:
-            if entry.result.status != "published":
+            if not _is_published(entry):
                 _place(lines, number, entry, entry.result.experiment)
     for number, side in enumerate(sides):
         for entry in side.entries:
-            if entry.result.status == "published":
+            if _is_published(entry):
                 _place_published(lines, number, entry)
     _label(lines)
-    order = list(dict.fromkeys(line.experiment for line in lines))
-    return sorted(lines, key=lambda line: order.index(line.experiment))
+    ordered = []
+    for of_experiment in grouped(lines, lambda line: line.experiment).values():
+        ordered += of_experiment
+    return ordered
 
 
 def differing(one: Entry, other: Entry) -> list[str]:
     """Return the names of the fields that both rows record with different values."""
-    ours, theirs = one.result.config, other.result.config
+    ours = one.result.config
+    theirs = other.result.config
     return [name for name in ours if name in theirs and ours[name] != theirs[name]]
 
 
 def same_work(one: Entry, other: Entry) -> bool:
-    """Say whether two rows did the same work: nothing but what runs choose by themselves differs."""
+    """Say whether two rows did the same work: only fields that a run chooses itself may differ."""
     return set(differing(one, other)) <= set(CHOSEN)
 
 
 def value_text(line: Line, name: str) -> str:
-    """Write a field of the line's configuration, or another one of `FIELDS`; a dash if it has none."""
+    """Return a field of the line's configuration, or one of `FIELDS`, as text.
+
+    The text is a dash if the line has no such field.
+    """
     name = ALIASES.get(name, name)
     if name == "experiment":
         return line.experiment
     for entry in (line.first, *line.entries.values()):
-        own = getattr(entry.result, name) if name in FIELDS else entry.result.config.get(name)
+        result = entry.result
+        own = getattr(result, name) if name in FIELDS else result.config.get(name)
+        if isinstance(own, str):
+            return own
         if own is not None:
-            return own if isinstance(own, str) else json.dumps(own, separators=(",", ":"))
+            return json.dumps(own, separators=(",", ":"))
     return "-"
 
 
 def pick(lines: Sequence[Line], filters: Sequence[str]) -> list[Line]:
-    """Return the lines that pass all filters, such as `n=2,4`: a field and its values; raise `Error` if none does."""
+    """Return the lines that pass all filters, each of which is a field and its values: `n=2,4`.
+
+    Raises:
+        Error: If a filter cannot be read, or no line passes.
+    """
     wanted: dict[str, list[str]] = {}
     for text in filters:
         name, _, values = text.partition("=")
-        if not (name and values):
+        if not name or not values:
             raise Error(f"--filter {text}: give a field and its values, as in --filter n=2,4")
         wanted.setdefault(name, []).extend(values.split(","))
+    picked = list(lines)
     for name, allowed in wanted.items():
-        known = dict.fromkeys(value_text(line, name) for line in lines)
-        known.pop("-", None)
-        if not known:
-            fields = dict.fromkeys(field for line in lines for field in line.first.result.config)
-            raise Error(
-                f"--filter {name}=...: no row has {name}; there are {', '.join((*FIELDS, *fields))}"
-            )
-        lines = [line for line in lines if value_text(line, name) in allowed]
-        if not lines:
-            raise Error(
-                f"--filter {name}={','.join(allowed)}: no row is left; {name} is {', '.join(known)}"
-            )
-    return list(lines)
+        picked = _with_values(picked, name, allowed)
+    return picked
+
+
+def _with_values(lines: Sequence[Line], name: str, allowed: Sequence[str]) -> list[Line]:
+    """Return the lines whose field has one of the allowed values, or raise `Error`."""
+    known = {}
+    picked = []
+    for line in lines:
+        text = value_text(line, name)
+        known[text] = None
+        if text in allowed:
+            picked.append(line)
+    known.pop("-", None)
+    if not known:
+        fields: dict[str, None] = {}
+        for line in lines:
+            fields.update(dict.fromkeys(line.first.result.config))
+        names = ", ".join([*FIELDS, *fields])
+        raise Error(f"--filter {name}=...: no row has {name}; there are {names}")
+    if not picked:
+        raise Error(
+            f"--filter {name}={','.join(allowed)}: no row is left; {name} is {', '.join(known)}"
+        )
+    return picked
+
+
+def _is_published(entry: Entry) -> bool:
+    return entry.result.status == "published"
 
 
 def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> None:
     """Put a row on the line that fits best, or on a new one."""
-
-    def likeness(line: Line) -> int:
-        other = line.first
-        same = [
-            getattr(other.result, name) == getattr(entry.result, name)
-            for name in ("row", "scale", "device")
-        ]
-        return sum([*same, other.hardware == entry.hardware])
-
-    free = [line for line in lines if line.experiment == experiment and number not in line.entries]
-    if fitting := [line for line in free if _same(line.first, entry)]:
-        max(fitting, key=likeness).entries[number] = entry
-    else:
+    best = None
+    most = -1
+    for line in lines:
+        if line.experiment != experiment or number in line.entries:
+            continue
+        alike = _likeness(line.first, entry)
+        if alike > most and _same(line.first, entry):
+            best = line
+            most = alike
+    if best is None:
         lines.append(Line(experiment, {number: entry}))
+    else:
+        best.entries[number] = entry
+
+
+def _likeness(one: Entry, other: Entry) -> int:
+    """Count in how many of row, scale, device and hardware two rows are alike."""
+    ours = one.result
+    theirs = other.result
+    alike = [ours.row == theirs.row, ours.scale == theirs.scale, ours.device == theirs.device]
+    alike.append(one.hardware == other.hardware)
+    return sum(alike)
 
 
 def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
-    """Put a published row on every line that reproduces it; if there is none, on a line as other rows."""
-    name = f"{entry.result.experiment}/{entry.result.row}"
-    reproducing = [
-        line for line in lines if number not in line.entries and line.first.result.published == name
-    ]
-    for side in {side for line in reproducing for side in line.entries}:
-        theirs = [line for line in reproducing if side in line.entries]
-        for line in [line for line in theirs if same_work(line.entries[side], entry)] or theirs:
+    """Put a published row on every line that reproduces it.
+
+    If no line does, it is put on the line that fits best, or on a new one.
+    """
+    table = entry.result.experiment
+    link = f"{table}/{entry.result.row}"
+    reproducing: dict[int, list[Line]] = {}  # by the number of a side that has a row on the line
+    for line in lines:
+        if number not in line.entries and line.first.result.published == link:
+            for side in line.entries:
+                reproducing.setdefault(side, []).append(line)
+    for side, theirs in reproducing.items():
+        same = [line for line in theirs if same_work(line.entries[side], entry)]
+        for line in same or theirs:
             line.entries[number] = entry
     if not reproducing:
-        tables = {experiment.table: experiment.name for experiment in EXPERIMENTS.values()}
-        _place(lines, number, entry, tables.get(entry.result.experiment, entry.result.experiment))
+        experiments = {experiment.table: experiment.name for experiment in EXPERIMENTS.values()}
+        _place(lines, number, entry, experiments.get(table, table))
 
 
 def _same(one: Entry, other: Entry) -> bool:
-    both = (one.result, other.result)
-    ways = {(each.emulated, each.engine) for each in both}
-    if len(ways) > 1 or not same_work(one, other):
+    """Say whether two rows can be on one line."""
+    ours = one.result
+    theirs = other.result
+    if ours.emulated != theirs.emulated or ours.engine != theirs.engine:
         return False
-    # The fields do not tell if both rows are published, or share no field. Then the names must be the same.
-    named = all(result.status == "published" for result in both) or not (
-        both[0].config.keys() & both[1].config.keys()
-    )
-    return not named or both[0].row == both[1].row
+    if not same_work(one, other):
+        return False
+    # The fields do not tell if both rows are published, or share no field. Then the names must be
+    # the same.
+    both_published = _is_published(one) and _is_published(other)
+    share_a_field = not ours.config.keys().isdisjoint(theirs.config)
+    if both_published or not share_a_field:
+        return ours.row == theirs.row
+    return True
 
 
 def _label(lines: Sequence[Line]) -> None:
-    """Name the lines after their rows, with "emulated" or the engine, if that is not threads, in brackets.
+    """Name the lines after their rows.
 
-    Add scale, device or hardware where lines would have the same name.
+    In brackets, there is "emulated", or the engine if it is not threads. Scale, device or hardware
+    are added if lines would have the same name.
     """
     for line in lines:
         result = line.first.result
+        line.label = result.row
         how = "emulated" if result.emulated else result.engine
-        line.label = result.row + f" ({how})" * (how != "threads")
-    for k in range(3):
-        for group in grouped(lines, lambda line: (line.experiment, line.label)).values():
-            extras = [
-                (line.first.result.scale, line.first.result.device, line.first.hardware)[k]
-                for line in group
-            ]
-            for line, extra in zip(group, extras, strict=True):
-                if extra is not None and len(set(extras)) > 1:
-                    line.label += f" ({extra})"
+        if how != "threads":
+            line.label += f" ({how})"
+    _distinguish(lines, lambda entry: entry.result.scale)
+    _distinguish(lines, lambda entry: entry.result.device)
+    _distinguish(lines, lambda entry: entry.hardware)
+
+
+def _distinguish(lines: Sequence[Line], extra: Callable[[Entry], str | None]) -> None:
+    """Add an extra in brackets to the labels of lines that are alike and differ in the extra."""
+    for group in grouped(lines, lambda line: (line.experiment, line.label)).values():
+        extras = [extra(line.first) for line in group]
+        if len(set(extras)) == 1:
+            continue
+        for line, text in zip(group, extras, strict=True):
+            if text is not None:
+                line.label += f" ({text})"

@@ -258,7 +258,12 @@ def available(entries: Sequence[Entry]) -> list[str]:
     for entry in entries:
         names.update(dict.fromkeys(entry.result.samples))
         names.update(dict.fromkeys(entry.result.values))
-    return [name for name in names if any(read(entry, name) for entry in entries)]
+    found = []
+    for name in names:
+        readings = (read(entry, name) for entry in entries)
+        if any(readings):
+            found.append(name)
+    return found
 
 
 def _run_of(entry: Entry) -> str:

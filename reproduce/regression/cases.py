@@ -1,7 +1,9 @@
-"""The cases that `python -m reproduce regression` times: steps that are nearly all overhead, or overlap; and training.
+"""Define the cases that `python -m reproduce regression` times.
 
-torchgpipe, and the models that use it, are imported only when a case is prepared: the caller first sets `sys.path` to
-the version to measure. Every case is one step of one mini-batch, on CPU devices of one thread each.
+They are steps that are nearly all overhead, steps that show overlap, and training steps. A case is
+one step of one mini-batch, on CPU devices of one thread each. torchgpipe, and the models that use
+it, are imported only when a case is prepared: the caller first sets `sys.path` to the version to
+measure.
 """
 
 from collections.abc import Callable
@@ -15,11 +17,15 @@ from torch import Tensor, nn
 from reproduce.regression.timed import Case
 
 Model = Literal["linear", "AmoebaNet-D", "U-Net", "matrices"]
+Loss = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Training:
-    """Configure a training step: a model split by `balance`, a batch in `m` micro-batches, a checkpoint mode."""
+    """Configure a training step.
+
+    The model is split by `balance`, and a mini-batch of `batch` samples into `m` micro-batches.
+    """
 
     model: Model
     balance: tuple[int, ...]
@@ -28,7 +34,10 @@ class Training:
     batch: int
 
     def __call__(self) -> Callable[[], Tensor]:
-        """Return a function that runs a whole step (forward, loss, backward, optimizer) and returns the loss."""
+        """Return a function that runs a whole step and returns the loss.
+
+        A step is a forward pass, the loss, a backward pass and an optimizer step.
+        """
         from torchgpipe import GPipe
 
         torch.manual_seed(0)
@@ -48,39 +57,33 @@ class Training:
 
         return step
 
-    def _build(self) -> tuple[nn.Sequential, Tensor, Callable[[Tensor], Tensor]]:
+    def _build(self) -> tuple[nn.Sequential, Tensor, Loss]:
         """Return the layers, an input, and the loss of the output."""
         if self.model == "linear":  # nearly all of the step is overhead of the pipeline
-            return (
-                nn.Sequential(*(nn.Linear(8, 8) for _ in self.balance)),
-                torch.randn(self.batch, 8),
-                Tensor.sum,
-            )
-        if (
-            self.model == "matrices"
-        ):  # their products let go of the interpreter's lock; partitions have the same
-            layers = nn.Sequential(
-                *(nn.Linear(512, 512, bias=False) for _ in range(sum(self.balance)))
-            )
-            return layers, torch.randn(self.batch, 512), lambda y: y.square().mean()
+            small = [nn.Linear(8, 8) for _ in self.balance]
+            return nn.Sequential(*small), torch.randn(self.batch, 8), Tensor.sum
+        if self.model == "matrices":
+            # Products of matrices let go of the interpreter's lock. All partitions are alike.
+            count = sum(self.balance)
+            large = [nn.Linear(512, 512, bias=False) for _ in range(count)]
+            return nn.Sequential(*large), torch.randn(self.batch, 512), _mean_square
         from reproduce.models.built import amoebanetd, unet
 
-        if (
-            self.model == "AmoebaNet-D"
-        ):  # (3, 8), the smallest there is, on images of the papers' size
+        if self.model == "AmoebaNet-D":
+            # This is (3, 8), the smallest model there is, on images of the papers' size.
             classes = torch.randint(1000, (self.batch,))
-            return (
-                amoebanetd(3, 8),
-                torch.rand(self.batch, 3, 224, 224),
-                lambda y: F.cross_entropy(y, classes),
-            )
-        # U-Net (1, 8) of three levels on images of 32 x 32; its skips cross the partitions
+            model = amoebanetd(3, 8)
+            images = torch.rand(self.batch, 3, 224, 224)
+            return model, images, lambda y: F.cross_entropy(y, classes)
+        # This is U-Net (1, 8) of three levels on images of 32 x 32. Its skips cross the partitions.
         mask = torch.randint(2, (self.batch, 1, 32, 32)).float()
-        return (
-            unet(3, 1, 8),
-            torch.rand(self.batch, 3, 32, 32),
-            lambda y: F.binary_cross_entropy_with_logits(y, mask),
-        )
+        model = unet(3, 1, 8)
+        images = torch.rand(self.batch, 3, 32, 32)
+        return model, images, lambda y: F.binary_cross_entropy_with_logits(y, mask)
+
+
+def _mean_square(y: Tensor) -> Tensor:
+    return y.square().mean()
 
 
 def training(model: Model, batch: int, m: int, balance: tuple[int, int]) -> tuple[Case, ...]:

@@ -1,16 +1,19 @@
-"""Time the same work with several versions of a package, in turn: a sample of one, then of the next.
+"""Time the same work with several versions of a package, in turn: a sample of each version.
 
-`reproduce.regression.job` runs this as a separate program. A *side* is a process with the package of one folder;
-all else is this program's. A *way* is a side and the arguments that it is sent. For each case of each restart, the
-program prints a line of JSON with the samples of each way; their i-th samples were taken next to each other.
+`reproduce.regression.job` runs this as a separate program. A *side* is a process with the package
+of one folder; all else belongs to this program. A *way* is a side and the arguments that are sent
+to it. For each case of each restart, the program prints a line of JSON with the samples of each
+way. The i-th samples of all ways were taken next to each other.
 
-- Only one way runs at a time. The order of a case's rounds is random, A B B A or B A A B: what slows the machine down
-  for a tenth of a second slows all ways down. The order in which sides start and warm up is random, too.
-- What is timed says on which cores. On one, differences between cores do not matter to CPU time.
-- Every process has its own speed: its memory layout makes it faster or slower for as long as it lives. So all sides are
-  forked from one process, which has imported torch but not the package, and start with the same layout. They are forked
-  again at each restart, so what differs nevertheless is random.
-- All ways are warmed up before any is sampled.
+- Only one way runs at a time. The order of a case's rounds is random, A B B A or B A A B. So what
+  slows the machine down for a tenth of a second slows all ways down. The order in which sides start
+  and warm up is random, too.
+- Each case chooses its cores. On one core, differences between cores do not matter to CPU time.
+- Every process has its own speed: its memory layout makes it faster or slower for as long as it
+  lives. So all sides are forked from one process, which has imported torch but not the package, and
+  start with the same layout. They are forked again at each restart, so what differs nevertheless is
+  random.
+- All ways are warmed up before any way is sampled.
 """
 
 import contextlib
@@ -38,7 +41,7 @@ Way = tuple[int, Sequence[Any]]
 Cases = Mapping[str, Mapping[str, Way]]  # case name -> way name -> way
 
 
-def interleave(
+def interleave(  # noqa: PLR0913
     start: Callable[[int], AbstractContextManager[Connection]],
     cases: Cases,
     *,
@@ -48,40 +51,65 @@ def interleave(
     first: int = 0,
     least: int = 2,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a case's samples at each restart. If ways cannot run a case, yield once which, and why.
+    """Yield a case's samples at each restart.
 
-    A case with fewer than `least` ways left is dropped. `start(i)` starts side i, as `fork` does. `first` is the number
-    of the first restart: earlier jobs may have run the ones before.
-    If a way that ran before fails, it raises `Error`.
+    If ways cannot run a case, it yields once which ways these are, and why. A case with fewer than
+    `least` ways left is dropped. `start(i)` starts side i, as `fork` does. `first` is the number of
+    the first restart: earlier jobs may have run the restarts before it.
+
+    Raises:
+        Error: If a way fails that ran before.
     """
     draw = random.Random(f"{seed} {first}")
     running = {case: dict(ways) for case, ways in cases.items()}
     for restart in range(first, first + restarts):
         samples: dict[str, dict[str, list[Any]]] = {}
         with contextlib.ExitStack() as stack:
-            used = {side for ways in running.values() for side, _ in ways.values()}
-            sides = {i: stack.enter_context(start(i)) for i in draw.sample(sorted(used), len(used))}
+            sides: dict[int, Connection] = {}
+            used = sorted(_sides_of(running))
+            for i in draw.sample(used, len(used)):
+                sides[i] = stack.enter_context(start(i))
             for case, ways in list(running.items()):
-                order = draw.sample(list(ways), len(ways))
-                for side, asked in map(ways.__getitem__, order):
-                    sides[side].send(asked)
-                answers = {way: sides[ways[way][0]].recv() for way in order}
-                unable = {way: answers[way] for way in ways if answers[way] is not None}
+                unable = _warm_up(ways, sides, draw)
                 if unable and restart:  # it could run it at the first restart, so this is an error
-                    raise _no_longer(case, *next(iter(unable.items())))
+                    way, why = next(iter(unable.items()))
+                    raise _no_longer(case, way, why)
                 if unable:
                     yield {"case": case, "unable": unable}
                     running[case] = {way: ways[way] for way in ways if way not in unable}
                     if len(running[case]) < least:
                         del running[case]
             for case, ways in running.items():
-                steps = {
-                    way: partial(_ask, sides[side], asked, case, way)
-                    for way, (side, asked) in ways.items()
-                }
+                steps = {}
+                for way, (side, asked) in ways.items():
+                    steps[way] = partial(_ask, sides[side], asked, case, way)
                 *_, samples[case] = turns(steps, rounds, draw)
         for case, found in samples.items():
             yield {"case": case, "restart": restart, "samples": found}
+
+
+def _sides_of(cases: Cases) -> set[int]:
+    """Return the numbers of the sides that the cases use."""
+    used = set()
+    for ways in cases.values():
+        for side, _ in ways.values():
+            used.add(side)
+    return used
+
+
+def _warm_up(
+    ways: Mapping[str, Way], sides: Mapping[int, Connection], draw: random.Random
+) -> dict[str, Any]:
+    """Let all ways prepare a case. Return the ways that cannot run it, and why."""
+    order = draw.sample(list(ways), len(ways))
+    for way in order:
+        side, asked = ways[way]
+        sides[side].send(asked)
+    answers = {}
+    for way in order:
+        side, _ = ways[way]
+        answers[way] = sides[side].recv()
+    return {way: answers[way] for way in ways if answers[way] is not None}
 
 
 def _ask(side: Connection, asked: Sequence[Any], case: str, way: str) -> Any:
@@ -100,17 +128,17 @@ def _no_longer(case: str, way: str, why: str) -> Error:
 def fork(folder: Path, package: str, maker: str) -> Iterator[Connection]:
     """Fork a process that imports the package in `folder`, and yield the connection to it.
 
-    `maker` names a function, as in "package.module:function", that returns a function. When it gets arguments for the
-    first time, the process calls `maker` with them and sends None; later it calls the result and sends what that
-    returns. If either fails, it sends the reason, a string.
+    `maker` names a function that returns a function, as in "package.module:function". When the
+    process gets arguments for the first time, it calls `maker` with them and sends None. Later it
+    calls the function that `maker` returned, and sends what that returns. If a call fails, it sends
+    the reason, a string.
     """
     process = Launched("fork", 1, _serve, folder, package, maker)
     try:
         yield process.links[0]
     except (EOFError, OSError) as error:
-        traceback.clear_frames(
-            error.__traceback__
-        )  # a frame holds a buffer with what could not be sent
+        # A frame holds a buffer with what could not be sent.
+        traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None  # break the reference cycle of error, frame and caller's frame
         raise Error("a measuring process ended by itself") from None
     finally:
@@ -146,14 +174,12 @@ def _serve(_: int, link: Connection, folder: Path, package: str, maker: str) -> 
 
 def main(job: dict[str, Any]) -> None:
     """Print a line for each case of each restart."""
-    torch.optim.SGD(
-        [torch.zeros(1, requires_grad=True)], lr=1.0
-    )  # import lazy modules now, not again in each fork
+    # This imports lazy modules now, not again in each fork.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     gc.freeze()
-    folders, (package, maker) = (
-        [Path(folder) for folder in job.pop("folders")],
-        map(job.pop, ("package", "maker")),
-    )
+    folders = [Path(folder) for folder in job.pop("folders")]
+    package = job.pop("package")
+    maker = job.pop("maker")
     try:
         for line in interleave(lambda i: fork(folders[i], package, maker), **job):
             print(json.dumps(line), flush=True)

@@ -1,7 +1,7 @@
 """Run `reproduce.regression.interleave` on two trees, and collect what it prints.
 
-Forked processes share the memory layout and hash seed of their parent, which may by chance favour one of the versions.
-So several parents run one after another, each for a few restarts.
+Forked processes share the memory layout and hash seed of their parent, which may by chance favour
+one of the versions. So several parents run one after another, each for a few restarts.
 """
 
 import contextlib
@@ -22,12 +22,16 @@ from reproduce.regression.timed import Clock
 from reproduce.regression.trees import TORCHGPIPE, Project, Tree
 
 RESTARTS_OF_A_PARENT = 7  # few, but a parent takes seconds to import torch
+Lines = Generator[dict[str, Any], None, None]
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Say what is measured, and how long. `clock` replaces the cases' own; `slow_down` is a share of head's steps."""
+    """Say what is measured, and how long.
+
+    `clock` replaces the cases' own clocks. `slow_down` is a delay, as a share of head's steps.
+    """
 
     cases: Mapping[str, Clock]
     restarts: int = 20
@@ -40,7 +44,10 @@ class Settings:
 
 @dataclass
 class Samples:
-    """Hold a case's seconds per step, in each restart those of both sides paired; its clock; why a side fails."""
+    """Hold a case's seconds per step, its clock, and why a side cannot run it.
+
+    There is a list of samples for each restart. The i-th samples of both sides are a pair.
+    """
 
     base: list[list[float]] = field(default_factory=list)
     head: list[list[float]] = field(default_factory=list)
@@ -48,21 +55,28 @@ class Samples:
     clock: Clock = "cpu"
 
 
-def interleaved(
-    base: Tree, head: Tree, settings: Settings
-) -> Generator[dict[str, Any], None, None]:
-    """Yield the lines of all jobs, one per parent, or raise `Error`. Their processes always end with this generator."""
-    file, clock, delay = str(settings.project.cases), settings.clock, settings.slow_down
-    cases = {
-        x: {"base": (0, (file, x, clock, 0.0)), "head": (1, (file, x, clock, delay))}
-        for x in settings.cases
-    }
+def interleaved(base: Tree, head: Tree, settings: Settings) -> Lines:
+    """Yield the lines of all jobs, one job per parent. Their processes end with this generator.
+
+    Raises:
+        Error: If a job ends before it is done.
+    """
+    project = settings.project
+    file = str(project.cases)
+    clock = settings.clock
+    cases = {}
+    for case in settings.cases:
+        ways = {
+            "base": (0, (file, case, clock, 0.0)),
+            "head": (1, (file, case, clock, settings.slow_down)),
+        }
+        cases[case] = ways
     for first in range(0, settings.restarts, RESTARTS_OF_A_PARENT):
         if not cases:
             return
         job = {
             "folders": [str(base.folder), str(head.folder)],
-            "package": settings.project.package,
+            "package": project.package,
             "maker": "reproduce.regression.timed:Timed",
             "cases": cases,
             "restarts": min(RESTARTS_OF_A_PARENT, settings.restarts - first),
@@ -77,27 +91,25 @@ def interleaved(
                 yield line
 
 
-def in_turn(
-    job: Mapping[str, Any], environment: Mapping[str, str]
-) -> Generator[dict[str, Any], None, None]:
-    """Run a job of `interleave.main` in one parent, and yield its lines. Raise `Error` if it ends before it is done."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "reproduce.regression.interleave",
-        json.dumps(job),
-    ]
+def in_turn(job: Mapping[str, Any], environment: Mapping[str, str]) -> Lines:
+    """Run a job of `interleave.main` in one parent, and yield its lines.
+
+    Raises:
+        Error: If the job ends before it is done.
+    """
+    program = ["-W", "ignore", "-m", "reproduce.regression.interleave"]
+    command = [sys.executable, *program, json.dumps(job)]
+    variables = {**os.environ, **ONE_THREAD, **environment, "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **ONE_THREAD, **environment, "PYTHONPATH": str(ROOT)},
+            env=variables,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            start_new_session=True,  # Ctrl-C is for this process, which ends the job and its forks as a group
+            # Ctrl-C is for this process, which ends the job and its forks as a group.
+            start_new_session=True,
         )
         assert process.stdout is not None
         try:
@@ -108,9 +120,8 @@ def in_turn(
         if code:
             errors.seek(0)
             said = errors.read().strip().splitlines()
-            raise Error(
-                f"the measuring job ended with exit code {code}{': ' + said[-1] if said else ''}"
-            )
+            reason = f": {said[-1]}" if said else ""
+            raise Error(f"the measuring job ended with exit code {code}{reason}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -119,8 +130,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    while os.read(
-        process.stdout.fileno(), 65536
-    ):  # end of file comes when the last fork has exited
+    # The end of the file comes when the last fork has exited.
+    while os.read(process.stdout.fileno(), 65536):
         pass
     process.stdout.close()

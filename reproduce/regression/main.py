@@ -1,11 +1,12 @@
 """Answer `python -m reproduce regression`: is a case, or are all cases together, really slower?
 
-Samples of one process are not independent: if one process happens to be faster than another, all of its samples are.
-So each restart gives one number, the median of head / base over its pairs of samples, and the rank test compares these
-numbers. Their geometric mean over all cases is tested in the same way: it is less noisy than a single case, and shows
-a change that slows all of them. Cases that are timed by the wall clock, to see overlap, are a family with a table and
-a mean of their own. Alpha is the risk of a false alarm in all tests of a family together: each gets an equal share of
-the larger family's (Bonferroni).
+Samples of one process are not independent: if one process happens to be faster than another, all of
+its samples are faster. So each restart gives one number, the median of head / base over its pairs
+of samples, and the rank test compares these numbers. Their geometric mean over all cases is tested
+in the same way: it is less noisy than a single case, and shows a change that slows all of them.
+Cases that are timed by the wall clock, to see overlap, are a family with a table and a mean of
+their own. Alpha is the risk of a false alarm in all tests of a family together: each test gets an
+equal share of the risk, by the number of tests in the larger family (Bonferroni).
 """
 
 import contextlib
@@ -37,14 +38,15 @@ from reproduce.tables.layout import by_value, many
 METRIC, TOGETHER, WALL_TOGETHER = "time", "all together", "all by wall clock"
 Tell = Callable[[str], None]  # shows how far the job is
 Answer = tuple[Callable[[str], str], Error | None]
-"""A function that writes the table in a format ('text', 'markdown', ...), and what to raise, if head fails."""
+"""A function that writes the table in a format such as 'text', and what to raise if head fails."""
 
 
 @dataclass(frozen=True)
 class Judgement:
     """Hold the samples of every case, and the tests' decisions. `rule` is that of a single test.
 
-    `decisions` has the cases that both sides ran and, if a family has several, `TOGETHER` or `WALL_TOGETHER`.
+    `decisions` has the cases that both sides ran. If a family has several cases, it also has
+    `TOGETHER` or `WALL_TOGETHER`.
     """
 
     samples: Mapping[str, Samples]
@@ -54,53 +56,68 @@ class Judgement:
     @property
     def worse(self) -> list[str]:
         """Name what is really slower in head."""
-        return [
-            name
-            for name, decision in self.decisions.items()
-            if verdict(decision, METRIC) == "worse"
-        ]
+        names = []
+        for name, decision in self.decisions.items():
+            found = verdict(decision, METRIC)
+            if found == "worse":
+                names.append(name)
+        return names
 
 
 def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
-    """Compare head with base in every case and in each family. `rule.alpha` is the risk over the tests of a family."""
+    """Compare head with base in every case and in each family.
+
+    `rule.alpha` is the risk over all tests of a family.
+    """
     ratios: dict[str, list[float]] = {}
     most = 0
-    for together, cases in families(
-        {case: samples.clock for case, samples in found.items()}
-    ).items():
-        of_family = {
-            case: [
-                median_ratio(head, base)
-                for base, head in zip(found[case].base, found[case].head, strict=True)
-            ]
-            for case in cases
-            if not found[case].unable
-        }
+    clocks = {case: samples.clock for case, samples in found.items()}
+    for together, cases in families(clocks).items():
+        of_family = {}
+        for case in cases:
+            if not found[case].unable:
+                of_family[case] = _ratios(found[case])
         if len(of_family) > 1:
-            of_family[together] = stats.gmean(list(of_family.values()), axis=0).tolist()
+            means = stats.gmean(list(of_family.values()), axis=0)
+            of_family[together] = means.tolist()
         ratios |= of_family
         most = max(most, len(of_family))
     rule = Rule(rule.alpha / max(1, most), rule.threshold)
-    decisions = {
-        case: compare_samples([1.0] * len(own), own, rule, paired=True)
-        for case, own in ratios.items()
-    }
+    decisions = {}
+    for case, own in ratios.items():
+        ones = [1.0] * len(own)
+        decisions[case] = compare_samples(ones, own, rule, paired=True)
     return Judgement(found, decisions, rule)
 
 
+def _ratios(samples: Samples) -> list[float]:
+    """Return the median ratio of head to base of each restart."""
+    ratios = []
+    for base, head in zip(samples.base, samples.head, strict=True):
+        ratios.append(median_ratio(head, base))
+    return ratios
+
+
 def families(cases: Mapping[str, Clock]) -> dict[str, list[str]]:
-    """Return the cases of each family, by the name of all its cases together. `cases` has the clock of each."""
+    """Return the cases of each family, by the name that stands for all cases of the family.
+
+    `cases` has the clock of each case.
+    """
     found: dict[str, list[str]] = {}
     for case, clock in cases.items():
-        found.setdefault(TOGETHER if clock == "cpu" else WALL_TOGETHER, []).append(case)
+        together = TOGETHER if clock == "cpu" else WALL_TOGETHER
+        found.setdefault(together, []).append(case)
     return found
 
 
 def answer(base: str, head: str | None, settings: Settings, rule: Rule, tell: Tell) -> Answer:
-    """Compare `head`, a revision or None for the working tree as it is, with the revision `base`.
+    """Compare `head` with the revision `base`.
 
-    It raises `Error` if with so few restarts nothing could ever be significant, a revision cannot be had, or the
-    measuring job ended before it was done.
+    `head` is a revision, or None for the working tree as it is.
+
+    Raises:
+        Error: If with so few restarts nothing could be significant, if there is no such revision,
+            or if the measuring job ended before it was done.
     """
     check_restarts(settings, rule)
     run = new_run(Devices("cpu", 2, 1), settings.seed, ["python", "-m", "reproduce", *sys.argv[1:]])
@@ -109,16 +126,11 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, tell: Te
     run = replace(run, state="finished", ended=now())
     sides = []
     for letter, tree in zip("AB", both, strict=True):
-        of_tree = replace(run, git=None if tree.commit is None else Git(tree.commit, tree.dirty))
-        # A side as `compare` loads it, but without rows: the comparison holds the times.
-        sides.append(
-            Side(
-                letter,
-                tree.name,
-                [],
-                [Record(tree.name, tree.name, "measured", {}, [], run=of_tree)],
-            )
-        )
+        git = None if tree.commit is None else Git(tree.commit, tree.dirty)
+        of_tree = replace(run, git=git)
+        record = Record(tree.name, tree.name, "measured", {}, [], run=of_tree)
+        # This is a side as `compare` loads it, but without rows: the comparison holds the times.
+        sides.append(Side(letter, tree.name, [], [record]))
     parts = families(settings.cases).items()
     comparisons = [
         _comparison(judged, together, cases, settings, rule.alpha) for together, cases in parts
@@ -132,9 +144,10 @@ def check_restarts(settings: Settings, rule: Rule) -> None:
     most = max(map(len, families(settings.cases).values()), default=0)
     least = least_restarts(rule, most)
     if settings.restarts < least:
+        cases = many(most, "case")
         raise Error(
-            f"--restarts {settings.restarts}: with {many(most, 'case')} and --alpha {rule.alpha:g}, "
-            f"nothing could be called significant; give at least {least}"
+            f"--restarts {settings.restarts}: with {cases} and --alpha {rule.alpha:g}, nothing "
+            f"could be called significant; give at least {least}"
         )
 
 
@@ -144,7 +157,10 @@ def least_restarts(rule: Rule, cases: int) -> int:
 
 
 def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, tell: Tell) -> Judgement:
-    """Run the job on two trees and judge every case; `tell` is called with how many restarts are done."""
+    """Run the job on two trees and judge every case.
+
+    `tell` is called with how many restarts are done.
+    """
     found = {case: Samples(clock=clock) for case, clock in settings.cases.items()}
     with contextlib.closing(interleaved(base, head, settings)) as lines:
         for line in lines:
@@ -159,30 +175,33 @@ def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, tell: Tell) 
 
 
 def choose_cases(project: Project, wanted: Sequence[str]) -> dict[str, Clock]:
-    """Return the cases whose names contain a text, or all, with their clocks; raise `Error` if a text is in none."""
+    """Return the cases whose names contain one of the texts, or all cases, with their clocks.
+
+    Raises:
+        Error: If a text is in no name.
+    """
     cases = load(project.cases)
+    names: set[str] = set() if wanted else set(cases)
     for text in wanted:
-        if not any(text.lower() in name.lower() for name in cases):
+        containing = [name for name in cases if text.lower() in name.lower()]
+        if not containing:
             raise Error(f"--case {text}: no case's name contains it; there are {', '.join(cases)}")
-    return {
-        name: case.clock
-        for name, case in cases.items()
-        if any(x.lower() in name.lower() for x in wanted or [""])
-    }
+        names.update(containing)
+    return {name: case.clock for name, case in cases.items() if name in names}
 
 
 def _complaint(judged: Judgement, base: str, head: str) -> Error | None:
     """Say what is slower or does not run any more, or that nothing was compared."""
-    broken = {
-        case: samples.unable["head"]
-        for case, samples in judged.samples.items()
-        if "head" in samples.unable
-    }
     if judged.worse:
         return Worse(f"slower than {base}: {', '.join(judged.worse)}")
+    broken = {}
+    for case, samples in judged.samples.items():
+        if "head" in samples.unable:
+            broken[case] = samples.unable["head"]
     if broken:
         cases = f"{many(len(broken), 'case')} cannot run in {head}: {', '.join(broken)}"
-        return Error(f"{cases}: {next(iter(broken.values()))}")
+        reason = next(iter(broken.values()))
+        return Error(f"{cases}: {reason}")
     if not judged.decisions:
         return Error(f"no case runs in {base}, so nothing shows that there is no regression")
     return None
@@ -193,56 +212,70 @@ def _comparison(
 ) -> Comparison:
     """Return the content of a family's table, and notes on how to read it."""
     waits = together == WALL_TOGETHER
-    wall = waits if settings.clock is None else settings.clock == "wall"
     family = "regression by wall clock" if waits else "regression"
-    of_family = {case: judged.samples[case] for case in cases}
+    if settings.slow_down:
+        family += f" WITH A PLANTED DELAY of {settings.slow_down:.0%} in each step of B"
+    wall = waits if settings.clock is None else settings.clock == "wall"
+    times = "CPU time on one core, which sees no waiting"
+    if wall:
+        times = "wall-clock times on two cores"
+    restarts = many(settings.restarts, "restart")
+    pairs = many(settings.rounds, "pair")
     tests = round(alpha / judged.rule.alpha)  # of the larger family
-    planted = (
-        f" WITH A PLANTED DELAY of {settings.slow_down:.0%} in each step of B"
-        if settings.slow_down
-        else ""
-    )
-    rows = [_row(case, samples, judged.decisions.get(case)) for case, samples in of_family.items()]
+    of_family = {case: judged.samples[case] for case in cases}
+    rows = []
+    for case, samples in of_family.items():
+        decision = judged.decisions.get(case)
+        rows.append(_row(case, samples, decision))
     notes = [
-        f"times are {'wall-clock times on two cores' if wall else 'CPU time on one core, which sees no waiting'}",
-        f"{many(settings.restarts, 'restart')} of both sides; in each, {many(settings.rounds, 'pair')} of samples of "
-        "every case, in turn; a restart counts as one number, the median ratio of its pairs; "
-        "A and B: the pair that is nearest to the ratio",
+        f"times are {times}",
+        f"{restarts} of both sides; in each, {pairs} of samples of every case, in turn; a restart "
+        "counts as one number, the median ratio of its pairs; A and B: the pair that is nearest to "
+        "the ratio",
         f"the risk of calling noise significant, {alpha:g}, is shared by {many(tests, 'test')}",
         *_unable(of_family),
     ]
-    return Comparison(
-        f"{family}{planted}", METRIC, "ms", False, rows, notes, judged.decisions.get(together)
-    )
+    mean = judged.decisions.get(together)
+    return Comparison(family, METRIC, "ms", False, rows, notes, mean)
 
 
 def _row(case: str, samples: Samples, decision: Decision | None) -> ComparedRow:
-    base, head = (
-        [1000 * x for restart in side for x in restart] for side in (samples.base, samples.head)
-    )
-    readings: list[Reading | None] = [None, None]
-    if (
-        decision is not None
-    ):  # show a pair that has the ratio, and of those the one of the most usual times
-        usual, ratio = statistics.median(base), decision.ratio
-        apart = [
-            (round(abs(math.log(y / x / ratio)), 3), abs(x - usual))
-            for x, y in zip(base, head, strict=True)
-        ]
-        pair = apart.index(min(apart))
-        readings = [Reading(side, "ms", typical=side[pair]) for side in (base, head)]
-    return ComparedRow(Line("regression", label=case), readings, [None, decision])
+    """Return the row of a case. It shows the pair of samples that is nearest to the ratio.
+
+    Of several such pairs, it is the one of the most usual times.
+    """
+    line = Line("regression", label=case)
+    if decision is None:
+        return ComparedRow(line, [None, None], [None, None])
+    base = _milliseconds(samples.base)
+    head = _milliseconds(samples.head)
+    usual = statistics.median(base)
+    apart = []
+    for x, y in zip(base, head, strict=True):
+        from_ratio = round(abs(math.log(y / x / decision.ratio)), 3)
+        apart.append((from_ratio, abs(x - usual)))
+    pair = apart.index(min(apart))
+    readings: list[Reading | None] = [
+        Reading(base, "ms", typical=base[pair]),
+        Reading(head, "ms", typical=head[pair]),
+    ]
+    return ComparedRow(line, readings, [None, decision])
+
+
+def _milliseconds(restarts: Sequence[Sequence[float]]) -> list[float]:
+    """Return the samples of all restarts, which are in seconds, in milliseconds."""
+    found = []
+    for samples in restarts:
+        found += [1000 * seconds for seconds in samples]
+    return found
 
 
 def _unable(found: Mapping[str, Samples]) -> Iterator[str]:
     """Say which cases a side cannot run, and why."""
     for which, letter in (("base", "A"), ("head", "B")):
-        reasons = {
-            case: samples.unable[which]
-            for case, samples in found.items()
-            if which in samples.unable
-        }
-        yield from (
-            f"not in {which} ({letter}): {cases}: {reason}"
-            for reason, cases in by_value(reasons).items()
-        )
+        reasons = {}
+        for case, samples in found.items():
+            if which in samples.unable:
+                reasons[case] = samples.unable[which]
+        for reason, cases in by_value(reasons).items():
+            yield f"not in {which} ({letter}): {cases}: {reason}"

@@ -12,21 +12,20 @@ from typing import Literal
 from reproduce.error import Error
 
 Clock = Literal["cpu", "wall"]
-CLOCKS = {
-    "cpu": time.process_time,
-    "wall": time.perf_counter,
-}  # CPU time of all threads of the process, or time
+# CPU time of all threads of the process, or wall-clock time.
+CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 WARM_UP = 2  # samples: the first one compiles and allocates, and takes several times as long
-CORES = (
-    sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
-)  # of this process; not on macOS
+# The cores of this process. Where they cannot be chosen, as on macOS, there are none.
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
 
 
 @dataclass(frozen=True)
 class Case:
-    """Name what is timed: `prepare()` imports the package, makes what a step needs, and returns the step.
+    """Name what is timed.
 
-    A sample is the mean of `steps` steps in a row, in CPU time on one core or, to see overlap, wall-clock time on two.
+    `prepare()` imports the package, makes what a step needs, and returns the step. A sample is the
+    mean of `steps` steps in a row, in CPU time on one core or, to see overlap, in wall-clock time
+    on two cores.
     """
 
     name: str
@@ -36,7 +35,11 @@ class Case:
 
 
 def load(path: Path) -> dict[str, Case]:
-    """Return the cases of a file, by name. Raise `Error` if it has no list `CASES` of cases with names of their own."""
+    """Return the cases of a file, by name.
+
+    Raises:
+        Error: If the file has no list `CASES` of cases with different names.
+    """
     try:
         listed = runpy.run_path(str(path))["CASES"]
         cases = {case.name: case for case in listed if isinstance(case, Case)}
@@ -45,20 +48,25 @@ def load(path: Path) -> dict[str, Case]:
         )
         return cases
     except Exception as error:
-        needed = "it needs CASES, a list of reproduce.regression.timed.Case, which import the package in prepare()"
+        needed = (
+            "it needs CASES, a list of reproduce.regression.timed.Case, which import the package "
+            "in prepare()"
+        )
         raise Error(f"--cases {path}: {type(error).__name__}: {error}; {needed}") from None
 
 
 class Timed:
-    """Time a case by `clock`, or else by its own. `slow_down` adds a delay to each sample, as a share of the median."""
+    """Time a case by `clock` or, without it, by the case's own clock.
+
+    `slow_down` adds a delay to each sample, as a share of the median.
+    """
 
     def __init__(self, file: str, name: str, clock: Clock | None, slow_down: float) -> None:
         self.case = load(Path(file))[name]
         clock = clock or self.case.clock
         self.now = CLOCKS[clock]
-        self.cores = (
-            CORES[-1:] if clock == "cpu" else CORES[:1] + CORES[-1:]
-        )  # the first core serves most interrupts
+        # The first core serves most interrupts.
+        self.cores = CORES[-1:] if clock == "cpu" else CORES[:1] + CORES[-1:]
         self.step = self.case.prepare()
         self.slow_down = slow_down
         self.own: list[float] = []  # seconds of each sample, without the delay
@@ -69,9 +77,8 @@ class Timed:
     def __call__(self) -> float:
         """Return the seconds per step of a sample."""
         if self.cores:
-            os.sched_setaffinity(
-                0, self.cores
-            )  # of this thread; workers take it over when a first sample starts them
+            # This is for this thread. Workers inherit it when the first sample starts them.
+            os.sched_setaffinity(0, self.cores)
         began = self.now()
         for _ in range(self.case.steps):
             self.step()

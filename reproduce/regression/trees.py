@@ -19,7 +19,10 @@ from reproduce.machine.git import commit_of, git
 
 @dataclass(frozen=True)
 class Project:
-    """Say what is measured: a package in a git repository's folder `root`, by a file's cases. A shell runs `build`."""
+    """Say what is measured: a package in the git repository `root`, by the cases of a file.
+
+    A shell runs `build` to build the package.
+    """
 
     package: str
     cases: Path
@@ -28,13 +31,14 @@ class Project:
 
     @property
     def paths(self) -> list[str]:
-        """Say where the package may be. If it is built, that is an empty list, which means everything to git."""
+        """Say where the package may be.
+
+        If it is built, that may be anywhere. The list is empty then, which means everything to git.
+        """
+        if self.build:
+            return []
         path = self.package.replace(".", "/")
-        return (
-            []
-            if self.build
-            else [f"{place}{path}{end}" for place in ("", "src/") for end in ("", ".py")]
-        )
+        return [path, f"{path}.py", f"src/{path}", f"src/{path}.py"]
 
 
 TORCHGPIPE = Project("torchgpipe", ROOT / "reproduce" / "regression" / "cases.py", ROOT)
@@ -42,7 +46,10 @@ TORCHGPIPE = Project("torchgpipe", ROOT / "reproduce" / "regression" / "cases.py
 
 @dataclass(frozen=True)
 class Tree:
-    """Hold a folder to import the package from, its name for the user, its commit, and whether it has changes."""
+    """Hold a folder to import the package from, its name for the user, and its commit.
+
+    `dirty` says that it has changes which are in no commit.
+    """
 
     folder: Path
     name: str
@@ -52,77 +59,88 @@ class Tree:
 
 @contextlib.contextmanager
 def trees(base: str, head: str | None, project: Project) -> Iterator[tuple[Tree, Tree]]:
-    """Copy both sides into a temporary folder. It is removed at the end, also if a signal ends this program."""
+    """Copy both sides into a temporary folder.
+
+    The folder is removed at the end, also if a signal ends this program.
+    """
     with _terminable(), tempfile.TemporaryDirectory(prefix="regression-") as name:
         folder = Path(name)
         old = committed(project, base, folder / "base")
-        new = (
-            snapshot(project, folder / "head")
-            if head is None
-            else committed(project, head, folder / "head")
-        )
+        if head is None:
+            new = snapshot(project, folder / "head")
+        else:
+            new = committed(project, head, folder / "head")
         yield old, new
 
 
 def committed(project: Project, revision: str, folder: Path) -> Tree:
-    """Copy the package of a revision into `folder` and build it; raise `Error` if there is none, or the build fails."""
-    commit = commit_of(project.root, revision)
+    """Copy the package of a revision into `folder` and build it.
+
+    Raises:
+        Error: If there is no such revision or package, or the build fails.
+    """
+    root = project.root
+    commit = commit_of(root, revision)
     archive = folder.with_suffix(".zip")
-    found = (
-        git(project.root, "ls-tree", "-z", "--name-only", commit, "--", *project.paths)
-        .decode()
-        .split("\0")
-    )
-    git(project.root, "archive", f"--output={archive}", commit, "--", *filter(None, found))
+    listed = git(root, "ls-tree", "-z", "--name-only", commit, "--", *project.paths)
+    found = filter(None, listed.decode().split("\0"))
+    git(root, "archive", f"--output={archive}", commit, "--", *found)
     shutil.unpack_archive(archive, folder)
     return Tree(_built(project, folder, revision), revision, commit)
 
 
 def snapshot(project: Project, folder: Path) -> Tree:
-    """Copy the package of the working tree as it is, but for what git ignores. Edits during the job change nothing."""
-    listed = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    for name in git(project.root, *listed, "--", *project.paths).decode().split("\0"):
-        if name and (project.root / name).is_file():  # it may be deleted, or a submodule
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(project.root / name, folder / name)
-    dirty = bool(git(project.root, "status", "--porcelain", "--", *project.paths))
-    return Tree(
-        _built(project, folder, "the working tree"),
-        "the working tree",
-        commit_of(project.root, "HEAD"),
-        dirty,
-    )
+    """Copy the package of the working tree as it is, without what git ignores.
+
+    Edits of the working tree during the job change nothing.
+    """
+    root = project.root
+    options = ("--cached", "--others", "--exclude-standard")
+    listed = git(root, "ls-files", "-z", *options, "--", *project.paths)
+    for name in listed.decode().split("\0"):
+        source = root / name
+        if name and source.is_file():  # it may be deleted, or a submodule
+            copy = folder / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, copy)
+    dirty = bool(git(root, "status", "--porcelain", "--", *project.paths))
+    name = "the working tree"
+    built = _built(project, folder, name)
+    return Tree(built, name, commit_of(root, "HEAD"), dirty)
 
 
 def _built(project: Project, folder: Path, name: str) -> Path:
     """Build the package of the copy in `folder`, and return the folder to import it from."""
     build = project.build or "true"
-    if code := subprocess.run(
-        build, shell=True, cwd=folder, stdout=2
-    ).returncode:  # 1 is for the table
+    # What it prints goes to stderr: stdout is for the table.
+    code = subprocess.run(build, shell=True, cwd=folder, stdout=2).returncode
+    if code:
         raise Error(
             f"{name}: --build {build!r} ended with exit code {code}; above is what it printed"
         )
     path = project.package.replace(".", "/")
     for place in (folder, folder / "src"):
-        if PathFinder.find_spec(
-            project.package, [str((place / path).parent)]
-        ):  # also what is compiled
+        parent = (place / path).parent
+        if PathFinder.find_spec(project.package, [str(parent)]):  # also finds compiled packages
             return place
     raise Error(f"{name} holds no package {path} and no src/{path} below {project.root}")
 
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Make SIGTERM (sent by `timeout`) and SIGHUP (sent when the terminal closes) raise `SystemExit`."""
+    """Make SIGTERM and SIGHUP raise `SystemExit`.
+
+    `timeout` sends SIGTERM, and SIGHUP is sent when the terminal closes.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    ours = {
-        number: handler for number, handler in before.items() if handler is not signal.SIG_IGN
-    }  # else `nohup`
+    ours = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        handler = signal.getsignal(number)
+        if handler is not signal.SIG_IGN:  # as `nohup` has it
+            ours[number] = handler
     for number in ours:
         signal.signal(number, end)
     try:

@@ -1,8 +1,9 @@
-"""Draw figures with matplotlib as SVG that lives in a page: its text is text, its colours are the page's.
+"""Draw figures with matplotlib as SVG elements for a page.
 
-Matplotlib does not support CSS. So figures are drawn in placeholder colours, which are then replaced by CSS variables;
-the page sets these for light and dark mode. A figure is as wide as a phone's screen, so there its text is as large as
-the page's. A wider screen shows several figures in a row.
+The text of a figure stays text, and its colours are those of the page. Matplotlib does not support
+CSS. So figures are drawn in placeholder colours, which are then replaced by CSS variables. The page
+sets these for light and dark mode. A figure is as wide as a phone's screen, so on a phone its text
+is as large as the page's. A wider screen shows several figures in a row.
 """
 
 import html
@@ -20,11 +21,13 @@ POINTS, PIXELS = 72, 96  # per inch
 TEXT, FAINT, BACK = "#fd0000", "#fd0001", "#fd0002"
 SERIES = [f"#fe000{i}" for i in range(8)]  # of sources and of kinds of task
 DEVICES = [f"#fe001{i}" for i in range(8)]  # of the devices, one after another
-VARIABLES = {TEXT: "--text", FAINT: "--faint", BACK: "--back"} | {
-    color: f"--{name}{i}"
-    for name, colors in (("s", SERIES), ("d", DEVICES))
-    for i, color in enumerate(colors)
-}
+# placeholder colour -> CSS variable
+VARIABLES = {TEXT: "--text", FAINT: "--faint", BACK: "--back"}
+for _i, _color in enumerate(SERIES):
+    VARIABLES[_color] = f"--s{_i}"
+for _i, _color in enumerate(DEVICES):
+    VARIABLES[_color] = f"--d{_i}"
+NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 styled = matplotlib.rc_context(fname=Path(__file__).parent / "figure.mplstyle")
 """A decorator for functions that draw figures of the page: it sets the style."""
@@ -37,24 +40,34 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
 
 
 def svg(figure: Figure, name: str, description: str) -> str:
-    """Return the figure as an SVG element. `name` is a prefix that makes its ids unique in the page."""
-    name = re.sub("[^A-Za-z0-9]", "-", name)
-    text = io.StringIO()
-    figure.savefig(
-        text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-    )
-    content = text.getvalue()
-    content = content[content.index("<svg") :]
-    content = re.sub(r"<metadata>.*?</metadata>", "", content, flags=re.DOTALL)
-    content = re.sub(r"<!--.*?-->", "", content, flags=re.DOTALL)
+    """Return the figure as an SVG element.
+
+    `name` is a prefix that makes the element's ids unique in the page.
+    """
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata=NO_METADATA)
+    text = file.getvalue()
+    start = text.index("<svg")
+    text = text[start:]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     for color, variable in VARIABLES.items():
-        content = content.replace(color, f"var({variable})")
-    content = re.sub(r"(font: (?:\w+ )*?[\d.]+px|font-family:) [^;\"]*", r"\1 var(--font)", content)
-    content = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", content)
-    width, height = (round(inches * PIXELS) for inches in figure.get_size_inches())
-    opening = (
-        f'<svg role="img" aria-label="{html.escape(description)}" '
-        f'viewBox="0 0 {width * POINTS / PIXELS:g} {height * POINTS / PIXELS:g}" width="{width}" height="{height}">'
+        text = text.replace(color, f"var({variable})")
+    text = re.sub(r"(font: (?:\w+ )*?[\d.]+px|font-family:) [^;\"]*", r"\1 var(--font)", text)
+    prefix = re.sub("[^A-Za-z0-9]", "-", name)
+    text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
+    text = re.sub(r"<svg[^>]*>", _opening(figure, description), text, count=1)
+    text = re.sub(r"\s*\n\s*", "\n", text)
+    return text.replace("xlink:href", "href")
+
+
+def _opening(figure: Figure, description: str) -> str:
+    """Return the opening tag of a figure's SVG element."""
+    inches_wide, inches_high = figure.get_size_inches()
+    width = round(inches_wide * PIXELS)
+    height = round(inches_high * PIXELS)
+    label = html.escape(description)
+    box = f"0 0 {width * POINTS / PIXELS:g} {height * POINTS / PIXELS:g}"
+    return (
+        f'<svg role="img" aria-label="{label}" viewBox="{box}" width="{width}" height="{height}">'
     )
-    content = re.sub(r"<svg[^>]*>", opening, content, count=1)
-    return re.sub(r"\s*\n\s*", "\n", content).replace("xlink:href", "href")

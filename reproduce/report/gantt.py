@@ -1,7 +1,10 @@
-"""Draw a step's timeline as a Gantt chart, a line per device, so that the bubble is visible. Needs matplotlib."""
+"""Draw a step's timeline as a Gantt chart, with a line per device, so that the bubble is visible.
+
+This needs matplotlib.
+"""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,15 +26,14 @@ KINDS = {
 }
 PAGE_COLORS = (*SERIES[:5], FAINT, BACK)  # of the kinds of task, and of the background
 FILE_COLORS = ("#4c78a8", "#f2b14a", "#54a24b", "#54a24b", "#88d27a", "#7f7f7f", "white")
-FILE_WIDTH, LINE, MARGIN = (
-    10.0,
-    0.55,
-    1.75,
-)  # inches: the picture's width, a line's height, height without lines
-BAR, COPY_BAR = 0.8, 0.14  # heights of a task and of a copy, as shares of a line
+FILE_WIDTH = 10.0  # of the picture, in inches
+LINE = 0.55  # height of a line, in inches
+MARGIN = 1.75  # height of the picture without its lines, in inches
+BAR = 0.8  # height of a task, as a share of a line
+COPY_BAR = 0.14  # height of a copy, as a share of a line
 DIGIT = 0.11  # width of a digit in inches
 
-# name, m, checkpoint mode
+# name, m and checkpoint mode of each schedule
 SCHEDULES = (
     ("naive model parallelism", 1, "never"),
     ("GPipe, checkpoint=never", 4, "never"),
@@ -43,17 +45,13 @@ PARTITIONS = 4
 
 def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
     """Return the picture of a timeline as a file; `kind` is `svg` or `png`."""
-    figure = Figure(figsize=(FILE_WIDTH, MARGIN + LINE * timeline.partitions), layout="constrained")
+    size = (FILE_WIDTH, MARGIN + LINE * timeline.partitions)
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
-    start, end = timeline.window
-    bubble = f"bubble {timeline.bubble:.0%} of {timeline.partitions} x {duration(end - start)}"
-    _draw(
-        figure,
-        axes,
-        timeline,
-        f"{title}\n{bubble}; the whole step took {duration(timeline.seconds)}",
-        FILE_COLORS,
-    )
+    window = duration(_length(timeline))
+    bubble = f"bubble {timeline.bubble:.0%} of {timeline.partitions} x {window}"
+    whole = f"the whole step took {duration(timeline.seconds)}"
+    _draw(figure, axes, timeline, f"{title}\n{bubble}; {whole}", FILE_COLORS)
     axes.set_xlabel("seconds since the first task began; white is the bubble")
     picture = io.BytesIO()
     figure.savefig(picture, format=kind, dpi=150)
@@ -61,31 +59,43 @@ def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
 
 
 def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> Iterator[tuple[str, str]]:
-    """Yield a figure for each recorded step, with its caption. The title says whether it was emulated."""
+    """Yield a figure for each recorded step, with its caption.
+
+    The title says whether the step was emulated.
+    """
     for i, (title, timeline) in enumerate(traces):
-        start, end = timeline.window
-        caption = f"{title}; the devices wait {timeline.bubble:.0%} of {duration(end - start)}."
+        window = duration(_length(timeline))
+        caption = f"{title}; the devices wait {timeline.bubble:.0%} of {window}."
         yield _page_figure(f"trace-{i}", title, timeline), caption
 
 
 def schedule_figures() -> Iterator[tuple[str, str]]:
-    """Yield a figure for each schedule, replayed with equal tasks whose copies take no time, with its caption."""
+    """Yield a figure for each schedule, with its caption.
 
-    def replayed_with(m: int, checkpoint: str) -> Timeline:
-        made = make("GPipe", PARTITIONS, m, checkpoint=checkpoint)
-        return made.replay(lambda action: units(action) / m, loss=0.0)
+    A schedule is replayed with equal tasks whose copies take no time.
+    """
+    naive = 0.0  # seconds of the first schedule, which is naive model parallelism
+    for i, (name, m, checkpoint) in enumerate(SCHEDULES):
+        timeline = _replayed(m, checkpoint)
+        waits = f"the devices wait {timeline.bubble:.0%} of the time"
+        caption = f"{name}, n = {PARTITIONS}, m = {m}: {waits}"
+        if i == 0:
+            naive = timeline.seconds
+        else:
+            caption += f", and a step takes {timeline.seconds / naive:.0%} of naive's"
+        yield _page_figure(f"timeline-{i}", f"{name}, m = {m}", timeline), caption + "."
 
-    replayed = [replayed_with(m, checkpoint) for _, m, checkpoint in SCHEDULES]
-    for i, ((name, m, _), timeline) in enumerate(zip(SCHEDULES, replayed, strict=True)):
-        caption = (
-            f"{name}, n = {PARTITIONS}, m = {m}: the devices wait {timeline.bubble:.0%} of the time"
-        )
-        caption += (
-            f", and a step takes {timeline.seconds / replayed[0].seconds:.0%} of naive's."
-            if i
-            else "."
-        )
-        yield _page_figure(f"timeline-{i}", f"{name}, m = {m}", timeline), caption
+
+def _replayed(m: int, checkpoint: str) -> Timeline:
+    """Replay GPipe with m micro-batches of equal tasks. Its whole work does not depend on m."""
+    schedule = make("GPipe", PARTITIONS, m, checkpoint=checkpoint)
+    return schedule.replay(lambda action: units(action) / m, loss=0.0)
+
+
+def _length(timeline: Timeline) -> float:
+    """Return the time from the first task's start to the last task's end, in seconds."""
+    start, end = timeline.window
+    return end - start
 
 
 @styled
@@ -94,54 +104,80 @@ def _page_figure(name: str, title: str, timeline: Timeline) -> str:
     _draw(figure, axes, timeline, title, PAGE_COLORS)
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
-    start, end = timeline.window
-    described = f"{end - start:.2f} s from the first task to the last, bubble {timeline.bubble:.0%}"
+    window = f"{_length(timeline):.2f} s from the first task to the last"
+    described = f"{window}, bubble {timeline.bubble:.0%}"
     return svg(figure, name, f"Timeline of {title}: {described}")
 
 
 def _draw(
     figure: Figure, axes: Axes, timeline: Timeline, title: str, colors: Sequence[str]
 ) -> None:
-    """Draw every task, with its micro-batch's number where there is room; a copy is a thin line below the tasks."""
-    color, back = dict(zip(KINDS, colors, strict=False)), colors[-1]
-    start, end = timeline.window
-    length = end - start or 1.0
+    """Draw every task of a timeline, the devices' names and a legend.
+
+    The number of a task's micro-batch is drawn where there is room for it. A copy is a thin line
+    below the tasks.
+    """
+    color = dict(zip(KINDS, colors, strict=False))
+    back = colors[-1]
+    length = _length(timeline) or 1.0
+    _draw_bars(axes, timeline, length, color, back)
+    digit = DIGIT * length / figure.get_size_inches()[0]  # width of a digit in seconds
+    _draw_numbers(axes, timeline, digit, back)
+    devices = range(timeline.partitions)
+    axes.set_xlim(0, length)
+    axes.set_ylim(timeline.partitions - 0.5 + COPY_BAR, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.set_yticks(devices, [f"device {j}" for j in devices])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_title(title, loc="left", fontweight="bold")
+    drawn = {event.kind for event in timeline.events}
+    handles = []
+    for kind, label in KINDS.items():
+        if kind in drawn:
+            handles.append(Patch(color=color[kind], label=label))
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=4, handlelength=1, frameon=False
+    )
+
+
+def _draw_bars(
+    axes: Axes, timeline: Timeline, length: float, color: Mapping[str, str], back: str
+) -> None:
+    """Draw a bar for every task and every copy; `length` is that of the timeline in seconds."""
+    start, _ = timeline.window
     for event in timeline.events:
-        copy, width = event.kind == "copy", event.end - event.start
-        middle = timeline.row(event) + (BAR + COPY_BAR) / 2 * copy
+        middle = float(timeline.row(event))
+        height = BAR
+        if event.kind == "copy":
+            middle += (BAR + COPY_BAR) / 2
+            height = COPY_BAR
+        width = event.end - event.start
         edge = min(0.6, 40 * width / length)  # on narrow tasks, wide edges would look like a bubble
         axes.barh(
             middle,
             width,
             left=event.start - start,
-            height=COPY_BAR if copy else BAR,
+            height=height,
             linewidth=edge,
             color=color[event.kind],
             edgecolor=back,
         )
-    digit = DIGIT * length / figure.get_size_inches()[0]  # width of a digit in seconds
-    fitting = [
-        task
-        for task in timeline.tasks
-        if task.end - task.start > digit * len(str(task.micro_batch))
-    ]
-    # Draw numbers only if most tasks have room for theirs.
-    for task in fitting if len(fitting) > 0.8 * len(timeline.tasks) else []:
-        axes.annotate(
-            str(task.micro_batch),
-            ((task.start + task.end) / 2 - start, timeline.row(task)),
-            ha="center",
-            va="center",
-            color=back,
-        )
-    axes.set_xlim(0, length)
-    axes.set_ylim(timeline.partitions - 0.5 + COPY_BAR, -0.5)
-    axes.tick_params(axis="y", length=0)
-    axes.set_yticks(range(timeline.partitions), [f"device {j}" for j in range(timeline.partitions)])
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title(title, loc="left", fontweight="bold")
-    kinds = [kind for kind in KINDS if any(event.kind == kind for event in timeline.events)]
-    handles = [Patch(color=color[kind], label=KINDS[kind]) for kind in kinds]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=4, handlelength=1, frameon=False
-    )
+
+
+def _draw_numbers(axes: Axes, timeline: Timeline, digit: float, color: str) -> None:
+    """Draw the micro-batches' numbers, if most tasks have room for them.
+
+    `digit` is the width of a digit in seconds.
+    """
+    start, _ = timeline.window
+    fitting = []
+    for task in timeline.tasks:
+        needed = digit * len(str(task.micro_batch))
+        if task.end - task.start > needed:
+            fitting.append(task)
+    if len(fitting) <= 0.8 * len(timeline.tasks):
+        return
+    for task in fitting:
+        middle = (task.start + task.end) / 2 - start
+        place = (middle, timeline.row(task))
+        axes.annotate(str(task.micro_batch), place, ha="center", va="center", color=color)

@@ -1,4 +1,7 @@
-"""Write the page: one self-contained HTML file, which loads nothing from the network. page.html is its template."""
+"""Write the page: one self-contained HTML file, which loads nothing from the network.
+
+`page.html` is its template.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,13 +13,9 @@ import jinja2
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import Gpu
 from reproduce.numbers.match import grouped
-from reproduce.records.record import Record
-from reproduce.report.figures import (
-    ablation_figures,
-    history_figures,
-    memory_figures,
-    speed_up_figures,
-)
+from reproduce.records.record import Record, Run
+from reproduce.report.bars import ablation_figures, memory_figures
+from reproduce.report.figures import history_figures, speed_up_figures
 from reproduce.report.gantt import schedule_figures, trace_figures
 from reproduce.report.subjects import RUN, Subject, find_subjects, side_by_side
 from reproduce.tables.all import about_run, tables
@@ -34,6 +33,7 @@ KINDS = {
     "emulated": "every task run on one device, the overlap of n worked out",
     "measured": "on a real machine",
 }
+ORDER = list(reversed(KINDS))  # of the records about which the page says where they come from
 
 
 def page(
@@ -41,17 +41,45 @@ def page(
     traces: Sequence[tuple[str, Timeline]] = (),
     history: Sequence[Line] = (),
 ) -> str:
-    """Return the page about all records, the timelines (with titles) of recorded steps, and a history."""
-    subjects = find_subjects(records)
-    # Published tables without an experiment or other numbers come last, collapsed.
-    others = [
-        x
-        for x in subjects
-        if x.name not in EXPERIMENTS and all(y.kind == "published" for y in x.sources)
-    ]
+    """Return the page about all records, the titled timelines of recorded steps, and a history."""
+    sections = []
+    others = []
+    shown = {}
+    for subject in find_subjects(records):
+        # Published tables without an experiment or other numbers come last, collapsed.
+        if subject.name in EXPERIMENTS or _has_other_numbers(subject):
+            sections.append(_section(subject))
+        else:
+            others.append(_other(subject))
+        for source in subject.sources:
+            shown[source.record.name] = source.record
+    counts: Counter[str] = Counter()
+    predicted = []
+    for record in records:
+        counts.update(result.status for result in record.results)
+        if record.kind == "predicted":
+            predicted.append(record)
     # Records with the same machine, software and run are listed together, under one description.
-    shown = {source.record.name: source.record for each in subjects for source in each.sources}
-    made = sorted(shown.values(), key=lambda record: list(reversed(KINDS)).index(record.kind))
+    made = sorted(shown.values(), key=lambda record: ORDER.index(record.kind))
+    text = _template().render(
+        title=TITLE,
+        style=(FOLDER / "style.css").read_text(encoding="utf-8"),
+        kinds=KINDS,
+        dense=DENSE,
+        records=records,
+        counts=counts,
+        errors=errors_table(predicted),
+        sections=sections,
+        traces=list(trace_figures(traces)),
+        history=history_figures(history),
+        schedules=list(schedule_figures()),
+        machines=grouped(made, _origin),
+        others=others,
+    )
+    return text.lstrip()
+
+
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         undefined=jinja2.StrictUndefined,
@@ -60,106 +88,122 @@ def page(
         lstrip_blocks=True,
     )
     environment.filters |= {"many": many, "zip": zip}
-    text = environment.get_template("page.html").render(
-        title=TITLE,
-        style=(FOLDER / "style.css").read_text(encoding="utf-8"),
-        kinds=KINDS,
-        dense=DENSE,
-        records=records,
-        counts=Counter(result.status for record in records for result in record.results),
-        errors=errors_table([record for record in records if record.kind == "predicted"]),
-        sections=[_section(subject) for subject in subjects if subject not in others],
-        traces=list(trace_figures(traces)),
-        history=history_figures(history),
-        schedules=list(schedule_figures()),
-        machines=grouped(made, lambda record: tuple(provenance(record).items())),
-        others=[_other(subject) for subject in others],
-    )
-    return text.lstrip()
+    return environment.get_template("page.html")
+
+
+def _has_other_numbers(subject: Subject) -> bool:
+    """Say whether a subject has other numbers than published ones."""
+    return any(source.kind != "published" for source in subject.sources)
 
 
 def _section(subject: Subject) -> dict[str, Any]:
-    runs = {
-        source.record.name: source.record for source in subject.sources if source.kind in RUN
-    }.values()
+    """Return what the template shows of a subject."""
+    runs = {}
+    for source in subject.sources:
+        if source.kind in RUN and subject.name in EXPERIMENTS:
+            runs[source.record.name] = source.record
+    own_tables = []
+    for run in runs.values():
+        own_tables += tables(run, subject.name)
+    figures = list(speed_up_figures(subject))
+    figures += memory_figures(subject)
+    figures += ablation_figures(subject)
     return {
         "subject": subject,
         "side_by_side": side_by_side(subject),
-        "figures": [
-            *speed_up_figures(subject),
-            *memory_figures(subject),
-            *ablation_figures(subject),
-        ],
-        "tables": [
-            table
-            for run in runs
-            if subject.name in EXPERIMENTS
-            for table in tables(run, subject.name)
-        ],
+        "figures": figures,
+        "tables": own_tables,
     }
 
 
 def _other(subject: Subject) -> Table:
+    """Return the table of all values of a published record."""
     record = subject.sources[0].record
-    names = list(dict.fromkeys(name for result in record.results for name in result.values))
-    units = [
-        f"{name.replace('_', ' ')}, {record.unit[name]}"
-        if name in record.unit
-        else name.replace("_", " ")
-        for name in names
-    ]
-    rows = [
-        [result.row, *(_value(result.values.get(name)) for name in names)]
-        for result in record.results
-    ]
-    return Table(f"{subject.name}: {subject.title}", ["row", *units], rows)
+    names: dict[str, None] = {}
+    for result in record.results:
+        names.update(dict.fromkeys(result.values))
+    headings = ["row"]
+    for name in names:
+        heading = name.replace("_", " ")
+        if name in record.unit:
+            heading += f", {record.unit[name]}"
+        headings.append(heading)
+    rows = []
+    for result in record.results:
+        cells = [_value(result.values.get(name)) for name in names]
+        rows.append([result.row, *cells])
+    return Table(f"{subject.name}: {subject.title}", headings, rows)
 
 
 def _value(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return ", ".join(map(_value, value))
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1e6 else f"{value:g}"
-    return (
-        "-"
-        if value is None
-        else ", ".join(map(_value, value))
-        if isinstance(value, list)
-        else str(value)
-    )
+    return str(value)
+
+
+def _origin(record: Record) -> tuple[tuple[str, str], ...]:
+    """Return a key. Records with equal keys are listed under one description."""
+    return tuple(provenance(record).items())
 
 
 def provenance(record: Record) -> dict[str, str]:
-    """Return where a record's numbers come from, by name: machine, software and run; publication; hardware."""
-    if (run := record.run) is not None:
-        gpus = Counter(map(_gpu, run.machine.gpus))
-        about = {
-            **{
-                name: line.removeprefix(f"{name}: ").replace("`", "")
-                for name, line in about_run(record, run).items()
-            },
-            "cores installed": str(run.machine.cores_installed),
-            "GPUs": "; ".join(f"{count} x {gpu}" for gpu, count in gpus.items()),
-        }
-    else:
-        about = {
-            "source": _listed(record.source),
-            "hardware": _listed(record.hardware),
-            "software": _listed(record.software),
-            "notes": " ".join(record.notes),
-            "disagreements": "; ".join(
-                f"{each.row}: {each.values.get('verdict')}" for each in record.discrepancies
-            ),
-        }
+    """Return where a record's numbers come from, by name.
+
+    A run has a machine, software and other lines; a published table has a source, hardware and
+    software.
+    """
+    run = record.run
+    about = _publication(record) if run is None else _machine(record, run)
     return {name: text for name, text in about.items() if text}
 
 
+def _machine(record: Record, run: Run) -> dict[str, str]:
+    about = {}
+    for name, line in about_run(record, run).items():
+        about[name] = line.removeprefix(f"{name}: ").replace("`", "")
+    gpus = []
+    for gpu, count in Counter(map(_gpu, run.machine.gpus)).items():
+        gpus.append(f"{count} x {gpu}")
+    about["cores installed"] = str(run.machine.cores_installed)
+    about["GPUs"] = "; ".join(gpus)
+    return about
+
+
+def _publication(record: Record) -> dict[str, str]:
+    verdicts = []
+    for discrepancy in record.discrepancies:
+        verdict = discrepancy.values.get("verdict")
+        verdicts.append(f"{discrepancy.row}: {verdict}")
+    return {
+        "source": _listed(record.source),
+        "hardware": _listed(record.hardware),
+        "software": _listed(record.software),
+        "notes": " ".join(record.notes),
+        "disagreements": "; ".join(verdicts),
+    }
+
+
 def _gpu(gpu: Gpu) -> str:
+    """Describe a GPU in a line."""
+    parts = [gpu.name, f"{gpu.memory / GiB:.0f} GiB"]
     units = {"MHz": gpu.clock, "MHz memory": gpu.memory_clock, "W": gpu.power_limit}
-    known = [f"{value:.0f} {unit}" for unit, value in units.items() if value]
-    return ", ".join([gpu.name, f"{gpu.memory / GiB:.0f} GiB", *known, *filter(None, [gpu.link])])
+    for unit, value in units.items():
+        if value:
+            parts.append(f"{value:.0f} {unit}")
+    if gpu.link:
+        parts.append(gpu.link)
+    return ", ".join(parts)
 
 
 def _listed(fields: Mapping[str, object] | None) -> str:
-    known = {
-        name.replace("_", " "): _value(x) for name, x in (fields or {}).items() if x is not None
-    }
-    return "; ".join(f"{name}: {text}" for name, text in known.items())
+    """Return fields and their values in a line, without those that are None."""
+    parts = []
+    for name, value in (fields or {}).items():
+        if value is not None:
+            heading = name.replace("_", " ")
+            parts.append(f"{heading}: {_value(value)}")
+    return "; ".join(parts)

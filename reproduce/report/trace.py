@@ -1,4 +1,7 @@
-"""Write and read a step's timeline as a trace for Perfetto (ui.perfetto.dev); `torchgpipe.timeline` defines it."""
+"""Write and read a step's timeline as a trace for Perfetto (ui.perfetto.dev).
+
+`torchgpipe.timeline` defines the format of the trace.
+"""
 
 import re
 from collections import defaultdict
@@ -50,35 +53,51 @@ class _Trace(Struct, rename="camel"):
 
 
 def read_trace(path: Path) -> list[tuple[str, Timeline]]:
-    """Return titles and timelines of the mini-batches in a trace that `perfetto` wrote, or raise `Error`."""
+    """Return titles and timelines of the mini-batches in a trace that `perfetto` wrote.
+
+    Raises:
+        Error: If the file is not such a trace.
+    """
     trace = decode(_Trace, read_json(path), f"{path}: not a trace of a step")
-    title, steps, rows = path.stem, defaultdict(list), dict[int, int]()
+    title = path.stem
+    steps: dict[int, list[Event]] = defaultdict(list)
+    rows: dict[int, int] = {}  # of the stages
+    has_tasks = False
     for event in trace.trace_events:
         if isinstance(event, _Span) and event.cat != "bubble":
-            at, times = event.args, (event.ts / MICROSECONDS, (event.ts + event.dur) / MICROSECONDS)
+            at = event.args
+            start = event.ts / MICROSECONDS
+            end = (event.ts + event.dur) / MICROSECONDS
             rows[at.partition] = row_of(event.tid)
-            steps[at.mini_batch].append(Event(event.cat, at.micro_batch, at.partition, *times))
+            task = Event(event.cat, at.micro_batch, at.partition, start, end)
+            steps[at.mini_batch].append(task)
+            if event.cat != "copy":
+                has_tasks = True
         elif isinstance(event, _Name) and event.name == "process_name":
             title = event.args["name"]
-    if not any(event.kind != "copy" for events in steps.values() for event in events):
+    if not has_tasks:
         raise Error(f'{path}: not a trace of a step (no event is a task, "ph": "X")')
-    placement = [rows.get(s, 0) for s in range(1 + max(rows))]
+    stages = 1 + max(rows)
+    placement = [rows.get(stage, 0) for stage in range(stages)]
+    devices = 1 + max(placement)
     seconds = dict(enumerate(trace.other_data.get("step_seconds", [])))
     found = []
     for number, events in sorted(steps.items()):
         events.sort(key=lambda event: event.start)
-        taken = seconds.get(number, events[-1].end - events[0].start)
-        timeline = Timeline(events, taken, 1 + max(placement), placement)
-        found.append((f"{title}, mini-batch {number}" if len(steps) > 1 else title, timeline))
+        window = events[-1].end - events[0].start
+        timeline = Timeline(events, seconds.get(number, window), devices, placement)
+        name = f"{title}, mini-batch {number}" if len(steps) > 1 else title
+        found.append((name, timeline))
     return found
 
 
 class Tracer:
-    """Write each row's timeline to `FILE.json`, and a picture to `FILE.svg`, or to `FILE.png` if that was given.
+    """Write each row's timeline to `FILE.json`, and a picture to `FILE.svg`.
 
-    With `several` rows, each has its own files, such as `FILE-pipeline-2.json`; with several `experiments`, the
-    experiment's name is in it, too. Errors are collected in `problems`: a measurement must not fail because of a
-    picture.
+    If the file that was given is a `FILE.png`, the picture is written to this file. With `several`
+    rows, each row has its own files, such as `FILE-pipeline-2.json`. With several `experiments`,
+    the experiment's name is in the files' names, too. Errors are collected in `problems`: a
+    measurement must not fail because of a picture.
     """
 
     def __init__(
@@ -86,13 +105,16 @@ class Tracer:
     ) -> None:
         self.kind = file.suffix if file.suffix in PICTURES else PICTURES[0]
         self.base = file.with_suffix("") if file.suffix in (".json", *PICTURES) else file
-        self.several, self.experiments, self.draw = several, experiments, draw
+        self.several = several
+        self.experiments = experiments
+        self.draw = draw
         self.written: list[Path] = []
         self.problems: list[str] = []
 
     def __call__(self, experiment: str, row: str, timeline: Timeline) -> None:
         """Write a row's timeline."""
-        title, base = f"{experiment}: {row}", str(self.base)
+        title = f"{experiment}: {row}"
+        base = str(self.base)
         if self.several:
             name = f"{experiment} {row}" if self.experiments else row
             base += "-" + re.sub("[^A-Za-z0-9]+", "-", name)
@@ -105,7 +127,8 @@ class Tracer:
 
             picture = gantt(timeline, title, self.kind[1:])
         except Exception as error:
-            self.problems.append(f"{path}: cannot be drawn ({type(error).__name__}: {error})")
+            reason = f"{type(error).__name__}: {error}"
+            self.problems.append(f"{path}: cannot be drawn ({reason})")
         else:
             self._write(path, picture)
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from reproduce.error import Error, Worse
-from reproduce.numbers.compare import IN_TURN, ComparedRow, Comparison, compare, verdict
+from reproduce.numbers.compare import ComparedRow, Comparison, compare, verdict
 from reproduce.numbers.match import grouped, match, pick
 from reproduce.numbers.metrics import BYTES, available, better, outcome
+from reproduce.numbers.notes import IN_TURN
 from reproduce.numbers.significance import Decision, Rule
 from reproduce.numbers.sources import Side, load_side
 from reproduce.records.record import RULE, SUCCESS, Record, Run

@@ -69,8 +69,9 @@ def _measured(result: Result, run: Run) -> MeasuredRow | None:
         return None
     machine = run.machine.cpu
     if run.device == "cuda":
-        gpus = run.machine.gpus[: run.devices]
-        names = dict.fromkeys(gpu.name for gpu in gpus)
+        names = {}
+        for gpu in run.machine.gpus[: run.devices]:
+            names[gpu.name] = None
         machine = f"{run.devices} x {', '.join(names)}"
     middle = None if speed is None else speed.middle
     allocated = sum(peaks) if peaks else None

@@ -109,7 +109,10 @@ def _experiment_block(experiment: str, records: Records, page: Path, part: str) 
     if part == "short":
         parts = _short_tables(first, experiment)
     else:
-        parts = [table.markdown(level=3) for table in tables(first, experiment)]
+        parts = []
+        for table in tables(first, experiment):
+            block = table.markdown(level=3)
+            parts.append(block)
     about = about_run(first, run)
     when = run.started[:10]
     if run.state != "finished":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from reproduce.numbers.compare import IN_TURN
+from reproduce.numbers.notes import IN_TURN
 from reproduce.records.places import MEASURED, RESULTS
 from reproduce.records.record import Result, save
 from reproduce.tables.layout import WIDTH

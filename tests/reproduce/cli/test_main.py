@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 import reproduce.__main__ as program
 from reproduce.cli.main import COMMANDS, main
-from reproduce.cli.predict import HEADROOM, OPTIMIZERS
+from reproduce.cli.plan import HEADROOM, OPTIMIZERS
 from reproduce.cli.regression import regression
 from reproduce.cli.shared import HARDWARE, HERE
 from reproduce.error import INTERRUPTED, interruptible, missing

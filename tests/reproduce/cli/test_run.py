@@ -164,7 +164,7 @@ def test_words_from_end_to_end(tiny: Tiny, command: Any) -> None:
 def test_a_trace_that_cannot_be_written_ends_no_run(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
-    monkeypatch.setattr("reproduce.cli.run.find_spec", lambda name: None)
+    monkeypatch.setattr("reproduce.cli.job.find_spec", lambda name: None)
     Path("t-naive-n2.json").mkdir()
     options = ("--row", "naive n2", "--steps", "1", "--out", "out", "--trace", "t")
 

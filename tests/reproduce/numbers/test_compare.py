@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from reproduce.machine.description import Machine
-from reproduce.numbers.compare import IN_TURN, Comparison, compare, verdict
+from reproduce.numbers.compare import Comparison, compare, verdict
 from reproduce.numbers.match import match
 from reproduce.numbers.metrics import DISTURBED
+from reproduce.numbers.notes import IN_TURN
 from reproduce.numbers.significance import Decision, Rule
 from reproduce.numbers.sources import side_of
 from reproduce.records.record import Record

@@ -1,0 +1,173 @@
+"""Check what `python -m reproduce run` is asked to run, and start its record."""
+
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+
+from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments.choose import choose_rows, choose_scale
+from reproduce.experiments.recipe import AccuracyScale
+from reproduce.experiments.row import Experiment, Scale
+from reproduce.machine.allocator import freed_memory_is_kept
+from reproduce.machine.devices import Devices, find_devices
+from reproduce.records.places import Json
+from reproduce.records.published import published
+from reproduce.records.record import FREED_MEMORY
+from reproduce.run.recorder import Recorder, new_recorder, new_run, prepare_folder, resumed
+
+TIMED = ("speed", "ablation")  # what experiments measure that time steps
+THREADS = ("threads",)  # the engines that run without the option --engine
+Chosen = list[tuple[Experiment, Scale]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Hold the arguments and options of the command, under the names of its parameters."""
+
+    experiments: list[str]
+    scale: str | None
+    rows: tuple[str, ...]
+    extra: bool
+    on: str | None
+    devices: int | None
+    steps: int | None
+    engines: tuple[str, ...]
+    emulate: int
+    no_emulate: bool
+    link: Any
+    seed: int
+    out: Path
+    trace: Path | None
+    data: Path | None
+    resume: bool
+    style: str
+    seeds: int | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """Hold what is to be run, after the options were found right.
+
+    `emulate` is the largest number of devices to emulate. `tracer` writes timelines, if they were
+    asked for. `accuracy` holds what experiments on accuracy need, by their names.
+    """
+
+    options: Options
+    chosen: Chosen
+    scale: str
+    devices: Devices
+    emulate: int
+    tracer: Any
+    accuracy: dict[str, Any]
+
+
+def validate(options: Options) -> Job:
+    """Check the options against each other and against this machine.
+
+    Return what is to be run.
+    """
+    from reproduce.run.accuracy.datasets import prepare
+
+    named = [EXPERIMENTS[name] for name in options.experiments]
+    asked = choose_rows(named, options.rows, extra=options.extra)
+    measured: set[str] = set()
+    for experiment in asked:
+        measured.add(experiment.measures)
+        if experiment.table is not None:
+            # A missing or broken file is reported before the run, not after it.
+            published(experiment.table)
+    found = find_devices(options.on, options.devices)
+    check_measures(options, found, measured)
+    scale = options.scale
+    if scale is None and "accuracy" in measured:
+        scale = "small" if options.data is None else "paper"
+    scale = choose_scale(asked, found, scale)
+    chosen = [(experiment, experiment.scale(scale)) for experiment in asked]
+    prepare_folder(options.out)
+    emulate = 0 if options.no_emulate else options.emulate
+    tracer = None
+    if options.trace is not None:
+        several = emulate > 0 or len(options.engines) > 1
+        tracer = make_tracer(options.trace, chosen, several=several)
+    accuracy = {}
+    for experiment, at in chosen:
+        if isinstance(at, AccuracyScale):
+            name = experiment.name
+            accuracy[name] = prepare(name, at, options.data, options.seed, options.seeds)
+    return Job(options, chosen, scale, found, emulate, tracer, accuracy)
+
+
+def check_measures(options: Options, found: Devices, measured: set[str]) -> None:
+    """Raise an error if an option is not for what the experiments measure."""
+    if options.engines != THREADS and measured.isdisjoint(TIMED):
+        raise click.UsageError(
+            "--engine is for experiments that time steps: the speed ones, and unet-ablation"
+        )
+    if found.kind == "meta" and measured != {"memory"}:
+        on_memory = [each.name for each in EXPERIMENTS.values() if each.measures == "memory"]
+        raise click.UsageError(f"--on meta is for experiments on memory: {', '.join(on_memory)}")
+    for_accuracy = options.data is not None or options.seeds is not None
+    if for_accuracy and "accuracy" not in measured:
+        raise click.UsageError(
+            "--data and --seeds are for experiments on accuracy: run resnet101-accuracy"
+        )
+
+
+def make_tracer(trace: Path, chosen: Chosen, *, several: bool) -> Any:
+    """Return the writer of timelines, or raise an error now if it could not write them.
+
+    `several` says that a row has several timelines.
+    """
+    from reproduce.report.trace import Tracer
+
+    timed = 0  # experiments that time steps
+    rows = 0  # of these experiments
+    for experiment, scale in chosen:
+        if experiment.measures in TIMED:
+            timed += 1
+            rows += len(scale.rows)
+    if not timed:
+        first, _ = chosen[0]
+        raise click.UsageError(
+            f"--trace: {first.measures} experiments time no step; name a speed experiment"
+        )
+    prepare_folder(trace.absolute().parent, "--trace")
+    can_draw = find_spec("matplotlib") is not None
+    return Tracer(trace, several=several or rows > 1, experiments=timed > 1, draw=can_draw)
+
+
+def make_recorder(job: Job) -> Recorder:
+    """Return the recorder of the run: a new one or, with --resume, that of the last run."""
+    from reproduce.run.session import UNITS
+
+    options = job.options
+    command = ["python", "-m", "reproduce", *sys.argv[1:]]
+    started = new_run(job.devices, options.seed, command, settings_of(job))
+    if options.resume:
+        return resumed(options.out, started)
+    title = "; ".join(experiment.title for experiment, _ in job.chosen)
+    return new_recorder(options.out, options.experiments, title, job.scale, UNITS, started)
+
+
+def settings_of(job: Job) -> dict[str, Json]:
+    """Return the settings that the run's record keeps."""
+    options = job.options
+    settings: dict[str, Json] = {
+        "steps": options.steps,
+        "seeds": options.seeds,
+        "emulate": job.emulate,
+        FREED_MEMORY: "kept" if freed_memory_is_kept() else "as the C library does",
+    }
+    if options.rows:
+        settings["rows"] = list(options.rows)
+    if options.extra:
+        settings["all"] = True
+    if options.engines != THREADS:
+        settings["engines"] = list(options.engines)
+    for experiment, at in job.chosen:
+        settings[experiment.name] = at.settings()
+    return settings

@@ -1,0 +1,265 @@
+"""Offer `python -m reproduce plan`, which finds the best setup or the largest model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from reproduce.cli.shared import (
+    COUNT,
+    HERE,
+    autocast,
+    command,
+    fp32_precision,
+    hardware,
+    parsed,
+    style,
+)
+from reproduce.error import Error
+from reproduce.machine.devices import Devices, find_devices
+
+# The planner's optimizers.
+OPTIMIZERS = ("none", "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw")
+HEADROOM = 0.15  # the planner's default
+PROFILED = 4  # default size of the largest micro-batch that layers are timed with, in samples
+IN_FLOAT32 = "the largest model is found for training in float32; leave it out"
+GROWS = ("depth", "width")  # the sizes of a model, in their order
+
+
+@contextmanager
+def precision(fp32_precision: str | None, autocast: str | None = None) -> Iterator[None]:
+    """Set the precision of float32 and CUDA autocast, and restore both at the end.
+
+    `None` keeps the current setting.
+    """
+    import torch
+
+    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = [kind.fp32_precision for kind in kinds]
+    enabled = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda")
+    try:
+        if fp32_precision is not None:
+            for kind in kinds:
+                kind.fp32_precision = fp32_precision
+        if autocast is not None:  # `torch.autocast` would disable itself on a machine without a GPU
+            torch.set_autocast_enabled("cuda", True)
+            torch.set_autocast_dtype("cuda", getattr(torch, autocast))
+        yield
+    finally:
+        for kind, was in zip(kinds, before, strict=True):
+            kind.fp32_precision = was
+        torch.set_autocast_enabled("cuda", enabled)
+        torch.set_autocast_dtype("cuda", dtype)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    """Return the shape of a sample from text such as `3x224x224`."""
+    shape = []
+    for size in text.split("x"):
+        if not size.isdecimal() or int(size) == 0:
+            raise ValueError(
+                f"a sample's shape is written as 3x224x224, without the batch; got {text!r}"
+            )
+        shape.append(int(size))
+    return tuple(shape)
+
+
+@command("plan unet --size 48 160 --memory 24GiB", "plan torchvision:resnet50 --hardware a100x8")
+@click.argument("model", metavar="MODEL")
+@click.option("--size", type=(int, int), metavar="N N", help="(L, D) of amoebanet, (B, C) of unet.")
+@click.option(
+    "--input",
+    "shape",
+    callback=parsed(_shape),
+    metavar="3x224x224",
+    help="A sample's, for other models.",
+)
+@click.option("--devices", type=COUNT, metavar="N", help="Default: as many as the hardware has.")
+@click.option("--memory", metavar="24GiB", help="Of each device. Default: the hardware's.")
+@click.option(
+    "--headroom",
+    type=click.FloatRange(min=0),
+    metavar="SHARE",
+    help="Memory to leave to the allocator, as a share of the tensors' bytes. Default: "
+    f"{HEADROOM} on a GPU, 0 on a CPU.",
+)
+@click.option("--batch-size", type=COUNT, metavar="N", help="Default: the papers', else 128.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(OPTIMIZERS),
+    metavar="NAME",
+    help=f"{', '.join(OPTIMIZERS)}. Default: the papers', else sgd.",
+)
+@click.option(
+    "--schedules", "orders", metavar="NAME,NAME", help="Schedules to choose from. Default: GPipe."
+)
+@autocast
+@click.option("--master-weights", is_flag=True, help="The optimizer keeps a float32 copy.")
+@fp32_precision
+@hardware(f"or {HERE}: time the layers")
+@click.option(
+    "--profile",
+    "profiled",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help=f"With --hardware {HERE}: time layers with micro-batches of at most N samples; more take "
+    f"longer and say more. Default: {PROFILED}.",
+)
+@style
+@click.option(
+    "--largest",
+    "grows",
+    type=click.Choice(GROWS),
+    help="Find the largest model that fits: grow its first or its second size.",
+)
+def plan(**options: Any) -> None:
+    """Find the best setup for MODEL on a node, by prediction.
+
+    MODEL is amoebanet, unet, resnet101, torchvision:NAME, or package.module:function of your own,
+    which returns the model, or the model and a batch.
+    """
+    asked = Options(**options)
+    conflict = next(conflicts(asked), None)
+    if conflict is not None:
+        option, reason = conflict
+        raise click.BadParameter(reason, param_hint=option)
+    try:
+        if asked.grows is None:
+            show_best(asked)
+        else:
+            show_largest(asked)
+    # A size that the model cannot have, or a plan that is impossible.
+    except (TypeError, ValueError) as error:
+        raise Error(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Options:
+    """Hold the argument and the options of the command, under the names of its parameters."""
+
+    model: str
+    size: tuple[int, int] | None
+    shape: tuple[int, ...] | None
+    devices: int | None
+    memory: str | None
+    headroom: float | None
+    batch_size: int | None
+    optimizer: str | None
+    orders: str | None
+    autocast: str | None
+    master_weights: bool
+    fp32_precision: str | None
+    hardware: Any
+    profiled: int | None
+    style: str
+    grows: str | None
+
+
+def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
+    """Yield each option that cannot be used with the model or the other options, and why."""
+    from reproduce.predict.asked import PAPERS
+
+    sized = [name for name, paper in PAPERS.items() if paper.sizes]
+    sizes_of = f"only {' and '.join(sized)} have sizes to choose; leave"
+    if asked.size and asked.model not in sized:
+        yield "--size", f"{sizes_of} --size out"
+    if asked.grows and asked.model not in sized:
+        yield "--largest", f"{sizes_of} --largest out"
+    if asked.shape and asked.model in PAPERS:
+        yield "--input", f"{asked.model} has samples of its own; leave --input out"
+    if asked.grows:
+        yield from conflicts_with_largest(asked)
+    if asked.profiled and asked.hardware:
+        yield (
+            "--profile",
+            f"nothing is timed with a description; leave it out, or say --hardware {HERE}",
+        )
+    if asked.grows and asked.hardware is None:
+        yield (
+            f"--hardware {HERE}",
+            "the largest model is a question of memory alone, nothing is timed for it: name a "
+            "description",
+        )
+
+
+def conflicts_with_largest(asked: Options) -> Iterator[tuple[str, str]]:
+    """Yield each option that says nothing about the largest model, and why."""
+    if asked.orders:
+        yield "--schedules", "the largest model is found for GPipe; leave it out"
+    if asked.autocast:
+        yield "--autocast", IN_FLOAT32
+    if asked.master_weights:
+        yield "--master-weights", IN_FLOAT32
+    if asked.style != "text":
+        yield f"--format {asked.style}", "the largest model is told in words; leave it out"
+
+
+def show_best(asked: Options) -> None:
+    """Find the best setup, and print it."""
+    import torch
+
+    from reproduce.predict.asked import find_given
+    from reproduce.tables.output import of_plan, written
+    from torchgpipe.plan import plan as make_plan
+
+    given = find_given(asked.model, asked.size or (), asked.shape or ())
+    batch_size = asked.batch_size or given.batch_size
+    optimizer = asked.optimizer or given.optimizer
+    parts = [given.title, f"batch size {batch_size}", optimizer]
+    if asked.autocast:
+        parts.append(f"autocast {asked.autocast}")
+    if asked.fp32_precision:
+        parts.append(asked.fp32_precision)
+    if asked.master_weights:
+        parts.append("master weights")
+    title = ", ".join(parts)
+    devices = asked.devices
+    if asked.hardware:
+        found = Devices("meta", devices or 1)
+    else:
+        found = find_devices(None, None)
+        devices = devices or found.count
+    largest = min(batch_size, asked.profiled or PROFILED)  # micro-batch to profile layers with
+    with found.in_use(), precision(asked.fp32_precision):
+        module, sample = given.built(largest, found.first(1)[0])
+        planned = make_plan(
+            module,
+            sample,
+            batch_size=batch_size,
+            devices=devices,
+            memory=asked.memory,
+            headroom=asked.headroom,
+            hardware=asked.hardware or HERE,
+            optimizer=optimizer,
+            schedules=(asked.orders or "GPipe").split(","),
+            autocast=None if asked.autocast is None else getattr(torch, asked.autocast),
+            master_weights=asked.master_weights,
+        )
+    text = f"{title}\n\n{planned}\n"
+    markdown = f"{title}\n\n```\n{planned}\n```\n"
+    click.echo(written(asked.style, of_plan(planned, title), text, markdown), nl=False)
+
+
+def show_largest(asked: Options) -> None:
+    """Find the largest model that fits, and print it."""
+    from reproduce.predict.asked import PAPERS, Asked, find_given, tell_largest
+    from torchgpipe.plan.amount import parse_amount
+
+    hardware = asked.hardware
+    assert hardware is not None and asked.grows is not None
+    given = find_given(asked.model, asked.size or (), asked.shape or ())
+    memory = parse_amount(asked.memory) if asked.memory else hardware.memory
+    paper = PAPERS[asked.model]
+    question = Asked(
+        paper,
+        asked.size or paper.sizes,
+        asked.batch_size or given.batch_size,
+        asked.devices or hardware.devices,
+        hardware.room(memory, asked.headroom),
+        asked.optimizer or given.optimizer,
+        hardware,
+    )
+    tell_largest(question, GROWS.index(asked.grows), click.echo)

@@ -1,0 +1,168 @@
+"""Write the notes below a comparison: what is unfair about it, what differs, what is missing."""
+
+from collections.abc import Iterator, Sequence
+
+from reproduce.numbers.match import Line, differing, same_work
+from reproduce.numbers.metrics import available, outcome
+from reproduce.numbers.sources import Entry, Side
+from reproduce.records.record import SUCCESS
+
+TIMES = ("throughput", "speedup", "time", "step_time")  # the metrics that depend on the machine
+HINT = "; --all names them"
+IN_TURN = (
+    "python -m reproduce regression --base REV --head REV runs the code of two revisions, in turn"
+)
+Lines = Sequence[Line]
+Sides = Sequence[Side]
+
+
+def unfair(lines: Lines, metric: str) -> list[str]:
+    """Return why absolute numbers of the metric are not comparable, if they are not."""
+    other_machines = False
+    other_work = False
+    for first, other in _pairs(lines):
+        if metric in TIMES and _machine(first) != _machine(other):
+            other_machines = True
+        if not same_work(first, other):
+            other_work = True
+    reasons = []
+    if other_machines:
+        reasons.append("the sides ran on different machines")
+    if other_work:
+        reasons.append("matched rows did different work")
+    return reasons
+
+
+def other_differences(lines: Lines) -> list[str]:
+    """Say which other fields and versions differ between matched rows."""
+    fields: list[str] = []
+    versions: dict[str, dict[str, None]] = {}
+    for first, other in _pairs(lines):
+        fields += differing(first, other)
+        run = first.record.run
+        other_run = other.record.run
+        if run is None or other_run is None:
+            continue
+        theirs = other_run.versions
+        for name, version in run.versions.items():
+            if version != theirs.get(name):
+                seen = versions.setdefault(name, {})
+                seen[str(version)] = None
+                seen[str(theirs.get(name))] = None
+    notes = []
+    if fields:
+        notes.append(f"matched rows also differ in: {once(fields)}")
+    notes += [f"{name} differs: {' / '.join(both)}" for name, both in versions.items()]
+    return notes
+
+
+def other_times(sides: Sides, lines: Lines) -> list[str]:
+    """Say what a verdict between runs of different times does not show, if there is one."""
+    if not _at_other_times(lines):
+        return []
+    unknown = [side.letter for side in sides if _load_is_unknown(side)]
+    how = ""
+    if unknown:
+        letters = " and ".join(unknown)
+        how = f"; how busy others kept the machine is not known of {letters}"
+    return [
+        "the sides ran at different times: a verdict says that these runs differ, not "
+        f"why{how}; {IN_TURN}"
+    ]
+
+
+def missing(sides: Sides, lines: Lines, have: Sequence[set[int]], every: bool) -> list[str]:
+    """Say which rows a side lacks and which rows have no number, or count them, and say why.
+
+    `have` tells, for each line, the numbers of the sides that have a number.
+    """
+    labels: dict[str, list[str]] = {}
+    for line, known in zip(lines, have, strict=True):
+        letters: dict[str, list[str]] = {}
+        for number, side in enumerate(sides):
+            if number not in known:
+                problem = _problem(line.entries.get(number))
+                letters.setdefault(problem, []).append(side.letter)
+        for problem, where in letters.items():
+            what = f"{problem} in {' and '.join(where)}"
+            labels.setdefault(what, []).append(line.label)
+    hint = "" if every else HINT
+    return [f"{what}: {named(rows, every)}{hint}" for what, rows in labels.items()]
+
+
+def nothing_shared(sides: Sides, lines: Lines, metric: str | None) -> str:
+    """Say which metrics each side has, when no row has the same metric on two sides."""
+    experiment = lines[0].experiment
+    if metric is not None:
+        return f"{experiment}: {metric} is not on two sides of any row"
+    has = []
+    for number, side in enumerate(sides):
+        entries = [line.entries[number] for line in lines if number in line.entries]
+        if entries:
+            metrics = ", ".join(available(entries)) or "no number"
+            has.append(f"{side.letter} has {metrics}")
+    return f"{experiment}: no row has the same metric on two sides: {'; '.join(has)}"
+
+
+def named(labels: Sequence[str], every: bool) -> str:
+    """Name rows, or count them."""
+    if every:
+        return once(labels)
+    plural = "" if len(labels) == 1 else "s"
+    return f"{len(labels)} row{plural}"
+
+
+def once(labels: Sequence[str]) -> str:
+    """Join labels, each of them once."""
+    return ", ".join(dict.fromkeys(labels))
+
+
+def _pairs(lines: Lines) -> Iterator[tuple[Entry, Entry]]:
+    """Yield each line's first row with every other row of the line."""
+    for line in lines:
+        first, *others = line.entries.values()
+        for other in others:
+            yield first, other
+
+
+def _machine(entry: Entry) -> object:
+    """Return a key. Absolute times are comparable only between records with equal keys."""
+    record = entry.record
+    run = record.run
+    if run is None:
+        return entry.result.hardware or record.hardware or record.name
+    machine = run.machine
+    memory = machine.memory and machine.memory >> 30
+    gpus = [gpu.name for gpu in machine.gpus]
+    return machine.cpu, machine.cores, memory, gpus, run.device, run.threads_per_device
+
+
+def _at_other_times(lines: Lines) -> bool:
+    for first, other in _pairs(lines):
+        run = first.record.run
+        other_run = other.record.run
+        if run is not None and other_run is not None and run.started != other_run.started:
+            return True
+    return False
+
+
+def _load_is_unknown(side: Side) -> bool:
+    """Say whether no run of a side recorded how busy others kept the machine."""
+    ran = False
+    for record in side.records:
+        if record.run is None:
+            continue
+        for result in record.results:
+            ran = True
+            if "others" in result.samples:
+                return False
+    return ran
+
+
+def _problem(entry: Entry | None) -> str:
+    """Say why a side has no number in a line."""
+    if entry is None:
+        return "missing"
+    if entry.result.status in SUCCESS:
+        return "no number"
+    return f"no number ({outcome(entry.result)})"

@@ -1,0 +1,234 @@
+"""Draw memory, and the metrics of an ablation, as bars by source."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from reproduce.numbers.metrics import BYTES, over
+from reproduce.report.figure import BACK, DEVICES, SERIES, new_figure, styled, svg
+from reproduce.report.figures import COLORS, Captioned
+from reproduce.report.subjects import Source, Subject
+from torchgpipe.plan.report import figure as figure_text
+
+KINDS = {"peak_reserved": "reserved", "peak_allocated": "allocated"}
+PARTS = {"model_memory": "model", "peak_activation_memory": "activations", "memory": "all devices"}
+PALETTE = {f"device {i}": color for i, color in enumerate(DEVICES * 16)}
+PALETTE |= zip(PARTS.values(), SERIES[4:], strict=False)
+ABLATED = {
+    "throughput": "throughput, relative to the first row",
+    "utilization": "utilization",
+    "reserved": "reserved memory, relative to the first row",
+    "memory": "allocated memory, relative to the first row",
+}
+Stacks = dict[str, dict[str, float | None]]  # row -> part of the bar -> bytes, or None if unknown
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Hold a stacked bar: its parts as sizes and colours, and the text at its end."""
+
+    text: str
+    parts: list[tuple[float, str]]
+    hatch: str | None = None
+
+
+def memory_figures(subject: Subject) -> Iterator[Captioned]:
+    """Yield a figure for each source and kind of bytes, with its caption."""
+    for source in subject.sources:
+        for value, kind in KINDS.items():
+            stacks = _measured(source, value)
+            if stacks:
+                name = f"{subject.name}-{source.label}-{kind}"
+                stacked = f"Peak of {kind} memory, each device stacked on the one before"
+                yield _stacked(name, source, stacks, kind), f"{stacked}; {source.label}."
+        if source.kind == "published" and not _ablated(subject):
+            stacks = _published(source)
+            if stacks:
+                caption = (
+                    "Reserved memory, summed over devices; published. What each device held was "
+                    "not published."
+                )
+                name = f"{subject.name}-published-memory"
+                yield _stacked(name, source, stacks, "reserved"), caption
+
+
+def ablation_figures(subject: Subject) -> Iterator[Captioned]:
+    """Yield a figure for each metric, with its caption, if the subject is an ablation."""
+    if not _ablated(subject):
+        return
+    for metric, meaning in ABLATED.items():
+        values = {}
+        for source in subject.sources:
+            own = _over_first(subject, source, metric)
+            if own:
+                values[source] = own
+        if values:
+            what = meaning[0].upper() + meaning[1:]
+            caption = f"{what} as components are added one by one."
+            yield _grouped(f"{subject.name}-{metric}", subject, values, meaning), caption
+
+
+def _measured(source: Source, value: str) -> Stacks:
+    """Stack the peaks of each row's devices."""
+    stacks: Stacks = {}
+    for result in source.results:
+        peaks = result.values.get(value)
+        if isinstance(peaks, list) and peaks:
+            stacks[result.row] = {f"device {i}": peak for i, peak in enumerate(peaks)}
+    return stacks
+
+
+def _published(source: Source) -> Stacks:
+    """Stack the published parts of each row's memory. Rows that ran out of memory have None."""
+    units = {}
+    for name, unit in source.record.unit.items():
+        if name in PARTS and unit in BYTES:
+            units[name] = BYTES[unit]
+    stacks: Stacks = {}
+    for result in source.results:
+        parts: dict[str, float | None] = {}
+        for name, part in PARTS.items():
+            if name in units:
+                size = result.values.get(name)
+                parts[part] = None if size is None else size * units[name]
+        if any(size is not None for size in parts.values()):
+            stacks[result.row] = parts
+    return stacks
+
+
+def _ablated(subject: Subject) -> bool:
+    """Say whether the rows differ in the components that they have."""
+    components = set()
+    for config in subject.rows.values():
+        if "components" in config:
+            components.add(str(config["components"]))
+    return len(components) > 1
+
+
+def _over_first(subject: Subject, source: Source, metric: str) -> dict[str, float]:
+    """Return a metric of each row, relative to the first row where `ABLATED` says so."""
+    readings = subject.readings(source, "speedup" if metric == "throughput" else metric)
+    first = readings.get(next(iter(subject.rows)))
+    values = {}
+    for row, reading in readings.items():
+        if metric in ("throughput", "utilization"):
+            values[row] = reading.middle
+        elif first is not None:
+            values[row] = over(reading, first).middle
+    return values
+
+
+@styled
+def _stacked(name: str, source: Source, stacks: Stacks, kind: str) -> str:
+    most = 0.0
+    labels = {}
+    for sizes in stacks.values():
+        most = max(most, sum(filter(None, sizes.values())))
+        for what in sizes:
+            labels[what] = PALETTE[what]
+    word = "GiB" if most >= BYTES["GiB"] else "MiB"
+    bars = {}
+    described = []
+    for row, sizes in stacks.items():
+        total = 0.0
+        parts = []
+        said = []
+        for what, size in sizes.items():
+            if size is None:
+                said.append(f"{what} unknown")
+            else:
+                shown = size / BYTES[word]
+                total += shown
+                parts.append((shown, PALETTE[what]))
+                said.append(f"{what} {figure_text(shown, 3)} {word}")
+        text = figure_text(total, 3)
+        if len(parts) < len(sizes):
+            text += " + ?"
+        bars[row] = [Bar(text, parts)]
+        described.append(f"{row} {', '.join(said)}")
+    figure = _bars(bars, f"{kind} memory, {word}", labels, columns=4, title=source.label)
+    return svg(figure, name, f"{kind} memory, {source.label}: {'; '.join(described)}")
+
+
+@styled
+def _grouped(
+    name: str, subject: Subject, values: Mapping[Source, Mapping[str, float]], meaning: str
+) -> str:
+    bars = {}
+    for row, config in subject.rows.items():
+        components = config.get("components")
+        label = f"{row}\n+ {components[-1]}" if components else row
+        bars[label] = [_bar(source, own.get(row)) for source, own in values.items()]
+    labels = {}
+    described = []
+    for source, own in values.items():
+        labels[source.label] = COLORS[source.kind]
+        numbers = ", ".join(f"{row} {value:.2f}" for row, value in own.items())
+        described.append(f"{source.label} {numbers}")
+    what, _, how = meaning.partition(", ")
+    figure = _bars(bars, how, labels, columns=2, title=what)
+    return svg(figure, name, f"{meaning}: {'; '.join(described)}")
+
+
+def _bar(source: Source, value: float | None) -> Bar:
+    """Return the bar of a source's value; an empty one if the source has no value."""
+    if value is None:
+        return Bar("", [])
+    hatch = "///" if source.kind == "predicted" else None
+    return Bar(f"{value:.2f}", [(value, COLORS[source.kind])], hatch)
+
+
+def _bars(
+    rows: Mapping[str, list[Bar]],
+    axis: str,
+    labels: Mapping[str, str],
+    columns: int,
+    title: str,
+) -> Figure:
+    """Draw the bars of each row, and a legend."""
+    per_row = max(map(len, rows.values()))
+    height = 0.8 / per_row
+    legend_lines = math.ceil(len(labels) / columns)
+    room = len(rows) * (0.12 + 0.19 * per_row)
+    figure, axes = new_figure(0.95 + room + 0.17 * legend_lines)
+    axes.grid(axis="x")
+    for place, bars in enumerate(rows.values()):
+        for i, bar in enumerate(bars):
+            at = place - 0.4 + height * (i + 0.5)
+            _draw_bar(axes, bar, at, height)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.margins(x=0.14)
+    axes.set_xlabel(axis)
+    axes.set_title(title)
+    handles = [Patch(color=color, label=label) for label, color in labels.items()]
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=min(columns, len(labels)),
+        handlelength=1,
+        columnspacing=1,
+    )
+    return figure
+
+
+def _draw_bar(axes: Axes, bar: Bar, at: float, height: float) -> None:
+    """Draw a stacked bar, and its text at its end."""
+    end = 0.0
+    for size, color in bar.parts:
+        axes.barh(
+            at,
+            size,
+            height,
+            end,
+            color=color,
+            edgecolor=BACK,
+            hatch=bar.hatch,
+            linewidth=0.7,
+        )
+        end += size
+    axes.annotate(bar.text, (end, at), (3, 0), textcoords="offset points", va="center")
