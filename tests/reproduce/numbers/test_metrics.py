@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from reproduce.numbers import metrics
+from reproduce.numbers.accuracy import final_error
 from reproduce.numbers.metrics import Measurement, Reading, over, read, speed_up, throughput
 from reproduce.numbers.significance import Rule, compare_samples
 from reproduce.numbers.sources import Entry
@@ -140,11 +140,11 @@ def test_errors_are_those_after_the_last_epoch_of_each_seed_that_has_ended() -> 
     assert reading.middle == 13.5
     assert reading.quartiles == (11.75, 15.25)
     unfinished = replace(result, samples={"epoch": [1.0], "top1_error": [5.0]})
-    assert metrics.final_error(unfinished) is None
+    assert final_error(unfinished) is None
     printed = Result("e", "r", "published", values={"top1_error": 22.0, "top1_error_spread": 0.1})
-    assert metrics.final_error(printed) == (22.0, 0.1)
+    assert final_error(printed) == (22.0, 0.1)
     empty = replace(printed, values={})
-    assert metrics.final_error(empty) is None
+    assert final_error(empty) is None
 
 
 EIGHT = [1.0, 1.02, 0.98, 1.01, 0.99, 1.03, 0.97, 1.005]
