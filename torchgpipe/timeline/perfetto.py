@@ -45,9 +45,11 @@ def perfetto(steps: Sequence[Timeline], title: str, row: str, **more: float) -> 
     shares = bubbles(steps)
     events = [_name("process_name", 0, title)]
     for j in range(len(shares)):
-        events.append(_name("thread_name", _thread(j), f"{row} {j}"))
+        thread = _thread(j)
+        events.append(_name("thread_name", thread, f"{row} {j}"))
     for j in sorted(_copying(steps)):
-        events.append(_name("thread_name", _thread(j, copies=True), f"{row} {j}, copies"))
+        thread = _thread(j, copies=True)
+        events.append(_name("thread_name", thread, f"{row} {j}, copies"))
     arrows = count()
     for number, step in enumerate(steps):
         groups = [*_tasks(number, step, arrows), *_waits(number, step)]
@@ -173,9 +175,9 @@ def _name(what: str, thread: int, name: str) -> TraceEvent:
     return {"ph": "M", "name": what, "pid": PROCESS, "tid": thread, "args": {"name": name}}
 
 
-def _thread(partition: int, *, copies: bool = False) -> int:
-    """Return the number of the thread as which Perfetto shows a partition's tasks, or its copies."""
-    return 1 + 2 * partition + copies
+def _thread(row: int, *, copies: bool = False) -> int:
+    """Return the thread as which Perfetto shows the tasks of a row, or its copies."""
+    return 1 + 2 * row + copies
 
 
 def row_of(thread: int) -> int:
