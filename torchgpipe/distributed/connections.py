@@ -24,7 +24,7 @@ import os
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from torchgpipe.distributed.alike import Settings, check_alike
 from torchgpipe.distributed.gathering import gather
 from torchgpipe.distributed.liveness.ending import end_with_process, sockets
 from torchgpipe.distributed.liveness.liveness import GRACE, Broken, Liveness, RankFailed, gist
@@ -63,8 +64,6 @@ KINDS = (
     "loss",
 )
 """The kinds of wires. A kind's index and the two stages of a wire make the tag that gloo needs."""
-
-Settings = Mapping[str, Any]
 
 E = TypeVar("E", Sender, Receiver)
 
@@ -269,19 +268,9 @@ class Connections:
                 given.append(own)
             else:
                 theirs, their_settings = heard[rank]
-                self.check_alike(what, settings, unpacked(their_settings), rank)
+                check_alike(what, settings, unpacked(their_settings), self.own, rank)
                 given.append(theirs)
         return given
-
-    def check_alike(self, what: str, own: Settings, theirs: Settings, peer: int) -> None:
-        """Raise `ValueError` if another rank does the same as this one with other settings."""
-        for name, value in own.items():
-            other = theirs.get(name)
-            if repr(value) != repr(other):  # NaN does not equal NaN, but their texts are equal
-                raise ValueError(
-                    f"every rank has to call {what} alike, but {name} is {other!r} on rank {peer} "
-                    f"and {value!r} on rank {self.own}"
-                )
 
     def deliver(self, patience: float | None = None) -> None:
         """Send all messages that would leave later, and wait until other ranks have all of them.

@@ -27,7 +27,7 @@ from torchgpipe.tensors.microbatch import Flat, Form
 _KINDS = {True: ("forward",), False: ("backward", "backward_inputs")}
 """The actions that hand something on, forward (`True`) or backward."""
 
-Told = tuple[tuple[Hashable, ...], Flat]
+Told = tuple[Hashable, Flat]
 """What is said about an item, in plain values, and the tensors that go with that."""
 
 
@@ -124,8 +124,10 @@ class Messages(Links):
         if self._stays(pair):
             self._kept[forward, action.micro_batch, crossing] = skip
             return
-        told = self._packed(skip, action.stage) if forward else ("gradient", (skip,))
-        self._left[crossing] = told
+        if forward:
+            self._left[crossing] = self._packed(skip, action.stage)
+        else:
+            self._left[crossing] = "gradient", (skip,)
         # All skips between two stages are one message. They are left in another order than they
         # are fetched.
         between = self._between[pair]
@@ -170,9 +172,10 @@ class Messages(Links):
         sends = self._placement[source] == own
         end: Any = Sender if sends else Receiver
         self._wire(end, forward, what, pair).begin()
+        kinds = _KINDS[forward]
         order: deque[int] = deque()
         for kind, i, stage in self._lists[self._placement[source]]:
-            if stage == source and kind in _KINDS[forward]:
+            if stage == source and kind in kinds:
                 order.append(i)
         self._order[forward, pair] = order
 
@@ -188,7 +191,7 @@ class Messages(Links):
         kind = f"forward{what}" if forward else f"backward{what}"
         return self._connections.wire(end, kind, self._placement[other], pair)
 
-    def _packed(self, item: Item, s: int) -> Told:
+    def _packed(self, item: Item, s: int) -> tuple[tuple[Hashable, ...], Flat]:
         """Return what is said about an item of stage s, and its tensors with their attributes."""
         name = f"{item.form.__module__}:{item.form.__qualname__}"
         _form_of(name)  # if ranks cannot find the class, the rank that sends raises the error

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchgpipe.distributed.alike import check_alike
 from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.links import Messages, RandomState
 from torchgpipe.engine.batch import Batch, Enter, one_node, run_forward
@@ -106,8 +107,9 @@ class RankBatch(Batch):
 
     def _hear_head(self) -> int:
         """Take over what the first stage's rank tells, and return the base of the seeds."""
-        (head,), theirs = self._connections.hear("head", self._first)
-        self._connections.check_alike("the pipeline", self._settings, dict(theirs), self._first)
+        own, first = self._connections.own, self._first
+        (head,), theirs = self._connections.hear("head", first)
+        check_alike("the pipeline", self._settings, dict(theirs), own, first)
         base: int
         base, input_sum, target_sum, *self.sizes = head.tolist()
         self.given = [input_sum, target_sum]

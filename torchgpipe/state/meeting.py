@@ -62,7 +62,7 @@ class Meeting:
         named = self.all(own)[0]
         if named is None:
             return None
-        path = folder / named
+        path: Path = folder / named
         if _FOLDER_NAME.fullmatch(named) and path.is_dir():
             return path
         if self.own == 0:

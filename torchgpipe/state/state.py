@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from torchgpipe.partitioned import Partitioned
@@ -211,7 +212,7 @@ def _check_nothing_else(held: list[Any]) -> None:
         )
 
 
-def _named_groups(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
+def _named_groups(optimizer: Optimizer, names: Mapping[Parameter, str]) -> list[list[str]]:
     """Return the names of the parameters of each of an optimizer's groups."""
     groups = []
     for group in optimizer.param_groups:
