@@ -1,44 +1,39 @@
 """Settings of a pipeline that have to be the same on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchgpipe.step import StepRequest
-
-if TYPE_CHECKING:
-    from torchgpipe.distributed.gpipe import DistributedGPipe, Request
+from torchgpipe.partitioned import Partitioned
 
 Settings = Mapping[str, Any]
 """Settings by the words by which messages name them."""
 
 
-def settings_of(pipeline: DistributedGPipe, kind: str, request: Request) -> dict[str, Any]:
+def settings_of(
+    pipeline: Partitioned, order: str, timeout: float | None, checksum: int, call: str
+) -> dict[str, Any]:
     """Return the settings of a mini-batch that have to be the same on all ranks.
 
     Args:
         pipeline: This rank's pipeline.
-        kind: The kind of this rank's device.
-        request: What `step()` or `loss()` was given; `None` is a call of the pipeline itself.
+        order: The name of the schedule, and a checksum if it is the user's own.
+        timeout: The timeout of the pipeline.
+        checksum: The checksum of the model's parameters. Without it, if ranks make two pipelines in
+            different orders, parts of the two could train as one.
+        call: The method that the user has called.
     """
+    kind = pipeline._stages[0].device.type
     autocast: bool | str = False
     if kind != "meta" and torch.is_autocast_enabled(kind):
         autocast = str(torch.get_autocast_dtype(kind))
-    call = "forward()"
-    if isinstance(request, StepRequest):
-        call = "step()"
-    elif request is not None:
-        call = "loss()"
-    timeout = pipeline.timeout
     return {
         "the balance": tuple(pipeline.balance),
-        "the schedule": pipeline._order,
+        "the schedule": order,
         "chunks": pipeline.chunks,
         "checkpoint": pipeline.checkpoint,
         "training": pipeline.training,
@@ -47,9 +42,7 @@ def settings_of(pipeline: DistributedGPipe, kind: str, request: Request) -> dict
         "the call": call,
         "the kind of device": kind,
         "timeout": None if timeout is None else float(timeout),
-        # Otherwise, if ranks make two pipelines in different orders, parts of the two could train
-        # as one. A pipeline that an older version has pickled has no checksum.
-        "the checksum of its parameters' names and shapes": getattr(pipeline, "_alike", 0),
+        "the checksum of its parameters' names and shapes": checksum,
     }
 
 

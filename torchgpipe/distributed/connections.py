@@ -68,10 +68,10 @@ KINDS = (
 E = TypeVar("E", Sender, Receiver)
 
 _made: Counter[tuple[int, ...]] = Counter()
-"""How often this process has met other ranks; these have the same number, since all ranks meet."""
+"""How often this process has met the same ranks; all of them count this alike."""
 
 _beside = defaultdict[tuple[int, tuple[int, ...]], list[Activity]](list)
-"""The activities of all open connections, by the index of this rank and by all ranks."""
+"""The activities of all open connections, by this rank's index and the ranks of the pipeline."""
 
 
 class Connections:
@@ -80,11 +80,11 @@ class Connections:
     Args:
         ranks: The ranks of the pipeline, as numbered in the default process group.
         own: The index of this rank among `ranks`.
-        timeout: After how many seconds the monitor takes a silent rank for failed
-            (liveness/monitor.py), or `None` for never.
+        timeout: The timeout of the pipeline in seconds (liveness/monitor.py), or `None` for none.
 
     Attributes:
-        serial: The number of the mini-batch that this rank's present call is for.
+        own, n, timeout: This rank's index, the number of ranks, and the timeout.
+        serial: The number of the mini-batch of this rank's present call.
         closed: Whether the connections have ended.
         parted: Whether they have ended by `close()`, while no rank had failed.
         sockets: The sockets of gloo. There may be sockets of another thread among them.
@@ -123,7 +123,7 @@ class Connections:
         self._ends: dict[tuple[type, str, int, Stages], Any] = {}
         self.closed = self.parted = False
         self._ending = threading.RLock()
-        # This limit is a second longer, so that the monitor can say before it what is wrong.
+        # The limit is a second longer, so that the monitor is the first to say what is wrong.
         self._limit = NEVER if timeout is None else timedelta(seconds=timeout + 1)
         end_with_process(self)
         self.liveness = Liveness(own, self._others, timeout, self, _beside[own, which])

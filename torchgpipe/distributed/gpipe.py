@@ -301,8 +301,12 @@ class DistributedGPipe(Partitioned):
         placement = self._steps.arrangement.placement
         late = self._order == "gpipe"
         connections.meet(stage.device, placement, self._crossings, late=late)
-        settings = settings_of(self, stage.device.type, request)
-        target = None if request is None else request.target
+        call, target = "forward()", None
+        if request is not None:
+            call = "step()" if isinstance(request, StepRequest) else "loss()"
+            target = request.target
+        checksum = getattr(self, "_alike", 0)  # pipelines that older versions have pickled lack it
+        settings = settings_of(self, self._order, self.timeout, checksum, call)
         given = checksums(self._serial, (args, kwargs), target)
         batch = RankBatch(connections, settings, micro_batches, given, owner=self)
         if batch.last and not self._warned:

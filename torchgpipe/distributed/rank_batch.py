@@ -29,25 +29,26 @@ class LossRequest(NamedTuple):
 class RankBatch(Batch):
     """Run the partitions of one rank in a mini-batch, and agree with all other ranks.
 
-    In each mini-batch, two messages go from one rank to all others:
+    In each mini-batch, two messages go from one rank to all others, by `Connections.tell` and
+    `Connections.hear`. Time goes downward:
 
-        rank of the first stage      other ranks       rank of the last stage
-
-        _tell_head ---- head ------> _hear_head
-                   ---- head ------------------------> _hear_head
-        run                          run               run
-                                     _hear_loss <----- loss ------- tell
-        _hear_loss <---------------------------------- loss ------- tell
+        rank of the first stage      ranks in between           rank of the last stage
+        -----------------------      ----------------           ----------------------
+        _tell_head  --- head --->    _hear_head
+                    --- head ------------------------------>    _hear_head
+        run                          run                        run
+                                     _hear_loss  <--- loss ---  tell
+        _hear_loss  <-------------------------------- loss ---
 
     The head has the base of the seeds, the checksums of the data, the sizes of micro-batches, and
-    the settings. Other ranks need it to make their program, so they hear it in `__init__`. The
-    first stage's rank tells it when its run begins, since the base is drawn then.
+    the settings. Other ranks need it to make their program, so they hear it in `__init__`. The rank
+    of the first stage draws the base and tells the head just before its run.
 
-    The message of the loss also says how to go on: whether the loss takes a gradient, and the state
-    of the default generator if that has changed. It is told as soon as the loss is known. In a step
-    that is within the run, and otherwise after the run. Other ranks hear it after their run.
+    The loss comes with all that other ranks need to go on: whether the loss takes a gradient, and
+    the state of the default generator if that has changed. It is told as soon as it is known: in a
+    step during the run, and otherwise after the run. Other ranks hear it after their run.
 
-    In the run, items go from stage to stage by `Messages`.
+    During the run, items go from stage to stage by `Messages`.
 
     Args:
         connections: The connections of this rank, in a call for this mini-batch.
@@ -89,10 +90,7 @@ class RankBatch(Batch):
 
     @contextmanager
     def _agreed(self, seeded: AbstractContextManager[object]) -> Iterator[None]:
-        """Enter the context of the seeds; tell the head before the run, and hear the loss after it.
-
-        The class draws who tells and who hears.
-        """
+        """Enter the context of the seeds around the run, and agree as the class's picture shows."""
         with seeded:
             if self._connections.own == self._first:
                 self._tell_head()
@@ -102,8 +100,10 @@ class RankBatch(Batch):
 
     def _tell_head(self) -> None:
         base = self._seeds.base or 0
-        head = torch.tensor([base, *self.given, *self.sizes], device="cpu")
-        self._connections.tell("head", (head,), tuple(self._settings.items()))
+        numbers = [base, *self.given, *self.sizes]
+        head = torch.tensor(numbers, device="cpu")
+        settings = tuple(self._settings.items())
+        self._connections.tell("head", (head,), settings)
 
     def _hear_head(self) -> int:
         """Take over what the first stage's rank tells, and return the base of the seeds."""
@@ -133,7 +133,8 @@ class RankBatch(Batch):
         changed = before is not None and not torch.equal(before, after)
         state = (after,) if changed or not self._overlaps else ()
         drew = self._seeds.drew and not state
-        self._connections.tell("loss", (self.loss, *state), (needs, ours, drew), "loss")
+        about = needs, ours, drew
+        self._connections.tell("loss", (self.loss, *state), about, "loss")
 
     def _hear_loss(self) -> None:
         last = self.orders.placement[-1]
@@ -146,12 +147,14 @@ class RankBatch(Batch):
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
         """Let this rank's program do its list of actions in the given modes."""
         random = RandomState(self._seeds, in_order=not self._overlaps)
-        placement = self.orders.placement
-        links = Messages(self._connections, self._owner._layout(), placement, lists, random)
+        connections = self._connections
+        crossings = self._owner._layout()
+        links = Messages(connections, crossings, self.orders.placement, lists, random)
+        actions = lists[connections.own]
         with self._in_place, modes():
-            self.program.run(lists[self._connections.own], links, io, keep=keep)
+            self.program.run(actions, links, io, keep=keep)
         # A message that is not sent yet would be lost if the process ended now.
-        self._connections.deliver()
+        connections.deliver()
 
     def finished(self, request: LossRequest | None) -> Any:
         """Run the forward of every task, and return what the caller of the pipeline gets.
@@ -176,7 +179,8 @@ class RankBatch(Batch):
         result = owner._shown(output) if request is None else owner._seen(output)
         ends = tuple([y for y in tensors_of(output) if y.requires_grad])
         if request is None:
-            loss = torch.zeros((), device=self.devices[-1], requires_grad=bool(ends))
+            device = self.devices[-1]
+            loss = torch.zeros((), device=device, requires_grad=bool(ends))
         else:
             self.program.doing = self.program.computing = "the criterion"
             result = loss = scalar(request.criterion(result, request.target))
@@ -184,7 +188,8 @@ class RankBatch(Batch):
             if loss.requires_grad and ends:
                 result = _with_ends(loss, ends)
         needs = loss.requires_grad
-        self.tell(loss, needs, needs and bool(ends), before)
+        ours = needs and bool(ends)
+        self.tell(loss, needs, ours, before)
         return result
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
@@ -206,5 +211,7 @@ def _with_ends(loss: Tensor, ends: tuple[Tensor, ...]) -> Tensor | None:
     def onward(grads: list[Flat], keep: bool) -> list[Flat]:
         return [(*grads[0], *[None] * len(ends))]
 
-    (result,) = one_node([], onward, [1], leaves((loss,), (True,)), [(loss, *ends)])
+    outputs = leaves((loss,), (True,))
+    inputs = [(loss, *ends)]
+    (result,) = one_node([], onward, [1], outputs, inputs)
     return result

@@ -51,7 +51,8 @@ class State:
         self._states = state.pop("state")
         self._group_states = state.pop("param_groups")
         names = {p: name for name, p in self._parameters.items()}
-        _check_nothing_else([*state, *(optimizer.state.keys() - names.keys())])
+        others = optimizer.state.keys() - names.keys()
+        _check_nothing_else([*state, *others])
         self._groups = _named_groups(optimizer, names)
         # The optimizer numbers its parameters in the order of its groups.
         self._names: list[str] = []
@@ -217,7 +218,7 @@ def _named_groups(optimizer: Optimizer, names: Mapping[Parameter, str]) -> list[
     groups = []
     for group in optimizer.param_groups:
         parameters = group["params"]
-        if not all(p in names for p in parameters):
+        if any(p not in names for p in parameters):
             raise ValueError(
                 "the optimizer has a parameter that the model does not have; give what else is "
                 "trained an optimizer of its own, and save the states of both under names of their "
