@@ -3,7 +3,7 @@
 One node of the autograd graph copies all tensors that a task sends to another device:
 
     the task ends          the source's compute stream records an event         `StreamFence.leave`
-    the copy begins        a copy stream of each device waits for that event    `hold`
+    the copy begins        the source's copy stream waits for that event        `hold`
     the copy ends          the target's copy stream records an event            `expect`
     the next task begins   the target's compute stream waits for that event     `arrive`
 
