@@ -1,18 +1,18 @@
-"""A program's links to those of other ranks, over wires."""
+"""The links of a rank's program to the programs of other ranks, over wires."""
 
 import sys
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
-from functools import reduce
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.connections import Connections, E, Stages
-from torchgpipe.distributed.wires.message import Message
-from torchgpipe.distributed.wires.wire import Receiver, Sender
+from torchgpipe.distributed.connections import Connections, E
+from torchgpipe.distributed.wires.cuda import Stages
+from torchgpipe.distributed.wires.receiver import Receiver
+from torchgpipe.distributed.wires.sender import Sender
 from torchgpipe.engine.program import Links
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.engine.seeds import Seeds
@@ -25,15 +25,36 @@ from torchgpipe.tensors.item import Item
 from torchgpipe.tensors.microbatch import Flat, Form
 
 _KINDS = {True: ("forward",), False: ("backward", "backward_inputs")}
-"""Which actions hand something on, forward or not."""
+"""The actions that hand something on, forward (`True`) or backward."""
+
+Told = tuple[Hashable, Flat]
+"""What is said about an item, in plain values, and the tensors that go with that."""
+
+
+class RandomState(NamedTuple):
+    """What ranks hand on about random numbers, with each micro-batch.
+
+    Attributes:
+        seeds: The seeds of the mini-batch; `seeds.drew` says whether any stage so far has drawn.
+        in_order: Whether tasks run one after another. Then the state of the default generator is
+            handed on, too.
+    """
+
+    seeds: Seeds
+    in_order: bool
 
 
 class Messages(Links):
-    """A program's links for one run, over wires; see `torchgpipe.engine.program.Links`.
+    """The links of a program for one run, over wires; see `torchgpipe.engine.program.Links`.
 
-    `placement` says which rank has each stage, and `lists` what each does. A wire has a name: its direction and the two
-    stages. With a micro-batch goes whether any stage so far has drawn random numbers. With `in_order`, tasks run one
-    after another, and the state of the default generator goes with it, too.
+    A wire is named by its direction and by its two stages, the lower one first.
+
+    Args:
+        connections: The connections of this rank.
+        crossings: The skips that leave their stage.
+        placement: The rank of each stage.
+        lists: The actions of each rank.
+        random: What is handed on about random numbers.
     """
 
     def __init__(
@@ -42,136 +63,177 @@ class Messages(Links):
         crossings: Sequence[Crossing],
         placement: Sequence[int],
         lists: Lists,
-        seeds: Seeds,
-        *,
-        in_order: bool,
+        random: RandomState,
     ) -> None:
-        self._connections, self._placement = connections, placement
-        self._seeds, self._in_order = seeds, in_order
-        own = connections.own
+        self._connections = connections
+        self._placement = placement
+        self._lists = lists
+        self._seeds, self._in_order = random
+        # The skips between each two stages.
         self._between: dict[Stages, list[Crossing]] = defaultdict(list)
         for crossing in crossings:
-            self._between[crossing[1:]].append(crossing)
-        self._order: dict[
-            tuple[bool, Stages], deque[int]
-        ] = {}  # of the micro-batches whose skips are still to be sent
-        for forward in {action.kind == "forward" for action in lists[own]}:
-            for what, pairs in (("", pairwise(range(len(placement)))), (" skips", self._between)):
-                for pair in pairs:
-                    ranks = [placement[s] for s in pair]
-                    if own in ranks and not self._stays(pair):
-                        end: Any = Sender if (own == ranks[0]) == forward else Receiver
-                        self._wire(end, forward, what, pair).begin()
-                        kinds, s = _KINDS[forward], pair[not forward]
-                        done = [
-                            i
-                            for kind, i, stage in lists[placement[s]]
-                            if kind in kinds and stage == s
-                        ]
-                        self._order[forward, pair] = deque(done)
-        self._kept: dict[tuple[bool, int, Crossing], Any] = {}  # not yet fetched
-        self._left: dict[Crossing, tuple[Hashable, Flat]] = {}
+            self._between[crossing.source, crossing.target].append(crossing)
+        # The micro-batches whose skips, or gradients of skips, are still to be sent, in order.
+        self._order: dict[tuple[bool, Stages], deque[int]] = {}
+        for forward in {action.kind == "forward" for action in lists[connections.own]}:
+            for pair in pairwise(range(len(placement))):
+                self._begin(forward, "", pair)
+            for pair in self._between:
+                self._begin(forward, " skips", pair)
+        # Skips that have arrived and are not fetched yet, and those that are still to be sent.
+        self._kept: dict[tuple[bool, int, Crossing], Any] = {}
+        self._left: dict[Crossing, Told] = {}
 
     def check(self) -> None:
         if self._connections.liveness.stopped:
             raise Stopped
 
     def give(self, action: Action, item: Any) -> None:
-        s, forward = action.stage, action.kind == "forward"
-        pair = (s, s + 1) if forward else (s - 1, s)
-        sender = self._wire(Sender, forward, "", pair)
-        sender.settle()
-        about, tensors = self._packed(item, s) if forward else ("gradients", item)
-        if forward:
-            state = (torch.get_rng_state(),) if self._in_order else ()
-            about, tensors = (*about, self._seeds.drew), (*tensors, *state)
-        sender.give(Message(self._connections.serial, about, tensors))
+        s = action.stage
+        if action.kind == "forward":
+            sender = self._wire(Sender, True, "", (s, s + 1))
+            sender.settle()
+            about, tensors = self._packed(item, s)
+            if self._in_order:
+                tensors = (*tensors, torch.get_rng_state())
+            self._connections.give(sender, (*about, self._seeds.drew), tensors)
+        else:
+            sender = self._wire(Sender, False, "", (s - 1, s))
+            sender.settle()
+            self._connections.give(sender, "gradients", item)
 
     def take(self, action: Action) -> Any:
-        s, forward = action.stage, action.kind == "forward"
-        pair = (s - 1, s) if forward else (s, s + 1)
-        about, tensors = self._connections.take(self._wire(Receiver, forward, "", pair))
-        if not forward:
-            return tensors
-        *about, drew = about
+        s = action.stage
+        if action.kind != "forward":
+            receiver = self._wire(Receiver, False, "", (s, s + 1))
+            _, grads = self._connections.take(receiver)
+            return grads
+        receiver = self._wire(Receiver, True, "", (s - 1, s))
+        (*about, drew), tensors = self._connections.take(receiver)
         self._seeds.drew = self._seeds.drew or drew
         if self._in_order:
-            state, tensors = tensors[-1], tensors[:-1]
+            *others, state = tensors
             assert state is not None
             torch.set_rng_state(state.cpu())
+            return _item(about, others)
         return _item(about, tensors)
 
     def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
-        # All skips from stage to stage are one message. They are fetched in another order than they are left.
-        forward, pair = action.kind == "forward", crossing[1:]
+        forward = action.kind == "forward"
+        pair = crossing.source, crossing.target
         if self._stays(pair):
             self._kept[forward, action.micro_batch, crossing] = skip
             return
-        self._left[crossing] = (
-            self._packed(skip, action.stage) if forward else ("gradient", (skip,))
-        )
-        between, order = self._between[pair], self._order[forward, pair]
-        if self._left.keys() >= {*between}:
-            abouts, skips = zip(*(self._left.pop(each) for each in between), strict=True)
-            sender = self._wire(Sender, forward, " skips", pair)
-            sender.give(Message(self._connections.serial, abouts, tuple(chain(*skips))))
-            order.popleft()
-            if not order:
-                sender.release()
+        if forward:
+            self._left[crossing] = self._packed(skip, action.stage)
+        else:
+            self._left[crossing] = "gradient", (skip,)
+        # All skips between two stages are one message. They are left in another order than they
+        # are fetched.
+        between = self._between[pair]
+        if not self._left.keys() >= {*between}:
+            return
+        abouts: list[Hashable] = []
+        tensors: list[Tensor | None] = []
+        for each in between:
+            about, flat = self._left.pop(each)
+            abouts.append(about)
+            tensors += flat
+        sender = self._wire(Sender, forward, " skips", pair)
+        self._connections.give(sender, tuple(abouts), tuple(tensors))
+        order = self._order[forward, pair]
+        order.popleft()
+        if not order:
+            sender.release()
 
     def fetch(self, action: Action, crossing: Crossing) -> Any:
-        # They come in the order of the other stage's list.
-        forward, pair = action.kind == "forward", crossing[1:]
-        while (forward, action.micro_batch, crossing) not in self._kept:
-            abouts, tensors = self._connections.take(self._wire(Receiver, forward, " skips", pair))
-            i, each = self._order[forward, pair].popleft(), len(tensors) // len(abouts)
+        forward = action.kind == "forward"
+        pair = crossing.source, crossing.target
+        wanted = forward, action.micro_batch, crossing
+        while wanted not in self._kept:
+            receiver = self._wire(Receiver, forward, " skips", pair)
+            abouts, tensors = self._connections.take(receiver)
+            # Messages come in the order of the other stage's list.
+            i = self._order[forward, pair].popleft()
+            width = len(tensors) // len(abouts)
             for k, arrived in enumerate(self._between[pair]):
-                skip = tensors[k * each :][:each]
-                self._kept[forward, i, arrived] = _item(abouts[k], skip) if forward else skip[0]
-        return self._kept.pop((forward, action.micro_batch, crossing))
+                skip: Any = tensors[k * width : (k + 1) * width]
+                skip = _item(abouts[k], skip) if forward else skip[0]
+                self._kept[forward, i, arrived] = skip
+        return self._kept.pop(wanted)
+
+    def _begin(self, forward: bool, what: str, pair: Stages) -> None:
+        """Begin a mini-batch on a wire, if one of its stages is on this rank."""
+        own = self._connections.own
+        ranks = [self._placement[s] for s in pair]
+        if own not in ranks or self._stays(pair):
+            return
+        source = pair[0] if forward else pair[1]
+        sends = self._placement[source] == own
+        end: Any = Sender if sends else Receiver
+        self._wire(end, forward, what, pair).begin()
+        kinds = _KINDS[forward]
+        order: deque[int] = deque()
+        for kind, i, stage in self._lists[self._placement[source]]:
+            if stage == source and kind in kinds:
+                order.append(i)
+        self._order[forward, pair] = order
 
     def _stays(self, pair: Stages) -> bool:
-        return self._placement[pair[0]] == self._placement[pair[1]]
+        """Return whether two stages are on one rank."""
+        source, target = pair
+        return self._placement[source] == self._placement[target]
 
     def _wire(self, end: type[E], forward: bool, what: str, pair: Stages) -> E:
-        peer = self._placement[pair[(end is Sender) == forward]]
-        return self._connections.wire(
-            end, f"{'forward' if forward else 'backward'}{what}", peer, pair
-        )
+        """Return this rank's end of a wire; `what` is "" or " skips"."""
+        low, high = pair
+        other = high if (end is Sender) == forward else low
+        kind = f"forward{what}" if forward else f"backward{what}"
+        return self._connections.wire(end, kind, self._placement[other], pair)
 
     def _packed(self, item: Item, s: int) -> tuple[tuple[Hashable, ...], Flat]:
-        """Return what is said of an item, and its tensors with their attributes, if there are any."""
+        """Return what is said about an item of stage s, and its tensors with their attributes."""
         name = f"{item.form.__module__}:{item.form.__qualname__}"
-        _form_of(name)  # it raises here rather than there
+        _form_of(name)  # if ranks cannot find the class, the rank that sends raises the error
         attributes = [{} if x is None else vars(x) for x in item.flat]
-        try:
-            told = packed(attributes) if any(attributes) else None
-        except TypeError as error:
-            raise TypeError(
-                f"outputs of partition {s} have attributes "
-                f"({', '.join({}.fromkeys(chain(*attributes)))}), but {error}; return a tensor as an output of its own"
-            ) from None
+        told = None
+        if any(attributes):
+            try:
+                told = packed(attributes)
+            except TypeError as error:
+                names = ", ".join(dict.fromkeys(chain(*attributes)))
+                raise TypeError(
+                    f"outputs of partition {s} have attributes ({names}), but {error}; return a "
+                    "tensor as an output of its own"
+                ) from None
         needs = tuple([x is not None and x.requires_grad for x in item.flat])
         return (name, item.shared, needs), (*item.flat, told)
 
 
-def _item(about: Sequence[Any], tensors: Flat) -> Item:
+def _item(about: Sequence[Any], tensors: Sequence[Tensor | None]) -> Item:
+    """Return the item that was packed."""
     name, shared, needs = about
     *flat, told = tensors
-    for x, attributes in zip(flat, unpacked(told), strict=True) if told is not None else ():
-        if x is not None:
-            vars(x).update(attributes)
+    if told is not None:
+        for x, attributes in zip(flat, unpacked(told), strict=True):
+            if x is not None:
+                vars(x).update(attributes)
     return Item(leaves(tuple(flat), needs), _form_of(name), shared)
 
 
 def _form_of(name: str) -> Form:
-    """Return the class of this name, `Tensor` or one of tuples, that a module which is imported here has."""
+    """Return the class of this name, `Tensor` or a class of tuples, from a module that is imported.
+
+    Raises:
+        TypeError: If there is no such class in this process.
+    """
     module, _, path = name.partition(":")
-    found = reduce(
-        lambda owner, part: getattr(owner, part, None), path.split("."), sys.modules.get(module)
-    )
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
     if not (isinstance(found, type) and issubclass(found, Tensor | tuple)):
         raise TypeError(
-            f"a layer returned a {name}, which ranks do not find; define the class at the top of a module"
+            f"a layer returned a {name}, which ranks do not find; define the class at the top of a "
+            "module"
         )
     return found

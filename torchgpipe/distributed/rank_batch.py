@@ -1,4 +1,4 @@
-"""One rank's part of a mini-batch: its program, and what ranks agree on before and after that."""
+"""One rank's part of a mini-batch: its program, and what ranks agree on around the program."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchgpipe.distributed.alike import check_alike
 from torchgpipe.distributed.connections import Connections
-from torchgpipe.distributed.links import Messages
+from torchgpipe.distributed.links import Messages, RandomState
 from torchgpipe.engine.batch import Batch, Enter, one_node, run_forward
 from torchgpipe.engine.program import BatchIO
 from torchgpipe.partitioned import Partitioned
@@ -26,14 +27,41 @@ class LossRequest(NamedTuple):
 
 
 class RankBatch(Batch):
-    """Run the partitions of one rank in a mini-batch, and tell and hear what concerns all ranks.
+    """Run the partitions of one rank in a mini-batch, and agree with all other ranks.
 
-    The first stage's rank has the `inputs`, and decides what seeds begin with. The last stage's has the outputs. The
-    `sizes` of micro-batches are the same on all. `settings` are what every rank has to call the pipeline with alike,
-    and `owner` is that pipeline. `given` are checksums of this rank's data.
+    In each mini-batch, two messages go from one rank to all others, by `Connections.tell` and
+    `Connections.hear`. Time goes downward:
+
+        rank of the first stage      ranks in between           rank of the last stage
+        -----------------------      ----------------           ----------------------
+        _tell_head  --- head --->    _hear_head
+                    --- head ------------------------------>    _hear_head
+        run                          run                        run
+                                     _hear_loss  <--- loss ---  tell
+        _hear_loss  <-------------------------------- loss ---
+
+    The head has the base of the seeds, the checksums of the data, the sizes of micro-batches, and
+    the settings. Other ranks need it to make their program, so they hear it in `__init__`. The rank
+    of the first stage draws the base and tells the head just before its run.
+
+    The loss comes with all that other ranks need to go on: whether the loss takes a gradient, and
+    the state of the default generator if that has changed. It is told as soon as it is known: in a
+    step during the run, and otherwise after the run. Other ranks hear it after their run.
+
+    During the run, items go from stage to stage by `Messages`.
+
+    Args:
+        connections: The connections of this rank, in a call for this mini-batch.
+        settings: The settings of the pipeline that have to be the same on all ranks.
+        inputs: The micro-batches on the rank of the first stage; empty on other ranks.
+        given: Checksums of this rank's input and target.
+        owner: The pipeline.
 
     Attributes:
-        given: those of the data that the first stage's rank was given.
+        given: The checksums of the data that the rank of the first stage was given.
+        inputs: As above.
+        sizes: The size of each micro-batch, the same on all ranks.
+        program: The program of this rank.
     """
 
     def __init__(
@@ -44,98 +72,146 @@ class RankBatch(Batch):
         given: list[int],
         owner: Partitioned,
     ) -> None:
-        self._owner = owner  # a pipeline that is collected closes its connections
-        self._connections, self._serial = connections, connections.serial
+        # The batch keeps its pipeline: a pipeline that is collected closes its connections.
+        self._owner = owner
+        self._connections = connections
+        self._serial = connections.serial
         self._settings = settings | {"grad mode": torch.is_grad_enabled()}
-        self._first, base, sizes = owner._steps.arrangement.placement[0], None, owner._sizes(inputs)
-        if connections.own != self._first:
-            (head,), theirs = connections.hear("head", self._first)
-            connections.check_alike("the pipeline", self._settings, dict(theirs), self._first)
-            base, input_sum, target_sum, *sizes = head.tolist()
-            given = [input_sum, target_sum]
+        self._first = owner._steps.arrangement.placement[0]
         self.given = given
-        self.inputs, self.sizes = inputs, sizes
-        super().__init__(owner._steps, len(sizes), owner.checkpoint, owner.observer, base=base)
+        self.inputs = inputs
+        self.sizes = owner._sizes(inputs)
+        base = None if connections.own == self._first else self._hear_head()
+        m = len(self.sizes)
+        super().__init__(owner._steps, m, owner.checkpoint, owner.observer, base=base)
         self._seeded = self._agreed(self._seeded)
         (self.program,) = self.programs.values()
         connections.liveness.activity.program = self.program
 
-    def finished(self, request: LossRequest | None) -> Any:
-        """Run every task's forward; return what the caller gets.
-
-        On the last rank that is the output, or its loss. The others get this scalar, or a zero,
-        without its graph; if it takes a gradient, its backward is this rank's.
-        """
-        outputs = run_forward(self, self.inputs)
-        if self.last:
-            before = torch.get_rng_state()
-            output = gather(outputs)
-            result = self._owner._shown(output) if request is None else self._owner._seen(output)
-            ends = tuple([y for y in tensors_of(output) if y.requires_grad])
-            loss = torch.zeros((), device=self.devices[-1], requires_grad=bool(ends))
-            if request is not None:
-                self.program.doing = self.program.computing = "the criterion"
-                result = loss = scalar(request.criterion(result, request.target))
-                self.program.computing = None
-                if loss.requires_grad and ends:
-                    # Its backward goes on to the output also where the criterion has left that out: ranks wait.
-                    def onward(grads: list[Flat], keep: bool) -> list[Flat]:
-                        return [(*grads[0], *[None] * len(ends))]
-
-                    (result,) = one_node([], onward, [1], leaves((loss,), (True,)), [(loss, *ends)])
-            self.tell(loss, loss.requires_grad, loss.requires_grad and bool(ends), before)
-            return result
-        needs, ours = self._takes
-        leaf = leaves((self.loss,), (needs,))
-        return (one_node(self.guards, self.backward, [1], leaf, self.inputs) if ours else leaf)[0]
-
     @contextmanager
     def _agreed(self, seeded: AbstractContextManager[object]) -> Iterator[None]:
+        """Enter the context of the seeds around the run, and agree as the class's picture shows."""
         with seeded:
             if self._connections.own == self._first:
-                head = torch.tensor([self._seeds.base or 0, *self.given, *self.sizes], device="cpu")
-                self._connections.tell("head", (head,), tuple(self._settings.items()))
+                self._tell_head()
             yield
             if not self.last:
-                (loss, *state), about = self._connections.hear(
-                    "loss", self.orders.placement[-1], "loss"
-                )
-                *self._takes, self._seeds.drew = about
-                if state:
-                    torch.set_rng_state(state[0].cpu())
-                self.loss = loss.to(self.devices[0])
+                self._hear_loss()
+
+    def _tell_head(self) -> None:
+        base = self._seeds.base or 0
+        numbers = [base, *self.given, *self.sizes]
+        head = torch.tensor(numbers, device="cpu")
+        settings = tuple(self._settings.items())
+        self._connections.tell("head", (head,), settings)
+
+    def _hear_head(self) -> int:
+        """Take over what the first stage's rank tells, and return the base of the seeds."""
+        own, first = self._connections.own, self._first
+        (head,), theirs = self._connections.hear("head", first)
+        check_alike("the pipeline", self._settings, dict(theirs), own, first)
+        base: int
+        base, input_sum, target_sum, *self.sizes = head.tolist()
+        self.given = [input_sum, target_sum]
+        return base
 
     def tell(
         self, loss: Tensor, needs: bool = False, ours: bool = False, before: Tensor | None = None
     ) -> None:
-        """Tell all others the loss, whether it takes a gradient, and whether by this pipeline.
+        """Tell all other ranks the loss, and the state of the default generator if they need it.
 
-        And the state of the default generator, if that is handed on, or was not so `before`: others go on there.
+        They need it if tasks run one after another, or if the state has changed since `before`.
+
+        Args:
+            loss: The mini-batch's loss.
+            needs: Whether the loss takes a gradient.
+            ours: Whether this pipeline has a part in the loss's backward.
+            before: An earlier state of the generator, if the state may have changed since.
         """
         super().tell(loss.detach())
         after = torch.get_rng_state()
-        state = [after] * (
-            not self._overlaps or (before is not None and not torch.equal(before, after))
-        )
+        changed = before is not None and not torch.equal(before, after)
+        state = (after,) if changed or not self._overlaps else ()
         drew = self._seeds.drew and not state
-        self._connections.tell("loss", (self.loss, *state), (needs, ours, drew), "loss")
+        about = needs, ours, drew
+        self._connections.tell("loss", (self.loss, *state), about, "loss")
+
+    def _hear_loss(self) -> None:
+        last = self.orders.placement[-1]
+        (loss, *state), about = self._connections.hear("loss", last, "loss")
+        self._needs, self._ours, self._seeds.drew = about
+        if state:
+            torch.set_rng_state(state[0].cpu())
+        self.loss = loss.to(self.devices[0])
 
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
-        """Let the program do its list, in such modes."""
-        connections, placement = self._connections, self.orders.placement
-        links = Messages(
-            connections,
-            self._owner._layout(),
-            placement,
-            lists,
-            self._seeds,
-            in_order=not self._overlaps,
-        )
+        """Let this rank's program do its list of actions in the given modes."""
+        random = RandomState(self._seeds, in_order=not self._overlaps)
+        connections = self._connections
+        crossings = self._owner._layout()
+        links = Messages(connections, crossings, self.orders.placement, lists, random)
+        actions = lists[connections.own]
         with self._in_place, modes():
-            self.program.run(lists[connections.own], links, io, keep=keep)
-        connections.deliver()  # what was not sent would be lost if the process ended now
+            self.program.run(actions, links, io, keep=keep)
+        # A message that is not sent yet would be lost if the process ended now.
+        connections.deliver()
+
+    def finished(self, request: LossRequest | None) -> Any:
+        """Run the forward of every task, and return what the caller of the pipeline gets.
+
+        On the rank of the last stage that is the output, or the loss if it is requested. Other
+        ranks get the same loss, or a zero, without its graph. If that takes a gradient, its
+        backward runs the backward of this rank.
+        """
+        outputs = run_forward(self, self.inputs)
+        if self.last:
+            return self._result(outputs, request)
+        leaf = leaves((self.loss,), (self._needs,))
+        if self._ours:
+            leaf = one_node(self.guards, self.backward, [1], leaf, self.inputs)
+        return leaf[0]
+
+    def _result(self, outputs: list[TensorOrTensors], request: LossRequest | None) -> Any:
+        """Return the output or the loss, on the rank of the last stage, and tell the loss."""
+        before = torch.get_rng_state()
+        output = gather(outputs)
+        owner = self._owner
+        result = owner._shown(output) if request is None else owner._seen(output)
+        ends = tuple([y for y in tensors_of(output) if y.requires_grad])
+        if request is None:
+            device = self.devices[-1]
+            loss = torch.zeros((), device=device, requires_grad=bool(ends))
+        else:
+            self.program.doing = self.program.computing = "the criterion"
+            result = loss = scalar(request.criterion(result, request.target))
+            self.program.computing = None
+            if loss.requires_grad and ends:
+                result = _with_ends(loss, ends)
+        needs = loss.requires_grad
+        ours = needs and bool(ends)
+        self.tell(loss, needs, ours, before)
+        return result
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
-        """Do the rest, in a call of its own; return the gradients of the micro-batches' inputs, on the first rank."""
+        """Do the remaining actions, in a call of its own.
+
+        Returns:
+            The gradients of the micro-batches' inputs, on the rank of the first stage.
+        """
         with self._connections.call(self._serial, "backward", self.program):
             return super().backward(output_grads, keep=keep)
+
+
+def _with_ends(loss: Tensor, ends: tuple[Tensor, ...]) -> Tensor | None:
+    """Return the loss such that its backward also goes on to the ends of the pipeline.
+
+    The criterion may have left an end out of the loss, but other ranks wait for its gradient.
+    """
+
+    def onward(grads: list[Flat], keep: bool) -> list[Flat]:
+        return [(*grads[0], *[None] * len(ends))]
+
+    outputs = leaves((loss,), (True,))
+    inputs = [(loss, *ends)]
+    (result,) = one_node([], onward, [1], outputs, inputs)
+    return result

@@ -1,13 +1,12 @@
-"""Whether ranks were given the same samples: one rank uses the input, and another one the target.
+"""Whether ranks were given the same samples; one rank uses the input, and another one the target.
 
-A script may give (x, target) on every rank. Rank 0 uses its x, and the last rank its target. With a
-sampler that shuffles otherwise on each rank, samples of one meet labels of the other. So the first
-stage's rank sends checksums of both, with what it tells all others when a mini-batch begins. The
-last stage's rank compares them with those of what it was given itself.
+A script may give (x, target) on every rank. Rank 0 uses its x, and the last rank its target. If a
+sampler shuffles differently on each rank, the samples of rank 0 meet labels of other samples. So
+the rank of the first stage sends checksums of its input and its target, with the message by which a
+mini-batch begins. The rank of the last stage compares them with those of its own data.
 """
 
 import warnings
-from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
@@ -20,9 +19,14 @@ READ = 64  # about so many values of each tensor are read
 
 
 def checksums(serial: int, input: Any, target: Any) -> list[int]:
-    """Return a checksum of the input and one of the target; both are 0 if this mini-batch is not compared.
+    """Return a checksum of the input and one of the target.
 
-    `serial` is the number of the mini-batch, which all ranks count alike.
+    Both are 0 if this mini-batch is not compared.
+
+    Args:
+        serial: The number of the mini-batch, which is the same on all ranks.
+        input: What the rank was given as the input.
+        target: What the rank was given as the target.
     """
     if serial > FIRST and serial % EVERY:
         return [0, 0]
@@ -30,15 +34,25 @@ def checksums(serial: int, input: Any, target: Any) -> list[int]:
 
 
 def warn_if_unlike(own: list[int], theirs: list[int], last: int, first: int) -> bool:
-    """Warn on rank `last`, whose checksums are `own`, if rank `first` has other data.
+    """Warn if the ranks of the first and the last stage were given different data.
 
-    Return whether it has. Where both have a target, that alone decides: inputs may be augmented at
-    random on each rank.
+    If both were given a target, only the targets are compared: each rank may augment inputs with
+    random numbers of its own.
+
+    Args:
+        own: The checksums of the rank of the last stage, which calls this.
+        theirs: The checksums of the rank of the first stage.
+        last: The rank of the last stage.
+        first: The rank of the first stage.
+
+    Returns:
+        Whether the data differ.
     """
     what, pair = "target", (own[1], theirs[1])
     if 0 in pair:
         what, pair = "input", (own[0], theirs[0])
-    differ = 0 not in pair and pair[0] != pair[1]
+    one, other = pair
+    differ = 0 not in pair and one != other
     if differ:
         warnings.warn(
             f"rank {first} and rank {last} were given different {what}s for the same mini-batch; "
@@ -51,13 +65,18 @@ def warn_if_unlike(own: list[int], theirs: list[int], last: int, first: int) -> 
 
 
 def _checksum(value: Any) -> int:
-    tensors = [*tensors_in(value)]
+    """Return a checksum of all tensors in a value, or 0 if there is nothing to compare."""
+    tensors = list(tensors_in(value))
     if any(type(x) is not Tensor or x.device.type != "cpu" for x in tensors):
         return 0
     read: list[list[Any]] = []
-    with suppress(RuntimeError):  # of types and layouts whose values cannot be read so
-        flat = [x.detach().reshape(-1) for x in tensors]
-        read = [x[:: len(x) // READ + 1].tolist() for x in flat]
+    try:
+        for x in tensors:
+            flat = x.detach().reshape(-1)
+            step = len(flat) // READ + 1
+            read.append(flat[::step].tolist())
+    except RuntimeError:  # values of some types and layouts cannot be read like this
+        return 0
     # Empty tensors, zeros and the like stand for data that a rank does not have.
     if all(len({*values}) < 2 for values in read):
         return 0

@@ -1,1 +1,1 @@
-"""The state of a training: what it consists of, and how it is saved in files and loaded."""
+"""The state of a training: what belongs to it, and how it is saved in files and loaded."""

@@ -1,4 +1,7 @@
-"""What ranks tell each other beside mini-batches: `Meeting`. A single process is the only rank."""
+"""What ranks tell each other when they save or load a state: `Meeting`.
+
+In a single process there is one rank, and it meets itself.
+"""
 
 import pickle
 import re
@@ -12,39 +15,58 @@ from torchgpipe.plain import packed, unpacked
 
 ONE_FOLDER = "all ranks need one folder, on a filesystem that all machines share"
 
+_FOLDER_NAME = re.compile(r"[\w-]+")
+"""A name within the folder of the states: a path that leads to another folder does not match."""
+
 
 class Meeting:
-    """What ranks tell each other: `n` of them, of which this one is `own`."""
+    """A meeting of the ranks of a pipeline: all of them call its methods, in the same order.
+
+    Attributes:
+        own: This rank's index.
+        n: How many ranks there are.
+    """
 
     def __init__(self, own: int, exchange: Callable[[Tensor], list[Tensor]]) -> None:
-        self.own, self._exchange = own, exchange
+        self.own = own
+        self._exchange = exchange
         self._told = 0
         self.n = len(self.all(None))
 
     def all(self, own: Any) -> list[Any]:
-        """Return the plain value that each rank gives."""
-        return [*map(unpacked, self._exchange(packed(own)))]
+        """Return the plain value that each rank gives, in the order of ranks."""
+        given = self._exchange(packed(own))
+        return list(map(unpacked, given))
 
     def through(self, folder: Path, own: Any) -> list[Any]:
-        """Return what each rank gives, of any type, through files `told-*`: nothing from the network is unpickled."""
+        """Return the value of any type that each rank gives, in the order of ranks.
+
+        Ranks pickle their values into files `told-*` of the folder, because what comes from the
+        network is never unpickled.
+        """
         if self.n == 1:
             return [own]
         self._told += 1
         files = [folder / f"told-{self._told}-{rank}" for rank in range(self.n)]
         files[self.own].write_bytes(pickle.dumps(own))
-        self.all(None)  # all have told
+        self.all(None)  # now every rank has written its file
         return [pickle.loads(file.read_bytes()) for file in files]
 
     def first(self, folder: Path, name: Callable[[], str | None]) -> Path | None:
-        """Return what rank 0 names in a folder; raise `RuntimeError` if this rank does not see that."""
-        named = self.all(name() if self.own == 0 else None)[0]
-        path = None if named is None else folder / named
-        if path is not None and not (
-            re.fullmatch(r"[\w-]+", named) and path.is_dir()
-        ):  # and not somewhere else
-            gone = "which was there just now: has another program removed it?"
-            other = f"but rank 0 does: {ONE_FOLDER}"
-            raise RuntimeError(
-                f"rank {self.own} does not see {path}, {other if self.own else gone}"
-            )
-        return path
+        """Return the path of the subfolder that rank 0 names, or `None` if rank 0 names none.
+
+        Raises:
+            RuntimeError: If this rank does not see that subfolder.
+        """
+        own = name() if self.own == 0 else None
+        named = self.all(own)[0]
+        if named is None:
+            return None
+        path: Path = folder / named
+        if _FOLDER_NAME.fullmatch(named) and path.is_dir():
+            return path
+        if self.own == 0:
+            why = "which was there just now: has another program removed it?"
+        else:
+            why = f"but rank 0 does: {ONE_FOLDER}"
+        raise RuntimeError(f"rank {self.own} does not see {path}, {why}")

@@ -1,4 +1,7 @@
-"""The files of a saved state: a checkpoint of `torch.distributed.checkpoint`, on which ranks agree by a meeting."""
+"""The files of a saved state: a checkpoint of `torch.distributed.checkpoint`, and its checksums.
+
+Ranks agree by a `Meeting` on what each of them writes.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial, reduce
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -24,24 +27,29 @@ from torchgpipe.caught import caught
 from torchgpipe.state.meeting import Meeting
 
 MARK = "saved-by-torchgpipe.json"
-"""The file of a state that is written last, and has the checksums of all others."""
+"""The file that is written last. It holds the checksum of every other file of the state."""
+
+_BLOCK = 2**20
+"""How many bytes of a file are read at once."""
 
 
 def marked(path: Path) -> bool:
-    """Return whether a folder was made here; by an older version, if it has no mark but what that has always saved.
+    """Return whether a folder holds a state that this library has saved.
 
-    A link to what is not there now, such as a disk, counts: not to find the newest state must not go unnoticed.
+    Older versions wrote no mark, so their folders are known by the content of `.metadata`. A link
+    whose target is not there, such as on a disk that is not mounted, counts as a state: loading it
+    then fails, and no older state is loaded without notice.
     """
     with suppress(OSError):
         if (path / MARK).is_file() or not path.exists():
             return True
-        older = (path / ".metadata").read_bytes()
-        return b"training" in older and b"random.0" in older
+        metadata = (path / ".metadata").read_bytes()
+        return b"training" in metadata and b"random.0" in metadata
     return False
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or a link to one, as far as that can be removed."""
+    """Remove a folder, or a link to a folder, and ignore what cannot be removed."""
     with suppress(OSError):
         if path.is_symlink():
             path.unlink()
@@ -50,62 +58,85 @@ def remove(path: Path) -> None:
 
 
 def check(path: Path, ranks: Meeting) -> dict[str, int]:
-    """Raise `ValueError` if a file is not as it was written; each rank looks at some. Return all checksums."""
-    sums: dict[str, int] = json.loads((path / MARK).read_text()) if (path / MARK).exists() else {}
-    for name in sorted(sums)[ranks.own :: ranks.n]:
-        with open(path / name, "rb") as file:
-            found = reduce(
-                lambda found, content: zlib.crc32(content, found),
-                iter(partial(file.read, 2**20), b""),
-                0,
-            )
-        if found != sums[name]:
+    """Check this rank's share of a state's files, and return the checksums of all its files.
+
+    Raises:
+        ValueError: If the content of a file differs from what was written.
+    """
+    mark = path / MARK
+    if not mark.exists():
+        return {}
+    sums: dict[str, int] = json.loads(mark.read_text())
+    names = sorted(sums)
+    for name in names[ranks.own :: ranks.n]:
+        if _checksum(path / name) != sums[name]:
             raise ValueError(f"{name} is not as it was written, by its checksum")
     return sums
 
 
+def _checksum(path: Path) -> int:
+    found = 0
+    with open(path, "rb") as file:
+        while content := file.read(_BLOCK):
+            found = zlib.crc32(content, found)
+    return found
+
+
 def write(content: dict[str, Any], path: Path, ranks: Meeting) -> None:
-    """Write a checkpoint, each rank its part, and flush it."""
-    writer, planner = (
-        FileSystemWriter(path),
-        DefaultSavePlanner(False, False),
-    )  # dictionaries and lists stay as given
+    """Write a checkpoint, to which each rank adds its part, and flush it to the disk."""
+    first = ranks.own == 0
+    writer = FileSystemWriter(path)
     writer.fs = files = _Files()
-    planner.set_up_planner(content, writer.storage_meta(), ranks.own == 0)
-    writer.set_up_storage_writer(ranks.own == 0)
-    # Every rank works out the same global plan.
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(content, writer.storage_meta(), first)
+    writer.set_up_storage_writer(first)
+    # Every rank computes the same global plan from the local plans of all ranks.
     local = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan(ranks.through(path, local))
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.own])
-    results = ranks.through(path, writer.write_data(plan, planner).wait())
+    own_plan = writer.prepare_global_plan(plans)[ranks.own]
+    written = writer.write_data(planner.finish_plan(own_plan), planner)
+    results = ranks.through(path, written.wait())
     sums = ranks.all(files.sums())
-    if ranks.own == 0:
-        for told in path.glob("told-*"):  # which all have read by now
+    if first:
+        for told in path.glob("told-*"):  # every rank has read these files by now
             told.unlink()
         writer.finish(metadata, results)
-        every = {name: each for part in (*sums, files.sums()) for name, each in part.items()}
-        (path / MARK).write_text(json.dumps(every))
-        flush(path / MARK)
-        flush(path)
+        _mark(path, [*sums, files.sums()])
+
+
+def _mark(path: Path, sums: list[dict[str, int]]) -> None:
+    """Write the checksums of all ranks' files as the last file of a state, and flush it."""
+    every: dict[str, int] = {}
+    for part in sums:
+        every |= part
+    mark = path / MARK
+    mark.write_text(json.dumps(every))
+    flush(mark)
+    flush(path)
 
 
 class _Files(FileSystem):
+    """The filesystem that a rank writes to; it keeps a checksum of each file."""
+
     def __init__(self) -> None:
         self._made: dict[str, _File] = {}
 
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> _File:  # type: ignore[override]
-        self._made[os.path.basename(path)] = file = _File(io.FileIO(path, mode))
+        file = _File(io.FileIO(path, mode))
+        self._made[os.path.basename(path)] = file
         return file
 
     def sums(self) -> dict[str, int]:
-        """Return the checksums of what was written."""
-        return {
-            name.removesuffix(".tmp"): file.sum for name, file in self._made.items()
-        }  # they are renamed
+        """Return the checksum of each file by the file's final name."""
+        # PyTorch writes `.metadata` under a name that ends with `.tmp`, and renames it.
+        return {name.removesuffix(".tmp"): file.sum for name, file in self._made.items()}
 
 
 class _File(io.BufferedWriter):
-    """A file that may be flushed after its end: PyTorch's writer does so with an item that could not be written."""
+    """A file with a checksum, which may be flushed after it was closed.
+
+    PyTorch's writer does so after an item that it could not write.
+    """
 
     sum = 0
 
@@ -120,29 +151,28 @@ class _File(io.BufferedWriter):
 
 def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
     """Return the parts of a checkpoint with these keys."""
-    tensors = {
-        key: meta
-        for key in keys
-        if isinstance(meta := saved.state_dict_metadata[key], TensorStorageMetadata)
-    }
-    blank = {
-        key: torch.empty(x.size, dtype=x.properties.dtype, device="cpu")
-        for key, x in tensors.items()
-    }
-    content, reader, planner = (
-        dict.fromkeys(keys) | blank,
-        FileSystemReader(path),
-        DefaultLoadPlanner(False, False),
-    )
+    content: dict[str, Any] = {}
+    for key in keys:
+        content[key] = _blank(saved.state_dict_metadata[key])
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(content, saved, True)
+    reader = FileSystemReader(path)
     reader.set_up_storage_reader(saved, True)
-    reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(plan, planner).wait()
     return content
 
 
-def flush(folder: Path) -> None:
-    """Let the names in a folder reach the disk."""
-    file = os.open(folder, os.O_RDONLY)
+def _blank(saved: Any) -> Tensor | None:
+    """Return an empty tensor for PyTorch to read into, or `None` for a part that is no tensor."""
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+
+
+def flush(path: Path) -> None:
+    """Let the content of a file, or the names in a folder, reach the disk."""
+    file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
     finally:
@@ -151,24 +181,35 @@ def flush(folder: Path) -> None:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Say of a state that cannot be read which it is, and what to do."""
+    """Turn any error within the context into one that names the state and says what to do.
+
+    Raises:
+        RuntimeError: If the state cannot be read.
+    """
     try:
         yield
     except Exception as error:
-        line, *_ = str(error).splitlines() or [""]
+        why = type(error).__name__
+        lines = str(error).splitlines()
+        if lines and lines[0]:
+            why = f"{why}: {lines[0]}"
         raise RuntimeError(
-            f"the state in {path} cannot be read ({type(error).__name__}{line and ': '}{line}); if it is damaged, "
-            "remove it, and the one before is loaded"
+            f"the state in {path} cannot be read ({why}); if it is damaged, remove it, and the "
+            "state before it is loaded"
         ) from caught(error)
 
 
 class FileLock:
-    """Lock a file for as long as this object lives; raise `RuntimeError` if another process has it.
+    """An exclusive lock on a file, held for as long as this object lives.
 
-    The lock belongs to the open file (`flock`). One of POSIX (`lockf`) would end when this process closes any
-    descriptor of the file, such as after a copy of the folder. As a second opening of the file would not get the lock,
-    there is one object for each file, which all share (`FileLock.all`). A forked process closes the file that it has
-    inherited, or it would keep the lock when this process has ended.
+    The lock belongs to the open file (`flock`). A POSIX lock (`lockf`) would end when this process
+    closes any descriptor of the file, for example after it has copied the folder. This process
+    could not lock a file that it opens a second time, so there is one object for each file, which
+    all parts of the process share (`FileLock.all`). A forked process inherits the open file and
+    closes it. Otherwise the lock would outlive the process that took it.
+
+    Raises:
+        RuntimeError: If another process holds the lock.
     """
 
     all: ClassVar[weakref.WeakValueDictionary[Path, FileLock]] = weakref.WeakValueDictionary()
@@ -179,13 +220,13 @@ class FileLock:
         self.close.atexit = False
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # systems differ
+        except (BlockingIOError, PermissionError):  # systems raise different errors
             raise RuntimeError(
-                f"another job saves into {path.parent} (a process of it holds the lock); give each job a folder of its "
-                "own"
+                f"another job saves into {path.parent} (a process of it holds the lock); give each "
+                "job a folder of its own"
             ) from None
         except OSError:
-            pass  # a filesystem without locks
+            pass  # this filesystem has no locks
         FileLock.all[path] = self
 
 

@@ -1,11 +1,12 @@
-"""Saved states of a training, from which it goes on: `Saves`.
+"""Saved states of a training, from which the training goes on: `Saves`.
 
-A state is whole or not there. Ranks write it into a folder of another name, and flush it to the disk. When all have,
-rank 0 renames that folder. What a rank or machine that died has left is removed at the next save, and an older state
-only when the newer one is whole.
+A state is either whole or not there. All ranks write it into one folder with a preliminary name,
+and flush it to the disk. When every rank has done so, rank 0 gives the folder its final name. If a
+rank or a machine dies before that, the next save removes what it has left. An older state is
+removed only when the newer one is whole.
 
-What is written is a checkpoint of `torch.distributed.checkpoint`. Ranks agree on it by the messages of the pipeline, so
-that a rank that fails or dies ends it for all.
+A state is a checkpoint of `torch.distributed.checkpoint`. The ranks agree on its parts by messages
+of the pipeline. So if a rank fails or dies while they save, the pipeline ends on all ranks.
 """
 
 import os
@@ -17,14 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from torchgpipe.caught import caught
 from torchgpipe.partitioned import Partitioned
+from torchgpipe.state.alike import check_alike, form_of
 from torchgpipe.state.meeting import ONE_FOLDER, Meeting
 from torchgpipe.state.saved_files import (
     FileLock,
@@ -36,56 +36,68 @@ from torchgpipe.state.saved_files import (
     remove,
     write,
 )
-from torchgpipe.state.state import State, same
+from torchgpipe.state.state import Content, State, same
 
 _WHOLE = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})-step-(0|-?[1-9][0-9]*)")
+"""The names of folders that hold a whole state."""
+
 _PART = re.compile(r"part-[0-9a-f]{32}")
+"""The names of folders that ranks write into, or that are being removed."""
 
 
 class Saves:
-    """Save the states of a training in a folder, and go on from the newest.
+    """A folder of saved states of a training.
 
         saves = Saves("states")
-        found = saves.load(model, optimizer)                                      # None if there is none
+        found = saves.load(model, optimizer)                  # None if there is no state
         for step in range(found["step"] + 1 if found else 0, steps):
             ...
             saves.save(step, model, optimizer, data=generator.get_state())
 
-    All ranks call both, between mini-batches. A state has the layers, the optimizer, the random state, and what else is
-    given, and loads with any balance. With as many ranks as before, each gets back its own state of PyTorch's default
-    generator; with another number, all get that of rank 0, which decides what the pipeline draws.
+    All ranks call `load` and `save`, between mini-batches. A state holds the layers, the optimizer,
+    the states of random generators, and the values that the caller adds. It can be loaded with any
+    balance. With as many ranks as before, each rank gets back its own state of PyTorch's default
+    generator. With another number of ranks, all of them get the generator state of rank 0, which
+    decides what the pipeline draws.
 
     Args:
-        folder: one that all ranks see. Each pipeline needs one of its own. A second job that saves is refused, where
-            the filesystem has locks.
-        keep: how many whole states stay, the newest. Each is a checkpoint of `torch.distributed.checkpoint` in a folder
-            `NUMBER-step-STEP`, numbered in the order in which they were saved.
+        folder: A folder that all ranks see. Each pipeline needs a folder of its own. If a second
+            job saves into the same folder, that job raises an error, provided that the filesystem
+            has locks.
+        keep: How many whole states stay; older ones are removed. Each state is a checkpoint of
+            `torch.distributed.checkpoint` in a folder `NUMBER-step-STEP`. Folders are numbered in
+            the order in which they were saved.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
             raise ValueError(f"keep must be a whole number of at least 1, but got {keep!r}")
-        self.folder, self.keep = Path(folder), keep
+        self.folder = Path(folder)
+        self.keep = keep
         self._locked: FileLock | None = None
 
     def save(
         self, step: int, model: Partitioned, optimizer: Optimizer | None, **others: Any
     ) -> None:
-        """Save the state after a step. When this returns, it is whole and on the disk. Gradients are not saved.
+        """Save the state after a step; gradients are not saved.
+
+        When this returns, the state is whole and on the disk.
 
         Args:
-            step: how far the training is.
-            model: the pipeline.
-            optimizer: that of this rank's parameters; `None` if there is none.
-            others: what else the training goes on from, such as the state of a learning rate schedule, or of a
-                generator of data: tensors and plain Python values, the same on all ranks.
+            step: The number of the step that the training has just completed.
+            model: The pipeline.
+            optimizer: The optimizer of this rank's parameters, or `None` if there is none.
+            others: Further values from which the training goes on, such as the state of a learning
+                rate schedule, or of a generator that draws samples. They are tensors and plain
+                Python values, and the same on all ranks.
 
         Raises:
-            OSError: it cannot be written, such as for want of space; what was saved before stays.
-            RuntimeError: a rank does not see the folder of rank 0, or another job saves into it.
-            ValueError: the pipeline does not have all ranks; the optimizer holds something else; ranks give others
-                that differ.
-            RankFailed: another rank has failed.
+            OSError: If the state cannot be written, for example on a full disk. States that were
+                saved before stay.
+            RuntimeError: If a rank does not see the folder of rank 0, or another job saves into it.
+            ValueError: If the pipeline does not have all ranks, if the optimizer holds anything
+                beside the states of its parameters, or if ranks give different values of `others`.
+            RankFailed: If another rank has failed.
         """
         if not isinstance(step, int) or isinstance(step, bool):
             raise TypeError(f"step must be a whole number, but got {step!r}")
@@ -93,65 +105,74 @@ class Saves:
             ranks = Meeting(model.rank, exchange)
             if dist.is_initialized() and dist.get_world_size() > ranks.n:
                 raise ValueError(
-                    f"the pipeline has {ranks.n} of {dist.get_world_size()} ranks, and only one of all ranks can be "
-                    "saved; where others hold replicas, use torch.distributed.checkpoint itself (docs/processes.md)"
+                    f"the pipeline has {ranks.n} of {dist.get_world_size()} ranks, and only one of "
+                    "all ranks can be saved; where others hold replicas, use "
+                    "torch.distributed.checkpoint itself (docs/processes.md)"
                 )
-            state, given = State(model, optimizer, ranks.own), {"step": step, **others}
+            state = State(model, optimizer, ranks.own)
             part = cast(Path, ranks.first(self.folder, self._begin))
+            training = {"step": step, "others": others, "ranks": ranks.n}
             try:
-                told = ranks.through(part, (given, state.kind, state.options()))
-                for rank, (theirs, *_) in enumerate(told):
-                    if unlike := [
-                        n
-                        for n in {**given, **theirs}
-                        if not same(given.get(n, ...), theirs.get(n, ...))
-                    ]:
-                        raise ValueError(
-                            f"ranks {ranks.own} and {rank} give different values of {', '.join(unlike)} to save; all "
-                            "ranks have to give the same, since all get back that of rank 0"
-                        )
-                content = state.content()
-                if ranks.own == 0:
-                    content["training"] = {
-                        "step": step,
-                        "others": others,
-                        "ranks": ranks.n,
-                        "optimizer": sorted({kind for _, kind, _ in told if kind}),
-                        "options": {
-                            name: each for *_, options in told for name, each in options.items()
-                        },
-                    }
-                write(content, part, ranks)
-                if ranks.own == 0:
-                    number = max(self._whole(), default=0) + 1
-                    while os.path.lexists(path := self.folder / f"{number:06}-step-{step}"):
-                        number += 1  # what has that name was not made here
-                    os.rename(part, path)
-                    flush(self.folder)
-                    for _, name in sorted(self._whole().items())[: -self.keep]:
-                        old = self.folder / f"part-{uuid.uuid4().hex}"
-                        os.rename(
-                            self.folder / name, old
-                        )  # first: what is removed in part must not look whole
-                        remove(old)
-                ranks.all(None)  # the others return when it is whole, too
+                self._write(part, ranks, state, training)
             except BaseException:
-                if (
-                    ranks.n == 1
-                ):  # else other ranks may still write into it, and the next save removes it
+                # Other ranks may still write into the folder, and then the next save removes it.
+                if ranks.n == 1:
                     remove(part)
                 raise
 
-    def load(self, model: Partitioned, optimizer: Optimizer | None) -> dict[str, Any] | None:
-        """Load the newest state; return its `step` and others in a dictionary, or `None` if there is none.
+    def _write(self, part: Path, ranks: Meeting, state: State, training: Content) -> None:
+        """Write a state into the folder `part`; rank 0 gives the folder its final name."""
+        given = {"step": training["step"], **training["others"]}
+        told = ranks.through(part, (given, state.kind, state.options()))
+        kinds = set()
+        options: Content = {}
+        for rank, (theirs, kind, their_options) in enumerate(told):
+            _check_same(ranks.own, given, rank, theirs)
+            if kind:
+                kinds.add(kind)
+            options |= their_options
+        content = state.content()
+        if ranks.own == 0:
+            content["training"] = {**training, "optimizer": sorted(kinds), "options": options}
+        write(content, part, ranks)
+        if ranks.own == 0:
+            self._complete(part, training["step"])
+        ranks.all(None)  # the other ranks return only when the state is whole, too
 
-        Nothing is changed before every rank has read its part. Without an optimizer, only the rest is loaded. Gradients
-        are let go of: what is left of a mini-batch that failed must not be added to those of the next.
+    def _complete(self, part: Path, step: int) -> None:
+        """Give a folder that all ranks have written its final name, and remove old states."""
+        number = max(self._whole(), default=0) + 1
+        # A folder of the same name may be there that this library has not made.
+        while os.path.lexists(path := self.folder / f"{number:06}-step-{step}"):
+            number += 1
+        os.rename(part, path)
+        flush(self.folder)
+        whole = sorted(self._whole().items())
+        for _, name in whole[: -self.keep]:
+            # It loses its name first: a state that is removed in part must not look whole.
+            old = self.folder / _new_part()
+            os.rename(self.folder / name, old)
+            remove(old)
+
+    def load(self, model: Partitioned, optimizer: Optimizer | None) -> dict[str, Any] | None:
+        """Load the newest state into the pipeline, the optimizer and the random generators.
+
+        Nothing is changed before every rank has read its part. Gradients are deleted: those of a
+        mini-batch that failed must not be added to those of the next one.
+
+        Args:
+            model: The pipeline.
+            optimizer: The optimizer of this rank's parameters. With `None`, the optimizer's saved
+                state is left out.
+
+        Returns:
+            The saved `step` and the `others` that were given to `save`, in one dictionary, or
+            `None` if there is no state.
 
         Raises:
-            ValueError: the state is of another model or optimizer.
-            RuntimeError: a rank does not see the folder of rank 0; the state is damaged.
-            RankFailed: another rank has failed.
+            ValueError: If the state is of another model or optimizer.
+            RuntimeError: If a rank does not see the folder of rank 0, or the state is damaged.
+            RankFailed: If another rank has failed.
         """
         with model._together("load") as exchange:
             ranks = Meeting(model.rank, exchange)
@@ -165,40 +186,39 @@ class Saves:
                     f"rank {ranks.own} sees another state in {path} than rank 0: {ONE_FOLDER}"
                 )
             state = State(model, optimizer, ranks.own)
-            here = ranks.all(
-                (
-                    {key: _form(x) for key, x in state.fixed().items()},
-                    state.kind,
-                    [*state.options()],
-                )
-            )
+            forms = {key: form_of(x) for key, x in state.fixed().items()}
+            held = ranks.all((forms, state.kind, list(state.options())))
             with readable(path):
                 saved = FileSystemReader(path).read_metadata()
                 training = read(path, saved, ["training"])["training"]
+            check_alike(path, saved, training, held)
             same_ranks = training["ranks"] == ranks.n
-            _check_alike(path, saved, training, here)
             with readable(path):
-                content = read(
-                    path, saved, state.wanted(saved.state_dict_metadata, same_ranks=same_ranks)
-                )
+                keys = state.wanted(saved.state_dict_metadata, same_ranks=same_ranks)
+                content = read(path, saved, keys)
             packed = state.packed(content, training["options"])
-            ranks.all(None)  # all have read
+            ranks.all(None)  # now every rank has read its part
             state.put(content, packed, same_ranks=same_ranks)
             return {"step": training["step"], **training["others"]}
 
     def _whole(self) -> dict[int, str]:
-        """Return the names of whole states by their numbers."""
-        names = os.listdir(self.folder) if self.folder.is_dir() else []
-        found = [
-            match
-            for match in map(_WHOLE.fullmatch, names)
-            if match and marked(self.folder / match[0])
-        ]
-        return {int(match[1]): match[0] for match in found}
+        """Return the names of all whole states by their numbers."""
+        whole: dict[int, str] = {}
+        if not self.folder.is_dir():
+            return whole
+        for name in os.listdir(self.folder):
+            match = _WHOLE.fullmatch(name)
+            if match and marked(self.folder / name):
+                whole[int(match[1])] = name
+        return whole
 
     def _newest(self) -> str | None:
-        """Return the name of the newest state; if there is none, see that there can be one before a training begins."""
-        if whole := self._whole():
+        """Return the name of the newest state, or `None` if there is none.
+
+        In that case, check that a state can be written, before a long training begins.
+        """
+        whole = self._whole()
+        if whole:
             return whole[max(whole)]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -210,72 +230,58 @@ class Saves:
         return None
 
     def _begin(self) -> str:
-        """Make a folder to write into; return its name, which no rank has asked its filesystem for before."""
+        """Make a folder to write into, and return its name.
+
+        The name is new: a rank whose filesystem has cached that a name is missing would not see it.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder.resolve() / "lock"
-        self._locked = FileLock.all.get(path) or FileLock(path)  # as long as this lives
-        for name in filter(_PART.fullmatch, os.listdir(self.folder)):
-            remove(self.folder / name)
-        name = f"part-{uuid.uuid4().hex}"
+        # This object holds the lock for as long as it lives.
+        self._locked = FileLock.all.get(path) or FileLock(path)
+        for name in os.listdir(self.folder):
+            if _PART.fullmatch(name):
+                remove(self.folder / name)
+        name = _new_part()
         (self.folder / name).mkdir()
         return name
 
     @contextmanager
     def _reported(self, step: int) -> Iterator[None]:
-        """Say of a failure to write what it was and what remains, in a line."""
+        """Turn a failure to write into an `OSError` of one line, which says what is still saved."""
         try:
             yield
         except Exception as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__ or (
-                    None if cause.__suppress_context__ else cause.__context__
-                )
+            cause = _os_error(error)
             if cause is None:
                 raise
             stays = "what was saved before stays" if self._whole() else "nothing was saved before"
+            why = cause.strerror or cause
             raise OSError(
-                cause.errno,
-                f"step {step} cannot be saved in {self.folder}: {cause.strerror or cause}; {stays}",
+                cause.errno, f"step {step} cannot be saved in {self.folder}: {why}; {stays}"
             ) from caught(error)
 
 
-def _form(x: Any) -> str:
-    """Return type and shape of a tensor that is here, or was saved, and nothing of other parts."""
-    if isinstance(x, TensorStorageMetadata):
-        return f"{x.properties.dtype} {[*x.size]}".removeprefix("torch.")
-    return f"{x.dtype} {[*x.shape]}".removeprefix("torch.") if isinstance(x, torch.Tensor) else ""
+def _new_part() -> str:
+    return f"part-{uuid.uuid4().hex}"
 
 
-def _check_alike(
-    path: Path,
-    saved: Metadata,
-    training: dict[str, Any],
-    here: list[tuple[dict[str, str], str | None, list[str]]],
-) -> None:
-    """Raise `ValueError` if a saved state is not of the model and optimizer that ranks have."""
-    decided = ("model.", "generator.")
-    there = {
-        key: _form(x) for key, x in saved.state_dict_metadata.items() if key.startswith(decided)
-    }
-    now = {key: each for forms, _, _ in here for key, each in forms.items()}
-    optimizers = sorted({kind for _, kind, _ in here if kind})
-    if optimizers:
-        there |= {f"optimizer of {name}": "" for name in training["options"]}
-        now |= {f"optimizer of {name}": "" for *_, names in here for name in names}
-    unlike = [f"{k} ({there[k]}, here {now[k]})" for k in now if there.get(k, now[k]) != now[k]]
-    wrong = [
-        f"{what} {', '.join(keys[:5])}{f' and {len(keys) - 5} more' * (len(keys) > 5)}"
-        for what, keys in (
-            ("it lacks", [key for key in now if key not in there]),
-            ("it has besides", [key for key in there if key not in now]),
-            ("of another shape or type are", unlike),
-        )
-        if keys
-    ]
-    if wrong:
-        raise ValueError(f"the state in {path} is of another model: {'; '.join(wrong)}")
-    if optimizers and optimizers != (kinds := training["optimizer"]):
+def _os_error(error: BaseException) -> OSError | None:
+    """Return an error, or the first of the errors that have led to it, that is an `OSError`."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        if cause.__cause__ is not None or cause.__suppress_context__:
+            cause = cause.__cause__
+        else:
+            cause = cause.__context__
+    return cause
+
+
+def _check_same(own: int, given: Content, rank: int, theirs: Content) -> None:
+    """Raise `ValueError` if rank `own` and another rank give different values to save."""
+    names = {**given, **theirs}
+    unlike = [name for name in names if not same(given.get(name, ...), theirs.get(name, ...))]
+    if unlike:
         raise ValueError(
-            f"the state in {path} is of the optimizer {', '.join(kinds)}, not of {', '.join(optimizers)}"
+            f"ranks {own} and {rank} give different values of {', '.join(unlike)} to save; all "
+            "ranks have to give the same, since all get back that of rank 0"
         )

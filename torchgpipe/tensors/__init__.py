@@ -1,1 +1,1 @@
-"""What tasks hand on: micro-batches, skips, copies between devices; and all private names of PyTorch."""
+"""Tensors that tasks hand on: micro-batches, skips and copies; and private names of autograd."""

@@ -1,17 +1,18 @@
 """Copies between devices, on CUDA streams of their own (torchgpipe paper, section 3.2.4).
 
-All tensors that a task sends to another device are copied together, by one node of the autograd graph:
+One node of the autograd graph copies all tensors that a task sends to another device:
 
-    the task ends      the source's compute stream records an event             `StreamFence.leave`
-    the copy begins    a copy stream of either device waits for that event      `hold`
-    the copy ends      the target's copy stream records an event                `expect`
-    the next begins    the target's compute stream waits for that event         `arrive`
+    the task ends          the source's compute stream records an event         `StreamFence.leave`
+    the copy begins        the source's copy stream waits for that event        `hold`
+    the copy ends          the target's copy stream records an event            `expect`
+    the next task begins   the target's compute stream waits for that event     `arrive`
 
-In backward, gradients are copied back in the same way. So a copy overlaps the computation of both devices. Memory that
-is used on another stream than the one it was allocated on is recorded there.
+In backward, gradients are copied back in the same way. So a copy overlaps the computation of both
+devices. If a stream uses memory that was allocated on another stream, that use is recorded
+(`Tensor.record_stream`), so that PyTorch does not reuse the memory too early.
 
-A stream that waits holds up all later work on it. So it waits for events, not for other streams' later work, and no two
-paths share a stream.
+A stream that waits holds up all later work on it. So streams wait for events rather than for all
+work of another stream, and no two paths share a stream.
 """
 
 from collections.abc import Sequence
@@ -21,64 +22,75 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.cuda import Event, Stream
 
 from torchgpipe.tensors.microbatch import Flat, moved
 from torchgpipe.tensors.observe import NOTHING, Observer, observed
 
 
 class StreamFence:
-    """The side of a task where inputs arrive, or that where outputs leave: the waits that are listed above.
+    """One side of a task: where its inputs arrive, or where its outputs leave.
 
-    Gradients of inputs leave in backward, and gradients of outputs arrive. The compute stream is the one that is
-    current when the fence is made.
+    In backward, the gradients of inputs leave and the gradients of outputs arrive. The methods are
+    the four waits that the module lists. The compute stream is the device's current stream at the
+    time when the fence is made.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._compute = current_stream(device)
-        self._left: torch.cuda.Event | None = None
-        self._expected: list[torch.cuda.Event] = []
+        self._left: Event | None = None
+        self._expected: list[Event] = []
 
     def leave(self) -> None:
-        """Record an event on the compute stream: what leaves is ready when the work up to here is done."""
+        """Record an event on the compute stream, after which the tensors that leave are ready."""
         if self._compute is not None:
             self._left = self._compute.record_event()
 
     def arrive(self, tensors: Flat) -> None:
-        """Let the compute stream wait until copies have ended, which `tensors` are the results of."""
+        """Let the compute stream wait for the end of all expected copies, which made `tensors`."""
         if self._compute is not None and self._expected:
             for event in self._expected:
                 self._compute.wait_event(event)
             _keep(tensors, self._compute)
             self._expected.clear()
 
-    def hold(self, stream: torch.cuda.Stream | None, tensors: Flat) -> None:
-        """Let a copy stream wait until `tensors`, which leave, are ready."""
+    def hold(self, stream: Stream | None, tensors: Flat) -> None:
+        """Let a copy stream wait until the tensors that leave are ready."""
         if stream is not None and self._left is not None:
             stream.wait_event(self._left)
             _keep(tensors, stream)
 
-    def expect(self, stream: torch.cuda.Stream | None) -> None:
-        """Record an event on a copy stream: what arrives is there when the work up to here is done."""
+    def expect(self, stream: Stream | None) -> None:
+        """Record an event on a copy stream, after which the tensors that arrive are there."""
         if stream is not None and self._compute is not None:
             self._expected.append(stream.record_event())
 
 
 class CopyPath:
-    """The way from the device of partition `source` to that of `target`.
+    """The way from the device of one partition to the device of another one.
 
-    On CUDA it has copy streams of its `own`. Without them it uses the streams that are current when it copies.
+    Args:
+        devices: The device of each partition.
+        source: The partition that sends.
+        target: The partition that receives.
+        own: Whether the path has copy streams of its own on CUDA. If not, copies use the streams
+            that are current at the time.
+
+    Attributes:
+        elsewhere: Whether the two devices differ; if they do not, nothing is copied.
     """
 
     def __init__(
         self, devices: Sequence[torch.device], source: int, target: int, *, own: bool = True
     ) -> None:
-        self._ends, self._devices = (source, target), (devices[source], devices[target])
+        self._ends = source, target
+        self._devices = devices[source], devices[target]
         self.elsewhere = devices[source] != devices[target]
-        self._own = [
-            new_stream(device) if own and self.elsewhere else None for device in self._devices
-        ]
+        self._own: list[Stream | None] = [None, None]
+        if own and self.elsewhere:
+            self._own = [new_stream(device) for device in self._devices]
 
-    def copy(
+    def copy(  # noqa: PLR0913
         self,
         tensors: Flat,
         i: int,
@@ -87,35 +99,58 @@ class CopyPath:
         tie: Tensor | None = None,
         observer: Observer | None = None,
     ) -> Flat:
-        """Copy `tensors`, of micro-batch `i`, to the target. In backward, the task that made `tie` comes after it."""
+        """Copy tensors to the target, by one node of the autograd graph.
+
+        Args:
+            tensors: The tensors to copy.
+            i: The index of the micro-batch.
+            departure: The fence of the task that sends, on the side of its outputs.
+            arrival: The fence of the task that receives, on the side of its inputs.
+            tie: A tensor whose task comes after this copy in backward.
+            observer: The observer of the mini-batch.
+        """
         if not self.elsewhere:
             return tensors
-        streams = [
-            own or current_stream(device)
-            for own, device in zip(self._own, self._devices, strict=True)
-        ]
+        streams = []
+        for own, device in zip(self._own, self._devices, strict=True):
+            streams.append(own or current_stream(device))
         with using(*streams):
-            forth = partial(self.move, i, departure, arrival, False, observer)
-            back = partial(self.move, i, arrival, departure, True, observer)
+            forth = partial(self.move, i, (departure, arrival), observer)
+            back = partial(self.move, i, (arrival, departure), observer, back=True)
             return cast(Flat, _Copy.apply(forth, back, streams, tie, *tensors))
 
     def move(
         self,
         i: int,
-        departure: StreamFence,
-        arrival: StreamFence,
-        back: bool,
+        fences: tuple[StreamFence, StreamFence],
         observer: Observer | None,
         tensors: Flat,
+        *,
+        back: bool = False,
     ) -> Flat:
-        """Copy to the target, or `back`, on the streams that are current; a copy to the host is complete at return."""
+        """Copy tensors to the target on the current streams.
+
+        A copy to the host has ended when this returns.
+
+        Args:
+            i: The index of the micro-batch.
+            fences: The fence from which the tensors leave, and the fence at which they arrive.
+            observer: The observer of the mini-batch.
+            tensors: The tensors to copy.
+            back: Whether to copy gradients from the target back to the source.
+        """
         here, there = (1, 0) if back else (0, 1)
+        departure, arrival = fences
         departure.hold(self._own[here], tensors)
         device = self._devices[there]
         with observed(observer, "copy", i, self._ends[here]):
             copies = moved(tensors, device, non_blocking=current_stream(device) is not None)
         arrival.expect(self._own[there])
         return copies
+
+
+_GIVEN = 4
+"""How many inputs `_Copy` has before the tensors."""
 
 
 class _Copy(torch.autograd.Function):
@@ -126,45 +161,53 @@ class _Copy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.back, ctx.streams = back, streams
         copies: Flat = forth(tensors)
-        needs = ctx.needs_input_grad[4:]
-        ctx.mark_non_differentiable(
-            *(y for y, n in zip(copies, needs, strict=True) if y is not None and not n)
-        )
+        needs = ctx.needs_input_grad[_GIVEN:]
+        constants = []
+        for y, needed in zip(copies, needs, strict=True):
+            if y is not None and not needed:
+                constants.append(y)
+        ctx.mark_non_differentiable(*constants)
         return copies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * _GIVEN
         if all(grad is None for grad in grads):
-            return (None,) * (4 + len(grads))
+            return (*nothing, *grads)
         with using(*ctx.streams):
-            return None, None, None, None, *ctx.back(grads)
+            return (*nothing, *ctx.back(grads))
 
 
-def _keep(tensors: Flat, stream: torch.cuda.Stream) -> None:
-    """Keep the memory of `tensors` until `stream` has done what it was given. CPU tensors are skipped."""
+def _keep(tensors: Flat, stream: Stream) -> None:
+    """Keep the memory of CUDA tensors until the stream has done the work that it has now."""
     for x in tensors:
         if x is not None and x.device.type == stream.device.type:
             x.record_stream(stream)
 
 
-def new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a new stream of the device, `None` off CUDA."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+def new_stream(device: torch.device) -> Stream | None:
+    """Return a new stream of the device, or `None` if it is no CUDA device."""
+    return Stream(device) if device.type == "cuda" else None
 
 
-def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the device's current stream, `None` off CUDA."""
+def current_stream(device: torch.device) -> Stream | None:
+    """Return the current stream of the device, or `None` if it is no CUDA device."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def using(*streams: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """Make `streams` the current ones of their devices, until the context that is returned ends; pass over `None`."""
-    on = [torch.cuda.stream(stream) for stream in streams if stream is not None]
+def using(*streams: Stream | None) -> AbstractContextManager[object]:
+    """Make each stream the current stream of its device until the returned context ends.
+
+    `None` stands for a device without streams.
+    """
+    contexts = [torch.cuda.stream(stream) for stream in streams if stream is not None]
+    if not contexts:
+        return NOTHING
     stack = ExitStack()
-    for each in on:
-        stack.enter_context(each)
-    return stack if on else NOTHING
+    for context in contexts:
+        stack.enter_context(context)
+    return stack
 
 
 NO_FENCE = StreamFence(torch.device("cpu"))
-"""The fence of tasks that exchange nothing between devices."""
+"""The fence of tasks whose tensors stay on one device."""

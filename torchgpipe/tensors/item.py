@@ -1,8 +1,9 @@
-"""Items: what one task hands to another, a micro-batch or a skip, and whether it shares memory.
+"""Items: the tensors that one task hands to another task, and whether they share memory.
 
-A layer may hand on one tensor in two ways: as an output and as a skip, or twice in a tuple. Without a pipeline, if a
-later layer changes one of the two in place, the other changes with it. Between partitions the two are copied apart, so
-that the other would not change. So such a change is refused.
+A layer may hand on the same tensor in two ways: as an output and as a skip, or twice in a tuple.
+Without a pipeline, if a later layer changes one of the two in place, the other one changes, too.
+Between partitions the two are copied apart, and the other one would not change. So such a change is
+refused.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from torchgpipe.tensors.copy import NO_FENCE, StreamFence
 from torchgpipe.tensors.microbatch import Flat, Form, carrying
 
 Shared = tuple[bool, ...]
-"""Which of the tensors beside it share memory with another tensor of the same micro-batch."""
+"""Whether each of some tensors shares memory with another tensor of the same micro-batch."""
 
 
 @dataclass(slots=True)
 class Item:
-    """Tensors on their way from one task to another: those of a micro-batch of this form, then its skips.
+    """Tensors on their way from one task to another.
 
-    The graph engine has the streams to wait for, `fence`, and a tensor that orders backward, `tie`. `versions` is how
-    often each had been changed in place when it was handed on.
+    Attributes:
+        flat: The tensors of a micro-batch, then its skips.
+        form: The form of the micro-batch.
+        shared: Whether each tensor shares memory with another tensor.
+        fence: The CUDA streams to wait for; only the graph engine has them.
+        tie: A tensor that orders backward; only the graph engine has one.
+        versions: How often each tensor had been changed in place when the item was handed on.
     """
 
     flat: Flat
@@ -42,62 +48,78 @@ class Item:
     def with_skip(self, skip: Item, partition: int) -> Item:
         """Return the micro-batch with one more skip, which `partition` takes."""
         skip.check_handed_on(partition)
-        return Item(
-            self.flat + skip.flat, self.form, self.shared + skip.shared, self.fence, self.tie
-        )
+        flat = self.flat + skip.flat
+        shared = self.shared + skip.shared
+        return Item(flat, self.form, shared, self.fence, self.tie)
 
     def parted(self) -> tuple[Item, Item]:
         """Return the micro-batch without its last skip, and that skip."""
         rest = Item(self.flat[:-1], self.form, self.shared[:-1], self.fence, self.tie)
-        return rest, Item(self.flat[-1:], Tensor, self.shared[-1:], self.fence)
+        skip = Item(self.flat[-1:], Tensor, self.shared[-1:], self.fence)
+        return rest, skip
 
     def check_handed_on(self, partition: int) -> None:
-        """Raise `RuntimeError` if a tensor was changed in place since it was handed on to `partition`."""
+        """Raise `RuntimeError` if a tensor was changed in place after it was handed on."""
         if versions(self.flat) != self.versions:
             raise RuntimeError(
-                f"an input of partition {partition} was changed in place before the partition took it: a layer returns "
-                "memory that it uses again (a buffer) for the next micro-batch; return a copy (x.clone())"
+                f"an input of partition {partition} was changed in place before the partition took "
+                "it: a layer returns memory that it uses again (a buffer) for the next "
+                "micro-batch; return a copy (x.clone())"
             )
 
 
 def shared_by(
     outputs: Flat, inputs: Flat = (), shared: Shared = (), held: frozenset[int] = frozenset()
 ) -> Shared:
-    """Return which outputs of a task share memory: with each other, or with what its layers hold.
+    """Return whether each output of a task shares memory with another output or with its layers.
 
-    `held` are the storages of its layers' parameters and buffers. An input that is `shared` stays so as an output.
+    Args:
+        outputs: The outputs of the task.
+        inputs: The inputs of the task.
+        shared: Whether each input shares memory. If a layer returns such an input, the output
+            still does.
+        held: The storages of the parameters and buffers of the task's layers.
     """
     if len(outputs) == 1 and True not in shared:
-        return (bool(held) and outputs[0] is not None and storage_of(outputs[0]) in held,)
+        (y,) = outputs
+        return (bool(held) and y is not None and storage_of(y) in held,)
+    before = set(held)
+    for x, shares in zip(inputs, shared, strict=False):
+        if shares and x is not None:
+            before.add(storage_of(x))
     storages = [None if y is None else storage_of(y) for y in outputs]
     times = Counter(storages)
-    before = held | {
-        storage_of(x) for x, s in zip(inputs, shared, strict=False) if s and x is not None
-    }
-    return tuple([s is not None and (times[s] > 1 or s in before) for s in storages])
+    found = []
+    for storage in storages:
+        shares = storage is not None and (times[storage] > 1 or storage in before)
+        found.append(shares)
+    return tuple(found)
 
 
 def versions(tensors: Flat) -> list[int | None]:
-    """Return how often each tensor was changed in place; `None` where that is not counted."""
+    """Return how often each tensor was changed in place, or `None` where PyTorch does not count."""
     try:
         return [None if x is None else x._version for x in tensors]
-    except RuntimeError:  # of an inference tensor; to ask each of them would take longer
+    except RuntimeError:
+        # An inference tensor has no count. To ask each tensor beforehand would take longer.
         return [None if x is None or x.is_inference() else x._version for x in tensors]
 
 
 def unshared(outputs: Flat, shared: Shared, inputs: Sequence[Tensor | None]) -> Flat:
-    """Return the pipeline's outputs such that they share memory neither with each other nor with its inputs.
+    """Return the pipeline's outputs, in which a tensor that shares memory is replaced by a copy.
 
-    Where there are several micro-batches, concatenation makes copies anyway.
+    The only micro-batch of a mini-batch needs this. Several micro-batches are concatenated, which
+    copies them anyway.
+
+    Args:
+        outputs: The outputs of the last partition.
+        shared: Whether each output shares memory with another one.
+        inputs: The inputs of the pipeline, with which outputs must not share memory either.
     """
     given = {storage_of(x) for x in inputs if x is not None}
-    copied = (
-        y is not None and (s or storage_of(y) in given)
-        for y, s in zip(outputs, shared, strict=True)
-    )
-    return tuple(
-        [
-            carrying(y.clone(), y) if y is not None and c else y
-            for y, c in zip(outputs, copied, strict=True)
-        ]
-    )
+    copied: list[Tensor | None] = []
+    for y, shares in zip(outputs, shared, strict=True):
+        if y is not None and (shares or storage_of(y) in given):
+            y = carrying(y.clone(), y)
+        copied.append(y)
+    return tuple(copied)

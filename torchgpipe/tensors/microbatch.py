@@ -1,7 +1,6 @@
 """Micro-batches: check a mini-batch, scatter it, gather the outputs (GPipe paper, section 2.2)."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -11,10 +10,13 @@ from torch import Tensor
 TensorOrTensors = Tensor | tuple[Tensor, ...]
 
 Flat = tuple[Tensor | None, ...]
-"""A task's inputs or outputs in a row: the micro-batch's tensors, then the skips."""
+"""A task's inputs or outputs: the tensors of the micro-batch, then its skips."""
 
 Form = type[Any]
-"""The class of a micro-batch: `Tensor` for every single tensor, `tuple`, or a class of tuples, as of a namedtuple."""
+"""The class of a micro-batch: `Tensor` for a single tensor, `tuple`, or a subclass of `tuple`.
+
+Any class of tensors is `Tensor` here. Named tuples are a subclass of `tuple`.
+"""
 
 
 def tensors_of(value: TensorOrTensors) -> tuple[Tensor, ...]:
@@ -28,21 +30,22 @@ def form_of(value: TensorOrTensors) -> Form:
 
 
 def together(form: Form, tensors: Flat) -> Any:
-    """Return the tensors in a form."""
+    """Return the tensors as one value of a form; the opposite of `tensors_of`."""
     if form is Tensor:
         return tensors[0]
-    # As namedtuples do, in whatever way the class makes its own; PyTorch's (torch.return_types) allow no other way.
-    return (
-        tensors
-        if form is tuple
-        else form(tensors)
-        if hasattr(form, "n_fields")
-        else tuple.__new__(form, tensors)
-    )
+    if form is tuple:
+        return tensors
+    if hasattr(form, "n_fields"):  # a class of torch.return_types has no other constructor
+        return form(tensors)
+    # Named tuples do the same. The class may have a constructor that takes other arguments.
+    return tuple.__new__(form, tensors)
 
 
 def carrying(y: Tensor, x: Tensor) -> Tensor:
-    """Return `y` with the attributes that Python code has given to `x`, such as `x.scale = 3.0`."""
+    """Return `y` after it got the attributes that Python code has given to `x`.
+
+    For example, `x.scale = 3.0` is such an attribute. Those that `y` has already stay.
+    """
     if given := x.__dict__:
         y.__dict__.update(given | y.__dict__)
     return y
@@ -50,21 +53,22 @@ def carrying(y: Tensor, x: Tensor) -> Tensor:
 
 def moved(tensors: Flat, device: torch.device, *, non_blocking: bool = False) -> Flat:
     """Return the tensors on a device, with their attributes."""
-    return tuple(
-        [
-            None if x is None else carrying(x.to(device, non_blocking=non_blocking), x)
-            for x in tensors
-        ]
-    )
+    there: list[Tensor | None] = []
+    for x in tensors:
+        if x is not None:
+            x = carrying(x.to(device, non_blocking=non_blocking), x)
+        there.append(x)
+    return tuple(there)
 
 
 def mapped(function: Callable[[Tensor], Tensor], value: TensorOrTensors) -> TensorOrTensors:
-    """Return what `function` makes of each tensor of `value`."""
-    return together(form_of(value), tuple(map(function, tensors_of(value))))  # type: ignore[no-any-return]
+    """Return `value` with a function applied to each of its tensors."""
+    made = tuple(map(function, tensors_of(value)))
+    return together(form_of(value), made)  # type: ignore[no-any-return]
 
 
 def check(value: object, what: str = "input") -> None:
-    """Check that `value` is a tensor, or a non-empty tuple of tensors; raise `TypeError` where it is not."""
+    """Raise `TypeError` if `value` is neither a tensor nor a non-empty tuple of tensors."""
     if isinstance(value, Tensor):
         return
     if not isinstance(value, tuple) or not value:
@@ -82,18 +86,31 @@ def scatter(
 ) -> list[TensorOrTensors]:
     """Split a mini-batch along dimension 0 into at most `chunks` micro-batches.
 
-    Every tensor is split alike, into parts of ⌈batch / chunks⌉ samples; the last one may be smaller, and where
-    that covers the batch earlier there are fewer than `chunks` (13 samples in 8 chunks make 7). A tensor that is not
-    `batched` has no batch dimension, and is given to every micro-batch; by default all are.
+    Every tensor is split in the same way, into parts of ⌈batch / chunks⌉ samples. The last part may
+    be smaller. There may be fewer parts than `chunks`: 13 samples in 8 chunks make 7 parts, since 6
+    of them have two samples.
+
+    Args:
+        value: The mini-batch. Its tensors have one batch size.
+        chunks: The largest number of micro-batches.
+        batched: Whether each tensor has a batch dimension. A tensor without one is given to every
+            micro-batch as a whole. By default, all tensors have one.
+
+    Raises:
+        ValueError: If a batched tensor is a scalar, or if batch sizes differ.
     """
     tensors = tensors_of(value)
-    split = [True] * len(tensors) if batched is None else batched
-    for k, x in enumerate(tensors):
-        if split[k] and x.dim() == 0:
+    if batched is None:
+        batched = [True] * len(tensors)
+    sizes = []
+    for k, (x, split) in enumerate(zip(tensors, batched, strict=True)):
+        if not split:
+            continue
+        if x.dim() == 0:
             raise ValueError(
                 f"every input tensor needs a batch dimension, but tensor {k} is a scalar"
             )
-    sizes = [x.size(0) for x, each in zip(tensors, split, strict=True) if each]
+        sizes.append(x.size(0))
     if len(set(sizes)) > 1:
         raise ValueError(
             f"all input tensors must have one batch size (dimension 0), but they have {sizes}"
@@ -101,30 +118,39 @@ def scatter(
 
     if chunks == 1 or not sizes:
         return [value]
-    columns = [
-        x.chunk(chunks) if each else repeat(x) for x, each in zip(tensors, split, strict=True)
-    ]
-    return [*map(partial(together, form_of(value)), zip(*columns, strict=False))]
+    columns: list[Iterable[Tensor]] = []
+    for x, split in zip(tensors, batched, strict=True):
+        columns.append(x.chunk(chunks) if split else repeat(x))
+    form = form_of(value)
+    return [together(form, row) for row in zip(*columns, strict=False)]
 
 
 def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
-    """Concatenate the micro-batches' outputs, which have to be alike, along dimension 0, in order; undo `scatter`."""
+    """Concatenate the outputs of all micro-batches along dimension 0; the opposite of `scatter`.
+
+    Raises:
+        TypeError: If the outputs differ in their number of tensors.
+        ValueError: If an output is a scalar.
+    """
     if len(outputs) == 1:
         return outputs[0]
     expected = _structure(outputs[0])
     for i, y in enumerate(outputs):
         if _structure(y) != expected:
             raise TypeError(
-                f"outputs of all micro-batches have to be alike, but micro-batch 0 returned {expected} "
-                f"and micro-batch {i} {_structure(y)}; return the same for every input"
+                f"outputs of all micro-batches have to be alike, but micro-batch 0 returned "
+                f"{expected} and micro-batch {i} {_structure(y)}; return the same for every input"
             )
     columns = list(zip(*map(tensors_of, outputs), strict=True))
-    if any(y.dim() == 0 for column in columns for y in column):
-        raise ValueError(
-            "outputs of micro-batches are concatenated along the batch dimension, but the last partition "
-            "returned a scalar; move a loss that reduces the batch out of the pipeline"
-        )
-    return together(form_of(outputs[0]), tuple([torch.cat(column) for column in columns]))  # type: ignore[no-any-return]
+    for column in columns:
+        if any(y.dim() == 0 for y in column):
+            raise ValueError(
+                "outputs of micro-batches are concatenated along the batch dimension, but the last "
+                "partition returned a scalar; move a loss that reduces the batch out of the "
+                "pipeline"
+            )
+    gathered = tuple([torch.cat(column) for column in columns])
+    return together(form_of(outputs[0]), gathered)  # type: ignore[no-any-return]
 
 
 def _structure(y: TensorOrTensors) -> str:

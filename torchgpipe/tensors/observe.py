@@ -1,4 +1,4 @@
-"""Observe tasks: a hook around each one, for timelines, memory counts and utilization."""
+"""Observe tasks: a context around each task, for timelines, memory counts and utilization."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,10 +8,10 @@ from torchgpipe.schedules.action import Kind as Kind
 
 
 class Task(NamedTuple):
-    """Name one piece of work: `kind` of micro-batch `micro_batch` on partition `partition`.
+    """One piece of work on a micro-batch in a partition, such as a forward or a copy.
 
-    A copy is of all tensors, or gradients, that go from one task to one other device. It belongs to the partition that
-    sends them.
+    A copy moves all tensors, or all gradients, that go from one task to one other device. It
+    belongs to the partition that sends them.
     """
 
     kind: Kind
@@ -20,14 +20,16 @@ class Task(NamedTuple):
 
 
 Observer = Callable[[Task], AbstractContextManager[object]]
-"""Given a task, return a context manager; it is entered around the task, in the thread that runs it."""
+"""A function that returns a context for a task; the thread that runs the task enters it."""
 
 NOTHING = nullcontext()
-"""A context that does nothing, made once: it is entered for every task."""
+"""A context that does nothing. It is made only once, because it is entered for every task."""
 
 
 def observed(
     observer: Observer | None, kind: Kind, i: int, j: int
 ) -> AbstractContextManager[object]:
-    """Return what to enter around a task: the observer's context, or nothing at next to no cost."""
-    return NOTHING if observer is None else observer(Task(kind, i, j))
+    """Return the observer's context for a task, or without an observer `NOTHING`."""
+    if observer is None:
+        return NOTHING
+    return observer(Task(kind, i, j))

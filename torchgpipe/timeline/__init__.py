@@ -1,4 +1,4 @@
-"""Timelines: when each task of a training ran, on all ranks, in one file for Perfetto (ui.perfetto.dev)."""
+"""Timelines show when each task of a training ran, on all ranks, in Perfetto (ui.perfetto.dev)."""
 
 from torchgpipe.timeline.record import Recording, record
 

@@ -1,4 +1,4 @@
-"""Record when the tasks of some mini-batches of a training run, on all ranks, and write that into one file."""
+"""Record when the tasks of some mini-batches run, on all ranks, and write that into one file."""
 
 import time
 from collections import Counter, defaultdict
@@ -17,16 +17,20 @@ from torchgpipe.timeline.perfetto import bubbles, perfetto
 from torchgpipe.timeline.stopwatch import Stopwatch
 
 ROUNDS = 50
+"""How many messages all ranks exchange to compare their clocks."""
 
 
 @dataclass
 class Recording:
-    """Mini-batches as they ran on all ranks, in seconds since the first task began. On every rank it is the same.
+    """Mini-batches as they ran on all ranks, in seconds since the first task began.
+
+    Every rank gets the same recording.
 
     Attributes:
-        steps: a timeline of each mini-batch; complete when the `with` of `record` has ended.
-        clock_error: by how many seconds times of one rank may be wrong beside those of rank 0.
-        over_ranks: whether each device is a rank.
+        steps: A timeline of each mini-batch. The list is complete when the `with` of `record` has
+            ended.
+        clock_error: The largest error, in seconds, of the times of one rank relative to rank 0.
+        over_ranks: Whether each device is a rank.
     """
 
     steps: list[Timeline] = field(default_factory=list)
@@ -35,37 +39,50 @@ class Recording:
 
     @property
     def row(self) -> str:
-        """What a device is called: a partition, where it has only one."""
+        """The word for a row of the timeline: a rank, a device, or a device's only partition."""
+        if self.over_ranks:
+            return "rank"
         several = any(len(step.placement) > step.partitions for step in self.steps)
-        return "rank" if self.over_ranks else "device" if several else "partition"
+        return "device" if several else "partition"
 
     def __str__(self) -> str:
-        """Say the bubble: the share of mini-batches' time, from first task to last, in which no task is computed."""
+        """Say the bubble: the share of the mini-batches' time in which devices compute no task.
+
+        The time of a mini-batch lasts from its first task to its last task.
+        """
         shares = bubbles(self.steps)
         if not shares:
             return "no mini-batch was recorded"
         each = ", ".join(f"{self.row} {j} {share:.1%}" for j, share in enumerate(shares))
+        bubble = sum(shares) / len(shares)
         seconds = sum(step.seconds for step in self.steps)
-        count = f"{len(self.steps)} mini-batch{'es' * (len(self.steps) > 1)}"
-        said = f"{count}, {seconds:.3g} s: bubble {sum(shares) / len(shares):.1%} ({each})"
-        return said + f"; clocks agree to {1000 * self.clock_error:.2g} ms" * self.over_ranks
+        count = len(self.steps)
+        noun = "mini-batch" if count == 1 else "mini-batches"
+        said = f"{count} {noun}, {seconds:.3g} s: bubble {bubble:.1%} ({each})"
+        if self.over_ranks:
+            said += f"; clocks agree to {1000 * self.clock_error:.2g} ms"
+        return said
 
 
 @contextmanager
 def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recording]:
-    """Record the mini-batches within a `with`, and write them to `file` for Perfetto; over ranks, one file for all.
+    """Record the mini-batches within a `with`, and write them to a file for Perfetto.
 
         with record(model, "timeline.json") as recording:
             for x, target in batches[:3]:
-                ...                                                       # a training step
-        print(recording)                                                  # the bubble, as a share of the time
+                ...                                                  # a training step
+        print(recording)                                             # the share of the bubble
 
-    Over ranks, all of them do so at once, and the first rank writes the file. An exception within is passed on, and
-    nothing is written.
+    With a pipeline over ranks, all ranks enter this context, and the first rank writes one file for
+    all of them. An exception within the context is passed on, and then no file is written.
+
+    Args:
+        model: The pipeline.
+        file: Where to write the timeline, or `None` to write no file.
 
     Raises:
-        ValueError: the model has an observer already.
-        OSError: the file cannot be written.
+        ValueError: If the model has an observer already.
+        OSError: If the file cannot be written.
     """
     if model.observer is not None:
         raise ValueError(
@@ -75,7 +92,7 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
     path = Path(file) if file is not None and 0 in devices else None
     part = None if path is None else path.with_name(f"{path.name}.part")
     if part is not None:
-        part.touch()  # what cannot be written shall be known before the training
+        part.touch()  # if the file cannot be written, that is known before the training
     recording = Recording()
     model.observer = stopwatch = Stopwatch(devices)
     try:
@@ -83,79 +100,98 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
             yield recording
         finally:
             model.observer = None
-        with model._together("recording a timeline") as exchange:
-            ahead, recording.clock_error = clocks_ahead(exchange)
-            gathered = exchange(packed([tuple(event) for event in stopwatch.events()]))
-        recording.over_ranks = len(gathered) > 1
-        of_ranks = zip(map(unpacked, gathered), ahead, strict=True)
-        events = [
-            Event(kind, i, j, start - s, end - s)
-            for own, s in of_ranks
-            for kind, i, j, start, end in own
-        ]
-        recording.steps += mini_batches(events, model.schedule.placement)
+        _gather(recording, model, stopwatch)
         if part is not None and path is not None:
-            part.write_bytes(
-                perfetto(
-                    recording.steps, path.stem, recording.row, clock_error=recording.clock_error
-                )
-            )
+            steps, row, error = recording.steps, recording.row, recording.clock_error
+            part.write_bytes(perfetto(steps, path.stem, row, clock_error=error))
             part.replace(path)
     finally:
         if part is not None:
             part.unlink(missing_ok=True)
 
 
+def _gather(recording: Recording, model: Partitioned, stopwatch: Stopwatch) -> None:
+    """Fill a recording with the events of all ranks, by the clock of rank 0."""
+    own = [tuple(event) for event in stopwatch.events()]
+    with model._together("recording a timeline") as exchange:
+        ahead, recording.clock_error = clocks_ahead(exchange)
+        gathered = exchange(packed(own))
+    recording.over_ranks = len(gathered) > 1
+    events = []
+    for of_rank, seconds in zip(gathered, ahead, strict=True):
+        for kind, i, j, start, end in unpacked(of_rank):
+            event = Event(kind, i, j, start - seconds, end - seconds)
+            events.append(event)
+    recording.steps += mini_batches(events, model.schedule.placement)
+
+
 def mini_batches(events: Iterable[Event], placement: Sequence[int]) -> list[Timeline]:
-    """Return a timeline of each mini-batch, with times since the first task of all.
+    """Return a timeline of each mini-batch, with times since the first task of all mini-batches.
 
     A mini-batch begins on each partition with the forward of micro-batch 0.
     """
     begun: Counter[int] = Counter()
     found: dict[int, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start):
-        begun[event.partition] += event.kind == "forward" and event.micro_batch == 0
-        found[begun[event.partition]].append(event)
-    found.pop(0, None)  # of a mini-batch that had begun before
-    origin = min((event.start for step in found.values() for event in step), default=0.0)
+        partition = event.partition
+        if event.kind == "forward" and event.micro_batch == 0:
+            begun[partition] += 1
+        found[begun[partition]].append(event)
+    found.pop(0, None)  # events of a mini-batch that had begun before the recording
+    starts = [step[0].start for step in found.values()]
+    origin = min(starts, default=0.0)
+    devices = len({*placement})
     steps = []
     for _, step in sorted(found.items()):
-        moved = [
-            event._replace(start=event.start - origin, end=event.end - origin) for event in step
-        ]
-        timeline = Timeline(moved, 0.0, len({*placement}), placement)
+        moved = []
+        for event in step:
+            start, end = event.start - origin, event.end - origin
+            moved.append(event._replace(start=start, end=end))
+        timeline = Timeline(moved, 0.0, devices, placement)
         begin, end = timeline.window
         steps.append(replace(timeline, seconds=end - begin))
     return steps
 
 
 def clocks_ahead(exchange: Callable[[Tensor], list[Tensor]]) -> tuple[list[float], float]:
-    """Return by how many seconds each rank's `time.perf_counter` is ahead of rank 0's, and the largest error of that.
+    """Return by how many seconds each rank's clock is ahead of rank 0's, and the largest error.
 
-    All ranks call this at once. `exchange` gives all ranks a tensor, and returns what each of them gave.
+    The clock is `time.perf_counter`. All ranks call this at once.
 
-    In each round all ranks send a message to all others. Each notes its own clock before that, and when it has heard
-    all. Nothing is heard before it is sent. So for rank j, whose clock is ahead of rank 0's by d,
+    In each of several rounds every rank sends a message to all others. It notes the time before it
+    sends, and the time when it has heard all others. No message is heard before it is sent. So if
+    the clock of rank j is ahead of the clock of rank 0 by d,
 
         sent by j - heard by 0  <=  d  <=  heard by j - sent by 0
 
-    The round in which messages took least time has the narrowest bounds. The middle between them is taken for d, which
-    is wrong by at most half of their distance.
+    The round in which messages took the least time has the narrowest bounds. Their middle is taken
+    for d. It is wrong by at most half the distance of the bounds.
+
+    Args:
+        exchange: Gives a tensor to all ranks, and returns the tensors that all ranks gave.
     """
     stamps = []
     for _ in range(ROUNDS):
         sent = time.perf_counter()
         exchange(torch.zeros(0, device="cpu"))
         stamps.append((sent, time.perf_counter()))
-    return ahead_of_first(exchange(torch.tensor(stamps, dtype=torch.float64, device="cpu")))
+    own = torch.tensor(stamps, dtype=torch.float64, device="cpu")
+    return ahead_of_first(exchange(own))
 
 
 def ahead_of_first(stamps: Sequence[Tensor]) -> tuple[list[float], float]:
-    """Return what `clocks_ahead` does, by each rank's times of sending and of having heard, (rounds, 2)."""
-    sent, heard = stamps[0].unbind(1)
-    ahead, errors = [0.0], [0.0]
+    """Return what `clocks_ahead` does, from the times that each rank has noted.
+
+    Args:
+        stamps: For each rank the times of sending and of having heard, of shape (rounds, 2).
+    """
+    first_sent, first_heard = stamps[0].unbind(1)
+    ahead = [0.0]
+    errors = [0.0]
     for own in stamps[1:]:
-        least, most = (own[:, 0] - heard).max(), (own[:, 1] - sent).min()
+        sent, heard = own.unbind(1)
+        least = (sent - first_heard).max()
+        most = (heard - first_sent).min()
         ahead.append(float(least + most) / 2)
         errors.append(float(most - least) / 2)
     return ahead, max(errors)

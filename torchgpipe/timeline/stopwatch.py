@@ -1,7 +1,8 @@
 """Note when each task, and each copy between devices, starts and ends on its device.
 
-On a CPU a task starts and ends when its thread begins and ends it. A CUDA device works on its own, so events are
-recorded on its stream before and after the task, and their times are read once everything has ended.
+On a CPU a task lasts as long as its thread is busy with it. A CUDA device works through its stream
+while the thread goes on. So CUDA events are recorded on the stream before and after the task, and
+their times are read when all work has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torchgpipe.tensors.observe import Task
 
 
 class Mark:
-    """Note when the running thread is here, and on CUDA when the device's current stream is."""
+    """A point in time of the running thread, and on CUDA of the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.time = time.perf_counter()
@@ -36,13 +37,16 @@ class Mark:
     def work_since(self, origin: Mark) -> float:
         """Return the seconds that the device worked since another mark of the same thread.
 
-        On a CPU that is the thread's CPU time, so that what other programs take of the clock does not count.
+        On a CPU that is the CPU time of the thread, because time in which other programs use the
+        CPU does not count.
         """
-        return self.since(origin) if self.event is not None else self.work - origin.work
+        if self.event is not None:
+            return self.since(origin)
+        return self.work - origin.work
 
 
 class Timed(NamedTuple):
-    """Hold a task, and marks at its start and its end."""
+    """A task, and marks at its start and at its end."""
 
     task: Task
     start: Mark
@@ -50,18 +54,21 @@ class Timed(NamedTuple):
 
 
 class Stopwatch:
-    """An observer that remembers all tasks, in the order in which they end; `devices` are those of the partitions.
+    """An observer that remembers when each task ran.
+
+    Args:
+        devices: The device of each partition.
 
     Attributes:
-        tasks: what it has seen.
+        tasks: All tasks so far, in the order in which they ended.
     """
 
     def __init__(self, devices: dict[int, torch.device]) -> None:
         self._devices = devices
         self._synchronize()
-        # The devices are idle, so they pass these marks at once, within microseconds of each other.
+        # The devices are idle, so they pass these marks within microseconds of each other.
         self._origins = {device: Mark(device) for device in devices.values()}
-        self.tasks: list[Timed] = []  # appended to by several threads, which is safe
+        self.tasks: list[Timed] = []  # several threads append to it, which is safe
 
     @contextmanager
     def __call__(self, task: Task) -> Iterator[None]:
@@ -74,14 +81,17 @@ class Stopwatch:
             self.tasks.append(Timed(task, start, Mark(device)))
 
     def events(self) -> Sequence[Event]:
-        """Wait for the devices, and return when each task ran, in seconds of `time.perf_counter`."""
+        """Wait for the devices, and return when each task ran.
+
+        Times are in seconds of `time.perf_counter`.
+        """
         self._synchronize()
         events = []
         for task, start, end in self.tasks:
             origin = self._origins[self._devices[task.partition]]
-            events.append(
-                Event(*task, origin.time + start.since(origin), origin.time + end.since(origin))
-            )
+            started = origin.time + start.since(origin)
+            ended = origin.time + end.since(origin)
+            events.append(Event(*task, started, ended))
         return events
 
     def _synchronize(self) -> None:

@@ -20,7 +20,8 @@ from torchgpipe.distributed.wires import cuda
 from torchgpipe.distributed.wires.cuda import Departure, Transfer
 from torchgpipe.distributed.wires.layout import dense
 from torchgpipe.distributed.wires.message import Message
-from torchgpipe.distributed.wires.wire import Sender, WireAddress
+from torchgpipe.distributed.wires.sender import Sender
+from torchgpipe.distributed.wires.wire import WireAddress
 from torchgpipe.engine.relay import Stopped
 
 from ...behaviours.compare import differences

@@ -23,7 +23,7 @@ from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.distributed.connections import KINDS
 from torchgpipe.distributed.wires.message import Message
-from torchgpipe.distributed.wires.wire import Sender
+from torchgpipe.distributed.wires.sender import Sender
 from torchgpipe.schedules import Action, Schedule, make
 from torchgpipe.schedules.action import LETTERS
 from torchgpipe.schedules.named import NAMED
@@ -152,7 +152,7 @@ def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     give, counted = Sender.give, Counter[tuple[str, int]]()
 
     def noted(sender: Sender, message: Message) -> None:
-        counted[KINDS[sender._tag % len(KINDS)], sender._rank] += sum(
+        counted[KINDS[sender._tag % len(KINDS)], sender.rank] += sum(
             x.nbytes for x in message.tensors if x is not None
         )
         give(sender, message)

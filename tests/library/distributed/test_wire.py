@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from torchgpipe.distributed.wires.message import HEAD, SLOT, Message, described
-from torchgpipe.distributed.wires.wire import Receiver, Sender, WireAddress
+from torchgpipe.distributed.wires.receiver import Receiver
+from torchgpipe.distributed.wires.sender import Sender
+from torchgpipe.distributed.wires.wire import WireAddress
 from torchgpipe.plain import packed, unpacked
 
 from .threads import Group, World
@@ -170,7 +172,7 @@ def test_nothing_that_comes_is_run(
     for content in (pickled, pickled + b" " * SLOT, b"[]", b"\xff", b"[" * 9999):
         described = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         monkeypatch.setattr(
-            "torchgpipe.distributed.wires.wire.described", lambda *_, now=described: now
+            "torchgpipe.distributed.wires.sender.described", lambda *_, now=described: now
         )
         sender.give(Message(1, content, ()))
         with pytest.raises(

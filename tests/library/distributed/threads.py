@@ -232,7 +232,7 @@ def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
     for module in (connections, cuda):
         patch.setattr(module, "PrefixStore", lambda prefix, store: f"{store}/{prefix}")
     patch.setattr(connections, "_get_default_store", lambda: "")
-    patch.setattr(connections.Connections, "_gather", lambda self: None)
+    patch.setattr(connections, "gather", lambda store, own, others: None)
     patch.setattr(connections, "_made", OfEach())
     # These ranks share one default generator.
     patch.setattr(batch, "Seeds", lambda *given, distributed, **options: Seeds(*given, **options))

@@ -1,1 +1,1 @@
-"""How ranks learn that another one has failed, ended or hangs."""
+"""How ranks learn that another rank has failed, has ended or hangs."""

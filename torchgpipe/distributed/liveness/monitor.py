@@ -1,13 +1,14 @@
-"""The monitor of a rank: every second, or more often, it tells all others what this one does, and hears what they do.
+"""The monitor of a rank, which tells all others what this rank does, and hears what they do.
 
-It ends the pipeline where nothing else would, when one of these has lasted for `timeout` seconds:
+It does so every second, or more often. It ends the pipeline where nothing else would, when one of
+these states has lasted for `timeout` seconds:
 
     silence   nothing has come from a rank: its process is stopped, or the network is cut
-    a hang    this rank's own task has neither ended nor computed
-    a circle  all ranks wait, and none has got any further: one has left out a call
+    hang      a task of this rank has neither ended nor computed
+    circle    all ranks wait for each other: one of them has left out a call
 
-A rank that is outside of the pipeline, or whose task computes, may take as long as it likes. Time in which the monitor
-itself did not run, such as between Ctrl-Z and `fg`, does not count.
+A rank that is outside of the pipeline, or whose task computes, may take as long as it likes. Time
+in which the monitor itself did not run, such as between Ctrl-Z and `fg`, does not count.
 """
 
 from __future__ import annotations
@@ -25,11 +26,17 @@ from torchgpipe.engine.program import Program
 from torchgpipe.tensors._autograd import sharded
 
 _TALK = 0.001
-"""CPU seconds per second that hearing and telling one other rank may take; about twice what was seen."""
+"""CPU seconds per second for hearing and telling one other rank; about twice what was measured."""
 
 
 class Label(NamedTuple):
-    """What a rank does, in words, whether it waits for others, and how many calls it has begun."""
+    """What a rank does.
+
+    Attributes:
+        calls: How many calls of pipelines it has begun.
+        waits: Whether it waits for other ranks.
+        words: What it does, in words.
+    """
 
     calls: int
     waits: bool
@@ -37,25 +44,45 @@ class Label(NamedTuple):
 
 
 class Activity:
-    """What this rank does now: a call in which it may wait for other ranks, or something outside of the pipeline.
+    """What this rank does now, within a call of its pipeline or outside of the pipeline.
 
-    `fail` is called with a line that says what is wrong. `beside` are those of all pipelines that this process has over
-    the same ranks, this one included. `hears`: whether the call waits for a rank apart from its program's links.
+    Args:
+        fail: A function that ends the pipeline; it is called with a line that says what is wrong.
+        beside: The activities of all pipelines that this process has over the same ranks. This
+            activity is added to them.
+
+    Attributes:
+        program: The program that the call runs.
+        hears: Whether the call waits for a rank apart from the program's links.
+        thread: The thread of the last call.
     """
 
     def __init__(self, fail: Callable[[str], None], beside: list[Activity]) -> None:
-        self.fail, self.beside = fail, beside
+        self.fail = fail
+        self.beside = beside
         beside.append(self)
-        self._calls = self._serial = 0
+        self._calls = 0
+        self._serial = 0
         self._name: str | None = None
         self.program: Program | None = None
-        self.hears, self.thread = False, 0
+        self.hears = False
+        self.thread = 0
 
     @contextmanager
     def call(self, serial: int, name: str, program: Program | None) -> Iterator[None]:
-        """Enter a call for a mini-batch."""
-        self._calls, self._serial, self._name = self._calls + 1, serial, name
-        self.program, self.hears, self.thread = program, False, threading.get_ident()
+        """Enter a call of the pipeline.
+
+        Args:
+            serial: The number of the mini-batch.
+            name: What the call does.
+            program: The program that the call runs, if it is known already.
+        """
+        self._calls += 1
+        self._serial = serial
+        self._name = name
+        self.program = program
+        self.hears = False
+        self.thread = threading.get_ident()
         try:
             yield
         finally:
@@ -63,43 +90,63 @@ class Activity:
 
     @property
     def doing(self) -> str:
-        """What this rank does now, or did last in its call."""
+        """What this rank does now, or has done last in its call."""
         if self._name is None:
-            return f"outside of the pipeline{f', after mini-batch {self._serial}' if self._serial else ''}"
-        program = self.program  # read once: the call may end meanwhile, in another thread
+            after = f", after mini-batch {self._serial}" if self._serial else ""
+            return f"outside of the pipeline{after}"
+        program = self.program  # read only once: another thread may end the call meanwhile
         return f"in {self._name if program is None else program.doing}"
 
     @property
     def computing(self) -> tuple[int, str] | None:
-        """The task that is computed, which is another one in each call; `None` if there is none."""
+        """The task that is computed, with the number of the call; `None` if there is no task."""
         program = self.program
         computing = None if program is None else program.computing
-        return (
-            None
-            if computing is None
-            else (self._calls, f"{computing} of mini-batch {self._serial}")
-        )
+        if computing is None:
+            return None
+        return self._calls, f"{computing} of mini-batch {self._serial}"
 
     def label(self) -> Label:
-        """Return all this for other ranks: a call of another pipeline, if this one is in none."""
+        """Return what this rank does, as other ranks are told it.
+
+        If this pipeline is not in a call, a call of another pipeline is told.
+        """
         calls = sum(each._calls for each in [*self.beside])
         within = [each for each in (self, *self.beside) if each._name is not None]
         if not within:
             return Label(calls, False, self.doing)
         first = within[0]
-        waits = all(
-            each.hears or (each.program is not None and each.computing is None) for each in within
-        )
-        which = f"of mini-batch {first._serial}{' of another pipeline' * (first is not self)}"
-        return Label(calls, waits, f"{'waiting for other ranks ' * waits}{first.doing} {which}")
+        waits = all(each._waits() for each in within)
+        words = f"{first.doing} of mini-batch {first._serial}"
+        if first is not self:
+            words += " of another pipeline"
+        if waits:
+            words = f"waiting for other ranks {words}"
+        return Label(calls, waits, words)
+
+    def _waits(self) -> bool:
+        """Return whether the call waits for another rank."""
+        program = self.program
+        return self.hears or (program is not None and program.computing is None)
 
 
 class RankMonitor:
-    """Monitor all ranks for rank `own`, in a thread, until it is `ended` or something is wrong.
+    """Monitor all ranks for this rank, in a thread, until that is ended or something is wrong.
 
-    With a `timeout` of `None` nothing is wrong for it. `tell` sends this rank's label to another one, and does not
-    wait. What is wrong ends all pipelines that this process has over these ranks: it may wait in any of them. Of
-    `others`, those that have ended are left out.
+    If something is wrong, all pipelines that this process has over these ranks end, since the
+    process may wait in any of them.
+
+    Args:
+        own: This rank.
+        others: All other ranks.
+        activity: What this rank does.
+        timeout: Seconds after which something is wrong, or `None` for never.
+        tell: A function that sends this rank's label to another rank, and does not wait.
+
+    Attributes:
+        others: The other ranks that have not ended.
+        ended: An event that ends the monitor.
+        thread: The thread of the monitor.
     """
 
     def __init__(
@@ -110,17 +157,22 @@ class RankMonitor:
         timeout: float | None,
         tell: Callable[[int, Label], None],
     ) -> None:
-        self._own, self._activity, self._tell = own, activity, tell
+        self._own = own
+        self._activity = activity
+        self._tell = tell
         self._timeout = inf if timeout is None else timeout
-        self._interval = min(
-            0.5, self._timeout / 8
-        )  # between looks; every second time it tells others
+        # The monitor looks at this interval, and tells other ranks every second time.
+        self._interval = min(0.5, self._timeout / 8)
         self._looked = time.monotonic()
-        self._paused = 0.0, 0.0  # for how long it was stopped last, and until when
-        self._late = 0.0  # seconds in which this thread should have looked, and did not run
-        # Nothing is known of a rank that has not told anything yet: it may still be connecting.
+        # For how long the process did not run when that was last noticed, and when it went on.
+        self._paused = 0.0, 0.0
+        # Seconds in which this thread should have looked, but did not run.
+        self._late = 0.0
+        # When each rank was last heard of, and its label. A rank that has not told anything yet is
+        # missing here, since it may still be connecting.
         self._heard: dict[int, tuple[float, Label]] = {}
-        self.others = self._all = frozenset(others)
+        self._all = frozenset(others)
+        self.others = self._all
         self._idle = Idle(_TALK * len(others))
         self._labels: dict[int, Label] = {}
         self._unchanged_since = 0.0
@@ -129,7 +181,7 @@ class RankMonitor:
         self.thread.start()
 
     def heard(self, peer: int, label: Label) -> None:
-        """Note what has come from another rank."""
+        """Note the label that has come from another rank."""
         self._heard[peer] = self._now(), label
 
     def forget(self, peer: int) -> None:
@@ -139,107 +191,132 @@ class RankMonitor:
 
     def answers(self, peer: int) -> bool:
         """Return whether a rank that is told something now can be expected to answer."""
-        heard, _ = self._heard.get(peer, (inf, None))
+        last = self._heard.get(peer)
+        if last is None:
+            return True  # it may still be connecting
+        heard, _ = last
         return self._now() - heard < 6 * self._interval
 
     def last(self, peer: int) -> str:
-        """Return what a rank did when it was last heard of, and how long ago that was, if it was heard of."""
+        """Say what a rank did when it was last heard of, or "" if it never was."""
         if peer not in self._heard:
             return ""
         heard, label = self._heard[peer]
         return f" {self._now() - heard:.1f} s before, it was {label.words}"
 
     def pause(self) -> float:
-        """Return for how many seconds this process did not run just now, or 0: others may have reported it."""
-        late, (paused, until) = self._overdue(), self._paused
+        """Return for how many seconds this process did not run just now, or 0.
+
+        Other ranks may have taken it for a failed one.
+        """
+        late = self._overdue()
         if late >= self._timeout / 2:
             return late
+        paused, until = self._paused
         return paused if time.monotonic() - until < self._timeout else 0.0
 
     def _now(self) -> float:
+        """Return the time, without the time in which this thread did not run."""
         return time.monotonic() - self._late
 
     def _overdue(self) -> float:
-        return max(0.0, time.monotonic() - self._looked - self._interval)
+        """Return by how many seconds this thread is late for its next look."""
+        since = time.monotonic() - self._looked
+        return max(0.0, since - self._interval)
 
     def _run(self) -> None:
-        wrong, count = None, 0
+        wrong: str | None = None
+        pause, tells = 0.0, True
         try:
-            while wrong is None and not self.ended.wait(self._interval * (count > 0)):
-                wrong, count = self._look(tells=count % 2 == 0), count + 1
-        except (
-            BaseException
-        ) as error:  # without its labels, others would take this rank for a silent one
-            self._activity.fail(
-                f"the monitor of rank {self._own} failed: {type(error).__name__}: {error}"
-            )
+            while wrong is None and not self.ended.wait(pause):
+                wrong = self._look(tells=tells)
+                pause, tells = self._interval, not tells
+        except BaseException as error:
+            # Without labels from this rank, others would take it for a silent one.
+            why = f"{type(error).__name__}: {error}"
+            self._activity.fail(f"the monitor of rank {self._own} failed: {why}")
             raise
-        for each in [*self._activity.beside] if wrong else ():
-            each.fail(str(wrong))
+        if wrong is not None:
+            for each in [*self._activity.beside]:
+                each.fail(wrong)
 
     def _look(self, *, tells: bool) -> str | None:
-        late, self._looked = self._overdue(), time.monotonic()
+        """Return a line that says what is wrong, or `None`; `tells` says whether to tell others."""
+        late = self._overdue()
+        self._looked = time.monotonic()
         self._late += late
         if late > self._timeout / 2:
             self._paused = late, self._looked
         label = self._activity.label()
-        for peer in self.others if tells else ():
-            self._tell(peer, label)
+        if tells:
+            for peer in self.others:
+                self._tell(peer, label)
         return self._silent() or self._hang() or self._circle(label)
 
     def _silent(self) -> str | None:
-        now, heard = self._now(), self._heard.copy()
+        now = self._now()
+        heard = self._heard.copy()
         if all(now - at < self._timeout for at, _ in heard.values()):
             return None
-        # Several may have been cut off at once.
+        # Several ranks may have been cut off at once, and the others are about to be silent, too.
         begin = now - self._timeout + 3 * self._interval
         silent = {peer: label for peer, (at, label) in heard.items() if at < begin}
-        one = len(silent) == 1
+        have, processes = "have", "are their processes"
+        if len(silent) == 1:
+            have, processes = "has", "is its process"
         return (
-            f"{_named([*silent])} {'has' if one else 'have'} given no sign of life for {self._timeout:g} s: "
-            f"{'is its process' if one else 'are their processes'} stopped, or is the network cut? "
-            f"When last heard of, {_each(silent)}"
+            f"{_named(silent)} {have} given no sign of life for {self._timeout:g} s: "
+            f"{processes} stopped, or is the network cut? When last heard of, {_each(silent)}"
         )
 
     def _hang(self) -> str | None:
-        task, program = self._activity.computing, self._activity.program
+        task = self._activity.computing
+        program = self._activity.program
         idle = self._idle.look(task, self._now())
         if idle < self._timeout or task is None or program is None:
             return None
+        # Sharded layers may wait for a rank of another pipeline, which is only slow.
         if sharded(stage.partition for stage in program.stages.values()):
-            return (
-                None  # sharded layers may wait for a rank of another pipeline, which is only slow
-            )
+            return None
+        _, words = task
+        where = place(self._activity.thread)
         return (
-            f"rank {self._own} hangs in {task[1]}: for {self._timeout:g} s it has neither ended nor used the "
-            f"CPU, in {place(self._activity.thread)}"
+            f"rank {self._own} hangs in {words}: for {self._timeout:g} s it has neither ended nor "
+            f"used the CPU, in {where}"
         )
 
     def _circle(self, own: Label) -> str | None:
-        labels = {self._own: own} | {peer: label for peer, (_, label) in self._heard.copy().items()}
-        waits = len(labels) > len(self.others) and all(label.waits for label in labels.values())
+        labels = {self._own: own}
+        for peer, (_, label) in self._heard.copy().items():
+            labels[peer] = label
+        all_known = len(labels) > len(self.others)
+        waits = all_known and all(label.waits for label in labels.values())
         if labels != self._labels or not waits:
-            self._labels, self._unchanged_since = labels, self._now()
+            self._labels = labels
+            self._unchanged_since = self._now()
         if self._now() - self._unchanged_since < self._timeout:
             return None
         gone = self._all - self.others
+        ended = f"; {_named(gone)} had ended" if gone else ""
         return (
-            f"all ranks wait for each other, and none has got any further for {self._timeout:g} s: {_each(labels)}"
-            f"{f'; {_named(gone)} had ended' if gone else ''}. "
-            "Has a rank left out a call of the pipeline, or a backward()?"
+            "all ranks wait for each other, and none has got any further for "
+            f"{self._timeout:g} s: {_each(labels)}{ended}. Has a rank left out a call of the "
+            "pipeline, or a backward()?"
         )
 
 
 def _each(labels: dict[int, Label]) -> str:
-    """Say what each rank was doing, together for those that did the same."""
+    """Say what each rank was doing, together for ranks that did the same."""
     ranks = defaultdict(list)
     for rank, label in sorted(labels.items()):
         ranks[label.words].append(rank)
-    return "; ".join(
-        f"{_named(same)} {'was' if len(same) == 1 else 'were'} {words}"
-        for words, same in ranks.items()
-    )
+    said = []
+    for words, same in ranks.items():
+        was = "was" if len(same) == 1 else "were"
+        said.append(f"{_named(same)} {was} {words}")
+    return "; ".join(said)
 
 
 def _named(ranks: Collection[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+    numbers = ", ".join(map(str, sorted(ranks)))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

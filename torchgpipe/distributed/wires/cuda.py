@@ -1,16 +1,20 @@
 """CUDA: how tensors get from one rank's GPU to another's.
 
-Descriptions of messages always go over gloo. The tensors go one of two ways, the same on all ranks:
+The descriptions of messages always go over gloo. The tensors go in one of two ways, which is the
+same on all ranks:
 
     NCCL      from GPU to GPU, by a process group of two ranks for each wire
     staging   through pinned memory of the hosts, and over gloo with their description
 
-NCCL needs a GPU for each rank. Either way a wire has a stream of its own, so that tensors travel while tasks compute.
-This waits for the program's stream, and the program's stream for what arrives. Only threads of wires wait for streams.
+NCCL needs a GPU for each rank. In both ways a wire has a CUDA stream of its own, so that tensors
+travel while tasks compute. The wire's stream waits for the program's stream before a tensor leaves,
+and the program's stream waits for the wire's stream after a tensor has arrived. On the host, only
+threads of wires wait for streams.
 
-An operation of NCCL keeps a part of its GPU busy until the other rank has begun its own. So a rank receives only when
-a description has arrived: by then the other rank has given the sending to its stream. And in GPipe's schedule stage s
-sends a skip for stage p not before it has run p - s - 1 more tasks, when stage p is about to need it.
+An operation of NCCL occupies a part of its GPU until the other rank has begun its own operation.
+So a rank receives only when a description has arrived. By then the other rank has put the send into
+its stream. And in GPipe's schedule, stage s sends a skip for stage p only after it has run
+p - s - 1 further tasks, when stage p is about to need the skip.
 """
 
 import os
@@ -31,17 +35,26 @@ from torchgpipe.tensors.copy import StreamFence, new_stream, using
 from torchgpipe.tensors.microbatch import Flat
 
 NEVER = timedelta(days=365)
-"""The timeout of an operation between ranks. A rank may wait as long as another one computes."""
+"""The timeout of operations between ranks: a rank may wait for as long as another one computes."""
+
+Stages = tuple[int, int]
+"""The two stages that a wire connects."""
 
 _NO_GPU, _UNFIT = b"0" * 36, b"-" * 36
-"""In place of a GPU's UUID: on a CPU, and where NCCL cannot serve the rank."""
+"""Stand for a GPU's UUID: on a CPU, and on a rank where NCCL cannot be used."""
 
 _BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
-"""Variables that make the host wait for an operation of NCCL, and so for other ranks."""
+"""Environment variables that make the host wait for NCCL, and so for other ranks."""
 
 
 class Departure(NamedTuple):
-    """What goes over gloo for a message's tensors, and what to wait for before that is sent, and after."""
+    """What the thread of a wire has to do for the tensors of a message.
+
+    Attributes:
+        tensors: What goes over gloo; a tensor on `meta` is only described.
+        before: An event to wait for before that is sent.
+        after: An event to wait for after that is sent.
+    """
 
     tensors: Flat
     before: torch.cuda.Event | None = None
@@ -49,10 +62,18 @@ class Departure(NamedTuple):
 
 
 class Transfer:
-    """Let the tensors of a wire leave this rank's GPU, or arrive there: by NCCL with rank `peer` of `group`, or staged.
+    """Let the tensors of a wire leave this rank's GPU, or arrive on it.
 
-    In a group, rank 0 sends and rank 1 receives. Each message leaves `late` messages later. `pins`: whether what comes
-    over gloo shall be in pinned memory.
+    Args:
+        device: This rank's device.
+        group: The NCCL group of the two ranks, in which rank 0 sends and rank 1 receives. Without a
+            group, tensors are staged.
+        peer: The other rank's index in the group.
+        late: How many messages later each message leaves.
+
+    Attributes:
+        pins: Whether tensors that come over gloo should be in pinned memory.
+        late: See above.
     """
 
     def __init__(
@@ -62,152 +83,218 @@ class Transfer:
         peer: int = 0,
         late: int = 0,
     ) -> None:
-        self._device, self._stream = device, new_stream(device)
-        self._group, self._peer = group, peer
-        self.pins, self.late = group is None and device.type == "cuda", late
+        self._device = device
+        self._stream = new_stream(device)
+        self._group = group
+        self._peer = peer
+        self.pins = group is None and device.type == "cuda"
+        self.late = late
         self._aborted = False
 
     def begin(self) -> None:
-        """Let the thread that calls this use the GPU; waiting for an event, it would take hold of GPU 0 as well."""
+        """Let the calling thread use the GPU; without this, it would occupy GPU 0 as well."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
     def depart(self, tensors: Flat) -> Departure:
-        """Let tensors leave when the program's stream has done what it was given; those on the host stay there."""
+        """Let tensors leave after the work that the program's stream has now.
+
+        Tensors on the host stay there and go over gloo.
+        """
         here = self._device.type
-        tensors = tuple(
-            [
-                x if x is None or x.device.type != here else dense(x.to(self._device))
-                for x in tensors
-            ]
-        )
-        leaving = tuple([x for x in tensors if x is not None and x.device.type == here])
+        moved: list[Tensor | None] = []
+        leaving = []
+        for x in tensors:
+            if x is not None and x.device.type == here:
+                x = dense(x.to(self._device))
+                leaving.append(x)
+            moved.append(x)
         if not leaving:
-            return Departure(tensors)
+            return Departure(tuple(moved))
         assert self._stream is not None
         fence = StreamFence(self._device)
         fence.leave()
-        fence.hold(self._stream, leaving)
+        fence.hold(self._stream, tuple(leaving))
+        staged = self._group is None
         with using(self._stream):
-            if self._group is None:
-                # PyTorch keeps pinned memory that is not used any more, and gives it out again.
-                sent = {x: torch.empty_like(x, device="cpu", pin_memory=self.pins) for x in leaving}
-                for x, y in sent.items():
-                    y.copy_(x, non_blocking=True)
-            else:
-                sent = {x: torch.empty_like(x, device="meta") for x in leaving}
-                self._move(leaving)
-            # A thread that waits for it sleeps, and leaves the core to others.
+            sent = self._staged(leaving) if staged else self._described(leaving)
+            # A thread that waits for a blocking event sleeps, and leaves its core to others.
             end = self._stream.record_event(torch.cuda.Event(blocking=True))
-        over_gloo = tuple([None if x is None else sent.get(x, x) for x in tensors])
-        return (
-            Departure(over_gloo, before=end)
-            if self._group is None
-            else Departure(over_gloo, after=end)
-        )
+        over_gloo = tuple([None if x is None else sent.get(x, x) for x in moved])
+        if staged:
+            return Departure(over_gloo, before=end)
+        return Departure(over_gloo, after=end)
+
+    def _staged(self, leaving: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        """Begin to copy tensors to the host; return their copies."""
+        # PyTorch keeps pinned memory that is not used any more, and uses it again.
+        copies = {x: torch.empty_like(x, device="cpu", pin_memory=self.pins) for x in leaving}
+        for x, y in copies.items():
+            y.copy_(x, non_blocking=True)
+        return copies
+
+    def _described(self, leaving: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        """Send tensors by NCCL; return tensors on `meta` that stand for them in the description."""
+        described = {x: torch.empty_like(x, device="meta") for x in leaving}
+        self._move(leaving)
+        return described
 
     def arrive(self, tensors: Flat) -> Flat:
-        """Return what has come over gloo, as tensors on the device; the program's stream waits for them."""
+        """Return the tensors of a message on the device; the program's stream waits for them."""
         if all(x is None for x in tensors):
             return tensors
         fence = StreamFence(self._device)
+        arriving: list[Tensor | None] = []
+        received = []
         with using(self._stream):
-            arriving = tuple([None if x is None else self._placed(x) for x in tensors])
-            pairs = zip(tensors, arriving, strict=True)
-            self._move([y for x, y in pairs if x is not None and y is not None and x.is_meta])
+            for x in tensors:
+                y = None if x is None else self._placed(x)
+                arriving.append(y)
+                if x is not None and y is not None and x.is_meta:
+                    received.append(y)
+            self._move(received)
         fence.expect(self._stream)
-        fence.arrive(arriving)
-        return arriving
+        fence.arrive(tuple(arriving))
+        return tuple(arriving)
 
     def finish(self) -> None:
-        """Wait until the stream has done all that it was given."""
+        """Wait until the stream has done all its work."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def abort(self) -> None:
-        """End NCCL's operations, also those that wait for a rank that has failed; any thread may do so."""
-        self._aborted, aborted = True, self._aborted
+        """End the operations of NCCL, even if they wait for a rank that has failed.
+
+        Any thread may call this.
+        """
+        aborted = self._aborted
+        self._aborted = True
         if self._group is not None and not aborted:
             self._group.abort()
 
     def _placed(self, x: Tensor) -> Tensor:
-        return (
-            torch.empty_like(x, device=self._device)
-            if x.is_meta
-            else x.to(self._device, non_blocking=True)
-        )
+        if x.is_meta:
+            return torch.empty_like(x, device=self._device)
+        return x.to(self._device, non_blocking=True)
 
-    def _move(self, tensors: Sequence[Tensor | None]) -> None:
-        """Let NCCL send or receive, and the current stream wait for that."""
+    def _move(self, tensors: Sequence[Tensor]) -> None:
+        """Let NCCL send or receive tensors, and the current stream wait for that."""
+        if self._group is None:
+            return
+        operation = self._group.send if self._peer else self._group.recv
         try:
             for x in tensors:
-                if self._group is not None and x is not None and x.numel():
-                    (self._group.send if self._peer else self._group.recv)(
-                        [row(x)], self._peer, 0
-                    ).wait()
+                if x.numel():
+                    operation([row(x)], self._peer, 0).wait()
         except RuntimeError:
             if self._aborted:
                 raise Stopped from None
             raise
 
 
-def connect(
-    made: dict[tuple[str, int, tuple[int, int]], Transfer],
-    device: torch.device,
-    own: int,
-    placement: Sequence[int],
-    crossings: Sequence[Crossing],
-    store: Store,
-    exchange: Callable[[Tensor], list[Tensor]],
-    *,
-    late: bool,
-) -> None:
-    """Add a transfer for each wire of rank `own`, by its kind, the other rank, and the two stages; all ranks do so.
+class Transfers:
+    """All transfers of one rank of a pipeline.
 
-    They use NCCL if every rank has a GPU of its own, and staging otherwise; off CUDA none is needed. Groups meet at
-    `store`; `exchange` returns what every rank gives it. `late` says whether skips leave late.
+    Args:
+        own: This rank.
+        store: The store at which the two ranks of each NCCL group meet.
+
+    Attributes:
+        made: The transfers by kind of wire, other rank, and the wire's two stages, the lower one
+            first.
     """
-    gpu = _identity(device)
-    gpus = [bytes(x.tolist()) for x in exchange(torch.tensor([*gpu], device="cpu"))]
-    if gpu == _NO_GPU:
-        return
-    direct = len({*gpus} - {_NO_GPU, _UNFIT}) == len(gpus)
-    for kind, stages in _wires(len(placement), crossings):
-        source, target = (placement[s] for s in stages)
-        if own not in (source, target) or source == target:
-            continue
-        group, tasks = None, 0
-        if direct:
-            # Not by `new_group`, for which all ranks may have to come.
-            met = PrefixStore(f"stages {stages}/{kind} {source} {target}", store)
-            pair = dist.ProcessGroupNCCL(met, int(own == target), 2, NEVER)  # type: ignore[arg-type]
-            group, tasks = cast(dist.ProcessGroup, pair), late * (abs(stages[1] - stages[0]) - 1)
-        low, high = sorted(stages)
-        made[kind, source + target - own, (low, high)] = transfer = Transfer(
-            device, group, int(own == source), tasks
-        )
-        # A first tensor connects the two. Every rank comes to its groups in this one order, and so in no circle.
-        with using(transfer._stream):
-            transfer._move([torch.zeros(1, device=device)])
-        transfer.finish()
-    last = placement[-1]
-    for peer in range(len(gpus)) if own == last else [last]:
-        made["loss", peer, (0, 0)] = Transfer(device)
+
+    def __init__(self, own: int, store: Store) -> None:
+        self._own = own
+        self._store = store
+        self.made: dict[tuple[str, int, Stages], Transfer] = {}
+
+    def connect(
+        self,
+        device: torch.device,
+        placement: Sequence[int],
+        crossings: Sequence[Crossing],
+        exchange: Callable[[Tensor], list[Tensor]],
+        *,
+        late: bool,
+    ) -> None:
+        """Make a transfer for each wire of this rank; all ranks do so at once.
+
+        Transfers use NCCL if every rank has a GPU of its own, and staging otherwise. Without CUDA
+        there are no transfers.
+
+        Args:
+            device: This rank's device.
+            placement: The rank of each stage.
+            crossings: The skips that leave their stage.
+            exchange: Gives a tensor to all ranks, and returns the tensors that all ranks gave.
+            late: Whether skips leave late.
+        """
+        gpu = _identity(device)
+        told = exchange(torch.tensor(list(gpu), device="cpu"))
+        if gpu == _NO_GPU:
+            return
+        gpus = {bytes(x.tolist()) for x in told}
+        direct = len(gpus - {_NO_GPU, _UNFIT}) == len(told)
+        for kind, stages in _wires(len(placement), crossings):
+            source, target = placement[stages[0]], placement[stages[1]]
+            if source == target or self._own not in (source, target):
+                continue
+            if direct:
+                group, peer = self._nccl(kind, stages, source, target)
+                tasks = late * (abs(stages[1] - stages[0]) - 1)
+                transfer = Transfer(device, group, peer, tasks)
+            else:
+                transfer = Transfer(device)
+            low, high = sorted(stages)
+            self.made[kind, source + target - self._own, (low, high)] = transfer
+            # A first tensor connects the two ranks. All ranks come to their groups in this same
+            # order, so that they do not wait for each other in a circle.
+            with using(transfer._stream):
+                transfer._move([torch.zeros(1, device=device)])
+            transfer.finish()
+        # The last stage's rank tells all others the loss.
+        last = placement[-1]
+        for peer in range(len(told)) if self._own == last else [last]:
+            self.made["loss", peer, (0, 0)] = Transfer(device)
+
+    def _nccl(
+        self, kind: str, stages: Stages, source: int, target: int
+    ) -> tuple[dist.ProcessGroup, int]:
+        """Return the NCCL group of a wire, and the other rank's index in it."""
+        # The group is not made by `new_group`, which all ranks may have to call.
+        store = PrefixStore(f"stages {stages}/{kind} {source} {target}", self._store)
+        own = int(self._own == target)
+        group = dist.ProcessGroupNCCL(store, own, 2, NEVER)  # type: ignore[arg-type]
+        return cast(dist.ProcessGroup, group), 1 - own
+
+    def finish(self) -> None:
+        """Wait until all streams have done their work."""
+        for transfer in self.made.values():
+            transfer.finish()
+
+    def abort(self) -> None:
+        """End all operations of NCCL; any thread may call this."""
+        for transfer in list(self.made.values()):
+            transfer.abort()
 
 
 def _identity(device: torch.device) -> bytes:
-    """Return what tells this rank's GPU from others."""
+    """Return the UUID of this rank's GPU, or what stands for it."""
     if device.type != "cuda":
         return _NO_GPU
-    if not dist.is_nccl_available() or any(os.environ.get(name, "0") != "0" for name in _BLOCKING):
+    blocking = any(os.environ.get(name, "0") != "0" for name in _BLOCKING)
+    if blocking or not dist.is_nccl_available():
         return _UNFIT
     return str(torch.cuda.get_device_properties(device).uuid).encode()
 
 
-def _wires(stages: int, crossings: Sequence[Crossing]) -> Iterator[tuple[str, tuple[int, int]]]:
+def _wires(stages: int, crossings: Sequence[Crossing]) -> Iterator[tuple[str, Stages]]:
     """Yield kind, source and target of every wire by which tensors travel between stages."""
-    far = sorted({(crossing.source, crossing.target) for crossing in crossings})
-    for what, pairs in (("", [*pairwise(range(stages))]), (" skips", far)):
-        for source, target in pairs:
-            yield f"forward{what}", (source, target)
-            yield f"backward{what}", (target, source)
+    for source, target in pairwise(range(stages)):
+        yield "forward", (source, target)
+        yield "backward", (target, source)
+    far = {(crossing.source, crossing.target) for crossing in crossings}
+    for source, target in sorted(far):
+        yield "forward skips", (source, target)
+        yield "backward skips", (target, source)

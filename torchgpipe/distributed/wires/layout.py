@@ -1,7 +1,8 @@
-"""How tensors are placed in memory, and what of that a wire sends.
+"""How tensors are placed in memory, and which part of that a wire sends.
 
-A received tensor is placed as the sent one was, gaps and repetitions included, since PyTorch adds up in another order
-where it is not. Neither gaps nor repetitions travel.
+A received tensor has the same strides as the tensor that was sent, with gaps and repetitions in
+memory, because PyTorch sums in another order if strides differ. The wire sends neither the gaps nor
+the repetitions.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,12 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """A tensor's type, shape, strides, and bytes that go over gloo: none if it is on `meta`, and so comes by NCCL."""
+    """A tensor's type, shape and strides, and how it travels.
+
+    Attributes:
+        bytes: How many bytes go over gloo: none if the tensor comes by NCCL.
+        meta: Whether the tensor is described by one on `meta`, since it comes by NCCL.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -22,25 +28,27 @@ class Layout(NamedTuple):
 
 
 def layout_of(x: Tensor) -> Layout:
-    """Return the layout of a tensor whose elements have memory of their own, but for `expand`."""
-    return Layout(
-        x.dtype, tuple(x.shape), x.stride(), 0 if x.is_meta else once(x).nbytes, x.is_meta
-    )
+    """Return the layout of a tensor whose elements share no memory, except by `expand`."""
+    size = 0 if x.is_meta else once(x).nbytes
+    return Layout(x.dtype, tuple(x.shape), x.stride(), size, x.is_meta)
 
 
-@torch.inference_mode(False)  # there tensors would not count their changes, which may be refused
+# In inference mode, tensors would not count their changes, and such tensors may be refused.
+@torch.inference_mode(False)
 def placed(layout: Layout, rows: Iterator[Tensor]) -> Tensor:
-    """Return a tensor of this layout; its contents are the next of `rows`, if it has any."""
-    content = next(rows) if layout.bytes else None
-    reach = 1 + sum((n - 1) * step for n, step in zip(layout.shape, layout.stride, strict=True))
-    if content is not None and reach * layout.dtype.itemsize == layout.bytes:
-        x = torch.empty(0, dtype=layout.dtype, device="cpu")
-        return x.set_(content.untyped_storage(), 0, layout.shape, layout.stride)
-    device = "meta" if layout.meta else "cpu"
-    x = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
+    """Return a tensor of this layout, with the next of `rows` as its content if it has any."""
+    dtype, shape, strides, size, meta = layout
+    content = next(rows) if size else None
+    reach = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    if content is not None and reach * dtype.itemsize == size:
+        x = torch.empty(0, dtype=dtype, device="cpu")
+        return x.set_(content.untyped_storage(), 0, shape, strides)
+    device = "meta" if meta else "cpu"
+    x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
     if content is not None:
         distinct = once(x)
-        distinct.copy_(content.view(layout.dtype).view(distinct.shape))
+        typed = content.view(dtype)
+        distinct.copy_(typed.view(distinct.shape))
     return x
 
 
@@ -53,7 +61,10 @@ def once(x: Tensor) -> Tensor:
 
 
 def disjoint(x: Tensor) -> Tensor:
-    """Return the tensor as it is in memory, or a copy if some memory is of several elements, but for `expand`."""
+    """Return a tensor, or a copy of it if some of its elements share memory.
+
+    Elements that share memory by `expand` do not count.
+    """
     x = _plain(x)
     reach = 1
     for step, n in sorted(zip(x.stride(), x.shape, strict=True)):
@@ -65,12 +76,15 @@ def disjoint(x: Tensor) -> Tensor:
 
 
 def _plain(x: Tensor) -> Tensor:
-    if (
-        type(x) not in (Tensor, torch.nn.Parameter)
-        or x.layout is not torch.strided
-        or x.is_quantized
-    ):
-        kind = type(x).__name__ if x.layout is torch.strided else f"tensor of {x.layout}"
+    """Return a tensor without its graph and its lazy conjugation or negation.
+
+    Raises:
+        TypeError: If it is no plain, dense tensor.
+    """
+    plain = type(x) in (Tensor, torch.nn.Parameter) and not x.is_quantized
+    strided = x.layout is torch.strided
+    if not plain or not strided:
+        kind = type(x).__name__ if strided else f"tensor of {x.layout}"
         raise TypeError(
             f"only dense tensors travel between ranks, but a partition returned a {kind}"
         )
@@ -78,13 +92,15 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def dense(x: Tensor) -> Tensor:
-    """Return the tensor without gaps in its memory; itself, detached, where it has none."""
+    """Return a tensor, or a copy of it if there are gaps in its memory."""
     x = _plain(x)
-    if x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride():
+    if x.is_contiguous():
         return x
-    return x.contiguous()
+    without_gaps = torch.empty_like(x, device="meta").stride()
+    return x if without_gaps == x.stride() else x.contiguous()
 
 
 def row(x: Tensor) -> Tensor:
-    """Return the bytes of a dense tensor in a row, as they are in memory."""
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+    """Return the bytes of a dense tensor in the order of its memory."""
+    elements = x.as_strided((x.numel(),), (1,))
+    return elements.view(torch.uint8)

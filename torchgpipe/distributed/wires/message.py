@@ -1,10 +1,15 @@
-"""What travels by a wire: a message is a description and the tensors' contents.
+"""What travels by a wire: a message has a description, and the contents of its tensors.
 
-The description says everything else: shapes, types, and whatever the sender adds. It is sent once, and has a number
-from then on. So a message is
+The description says everything else about the tensors: their shapes and types, and whatever the
+sender adds. A description is sent once, and has a number from then on. So a message consists of
 
-    a slot of at most 1 MiB:    serial | number of the description | its length, if it is new | it | small tensors
-    large parts, one by one     what does not fit into the slot
+    a slot of at most 1 MiB, with
+        the serial number of the mini-batch
+        the number of the description
+        the length of the description, or 0 if it is known
+        the description, if it is new
+        small tensors
+    large parts, one by one: what does not fit into the slot
 """
 
 import struct
@@ -19,14 +24,20 @@ from torchgpipe.plain import packed, unpacked
 from torchgpipe.tensors.microbatch import Flat
 
 SLOT = 2**20
-"""Bytes of a slot."""
+"""How many bytes a slot has."""
 
 HEAD = struct.Struct("<qqq")
-"""What a slot begins with."""
+"""The beginning of a slot: three numbers, which the module lists."""
 
 
 class Message(NamedTuple):
-    """Tensors, some of them `None`, and what is said of them. `serial` tells mini-batches apart."""
+    """A message of a wire.
+
+    Attributes:
+        serial: The number of the mini-batch, by which ranks notice that they are in different ones.
+        about: What is said about the tensors, in plain values.
+        tensors: The tensors, or `None` in the place of one.
+    """
 
     serial: int
     about: Any
@@ -34,81 +45,100 @@ class Message(NamedTuple):
 
 
 Description = tuple[Hashable, tuple[Layout | None, ...]]
+"""What is said about the tensors of a message, and their layouts."""
 
 
 def described(about: Hashable, layouts: Iterable[Layout | None]) -> Tensor:
-    """Return a description as bytes; raise `TypeError` if what it says of tensors is not made of plain values."""
-    return packed(
-        (
-            about,
-            [
-                layout and (str(layout.dtype).removeprefix("torch."), *layout[1:])
-                for layout in layouts
-            ],
-        )
-    )
+    """Return a description as bytes.
+
+    Raises:
+        TypeError: If `about` is not made of plain values.
+    """
+    told: list[tuple[Any, ...] | None] = []
+    for layout in layouts:
+        if layout is None:
+            told.append(None)
+        else:
+            dtype, *others = layout
+            told.append((str(dtype).removeprefix("torch."), *others))
+    return packed((about, told))
 
 
 def places(sizes: Iterable[int]) -> list[tuple[int, int | None]]:
-    """Return each part's size, and where in the slot it begins after the head; `None` where it is too large for it."""
-    at, found = HEAD.size, list[tuple[int, int | None]]()
+    """Return the size of each part, and where it begins in the slot; `None` if it does not fit."""
+    found: list[tuple[int, int | None]] = []
+    at = HEAD.size
     for size in sizes:
-        fits = at + size <= SLOT
-        found.append((size, at if fits else None))
-        at += size * fits
+        if at + size <= SLOT:
+            found.append((size, at))
+            at += size
+        else:
+            found.append((size, None))
     return found
 
 
 def sizes(description: Description) -> list[int]:
-    """Return how many bytes each tensor of a message has that has any."""
-    return [layout.bytes for layout in description[1] if layout is not None and layout.bytes]
+    """Return how many bytes each tensor of a message has, without tensors that have none."""
+    _, layouts = description
+    return [layout.bytes for layout in layouts if layout is not None and layout.bytes]
 
 
 class Predicted:
-    """The descriptions of a wire, and which of them the next message is predicted to have.
+    """The descriptions of a wire, and a prediction of the next message's description.
 
-    Message k of a mini-batch is predicted to have the description that message k had in the mini-batch before. Each end
-    of the wire has a `Predicted` of its own. Both ends call `begin` and `note` in the same order, so both predict the
-    same, and need not tell each other.
+    Message k of a mini-batch is predicted to have the description of message k in the mini-batch
+    before. Each end of the wire has a `Predicted` of its own. Both ends call `begin` and `note` in
+    the same order, so both predict the same without telling each other.
 
     Attributes:
-        known: all descriptions so far; the number of one is its index.
-        number: that of the prediction; `None` if the mini-batch before had no message k.
+        known: All descriptions so far; the index of a description is its number.
+        number: The number of the predicted description, or `None` if the mini-batch before had no
+            message k.
     """
 
     def __init__(self) -> None:
         self.known: list[Description] = []
         self.number: int | None = None
-        self._before: list[int] = []  # numbers of the messages in the mini-batch before
-        self._now: list[int] = []  # and in this one
+        # The numbers of all messages in the mini-batch before, and in this one.
+        self._before: list[int] = []
+        self._now: list[int] = []
 
     def begin(self) -> None:
-        """Begin a mini-batch. A prediction that was made already stays: the receiver has prepared for it."""
+        """Begin a mini-batch.
+
+        A prediction that was made before stays, since the receiver has prepared for it.
+        """
         self._before, self._now = self._now, []
         if self.number is None:
             self._predict()
 
     def note(self, number: int) -> None:
-        """Note which description a message has, and predict the next one's."""
+        """Note the description of a message, and predict that of the next message."""
         self._now.append(number)
         self._predict()
 
     def learn(self, description: Tensor, rank: int) -> None:
         """Add the description that has come from a rank."""
         try:
-            about, layouts = unpacked(description)
-            found = [
-                layout and Layout(getattr(torch, layout[0]), *layout[1:]) for layout in layouts
-            ]
-            self.known.append((about, tuple(found)))
+            about, told = unpacked(description)
+            layouts: list[Layout | None] = []
+            for each in told:
+                if not each:
+                    layouts.append(None)
+                else:
+                    dtype, *others = each
+                    layouts.append(Layout(getattr(torch, dtype), *others))
+            self.known.append((about, tuple(layouts)))
         except Exception:
             raise RuntimeError(
                 f"rank {rank} is another program, or another version of this one"
             ) from None
 
     def large(self) -> list[int]:
-        """Return the sizes of the tensors that do not fit into the slot, if the prediction is right."""
-        expected = [] if self.number is None else sizes(self.known[self.number])
+        """Return the sizes of the tensors that do not fit into the slot, as predicted."""
+        if self.number is None:
+            return []
+        expected = sizes(self.known[self.number])
         return [size for size, start in places(expected) if start is None]
 
     def _predict(self) -> None:

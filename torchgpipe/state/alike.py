@@ -1,0 +1,80 @@
+"""Whether a saved state is of the model and optimizer that the ranks hold."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from torchgpipe.state.state import Content
+
+_NAMED = 5
+"""An error message names at most this many parts of a state."""
+
+Forms = dict[str, str]
+"""Type and shape of each tensor of a state, by the tensor's key."""
+
+Held = tuple[Forms, str | None, list[str]]
+"""A rank's forms, the class of its optimizer, and the names of that optimizer's parameters."""
+
+
+def form_of(x: Any) -> str:
+    """Return the type and shape of a tensor or of a saved tensor, and "" for any other value."""
+    if isinstance(x, TensorStorageMetadata):
+        dtype, shape = x.properties.dtype, x.size
+    elif isinstance(x, Tensor):
+        dtype, shape = x.dtype, x.shape
+    else:
+        return ""
+    return f"{dtype} {list(shape)}".removeprefix("torch.")
+
+
+def check_alike(path: Path, saved: Metadata, training: Content, held: list[Held]) -> None:
+    """Raise `ValueError` if a saved state is not of the model and optimizer that the ranks hold."""
+    there: Forms = {}
+    for key, x in saved.state_dict_metadata.items():
+        if key.startswith(("model.", "generator.")):
+            there[key] = form_of(x)
+    here: Forms = {}
+    for forms, _, _ in held:
+        here |= forms
+    kinds = sorted({kind for _, kind, _ in held if kind})
+    if kinds:
+        there |= _trained(training["options"])
+        for _, _, names in held:
+            here |= _trained(names)
+    wrong = _differences(there, here)
+    if wrong:
+        raise ValueError(f"the state in {path} is of another model: {'; '.join(wrong)}")
+    of_saved = training["optimizer"]
+    if kinds and kinds != of_saved:
+        raise ValueError(
+            f"the state in {path} is of the optimizer {', '.join(of_saved)}, not of "
+            f"{', '.join(kinds)}"
+        )
+
+
+def _trained(names: Iterable[str]) -> Forms:
+    """Return an entry without a form for each parameter that an optimizer has."""
+    return {f"optimizer of {name}": "" for name in names}
+
+
+def _differences(there: Forms, here: Forms) -> list[str]:
+    """Say in which parts a saved state and the state of the ranks differ."""
+    unlike = []
+    for key, form in here.items():
+        saved = there.get(key, form)
+        if saved != form:
+            unlike.append(f"{key} ({saved}, here {form})")
+    said = []
+    for what, keys in (
+        ("it lacks", [key for key in here if key not in there]),
+        ("it has besides", [key for key in there if key not in here]),
+        ("of another shape or type are", unlike),
+    ):
+        if keys:
+            named = ", ".join(keys[:_NAMED])
+            more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+            said.append(f"{what} {named}{more}")
+    return said
