@@ -1,4 +1,4 @@
-"""Small modules, not `nn.Sequential`, whose forwards do various things between layers, each with a sample."""
+"""Small modules that are no `nn.Sequential`, each with a sample, for tests of tracing."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+        self.c = nn.Linear(WIDTH, WIDTH)
 
 
 class Residual(Net):
@@ -67,29 +69,36 @@ class Tokens(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.shape[0]
-        x = torch.cat([self.token.expand(n, -1, -1), x], dim=1) + self.positions
-        q, k, v = (
-            f(x).view(n, 4, 2, -1).transpose(1, 2).reshape(n * 2, 4, -1)
-            for f in (self.a, self.b, self.c)
-        )
-        y = torch.bmm(torch.softmax(q @ k.transpose(1, 2) / math.sqrt(3), -1), v)
-        return (y.view(n, 2, 4, -1).transpose(1, 2).flatten(2) * self.inner.scale)[:, 0]
+
+        def heads(layer: nn.Module) -> Tensor:
+            return layer(x).view(n, 4, 2, -1).transpose(1, 2).reshape(n * 2, 4, -1)
+
+        token = self.token.expand(n, -1, -1)
+        x = torch.cat([token, x], dim=1) + self.positions
+        q, k, v = heads(self.a), heads(self.b), heads(self.c)
+        scores = q @ k.transpose(1, 2) / math.sqrt(3)
+        y = torch.bmm(torch.softmax(scores, -1), v)
+        y = y.view(n, 2, 4, -1).transpose(1, 2).flatten(2)
+        return (y * self.inner.scale)[:, 0]
 
 
 class Masked(Net):
     def forward(self, x: Tensor, *, mask: Tensor | None = None, double: bool = False) -> Tensor:
         y = self.a(x)
-        y = self.b(y if mask is None else y.masked_fill(mask, 0.0))
-        y = y if mask is None else y * mask
+        masked = y if mask is None else y.masked_fill(mask, 0.0)
+        y = self.b(masked)
+        if mask is not None:
+            y = y * mask
         return self.c(2 * y if double else y)
 
 
 class Square(Net):
-    """A mask of tokens x tokens. The number of tokens may equal the batch size."""
+    """A module with a mask of tokens x tokens. The number of tokens may equal the batch size."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.a(x)
-        return self.b(torch.softmax(y @ y.transpose(1, 2) + mask, -1) @ y)
+        scores = y @ y.transpose(1, 2) + mask
+        return self.b(torch.softmax(scores, -1) @ y)
 
 
 @dataclass
@@ -101,18 +110,19 @@ class Found:
 
 class Structured(Net):
     def forward(self, inputs: dict[str, Tensor], kind: str = "dict") -> Any:
-        hidden = [self.a(inputs["x"])]
-        hidden.append(self.b(hidden[-1]) + inputs["y"])
-        logits = self.c(hidden[-1])
+        first = self.a(inputs["x"])
+        second = self.b(first) + inputs["y"]
+        logits = self.c(second)
         if kind == "dict":
-            return {"logits": logits, "more": [hidden[0], None, 3]}
-        return Found(logits, (*hidden, logits))
+            return {"logits": logits, "more": [first, None, 3]}
+        return Found(logits, (first, second, logits))
 
 
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.inner = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.embedding = nn.Embedding(9, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 9, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -128,18 +138,19 @@ class Squared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return (
-            3 * grad * ctx.saved_tensors[0]
-        )  # a wrong gradient on purpose: it shows that this backward ran
+        # The gradient is wrong on purpose: it shows that this backward ran.
+        (x,) = ctx.saved_tensors
+        return 3 * grad * x
 
 
 class Unusual(Net):
-    """A layer that is used twice, once under no_grad, and a custom autograd function."""
+    """A layer is used twice, once under no_grad. There is a custom autograd function."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             y = self.a(x)
-        return self.c(self.b(Squared.apply(self.a(x))) * y + y.detach())
+        z = self.b(Squared.apply(self.a(x)))
+        return self.c(z * y + y.detach())
 
 
 class Constant(Net):
@@ -155,6 +166,10 @@ class Constant(Net):
         return self.b(self.a(x) + self.plain + steps)
 
 
+def add_noise(layer: Any, x: Tensor) -> Tensor:
+    return x + torch.rand(x.shape, generator=layer.draws)
+
+
 class Counting(Net):
     """Its forward changes state: a counter of calls, statistics, and a generator."""
 
@@ -165,13 +180,15 @@ class Counting(Net):
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("seen", torch.zeros(()))
-        self.noise = Do(
-            lambda noise, x: x + torch.rand(x.shape, generator=noise.draws), draws=torch.Generator()
-        )
+        self.noise = Do(add_noise, draws=torch.Generator())
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
         return self.b(self.noise(self.norm(self.a(x))))
+
+
+def drop_half(layer: Any, x: Tensor) -> Tensor:
+    return F.dropout(layer.linear(x), 0.5, layer.training)
 
 
 class Dropping(Net):
@@ -179,10 +196,7 @@ class Dropping(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drop = Do(
-            lambda self, x: F.dropout(self.linear(x), 0.5, self.training),
-            linear=nn.Linear(WIDTH, WIDTH),
-        )
+        self.drop = Do(drop_half, linear=nn.Linear(WIDTH, WIDTH))
         self.plain = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -199,7 +213,8 @@ class Choosing(Net):
 
 
 def in_blocks(net: Any, x: Tensor) -> Tensor:
-    return torch.cat([net.a(x[i : i + 8]) for i in range(0, len(x), 8)])
+    blocks = [net.a(x[i : i + 8]) for i in range(0, len(x), 8)]
+    return torch.cat(blocks)
 
 
 class Case(NamedTuple):
@@ -216,7 +231,7 @@ def rows(*shape: int) -> Tensor:
 
 def does(function: Callable[[Any, Tensor], Any], **more: Any) -> nn.Module:
     """Return a module with this forward, which may use what it holds."""
-    a, b, c, hidden = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    a, b, c, hidden = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
     holds: dict[str, Any] = {
         "count": torch.zeros(()),
         "scales": [torch.ones(()), 2 * torch.ones(())],
@@ -240,48 +255,59 @@ def compiled_forward(module: Any) -> nn.Module:
     return module
 
 
-# A module, batch sizes for which it does what it did when it was recorded, and others.
+def without_a_for_one(net: Any, x: Tensor) -> Tensor:
+    return net.b(net.a(x)) if len(x) > 1 else net.b(x)
+
+
+def seeding_for_many(net: Any, x: Tensor) -> Tensor:
+    if len(x) >= 9:
+        torch.manual_seed(3)
+    return net.a(x)
+
+
+def by_mode(net: Any, x: Tensor) -> Tensor:
+    return net.a(x) if net.training else net.b(x)
+
+
+def on_its_device(net: Any, x: Tensor) -> Tensor:
+    return net.a(x) + torch.arange(6, device=x.device)
+
+
+def norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+
+def three_branches(net: Any, x: Tensor) -> Tensor:
+    return torch.cat([net.a(x), net.b(x), net.c(x)], 1)
+
+
+def with_a_layout(net: Any, x: Tensor) -> Tensor:
+    zeros = torch.zeros(6, layout=x.layout)
+    return net.b(net.a(x) + zeros)
+
+
+def choosing_in_the_middle() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Choosing(), nn.Linear(WIDTH, WIDTH))
+
+
+# A module, batch sizes for which it does what it did when it was recorded, and other batch sizes.
 BATCHES: dict[str, tuple[Callable[[], nn.Module], list[int], list[int]]] = {
-    "one sample": (
-        lambda: does(lambda net, x: net.b(net.a(x)) if len(x) > 1 else net.b(x)),
-        [2, 9],
-        [1],
-    ),
+    "one sample": (lambda: does(without_a_for_one), [2, 9], [1]),
     "blocks": (lambda: does(in_blocks), [1, 8], [9]),
     "a constant": (lambda: does(lambda net, x: net.a(x) * net.scales[len(x) > 8]), [1, 8], [9]),
     "a part that needs contents": (lambda: nn.Sequential(does(in_blocks), Choosing()), [1, 8], [9]),
-    "a seed for many": (
-        lambda: does(lambda net, x: net.a(x) if len(x) < 9 or torch.manual_seed(3) else x),
-        [1, 8],
-        [9],
-    ),
-    "another mode": (
-        lambda: does(lambda net, x: net.a(x) if net.training else net.b(x)),
-        [],
-        [1, 5],
-    ),
-    "what asks for the device": (
-        lambda: does(lambda net, x: net.a(x) + torch.arange(6, device=x.device)),
-        [1, 9],
-        [],
-    ),
-    "a norm, in training for two or more": (
-        lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)),
-        [1, 9],
-        [],
-    ),
+    "a seed for many": (lambda: does(seeding_for_many), [1, 8], [9]),
+    "another mode": (lambda: does(by_mode), [], [1, 5]),
+    "what asks for the device": (lambda: does(on_its_device), [1, 9], []),
+    "a norm, in training for two or more": (norm, [1, 9], []),
 }
 
 CASES: dict[str, Case] = {
     "residual": Case(Residual, rows),
-    "branches from one input": Case(
-        lambda: does(lambda net, x: torch.cat([net.a(x), net.b(x), net.c(x)], 1)), rows
-    ),
+    "branches from one input": Case(lambda: does(three_branches), rows),
     "in place, with views": Case(InPlace, lambda: rows(3, 4, 4)),
     "a tensor that is filled": Case(lambda: does(filling), rows),
-    "a layout": Case(
-        lambda: does(lambda net, x: net.b(net.a(x) + torch.zeros(6, layout=x.layout))), rows
-    ),
+    "a layout": Case(lambda: does(with_a_layout), rows),
     "attention by hand": Case(Tokens, lambda: rows(3, WIDTH)),
     "no mask": Case(Masked, rows),
     "by keyword, a mask of one sample": Case(
@@ -305,9 +331,5 @@ CASES: dict[str, Case] = {
     "constants, and what is not used": Case(Constant, rows),
     "buffers that change": Case(Counting, rows),
     "a set": Case(lambda: does(lambda net, x: {net.b(net.a(x))}), rows),
-    "a part that looks at its input": Case(
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Choosing(), nn.Linear(WIDTH, WIDTH)),
-        rows,
-        {"whole": [Choosing]},
-    ),
+    "a part that looks at its input": Case(choosing_in_the_middle, rows, {"whole": [Choosing]}),
 }
