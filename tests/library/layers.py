@@ -65,5 +65,5 @@ def partitions(
         namespace = Namespace()
         found[source].append(Stash(stashed).isolate(namespace))  # type: ignore[operator]
         found[target].insert(0, Pop().isolate(namespace))  # type: ignore[operator]
-    balance = [len(partition) for partition in found]
+    balance = list(map(len, found))
     return nn.Sequential(*chain.from_iterable(found)), balance

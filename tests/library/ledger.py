@@ -83,8 +83,10 @@ def at_once(count: int, program: Callable[[int], Any], seconds: float = 120) -> 
         except BaseException as error:
             results[k] = error
 
-    threads = [threading.Thread(target=run, args=(k,), daemon=True) for k in range(count)]
-    for thread in threads:
+    threads = []
+    for k in range(count):
+        thread = threading.Thread(target=run, args=(k,), daemon=True)
+        threads.append(thread)
         thread.start()
     for thread in threads:
         thread.join(seconds)

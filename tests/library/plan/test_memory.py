@@ -106,7 +106,6 @@ def by_a_copy(it: Any, x: Tensor) -> Tensor:
     return (x.sin().sum(0) + it.w).cos() + x
 
 
-ON_THREE = [[3], [1, 1, 1]]
 # In the last of these balances, the partition on device 1 has nothing to update.
 OF_WIDE = [[7], [2, 3, 2], [2, 1, 1, 3], [2, 1, 4]]
 # A model, the shape of its input, and balances. With few samples, the peak is in the update.
@@ -115,8 +114,8 @@ CASES: list[tuple[Callable[[], nn.Sequential], tuple[int, ...], list[list[int]]]
     (partial(freeze, mixed, 3), (24, 8), [[3, 5]]),
     (in_place, (24, 8), [[6], [1, 5], [1, 3, 2]]),
     (lambda: unet(2, 1, 4), (8, 3, 16, 16), [[29], [10, 19], [6, 10, 13]]),
-    (weighted(by_a_view), (24, 8), ON_THREE),
-    (weighted(by_a_copy), (24, 8), ON_THREE),
+    (weighted(by_a_view), (24, 8), [[3], [1, 1, 1]]),
+    (weighted(by_a_copy), (24, 8), [[3], [1, 1, 1]]),
     (wide, (8, 8), OF_WIDE),
     (wide, (4000, 8), [[3, 4]]),
     (partial(freeze, wide, 3), (8, 8), [[3, 4]]),

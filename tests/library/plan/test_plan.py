@@ -98,7 +98,8 @@ def test_describes_a_pipeline_and_itself() -> None:
     assert found.gap == found.seconds / least_bound - 1
     assert found.gap >= 0
     text = str(found)
-    assert max(len(line) for line in text.splitlines()) <= 80
+    for line in text.splitlines():
+        assert len(line) <= 80
     for word in (str(found.balance), found.checkpoint, "h100x8", "bubble", "1.0 GiB"):
         assert word in text
     assert "predicted, not measured" in text

@@ -19,13 +19,14 @@ def pictured(
 
     By default each row has one stage.
     """
-    rows = [row.rpartition("|")[2].split() for row in picture.strip().splitlines()]
+    rows = picture.strip().splitlines()
     placement = range(len(rows)) if placement is None else placement
     lists = []
     for d, row in enumerate(rows):
         stages = [s for s, device in enumerate(placement) if device == d]
         actions = []
-        for entry in row:
+        _, _, entries = row.rpartition("|")
+        for entry in entries.split():
             if entry == ".":
                 continue
             read = ENTRY.fullmatch(entry)

@@ -106,7 +106,9 @@ def test_order(name: str) -> None:
     schedule = make(name, 3, 4)
     verdicts = set()
     for lists in swapped(schedule):
-        waits = {action: {*needs(action, schedule.actions)} for action in schedule.actions}
+        waits = {}
+        for action in schedule.actions:
+            waits[action] = set(needs(action, schedule.actions))
         for actions in lists:
             for action, after in pairwise(actions):
                 waits[after].add(action)

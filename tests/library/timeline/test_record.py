@@ -219,11 +219,15 @@ def test_a_step_of_several_stages_on_a_device_in_halves(tmp_path: Path) -> None:
     ran: list[Any] = [[], []]
     for event in sorted(step.tasks, key=lambda event: event.start):
         ran[step.row(event)].append(event[:3])
-    assert ran == [[*actions] for actions in make(name, 2, 4).lists]
+    for actions, expected in zip(ran, make(name, 2, 4).lists, strict=True):
+        assert actions == list(expected)
     assert step.partitions == 2
     assert recording.row == "device"
     events = json.loads(file.read_text())["traceEvents"]
-    names = {event["name"] for event in events}
+    names = set()
+    arrows = 0
+    for event in events:
+        names.add(event["name"])
+        arrows += event["ph"] == "s"
     assert {"backward of inputs (0, 3)", "backward of weights (0, 3)"} <= names
-    arrows = [event for event in events if event["ph"] == "s"]
-    assert len(arrows) == 2 * 3 * 4
+    assert arrows == 2 * 3 * 4

@@ -64,9 +64,12 @@ VALUES: list[Any] = [
 
 
 def test_alike_whatever_tensors_contain() -> None:
-    on_empty = [Alike().behaviour(build(), X) for build in LAYERS]
+    on_empty = []
+    on_ones = []
     ones = torch.ones(4, 6)
-    on_ones = [Alike().behaviour(build(), ones) for build in LAYERS]
+    for build in LAYERS:
+        on_empty.append(Alike().behaviour(build(), X))
+        on_ones.append(Alike().behaviour(build(), ones))
     assert on_empty == on_ones
     assert None not in on_empty
     assert len({*on_empty}) == len(LAYERS)
