@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch.nn import Dropout, Linear, Module, ReLU, Sequential, Tanh
 
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.partition import choose_devices, split
@@ -60,7 +60,7 @@ def test_its_type_is_changed(
     assert output.dtype == dtype
 
 
-class Special(nn.Sequential):
+class Special(Sequential):
     """A subclass that adds nothing."""
 
 
@@ -77,14 +77,14 @@ def test_it_has_what_was_given() -> None:
     assert model.observer is None
     first, second, third = model.partitions
     for partition, expected in ((first, layers[:2]), (second, layers[2:3]), (third, layers[3:])):
-        assert isinstance(partition, nn.Sequential)
+        assert isinstance(partition, Sequential)
         assert list(partition.children()) == expected
     assert [p.device for p in model.parameters()] == [CPU] * 4 + [META] * 2 + [CPU] * 4
 
 
 def test_it_is_a_sequence() -> None:
-    named = OrderedDict(a=nn.Linear(2, 2), b=nn.ReLU(), c=nn.Tanh(), d=nn.Linear(2, 3))
-    module = nn.Sequential(named)
+    named = OrderedDict(a=Linear(2, 2), b=ReLU(), c=Tanh(), d=Linear(2, 3))
+    module = Sequential(named)
     model = GPipe(module, [1, 2, 1], devices=["cpu"] * 3)
     assert len(model) == 4
     assert list(model.named_children()) == list(module.named_children())
@@ -98,12 +98,12 @@ def test_it_is_a_sequence() -> None:
             model[index]
     for part in (slice(None), slice(1, 3), slice(-2, None), slice(0, 4, 2), slice(4, 9)):
         found = model[part]
-        assert isinstance(found, nn.Sequential)
+        assert isinstance(found, Sequential)
         assert list(found.named_children()) == list(module[part].named_children())
 
     # Layers may have names of attributes.
-    module = nn.Sequential()
-    module._modules.update(forward=nn.ReLU(), append=nn.Tanh(), pop=nn.ReLU())
+    module = Sequential()
+    module._modules.update(forward=ReLU(), append=Tanh(), pop=ReLU())
     one, other = split(module, [1, 2])
     assert [*one.named_children(), *other.named_children()] == [*module.named_children()]
     assert len(one) == 1
@@ -111,7 +111,7 @@ def test_it_is_a_sequence() -> None:
 
 
 def test_without_layers_it_is_the_identity() -> None:
-    model = GPipe(nn.Sequential(), [], devices=[])
+    model = GPipe(Sequential(), [], devices=[])
     x = torch.rand(3, 2)
     assert len(model) == 0
     assert list(model) == []
@@ -141,7 +141,7 @@ def test_an_interrupt_before_a_context_is_left(
 ) -> None:
     """The interrupt comes in this thread, which runs the last partition."""
     kind, within = LEFT[name]
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    layers = Sequential(Linear(2, 2), Dropout())
     model = made(layers, chunks=2, checkpoint="always", engine="workers")
     here = threading.get_ident()
     leave = kind.__exit__
@@ -192,7 +192,7 @@ def test_devices(
 
 
 def test_a_list_of_more_devices_than_there_are_partitions_warns() -> None:
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    layers = Sequential(Linear(2, 2), Linear(2, 2))
     named = "names 3 devices, of which the pipeline uses the first 2"
     with pytest.warns(UserWarning, match=named) as warned:
         model = GPipe(layers, [1, 1], devices=["cpu"] * 3)
@@ -216,7 +216,7 @@ def test_the_advice_works() -> None:
     assert len(model.partitions) == 2
 
 
-def sharing() -> nn.Sequential:
+def sharing() -> Sequential:
     module = linears(4)
     module[2].weight = module[0].weight
     return module
@@ -245,7 +245,7 @@ def test_layers_on_meta_get_memory_and_values() -> None:
     with pytest.raises(ValueError, match=no_values):
         GPipe(module, [2, 2], devices=["cpu"] * 2)
 
-    def init(k: int, layer: nn.Module) -> None:
+    def init(k: int, layer: Module) -> None:
         for p in layer.parameters():
             p.normal_(mean=100.0 * k)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Linear, Module, Parameter, ReLU, Sequential
 
 from torchgpipe import GPipe
 from torchgpipe.partition import check_module, choose_devices, split
@@ -39,28 +40,28 @@ def devices_by_place() -> None:
     GPipe(linears(2), [1, 1], ["cpu"] * 2)  # type: ignore[call-arg]
 
 
-def set_forward(module: nn.Module) -> None:
+def set_forward(module: Module) -> None:
     module.forward = torch.sin
 
 
-def add_parameter(module: nn.Module) -> None:
-    module.register_parameter("p", nn.Parameter(ONE))
+def add_parameter(module: Module) -> None:
+    module.register_parameter("p", Parameter(ONE))
 
 
-def add_buffer_and_hook(module: nn.Module) -> None:
+def add_buffer_and_hook(module: Module) -> None:
     module.register_buffer("b", ONE)
     module.register_forward_hook(print)
 
 
-class Residual(nn.Sequential):
+class Residual(Sequential):
     """A sequence with a forward of its own."""
 
     def forward(self, input: Tensor) -> Tensor:
         return input + super().forward(input)
 
 
-LAYER = nn.Linear(1, 1)
-ONE_TWICE = nn.Sequential(OrderedDict(first=LAYER, between=nn.ReLU(), again=LAYER))
+LAYER = Linear(1, 1)
+ONE_TWICE = Sequential(OrderedDict(first=LAYER, between=ReLU(), again=LAYER))
 check: Any = check_module
 chosen: Any = choose_devices
 parts: Any = split

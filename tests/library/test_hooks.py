@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Linear, Module, Sequential
 from torch.nn.functional import mse_loss
+from torch.testing import assert_close
 
 from torchgpipe import GPipe, sequential
 from torchgpipe.distributed import DistributedGPipe
@@ -20,7 +22,7 @@ def made(make: Any = GPipe, **options: Any) -> Any:
     return make(linears(3), [2, 1], chunks=4, schedule="1F1B", **options)
 
 
-def gradients(model: nn.Module) -> list[Tensor | None]:
+def gradients(model: Module) -> list[Tensor | None]:
     return [p.grad for p in model.parameters()]
 
 
@@ -29,21 +31,21 @@ def test_hooks_change_inputs_and_outputs(engine: Any) -> None:
     model = made(devices=["cpu"] * 2, engine=engine)
     shapes: list[tuple[int, ...]] = []
 
-    def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def doubled(module: Module, args: Any, output: Tensor) -> Tensor:
         shapes.append((*output.shape,))
         return 2 * output
 
-    def tripled(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def tripled(module: Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return (3 * args[0],), kwargs
 
-    def less_one(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    def less_one(module: Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
         return output - 1
 
     model.register_forward_pre_hook(lambda module, args: args[0] + 1)
     model.register_forward_pre_hook(tripled, with_kwargs=True)
     model.register_forward_hook(doubled)
     model.register_forward_hook(less_one, with_kwargs=True)
-    plain = nn.Sequential(*model)
+    plain = Sequential(*model)
     expected = mse_loss(2 * plain(3 * (X + 1)) - 1, T)
     expected.backward()
     expected_grads = [p.grad.clone() for p in plain.parameters()]
@@ -51,12 +53,12 @@ def test_hooks_change_inputs_and_outputs(engine: Any) -> None:
 
     loss = model.step(mse_loss, X, T)
 
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(gradients(model), expected_grads)
-    torch.testing.assert_close(model.evaluate(mse_loss, X, T), loss)
+    assert_close(loss, expected.detach())
+    assert_close(gradients(model), expected_grads)
+    assert_close(model.evaluate(mse_loss, X, T), loss)
     assert shapes == [(2, 2)] * 8
     by_call = mse_loss(model(X), T)
-    torch.testing.assert_close(by_call.detach(), loss)
+    assert_close(by_call.detach(), loss)
 
 
 @pytest.mark.ranks(2)
@@ -69,7 +71,7 @@ def test_hooks_over_ranks() -> None:
     expected = threads.step(mse_loss, X, T)
     assert torch.equal(model.step(mse_loss, X, T), expected)
     by_loss = model.loss(mse_loss, X, T)
-    torch.testing.assert_close(by_loss.detach(), expected)
+    assert_close(by_loss.detach(), expected)
     model.close()
 
 
@@ -80,13 +82,13 @@ def test_a_backward_hook_is_refused() -> None:
         model.step(mse_loss, X, T)
 
 
-class Both(nn.Module):
+class Both(Module):
     """A module of two arguments."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one = nn.Linear(2, 2)
-        self.two = nn.Linear(2, 2)
+        self.one = Linear(2, 2)
+        self.two = Linear(2, 2)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.two(torch.relu(self.one(x) + y))
@@ -99,4 +101,4 @@ def test_a_traced_module_takes_its_arguments_as_in_its_sample(given: Any) -> Non
     expected = mse_loss(model(X, T), T).detach()
     for run in (model.step, model.evaluate, model.loss):
         loss = run(mse_loss, given, T)
-        torch.testing.assert_close(loss.detach(), expected)
+        assert_close(loss.detach(), expected)

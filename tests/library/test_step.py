@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Identity, Linear, Module, Parameter, Sequential
+from torch.testing import assert_close
 
 from torchgpipe import GPipe
 from torchgpipe.schedules import Action, Kind, Schedule, make
@@ -28,20 +30,18 @@ SCHEDULES: list[Any] = ["GPipe", "1F1B", make("1F1B", 2, 9), "ZBH1"]
 NAMES = ["GPipe", "1F1B", "a longer one", "ZBH1"]
 
 
-def pipeline(
-    *between: nn.Module, engine: Any = "workers", devices: int = 2, **options: Any
-) -> GPipe:
+def pipeline(*between: Module, engine: Any = "workers", devices: int = 2, **options: Any) -> GPipe:
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(2, 2), *between, nn.Linear(2, 2))
+    layers = Sequential(Linear(2, 2), *between, Linear(2, 2))
     options = {"chunks": 3, "engine": engine, **options}
     return GPipe(layers, [len(layers) - 1, 1], devices=["cpu"] * devices, **options)
 
 
-def grads(model: nn.Module) -> list[Tensor | None]:
+def grads(model: Module) -> list[Tensor | None]:
     return [p.grad for p in model.parameters()]
 
 
-def copies_of_grads(model: nn.Module) -> list[Tensor | None]:
+def copies_of_grads(model: Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
@@ -58,11 +58,11 @@ def crossed(y: Tensor, t: Tensor) -> Tensor:
     return nn.functional.cross_entropy(y, t)
 
 
-class Learning(nn.Module):
-    def __init__(self, shared: nn.Module) -> None:
+class Learning(Module):
+    def __init__(self, shared: Module) -> None:
         super().__init__()
         self.shared = shared
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = Parameter(torch.ones(()))
 
     def forward(self, y: Tensor, t: Tensor) -> Tensor:
         return (self.shared(y) * self.scale).square().sum()
@@ -76,20 +76,20 @@ def test_a_weight_makes_a_mean_and_a_criterion_that_learns_gets_its_gradients_on
     loss = model.step(crossed, X, T, weight=lambda t: (t != -100).sum())
     found = copies_of_grads(model)
     evaluated = model.evaluate(crossed, X, T, weight=lambda t: int((t != -100).sum()))
-    torch.testing.assert_close(evaluated, loss)
+    assert_close(evaluated, loss)
     model.zero_grad()
-    plain = nn.Sequential(*model)
+    plain = Sequential(*model)
     expected = crossed(plain(X), T)
     expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(found, grads(model))
+    assert_close(loss, expected.detach())
+    assert_close(found, grads(model))
 
-    criterion = Learning(nn.Identity())
+    criterion = Learning(Identity())
     times: list[Tensor] = []
     criterion.scale.register_hook(times.append)
     model.step(criterion, X, X, reduction="sum")
     expected_grad = 2 * plain(X).square().sum().detach()
-    torch.testing.assert_close(criterion.scale.grad, expected_grad)
+    assert_close(criterion.scale.grad, expected_grad)
     assert len(times) == 1
 
 
@@ -114,7 +114,7 @@ def test_a_micro_batch_that_counts_nothing_adds_nothing(
     schedule: Any, count: Callable[[Tensor], Any]
 ) -> None:
     model = pipeline(schedule=schedule)
-    scale = nn.Parameter(torch.ones(()))
+    scale = Parameter(torch.ones(()))
     mask = torch.tensor([0.0, 0, 0, 1, 1, 0, 1])
     loss = model.step(lambda y, m: masked(y * scale, m), X, mask, weight=count)
     found = copies_of_grads(model)
@@ -122,12 +122,12 @@ def test_a_micro_batch_that_counts_nothing_adds_nothing(
 
     model.zero_grad()
     scale.grad = None
-    expected = masked(nn.Sequential(*model)(X) * scale, mask)
+    expected = masked(Sequential(*model)(X) * scale, mask)
     expected.backward()
 
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(found, grads(model))
-    torch.testing.assert_close(found_scale, scale.grad)
+    assert_close(loss, expected.detach())
+    assert_close(found, grads(model))
+    assert_close(found_scale, scale.grad)
 
 
 @pytest.mark.parametrize("count", [Tensor.sum, number_of], ids=["tensors", "numbers"])
@@ -192,7 +192,7 @@ def test_an_evaluation_is_a_step_without_its_backward() -> None:
     loss = model.evaluate(crossed, x, CLASSES)
     each = model.evaluate(crossed, x, CLASSES, reduction="none")
     sizes = torch.tensor([3, 3, 1])
-    torch.testing.assert_close((each * sizes).sum() / 7, loss)
+    assert_close((each * sizes).sum() / 7, loss)
     assert not loss.requires_grad
     assert grads(model) == [None] * 4
     assert torch.equal(model.step(crossed, x, CLASSES, reduction="none"), each)
@@ -229,9 +229,9 @@ def test_stages_of_one_device_may_take_micro_batches_in_another_order() -> None:
     model = pipeline(devices=1, schedule=schedule)
     x, target = X[:2], X[1:3]
     loss = model.step(nn.functional.mse_loss, x, target)
-    plain = nn.Sequential(*model)
+    plain = Sequential(*model)
     expected = nn.functional.mse_loss(plain(x), target)
-    torch.testing.assert_close(loss, expected.detach())
+    assert_close(loss, expected.detach())
 
 
 @pytest.mark.parametrize("retain", [False, True])
@@ -246,7 +246,7 @@ def test_backwards_may_be_in_halves_on_some_stages(first: str, second: str, reta
     model = pipeline(schedule=Schedule("mine", [0, 1], lists))
     x = X[:1]
     loss = model(x).square().sum()
-    plain_loss = nn.Sequential(*model)(x).square().sum()
+    plain_loss = Sequential(*model)(x).square().sum()
     expected = torch.autograd.grad(plain_loss, [*model.parameters()])
     loss.backward(retain_graph=retain)
     assert_equal(grads(model), expected)
@@ -255,7 +255,7 @@ def test_backwards_may_be_in_halves_on_some_stages(first: str, second: str, reta
         assert_equal(grads(model), [2 * grad for grad in expected])
 
 
-class Draws(nn.Module):
+class Draws(Module):
     """A layer that draws a number where it sees a nine."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ class Draws(nn.Module):
 
 
 def test_a_draw_that_the_first_micro_batch_does_not_make_is_refused_before_forwards_end() -> None:
-    layers = nn.Sequential(Draws(), *linears(2))
+    layers = Sequential(Draws(), *linears(2))
     options: dict[str, Any] = {"chunks": 3, "schedule": "1F1B", "checkpoint": "always"}
     model = GPipe(layers, [2, 1], devices=["cpu"] * 2, **options)
     x = torch.arange(2.0, 16.0).view(7, 2)

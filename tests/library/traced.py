@@ -9,21 +9,33 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import (
+    BatchNorm1d,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Embedding,
+    Linear,
+    Module,
+    Parameter,
+    ReLU,
+    Sequential,
+)
 
 from ..behaviours.parts.layers import Do
 
 BATCH, WIDTH = 5, 6
 
 
-class Net(nn.Module):
+class Net(Module):
     """Three linear layers, for subclasses to use in forward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Linear(WIDTH, WIDTH)
-        self.b = nn.Linear(WIDTH, WIDTH)
-        self.c = nn.Linear(WIDTH, WIDTH)
+        self.a = Linear(WIDTH, WIDTH)
+        self.b = Linear(WIDTH, WIDTH)
+        self.c = Linear(WIDTH, WIDTH)
 
 
 class Residual(Net):
@@ -32,12 +44,12 @@ class Residual(Net):
         return self.c(x + y) + y
 
 
-class InPlace(nn.Module):
+class InPlace(Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.down = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
-        self.norm, self.relu = nn.BatchNorm2d(4), nn.ReLU(inplace=True)
-        self.out = nn.Conv2d(4, 2, 1)
+        self.conv, self.down = Conv2d(3, 4, 3, padding=1), Conv2d(3, 4, 1)
+        self.norm, self.relu = BatchNorm2d(4), ReLU(inplace=True)
+        self.out = Conv2d(4, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.conv(x))
@@ -62,15 +74,15 @@ class Tokens(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.inner = nn.Module()
-        self.inner.scale = nn.Parameter(torch.randn(WIDTH))
+        self.token = Parameter(torch.randn(1, 1, WIDTH))
+        self.inner = Module()
+        self.inner.scale = Parameter(torch.randn(WIDTH))
         self.register_buffer("positions", torch.randn(1, 4, WIDTH), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.shape[0]
 
-        def heads(layer: nn.Module) -> Tensor:
+        def heads(layer: Module) -> Tensor:
             return layer(x).view(n, 4, 2, -1).transpose(1, 2).reshape(n * 2, 4, -1)
 
         token = self.token.expand(n, -1, -1)
@@ -118,12 +130,12 @@ class Structured(Net):
         return Found(logits, (first, second, logits))
 
 
-class Tied(nn.Module):
+class Tied(Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(9, WIDTH)
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 9, bias=False)
+        self.embedding = Embedding(9, WIDTH)
+        self.inner = Linear(WIDTH, WIDTH)
+        self.head = Linear(WIDTH, 9, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,8 +169,8 @@ class Constant(Net):
     def __init__(self) -> None:
         super().__init__()
         self.plain = torch.randn(WIDTH)  # not a buffer
-        self.unused = nn.Parameter(torch.randn(2))
-        self.aside = nn.BatchNorm1d(2)
+        self.unused = Parameter(torch.randn(2))
+        self.aside = BatchNorm1d(2)
 
     def forward(self, x: Tensor) -> Tensor:
         steps = torch.arange(WIDTH, device=x.device, dtype=x.dtype)
@@ -178,7 +190,7 @@ class Counting(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm = BatchNorm1d(WIDTH)
         self.register_buffer("seen", torch.zeros(()))
         self.noise = Do(add_noise, draws=torch.Generator())
 
@@ -196,8 +208,8 @@ class Dropping(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drop = Do(drop_half, linear=nn.Linear(WIDTH, WIDTH))
-        self.plain = nn.Dropout(0.5)
+        self.drop = Do(drop_half, linear=Linear(WIDTH, WIDTH))
+        self.plain = Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.a(x)
@@ -220,7 +232,7 @@ def in_blocks(net: Any, x: Tensor) -> Tensor:
 class Case(NamedTuple):
     """A module, a sample of its arguments, and options of `sequential`."""
 
-    make: Callable[[], nn.Module]
+    make: Callable[[], Module]
     sample: Callable[[], Any]
     options: Any = MappingProxyType({})
 
@@ -229,9 +241,9 @@ def rows(*shape: int) -> Tensor:
     return torch.randn(BATCH, *(shape or (WIDTH,)))
 
 
-def does(function: Callable[[Any, Tensor], Any], **more: Any) -> nn.Module:
+def does(function: Callable[[Any, Tensor], Any], **more: Any) -> Module:
     """Return a module with this forward, which may use what it holds."""
-    a, b, c, hidden = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    a, b, c, hidden = [Linear(WIDTH, WIDTH) for _ in range(4)]
     holds: dict[str, Any] = {
         "count": torch.zeros(()),
         "scales": [torch.ones(()), 2 * torch.ones(())],
@@ -250,7 +262,7 @@ def does(function: Callable[[Any, Tensor], Any], **more: Any) -> nn.Module:
     )
 
 
-def compiled_forward(module: Any) -> nn.Module:
+def compiled_forward(module: Any) -> Module:
     module.forward = torch.compile(module.forward, backend="aot_eager")
     return module
 
@@ -273,8 +285,8 @@ def on_its_device(net: Any, x: Tensor) -> Tensor:
     return net.a(x) + torch.arange(6, device=x.device)
 
 
-def norm() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+def norm() -> Module:
+    return Sequential(Linear(6, 6), BatchNorm1d(6))
 
 
 def three_branches(net: Any, x: Tensor) -> Tensor:
@@ -286,16 +298,16 @@ def with_a_layout(net: Any, x: Tensor) -> Tensor:
     return net.b(net.a(x) + zeros)
 
 
-def choosing_in_the_middle() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Choosing(), nn.Linear(WIDTH, WIDTH))
+def choosing_in_the_middle() -> Module:
+    return Sequential(Linear(WIDTH, WIDTH), Choosing(), Linear(WIDTH, WIDTH))
 
 
 # A module, batch sizes for which it does what it did when it was recorded, and other batch sizes.
-BATCHES: dict[str, tuple[Callable[[], nn.Module], list[int], list[int]]] = {
+BATCHES: dict[str, tuple[Callable[[], Module], list[int], list[int]]] = {
     "one sample": (lambda: does(without_a_for_one), [2, 9], [1]),
     "blocks": (lambda: does(in_blocks), [1, 8], [9]),
     "a constant": (lambda: does(lambda net, x: net.a(x) * net.scales[len(x) > 8]), [1, 8], [9]),
-    "a part that needs contents": (lambda: nn.Sequential(does(in_blocks), Choosing()), [1, 8], [9]),
+    "a part that needs contents": (lambda: Sequential(does(in_blocks), Choosing()), [1, 8], [9]),
     "a seed for many": (lambda: does(seeding_for_many), [1, 8], [9]),
     "another mode": (lambda: does(by_mode), [], [1, 5]),
     "what asks for the device": (lambda: does(on_its_device), [1, 9], []),

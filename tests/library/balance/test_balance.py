@@ -11,7 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Dropout, Embedding, LazyLinear, Linear, Module, ReLU, Sequential, Tanh
 
 from torchgpipe.balance import balance_by_size, balance_by_time
 from torchgpipe.balance.minimise import minimise_heaviest
@@ -27,12 +28,9 @@ BALANCES: dict[str, Callable[..., list[int]]] = {
     "size": lambda *args, **kwargs: balance_by_size(*args, chunks=2, **kwargs),
 }
 either = pytest.mark.parametrize("balance_by", BALANCES.values(), ids=BALANCES)
-Sequential, Linear = nn.Sequential, nn.Linear
 
 
-def pair(
-    skip: Callable[[Any], Any], join: Callable[[Any, Any], Any]
-) -> tuple[nn.Module, nn.Module]:
+def pair(skip: Callable[[Any], Any], join: Callable[[Any, Any], Any]) -> tuple[Module, Module]:
     """Return a layer that stashes `skip(input)`, and a layer that pops it."""
     namespace = Namespace()
     stash = Stash(skip, Linear(4, 4))
@@ -42,33 +40,33 @@ def pair(
     return stash, pop
 
 
-def skips() -> nn.Sequential:
+def skips() -> Sequential:
     """Return layers with three skips: over four layers, within one layer, and of `None`."""
     outer_stash, outer_pop = pair(Linear(4, 4), lambda x, skip: x + skip.relu_())
     inner = pair(Linear(4, 4), lambda x, skip: x + skip.relu_())
     none_stash, none_pop = pair(lambda x: None, lambda x, none: x)
-    within_one = nn.Sequential(*inner)
-    return nn.Sequential(outer_stash, none_stash, within_one, Linear(4, 4), none_pop, outer_pop)
+    within_one = Sequential(*inner)
+    return Sequential(outer_stash, none_stash, within_one, Linear(4, 4), none_pop, outer_pop)
 
 
-def last(kind: str) -> Callable[[], nn.Sequential]:
+def last(kind: str) -> Callable[[], Sequential]:
     """Return a function that makes a model whose last layer is of this kind."""
     return lambda: Sequential(Linear(4, 4), Linear(4, 4), KINDS[kind](shared_parts()))
 
 
-def twice(layer: nn.Module) -> nn.Sequential:
+def twice(layer: Module) -> Sequential:
     return Sequential(layer, layer)
 
 
-def in_place_on_a_leaf() -> nn.Sequential:
-    return Sequential(nn.ReLU(inplace=True), nn.ReLU(inplace=True))
+def in_place_on_a_leaf() -> Sequential:
+    return Sequential(ReLU(inplace=True), ReLU(inplace=True))
 
 
-def integers_out() -> nn.Sequential:
+def integers_out() -> Sequential:
     return Sequential(Linear(4, 4), Lambda(lambda x: x.argmax(1)))
 
 
-def swapping() -> nn.Sequential:
+def swapping() -> Sequential:
     swap = KINDS["swap"](None)
     return Sequential(swap, swap, swap)
 
@@ -79,23 +77,23 @@ INTEGERS = torch.randint(5, (6,))
 # PyTorch itself refuses these kinds: they change in place what its backward needs.
 REFUSED = {"buffer in place", "parameter in place", "and its buffer in place"}
 # Models with a layer of each kind, and other models, each with a sample.
-MODELS: dict[str, tuple[Callable[[], nn.Sequential], Any]] = {
+MODELS: dict[str, tuple[Callable[[], Sequential], Any]] = {
     name: (last(name), X) for name in KINDS if name not in REFUSED
 }
 MODELS |= {
-    "input requires grad": (lambda: Sequential(Linear(4, 4), nn.Tanh()), X_GRAD),
-    "dropout at first": (lambda: Sequential(nn.Dropout(), Linear(4, 4)), X_GRAD),
+    "input requires grad": (lambda: Sequential(Linear(4, 4), Tanh()), X_GRAD),
+    "dropout at first": (lambda: Sequential(Dropout(), Linear(4, 4)), X_GRAD),
     "in place on a leaf": (in_place_on_a_leaf, X_GRAD),
-    "integers in": (lambda: Sequential(nn.Embedding(5, 4), Linear(4, 4)), INTEGERS),
+    "integers in": (lambda: Sequential(Embedding(5, 4), Linear(4, 4)), INTEGERS),
     "integers out": (integers_out, X),
     "tuple": (swapping, (X_GRAD, X)),
     "skips": (skips, X),
     "one layer twice": (lambda: twice(Linear(4, 4)), X),
-    "double": (lambda: Sequential(Linear(4, 4), nn.Tanh()).double(), X.double()),
+    "double": (lambda: Sequential(Linear(4, 4), Tanh()).double(), X.double()),
 }
 
 
-def state(module: nn.Module, sample: Any) -> list[object]:
+def state(module: Module, sample: Any) -> list[object]:
     """Return copies of everything that profiling could change."""
     parameters = [*module.parameters()]
     samples = [sample] if isinstance(sample, Tensor) else [*sample]
@@ -136,17 +134,17 @@ def test_model_stays_as_it_was(build: Any, sample: Any, device: str, balance_by:
 
 @either
 def test_lazy_layers_stay_lazy(balance_by: Callable[..., list[int]]) -> None:
-    lazy = [nn.LazyLinear(1000), nn.LazyLinear(1000), nn.LazyLinear(1)]
-    model = nn.Sequential(*lazy)
+    lazy = [LazyLinear(1000), LazyLinear(1000), LazyLinear(1)]
+    model = Sequential(*lazy)
     balance = balance_by(2, model, X)
     assert sum(balance) == 3
-    assert [type(layer) for layer in model] == [nn.LazyLinear] * 3
+    assert [type(layer) for layer in model] == [LazyLinear] * 3
 
 
-class Look(nn.Module):
+class Look(Module):
     """Record training mode and grad mode. Check that at most one copy of a layer is alive."""
 
-    def __init__(self, copies: weakref.WeakSet[nn.Module]) -> None:
+    def __init__(self, copies: weakref.WeakSet[Module]) -> None:
         super().__init__()
         self.seen: set[tuple[bool, bool]] = set()
         self.copies = copies
@@ -177,13 +175,13 @@ class Look(nn.Module):
 )
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
 def test_layers_run_as_in_training_but_frozen_parts_stay_frozen(
-    mode: Callable[[nn.Module], object], training: list[bool], context: Any, balance_by: Any
+    mode: Callable[[Module], object], training: list[bool], context: Any, balance_by: Any
 ) -> None:
     with context():
-        copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        copies: weakref.WeakSet[Module] = weakref.WeakSet()
         looks = [Look(copies), Look(copies)]
-        first, second = [nn.Sequential(Linear(4, 4), look) for look in looks]
-        model = nn.Sequential(first, second)
+        first, second = [Sequential(Linear(4, 4), look) for look in looks]
+        model = Sequential(first, second)
         mode(model)
         sample = torch.rand(6, 4)
         before = state(model, sample)
@@ -217,14 +215,14 @@ def test_default_device(
     profile = Mock(return_value=[1.0])
     monkeypatch.setattr(f"torchgpipe.balance.{name}", profile)
     balance_by = balance_by_time if name == "profile_times" else balance_by_size
-    balance_by(1, nn.Sequential(nn.ReLU()), X)
+    balance_by(1, Sequential(ReLU()), X)
     assert profile.call_args.args[-1] == torch.device(device)
 
 
-RELUS = nn.Sequential(nn.ReLU(), nn.ReLU())
-POP_ALONE = nn.Sequential(Pop())
-LOCKED = nn.Sequential(nn.ReLU(), Do(lambda _, x: x, lock=threading.Lock()))
-LIST_OUT = nn.Sequential(nn.ReLU(), Lambda(lambda x: [x]))
+RELUS = Sequential(ReLU(), ReLU())
+POP_ALONE = Sequential(Pop())
+LOCKED = Sequential(ReLU(), Do(lambda _, x: x, lock=threading.Lock()))
+LIST_OUT = Sequential(ReLU(), Lambda(lambda x: [x]))
 NAN = float("nan")
 # Arguments that both functions refuse, the error's type, and its message of one line.
 MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
@@ -232,7 +230,7 @@ MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((3, RELUS, X), ValueError, "cannot fill 3 partitions with 2 layer.s.: .* at most 2"),
     ((1.5, RELUS, X), TypeError, "partitions must be an int, got 1.5"),
     ((True, RELUS, X), TypeError, "partitions must be an int, got True"),
-    ((1, nn.ReLU(), X), TypeError, "only an nn.Sequential can be balanced, got ReLU"),
+    ((1, ReLU(), X), TypeError, "only an nn.Sequential can be balanced, got ReLU"),
     ((1, RELUS, (X, 1)), TypeError, "element 1 is int"),
     ((1, POP_ALONE, X), TypeError, "pops 'skip', which no earlier layer stashes"),
     ((1, LOCKED, X), TypeError, r"layer 1 \(Do\) cannot be copied .*lock"),

@@ -15,7 +15,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch.nn import (
+    BatchNorm1d,
+    Flatten,
+    Identity,
+    Linear,
+    Module,
+    Parameter,
+    ReLU,
+    Sequential,
+    Sigmoid,
+)
 
 from torchgpipe.balance import balance_by_size, balance_by_time, profile
 from torchgpipe.balance.minimise import minimise_heaviest
@@ -31,7 +41,7 @@ X = torch.zeros(2, 2, requires_grad=True)
 
 
 def test_layers_take_turns_until_the_timeout(clock: Clock) -> None:
-    model = nn.Sequential(Spend(1, 2, "a"), Spend(3, 4, "b"))
+    model = Sequential(Spend(1, 2, "a"), Spend(3, 4, "b"))
     balance_by_time(2, model, X, timeout=65.0, device="cpu")
     a, b = ["a forward", "a backward"], ["b forward", "b backward"]
     runs = 1 + profile.RUNS_PER_COPY
@@ -51,7 +61,7 @@ def test_one_disturbed_run_does_not_count(clock: Clock, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(clock, "spend", spend_disturbed)
     layers = [Spend(1) for _ in range(4)]
-    model = nn.Sequential(*layers)
+    model = Sequential(*layers)
     balance = balance_by_time(2, model, torch.zeros(1), timeout=1e3, device="cpu")
     assert balance == [2, 2]
 
@@ -59,13 +69,13 @@ def test_one_disturbed_run_does_not_count(clock: Clock, monkeypatch: pytest.Monk
 # bytes
 
 
-def expand(numbers: int) -> nn.Module:
+def expand(numbers: int) -> Module:
     """Return a layer that saves so many numbers per sample for its backward."""
     return Lambda(lambda x: x.repeat(1, numbers).square().mean(1, keepdim=True))
 
 
-def parameters(size: int) -> nn.Module:
-    weight = nn.Parameter(torch.zeros(size))
+def parameters(size: int) -> Module:
+    weight = Parameter(torch.zeros(size))
     return Do(lambda self, x: x + self.weight.sum(), weight=weight)
 
 
@@ -76,7 +86,7 @@ BOTH = [expand(KiB)] * 6 + [parameters(32 * KiB)]
 
 
 # Layers, the number of samples, options, and the balance by size over two partitions.
-SIZES: dict[str, tuple[list[nn.Module], int, dict[str, Any], list[int]]] = {
+SIZES: dict[str, tuple[list[Module], int, dict[str, Any], list[int]]] = {
     "activations": (EXPANDING, 64, {"param_scale": 0}, [4, 2]),
     "parameters": (GROWING, 1, {"param_scale": 100}, [4, 2]),
     "both": (BOTH, 64, {"param_scale": 1.0}, [3, 4]),
@@ -88,20 +98,20 @@ SIZES: dict[str, tuple[list[nn.Module], int, dict[str, Any], list[int]]] = {
 @pytest.mark.parametrize("device", [*DEVICES, "meta"])
 @pytest.mark.parametrize("layers, samples, options, balance", SIZES.values(), ids=SIZES)
 def test_balance_by_size(
-    layers: list[nn.Module], samples: int, options: dict[str, Any], balance: list[int], device: str
+    layers: list[Module], samples: int, options: dict[str, Any], balance: list[int], device: str
 ) -> None:
     sample = torch.rand(samples, 1, requires_grad=True)
-    model = nn.Sequential(*layers)
+    model = Sequential(*layers)
     assert balance_by_size(2, model, sample, device=device, **options) == balance
 
 
-LINEAR_AND_NORM = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+LINEAR_AND_NORM = Sequential(Linear(8, 8), BatchNorm1d(8))
 # A function of a (4, 8) input, whether the input requires grad, and how many times as many bytes
 # as the input has are saved.
-KEPT: dict[str, tuple[nn.Module, bool, float]] = {
-    "nothing made": (nn.Identity(), True, 0),
-    "a view": (nn.Flatten(), True, 0),
-    "in place": (nn.ReLU(inplace=True), True, 0),
+KEPT: dict[str, tuple[Module, bool, float]] = {
+    "nothing made": (Identity(), True, 0),
+    "a view": (Flatten(), True, 0),
+    "in place": (ReLU(inplace=True), True, 0),
     "output": (Lambda(lambda x: x + 1), True, 1),
     "output saved for backward, once": (Lambda(torch.exp), True, 1),
     "input saved, output only handed on": (Lambda(torch.sin), True, 1),
@@ -118,21 +128,21 @@ KEPT: dict[str, tuple[nn.Module, bool, float]] = {
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("layer, requires_grad, times", KEPT.values(), ids=KEPT)
-def test_kept_bytes(layer: nn.Module, requires_grad: bool, times: float, device: str) -> None:
+def test_kept_bytes(layer: Module, requires_grad: bool, times: float, device: str) -> None:
     sample = torch.rand(4, 8, requires_grad=requires_grad)
-    sizes = profile.profile_sizes(nn.Sequential(layer), sample, 1, 0, torch.device(device))
+    sizes = profile.profile_sizes(Sequential(layer), sample, 1, 0, torch.device(device))
     assert sizes == [times * sample.nbytes]
 
 
 def test_the_first_micro_batch_counts_and_stashed_tensors_where_they_are_made() -> None:
     device = torch.device("cpu")
-    sigmoid = nn.Sequential(nn.Sigmoid())
+    sigmoid = Sequential(Sigmoid())
     # Of 13 samples in 8 micro-batches, the first micro-batch has 2.
     sizes = profile.profile_sizes(sigmoid, torch.rand(13, 5), 8, 0, device)
     assert sizes == [2 * 5 * 4]
 
     sample = torch.rand(4, 8)
-    layers = nn.Sequential(Stash(lambda x: x + 1), Pop(lambda x, skip: skip))
+    layers = Sequential(Stash(lambda x: x + 1), Pop(lambda x, skip: skip))
     sizes = profile.profile_sizes(layers, sample, 1, 0, device)
     assert sizes == [sample.nbytes, 0]
 
@@ -161,11 +171,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_clock_is_read_when_the_device_is_idle(calls: list[str]) -> None:
-    def copy() -> nn.Module:
+    def copy() -> Module:
         calls.append("copy")
         return Spend(0, 0, "a")
 
-    rehearsal = profile.Rehearsal(nn.Identity(), X, {}, copy)
+    rehearsal = profile.Rehearsal(Identity(), X, {}, copy)
     device = torch.device("cuda")
     read = ["synchronize", "clock"]
     profile.time_run(rehearsal, device)

@@ -7,29 +7,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import BatchNorm1d, Dropout, Linear, Module, Sequential, Tanh
 
 from torchgpipe.state.saves import Saves
 
 from ...behaviours.compare import differences
 
 
-def layers(seed: int = 4, *, draws: bool = False) -> nn.Sequential:
+def layers(seed: int = 4, *, draws: bool = False) -> Sequential:
     """Return eight layers; with `draws`, they draw random numbers."""
     torch.manual_seed(seed)
-    between = partial(nn.Dropout, 0.3) if draws else nn.Tanh
-    return nn.Sequential(
-        nn.Linear(5, 6),
+    between = partial(Dropout, 0.3) if draws else Tanh
+    return Sequential(
+        Linear(5, 6),
         between(),
-        nn.BatchNorm1d(6),
-        nn.Linear(6, 6),
+        BatchNorm1d(6),
+        Linear(6, 6),
         between(),
-        nn.Linear(6, 7),
+        Linear(6, 7),
         between(),
-        nn.Linear(7, 4),
+        Linear(7, 4),
     )
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model: Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 

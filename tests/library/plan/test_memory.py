@@ -7,7 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import (
+    GELU,
+    BatchNorm1d,
+    Dropout,
+    Identity,
+    LayerNorm,
+    Linear,
+    Module,
+    Parameter,
+    ReLU,
+    Sequential,
+    Sigmoid,
+    Tanh,
+    TransformerEncoderLayer,
+)
 
 from reproduce.models.built import unet
 from torchgpipe import GPipe
@@ -27,73 +42,71 @@ from .real_peaks import Copies, OnMeta, real_peaks
 
 
 @cache
-def counted(build: Callable[[], nn.Sequential], shape: tuple[int, ...]) -> Counts:
+def counted(build: Callable[[], Sequential], shape: tuple[int, ...]) -> Counts:
     return count(build(), torch.empty(shape))
 
 
-def mixed() -> nn.Sequential:
-    inner = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 64))
-    return nn.Sequential(
-        nn.Linear(8, 64),
-        nn.BatchNorm1d(64),
-        nn.ReLU(),
-        nn.Linear(64, 64),
+def mixed() -> Sequential:
+    inner = Sequential(Linear(64, 32), Tanh(), Linear(32, 64))
+    return Sequential(
+        Linear(8, 64),
+        BatchNorm1d(64),
+        ReLU(),
+        Linear(64, 64),
         inner,
-        nn.LayerNorm(64),
-        nn.GELU(),
-        nn.Linear(64, 100),
+        LayerNorm(64),
+        GELU(),
+        Linear(64, 100),
     )
 
 
-def wide() -> nn.Sequential:
+def wide() -> Sequential:
     """Return layers whose largest parameter is the first, a middle or the last of its partition."""
-    return nn.Sequential(
-        nn.Linear(8, 200, bias=False),
-        nn.Linear(200, 100),
-        nn.ReLU(),
-        nn.Linear(100, 300, bias=False),
-        nn.Linear(300, 100, bias=False),
-        nn.BatchNorm1d(100),
-        nn.Linear(100, 4),
+    return Sequential(
+        Linear(8, 200, bias=False),
+        Linear(200, 100),
+        ReLU(),
+        Linear(100, 300, bias=False),
+        Linear(300, 100, bias=False),
+        BatchNorm1d(100),
+        Linear(100, 4),
     )
 
 
-def twice() -> nn.Sequential:
+def twice() -> Sequential:
     """Return layers of four kinds, each twice in sequence.
 
     The kinds save their output, their input, nothing, and both.
     """
-    layers: list[nn.Module] = []
-    for kind in (nn.ReLU, nn.Sigmoid, nn.Identity, lambda: nn.BatchNorm1d(8)):
+    layers: list[Module] = []
+    for kind in (ReLU, Sigmoid, Identity, lambda: BatchNorm1d(8)):
         layers += [kind(), kind()]
-    return nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 8))
+    return Sequential(Linear(8, 8), *layers, Linear(8, 8))
 
 
-def in_place() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(8, 32),
-        nn.Identity(),
-        nn.Dropout(inplace=True),
-        nn.ReLU(inplace=True),
-        nn.Linear(32, 32),
-        nn.ReLU(inplace=True),
+def in_place() -> Sequential:
+    return Sequential(
+        Linear(8, 32),
+        Identity(),
+        Dropout(inplace=True),
+        ReLU(inplace=True),
+        Linear(32, 32),
+        ReLU(inplace=True),
     )
 
 
-def pairs() -> nn.Sequential:
+def pairs() -> Sequential:
     """Return layers that pass pairs of tensors on."""
     kinds = ("linear", "and its input", "swap", "swap", "sum", "linear")
-    return nn.Sequential(*[KINDS[kind](None) for kind in kinds])
+    return Sequential(*[KINDS[kind](None) for kind in kinds])
 
 
-def weighted(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Sequential]:
+def weighted(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], Sequential]:
     """Return a maker of layers with this function of a parameter, `w`, between two others.
 
     Whether autograd copies the parameter's gradient depends on what else refers to that gradient.
     """
-    return lambda: nn.Sequential(
-        nn.Linear(8, 8), Do(function, w=nn.Parameter(torch.empty(8))), nn.Linear(8, 8)
-    )
+    return lambda: Sequential(Linear(8, 8), Do(function, w=Parameter(torch.empty(8))), Linear(8, 8))
 
 
 def by_a_view(it: Any, x: Tensor) -> Tensor:
@@ -109,7 +122,7 @@ def by_a_copy(it: Any, x: Tensor) -> Tensor:
 # In the last of these balances, the partition on device 1 has nothing to update.
 OF_WIDE = [[7], [2, 3, 2], [2, 1, 1, 3], [2, 1, 4]]
 # A model, the shape of its input, and balances. With few samples, the peak is in the update.
-CASES: list[tuple[Callable[[], nn.Sequential], tuple[int, ...], list[list[int]]]] = [
+CASES: list[tuple[Callable[[], Sequential], tuple[int, ...], list[list[int]]]] = [
     (mixed, (24, 8), [[8], [3, 5], [1, 1, 6]]),
     (partial(freeze, mixed, 3), (24, 8), [[3, 5]]),
     (in_place, (24, 8), [[6], [1, 5], [1, 3, 2]]),
@@ -122,7 +135,7 @@ CASES: list[tuple[Callable[[], nn.Sequential], tuple[int, ...], list[list[int]]]
     (pairs, (24, WIDTH), [[6], [2, 4], [3, 2, 1]]),
     (twice, (24, 8), [[10], [3, 7], [2, 6, 2]]),
 ]
-ROWS: list[tuple[Callable[[], nn.Sequential], tuple[int, ...], list[int]]] = []
+ROWS: list[tuple[Callable[[], Sequential], tuple[int, ...], list[int]]] = []
 for _build, _shape, _balances in CASES:
     ROWS += [(_build, _shape, balance) for balance in _balances]
 
@@ -161,7 +174,7 @@ def test_an_output_that_its_layer_saves_counts_twice() -> None:
 
     The prediction counts it twice, as if tasks had separate graphs.
     """
-    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+    model = Sequential(Linear(6, 6), ReLU())
     x = torch.empty(12, 6)
     (predicted,) = setup_memory(count(model, x), Setup(12, (2,), 1, "never"))
     make = partial(torch.optim.SGD, lr=0.1, foreach=False)
@@ -170,7 +183,7 @@ def test_an_output_that_its_layer_saves_counts_twice() -> None:
 
 
 def test_a_recomputed_task_that_begins_in_place_works_on_a_copy() -> None:
-    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))
+    model = Sequential(ReLU(inplace=True), Linear(8, 8))
     counts = count(model, torch.empty(1, 8))
     recomputed = counts.task(4, 0, 2, checkpoint=True)
     plain = counts.task(4, 0, 2, checkpoint=False)
@@ -207,8 +220,8 @@ def test_master_weights_are_in_float32_and_so_is_the_state(name: str, state: flo
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_a_steps_peak_is_within_five_percent_of_a_real_run(autocast: torch.dtype | None) -> None:
     """Compare with a run on a CPU, which has a fused attention."""
-    block = partial(nn.TransformerEncoderLayer, 64, 4, 256, dropout=0.0, batch_first=True)
-    model = nn.Sequential(block(), block(), block(), block())
+    block = partial(TransformerEncoderLayer, 64, 4, 256, dropout=0.0, batch_first=True)
+    model = Sequential(block(), block(), block(), block())
     x = torch.randn(8, 64, 64)
     counts = count(model, x, device="cpu", autocast=autocast)
 
@@ -228,12 +241,12 @@ def test_a_steps_peak_is_within_five_percent_of_a_real_run(autocast: torch.dtype
 STAGE_LAYERS = 3
 
 
-def stages(count: int) -> nn.Sequential:
+def stages(count: int) -> Sequential:
     """Return layers of so many stages. What a stage hands on is small."""
-    layers: list[nn.Module] = []
+    layers: list[Module] = []
     for _ in range(count):
-        layers += [nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8)]
-    return nn.Sequential(*layers)
+        layers += [Linear(8, 256), GELU(), Linear(256, 8)]
+    return Sequential(*layers)
 
 
 @pytest.mark.parametrize("name", NAMED)

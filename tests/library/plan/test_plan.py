@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Linear, Sequential
 
 from torchgpipe import GPipe
 from torchgpipe.plan import Hardware, Impossible, Plan, load_hardware, plan
@@ -30,13 +31,13 @@ def out_of_memory(x: Tensor) -> Tensor:
     return x if x.is_meta else explode(torch.OutOfMemoryError())
 
 
-FULL = nn.Sequential(nn.Linear(32, 4), Lambda(out_of_memory))
+FULL = Sequential(Linear(32, 4), Lambda(out_of_memory))
 
 
-def model() -> nn.Sequential:
+def model() -> Sequential:
     sizes = [32, 64, 256, 256, 128, 512, 64, 32, 8]
-    layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
-    return nn.Sequential(*layers)
+    layers = [Linear(a, b) for a, b in pairwise(sizes)]
+    return Sequential(*layers)
 
 
 def on_cpus(found: Plan) -> GPipe:
@@ -128,7 +129,7 @@ def test_chooses_a_schedule_that_needs_less_memory() -> None:
 
 def test_a_layer_fits_whose_gradients_are_made_once() -> None:
     """Parameters and gradients take 2 P; a second micro-batch would add P."""
-    layer = nn.Sequential(nn.Linear(4096, 4096))
+    layer = Sequential(Linear(4096, 4096))
     sample = torch.empty(1, 4096)
     room = 2.5 * sum(p.nbytes for p in layer.parameters())
     how: dict[str, Any] = {"batch_size": 4, "devices": 1, "headroom": 0, "hardware": NODE}
@@ -220,7 +221,7 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
             r"no schedule that was asked for is for 8 device\(s\), 8 layers",
         ),
         ({"checkpoint": "often"}, ValueError, "checkpoint must be among .*, got 'often'"),
-        ({"module": nn.Linear(1, 1)}, TypeError, "only an nn.Sequential"),
+        ({"module": Linear(1, 1)}, TypeError, "only an nn.Sequential"),
         ({"master_weights": True}, ValueError, "master_weights is for parameters in 16 bits"),
         (
             {"autocast": torch.float64},

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import BatchNorm1d, Linear, Module, Sequential
 
 from torchgpipe.balance.profile import seconds_of
 from torchgpipe.plan import plan, profiled
@@ -25,7 +26,7 @@ from ..simulated import Clock, spend
 CPU = torch.device("cpu")
 
 
-class Layer(nn.Module):
+class Layer(Module):
     """A layer that takes `fixed` seconds and `each` seconds per sample.
 
     Its backward takes twice as long as its forward.
@@ -33,7 +34,7 @@ class Layer(nn.Module):
 
     def __init__(self, fixed: float, each: float) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear = Linear(4, 4)
         self.fixed = fixed
         self.each = each
 
@@ -83,7 +84,7 @@ def test_layers_are_timed_for_the_sample_and_by_halves(
     samples: int, sizes: tuple[int, ...], whole: bool, device: str
 ) -> None:
     with torch.device(device):
-        model = nn.Sequential(Layer(1, 0.5), nn.BatchNorm1d(4), Layer(0, 2))
+        model = Sequential(Layer(1, 0.5), BatchNorm1d(4), Layer(0, 2))
 
     found = profile_layers(model, torch.rand(samples, 4), whole=whole)
 
@@ -130,7 +131,7 @@ def test_a_model_that_does_not_fit_is_timed_layer_by_layer(
 ) -> None:
     """A whole step is predicted not to fit, or it runs out of memory."""
     layers = [layer(0, 1) for _ in range(4)]
-    model = nn.Sequential(*layers)
+    model = Sequential(*layers)
     arguments: dict[str, Any] = {"batch_size": 8, "devices": 4, "chunks": 4}
 
     found = plan(model, torch.rand(8, 4), memory=memory, checkpoint="always", **arguments)
@@ -146,7 +147,7 @@ def test_a_model_that_does_not_fit_is_timed_layer_by_layer(
 
 def test_a_plan_from_a_profile() -> None:
     layers = [Layer(0, each) for each in (1, 1, 1, 1, 2, 2)]
-    model = nn.Sequential(*layers)
+    model = Sequential(*layers)
     x = torch.rand(4, 4)
     random = torch.get_rng_state()
     arguments: dict[str, Any] = {"batch_size": 64, "chunks": [4], "checkpoint": ["never"]}
@@ -177,6 +178,6 @@ def test_on_a_gpu() -> None:
     assert found.devices == torch.cuda.device_count()
     assert found.memory > 2**30
     assert 0 < found.link_bandwidth < math.inf
-    model = nn.Sequential(nn.Linear(4, 4))
+    model = Sequential(Linear(4, 4))
     profile = profile_layers(model, torch.rand(4, 4, device=device))
     assert profile.device == device

@@ -160,8 +160,9 @@ def test_what_pytorch_writes_beside_actions_is_left_out(tmp_path: Path) -> None:
 def test_forwards_alone_are_clock_cycles() -> None:
     for n, m in product((1, 3, 4), (1, 4, 5)):
         (order,) = orders(arranged("GPipe", n, n), m, "never", False).forwards
-        tasks = [(i, j) for _, i, j in order]
-        assert tasks == list(chain.from_iterable(clock_cycles(m, n)))
+        cycles = chain.from_iterable(clock_cycles(m, n))
+        for (_, i, j), task in zip(order, cycles, strict=True):
+            assert (i, j) == task
     (looped,) = orders(arranged("Interleaved1F1B", 4, 2), 2, "never", False).forwards
     by_stages = [(i, j) for j, i in product(range(4), range(2))]
     assert [(i, j) for _, i, j in looped] == by_stages

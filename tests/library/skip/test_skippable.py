@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Identity, Module, Sequential
 
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
@@ -34,7 +35,7 @@ class StashAndNegate(Stash):
 
 
 @skippable(stash=["b", "c"], pop=["a"])
-class Several(nn.Identity):
+class Several(Identity):
     pass
 
 
@@ -42,8 +43,8 @@ X = torch.tensor([1.0, 2.0])
 
 
 def test_a_subclass_stashes_by_itself_or_by_its_parent() -> None:
-    tenfold_and_once = nn.Sequential(StashTenfold(), Pop(), Stash(), Pop())
-    negated = nn.Sequential(StashAndNegate(), Pop())
+    tenfold_and_once = Sequential(StashTenfold(), Pop(), Stash(), Pop())
+    negated = Sequential(StashAndNegate(), Pop())
     with skip_scope({}) as scope:
         assert torch.equal(tenfold_and_once(X), 22 * X)
         assert torch.equal(negated(X), 0 * X)
@@ -66,12 +67,12 @@ def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
 def yielding(names: dict[str, list[str]], *steps: object) -> Callable[[], object]:
     """Return a function that runs a layer which declares these names and yields these objects."""
 
-    def forward(self: nn.Module, x: Tensor) -> Any:
+    def forward(self: Module, x: Tensor) -> Any:
         yield from steps
         return x
 
     def run() -> None:
-        kind = skippable(**names)(type("Layer", (nn.Module,), {"forward": forward}))
+        kind = skippable(**names)(type("Layer", (Module,), {"forward": forward}))
         with skip_scope({}):
             kind()(X)
 
@@ -79,7 +80,7 @@ def yielding(names: dict[str, list[str]], *steps: object) -> Callable[[], object
 
 
 def without_a_yield() -> None:
-    kind = skippable(stash=["a"])(type("Plain", (nn.Identity,), {}))
+    kind = skippable(stash=["a"])(type("Plain", (Identity,), {}))
     kind()(X)
 
 
@@ -155,14 +156,14 @@ def test_refused(do: Callable[[], object], error: type[Exception], message: str)
         do()
 
 
-def layer(word: str) -> nn.Module:
+def layer(word: str) -> Module:
     """Make a layer that stashes ("+ab") or pops ("-a") skips of one letter, or neither (".")."""
     if word == ".":
-        return nn.Identity()
+        return Identity()
     verb = {"+": "stash", "-": "pop"}[word[0]]
     names = {verb: list(word[1:])}
-    kind = skippable(**names)(type("Layer", (nn.Module,), {}))
-    made: nn.Module = kind()
+    kind = skippable(**names)(type("Layer", (Module,), {}))
+    made: Module = kind()
     return made
 
 
@@ -184,7 +185,7 @@ CASES = {
 @pytest.mark.parametrize("portals", [True, False], ids=["portals", "no portals"])
 @pytest.mark.parametrize(("text", "straight", "through"), CASES.values(), ids=CASES)
 def test_crossings(text: list[str], straight: list[str], through: list[str], portals: bool) -> None:
-    partitions = [nn.Sequential(*map(layer, words.split())) for words in text]
+    partitions = [Sequential(*map(layer, words.split())) for words in text]
     crossings = skip_layout(partitions, portals=portals)
     found = [f"{key.name}{source}{target}" for key, source, target in crossings]
     assert sorted(found) == sorted(straight if portals else through)
@@ -208,7 +209,7 @@ def test_faults_are_all_listed(text: str, faults: list[str]) -> None:
     layers = OrderedDict((str(k), layer(word)) for k, word in enumerate(words))
     n = len(words)
     with pytest.raises(TypeError, match="skips do not match") as caught:
-        GPipe(nn.Sequential(layers), [1] * n, devices=["cpu"] * n)
+        GPipe(Sequential(layers), [1] * n, devices=["cpu"] * n)
     message = str(caught.value)
     for fault in faults:
         assert f"- {fault}\n" in message

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.nn import BatchNorm1d, Dropout, Linear, Parameter, Sequential
 
 from torchgpipe import GPipe
 from torchgpipe.state.meeting import Meeting
@@ -42,11 +43,9 @@ def piped(
 ) -> GPipe:
     torch.manual_seed(seed)
     noisy = Do(noise, generator=torch.Generator().manual_seed(7))
-    norm = nn.BatchNorm1d(width)
-    last = nn.Linear(4, 4)
-    layers = nn.Sequential(
-        nn.Linear(5, width), norm, noisy, nn.Dropout(0.3), nn.Linear(width, 4), last
-    )
+    norm = BatchNorm1d(width)
+    last = Linear(4, 4)
+    layers = Sequential(Linear(5, width), norm, noisy, Dropout(0.3), Linear(width, 4), last)
     last.requires_grad_(seed < 0)
     devices = ["cpu"] * len(balance)
     options: dict[str, Any] = {"chunks": 2, "deferred_batch_norm": True}
@@ -155,11 +154,11 @@ def of_trained(model: GPipe) -> torch.optim.Optimizer:
 
 
 def one_layer() -> GPipe:
-    return GPipe(nn.Sequential(nn.Linear(5, 4)), [1], devices=["cpu"])
+    return GPipe(Sequential(Linear(5, 4)), [1], devices=["cpu"])
 
 
 def adam_with_another_parameter(model: GPipe) -> torch.optim.Optimizer:
-    another = nn.Parameter(torch.zeros(2))
+    another = Parameter(torch.zeros(2))
     return torch.optim.Adam([*model.parameters(), another])
 
 

@@ -12,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import BatchNorm1d, BatchNorm2d, Module, Sequential
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
@@ -35,26 +37,26 @@ def batch(
     return ((noise + mean) * drift).to(dtype)
 
 
-def statistics(layer: nn.Module) -> list[Tensor]:
+def statistics(layer: Module) -> list[Tensor]:
     return [x.double() for x in layer.buffers()]
 
 
-def assert_same_statistics(deferred: nn.Module, plain: nn.Module, **tolerance: Any) -> None:
+def assert_same_statistics(deferred: Module, plain: Module, **tolerance: Any) -> None:
     tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(statistics(deferred), statistics(plain), **tolerance)
+    assert_close(statistics(deferred), statistics(plain), **tolerance)
 
 
-def run(layer: nn.Module, parts: Iterable[Tensor]) -> Tensor:
+def run(layer: Module, parts: Iterable[Tensor]) -> Tensor:
     outputs = [layer(part) for part in parts]
     return torch.cat(outputs)
 
 
 # A layer, the shape of a sample's channel, and options.
-LAYERS: list[tuple[type[nn.Module], tuple[int, ...], dict[str, Any]]] = [
-    (nn.BatchNorm1d, (), {}),
-    (nn.BatchNorm1d, (5,), {"momentum": 0.0}),
-    (nn.BatchNorm2d, (4, 5), {"momentum": None}),
-    (nn.BatchNorm2d, (2, 1), {"momentum": 1.0, "affine": False}),
+LAYERS: list[tuple[type[Module], tuple[int, ...], dict[str, Any]]] = [
+    (BatchNorm1d, (), {}),
+    (BatchNorm1d, (5,), {"momentum": 0.0}),
+    (BatchNorm2d, (4, 5), {"momentum": None}),
+    (BatchNorm2d, (2, 1), {"momentum": 1.0, "affine": False}),
     (nn.BatchNorm3d, (2, 1, 3), {"eps": 0.1}),
 ]
 
@@ -88,14 +90,14 @@ def test_statistics_of_the_mini_batch(
         for part in x.split(sizes):
             # A micro-batch is normalized by its own statistics. Running statistics do not change
             # before `commit`.
-            torch.testing.assert_close(deferred(part), fresh(part))
+            assert_close(deferred(part), fresh(part))
             with CheckpointPhase(recomputing=True):
-                torch.testing.assert_close(deferred(part), fresh(part))
-            torch.testing.assert_close(statistics(deferred), before, rtol=0, atol=0)
+                assert_close(deferred(part), fresh(part))
+            assert_close(statistics(deferred), before, rtol=0, atol=0)
         deferred.commit()
         plain(x)
         assert_same_statistics(deferred, plain, **EXACT)
-    torch.testing.assert_close(deferred.eval()(x), plain.eval()(x))
+    assert_close(deferred.eval()(x), plain.eval()(x))
 
 
 # Layers that commit together: momentum, dtype, whether they count mini-batches, and the sizes of
@@ -112,7 +114,7 @@ def test_layers_commit_together() -> None:
     """
     plain = []
     for k, (momentum, dtype, counts, _) in enumerate(TOGETHER):
-        layer = nn.BatchNorm1d(1 + k % 2, momentum=momentum, dtype=dtype)
+        layer = BatchNorm1d(1 + k % 2, momentum=momentum, dtype=dtype)
         if not counts:
             layer.num_batches_tracked = None
         plain.append(layer)
@@ -181,7 +183,7 @@ BETWEEN: dict[str, tuple[Callable[[Any], Any], float]] = {
 def test_what_was_tracked_stays_and_nothing_twice(
     between: Callable[[Any], Any], tolerance: float
 ) -> None:
-    plain = nn.BatchNorm2d(2)
+    plain = BatchNorm2d(2)
     deferred = convert(copy.deepcopy(plain), None)
     deferred(FIRST)
     deferred = between(deferred)
@@ -195,7 +197,7 @@ def test_what_was_tracked_stays_and_nothing_twice(
 @pytest.mark.parametrize("chunks", [2, 7, 100, None])
 def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
     """Fourteen samples in eight chunks make seven micro-batches."""
-    plain = nn.BatchNorm1d(3, momentum=None)
+    plain = BatchNorm1d(3, momentum=None)
     deferred = convert(copy.deepcopy(plain), chunks)
     commit([])
     deferred(torch.empty(0, 3))  # an empty micro-batch does not count
@@ -256,11 +258,11 @@ def test_conversion_shares_everything_with_the_original() -> None:
     A layer that occurs twice is converted to one layer.
     """
     seen: list[type] = []
-    first, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)
+    first, other = BatchNorm1d(3), BatchNorm1d(3, affine=False)
     first.weight.requires_grad_(False)
     first.eval()
     first.register_forward_hook(lambda module, args, output: seen.append(type(module)))
-    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Sequential(first, other), first)
+    model: Any = Sequential(nn.Linear(3, 3), Sequential(first, other), first)
     names = list(model.state_dict())
     tensors = [*model.parameters(), *model.buffers()]
 
@@ -287,26 +289,26 @@ def test_conversion_shares_everything_with_the_original() -> None:
 
 def test_a_state_of_0_0_7_has_two_more_buffers() -> None:
     deferred = DeferredBatchNorm(3, chunks=2)
-    state = nn.BatchNorm1d(3).state_dict()
+    state = BatchNorm1d(3).state_dict()
     state["running_mean"] = torch.arange(3.0)
     ones = torch.ones(3)
     deferred.load_state_dict({**state, "sum": ones, "sum_squares": ones})
-    torch.testing.assert_close(dict(deferred.state_dict()), dict(state))
+    assert_close(dict(deferred.state_dict()), dict(state))
     with pytest.raises(RuntimeError, match="Unexpected"):
         deferred.load_state_dict({**state, "total": ones})
 
 
 def test_left_alone() -> None:
-    without_mean = nn.BatchNorm1d(3)
+    without_mean = BatchNorm1d(3)
     without_mean.running_mean = None
-    untracked = nn.BatchNorm2d(3, track_running_stats=False)
+    untracked = BatchNorm2d(3, track_running_stats=False)
     lazy = nn.LazyBatchNorm1d(track_running_stats=False)
     for layer in (nn.SyncBatchNorm(3), without_mean, untracked, lazy):
-        assert convert(nn.Sequential(layer), 2)[0] is layer
+        assert convert(Sequential(layer), 2)[0] is layer
 
 
 def test_converting_again_changes_the_chunks() -> None:
-    first = convert(nn.BatchNorm2d(3), 2)
+    first = convert(BatchNorm2d(3), 2)
     assert convert(first, 2) is first
     second = convert(first, 3)
     assert (first.chunks, second.chunks) == (2, 3)
@@ -316,12 +318,12 @@ def test_converting_again_changes_the_chunks() -> None:
         second(batch(8, 3))
 
 
-class Activated(nn.BatchNorm1d):
+class Activated(BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).relu()
 
 
-PAIR = nn.Sequential(nn.BatchNorm1d(3), Activated(3))
+PAIR = Sequential(BatchNorm1d(3), Activated(3))
 FOUR_DIMENSIONS = batch(4, 3, 2, 2)
 ONE_SAMPLE = batch(1, 3)
 LAZY = "cannot defer LazyBatchNorm1d before its first input"
@@ -333,9 +335,9 @@ MISUSE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: convert(nn.ReLU(), 0), ValueError, "chunks must be a positive int, or None .* got 0"),
     (lambda: convert(nn.LazyBatchNorm1d()), ValueError, LAZY),
     (lambda: convert(PAIR), TypeError, r"cannot defer Activated, whose forward\(\) is its own"),
-    (lambda: DeferredBatchNorm(3)(FOUR_DIMENSIONS), ValueError, "expected 2D or 3D input"),
+    (lambda: convert(BatchNorm1d(3))(FOUR_DIMENSIONS), ValueError, "expected 2D or 3D input"),
     (lambda: DeferredBatchNorm(3)(batch(4)), ValueError, ONE_DIMENSION),
-    (lambda: DeferredBatchNorm(3)(ONE_SAMPLE), ValueError, ONE_VALUE),
+    (lambda: convert(BatchNorm1d(3))(ONE_SAMPLE), ValueError, ONE_VALUE),
 ]
 
 
@@ -343,4 +345,4 @@ MISUSE: list[tuple[Callable[[], object], type[Exception], str]] = [
 def test_misuse(misuse: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         misuse()
-    assert type(PAIR[0]) is nn.BatchNorm1d, "half of a module was converted"
+    assert type(PAIR[0]) is BatchNorm1d, "half of a module was converted"

@@ -10,8 +10,28 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import (
+    GELU,
+    GLU,
+    LSTM,
+    BatchNorm2d,
+    Conv1d,
+    Conv2d,
+    ConvTranspose2d,
+    Embedding,
+    GroupNorm,
+    LayerNorm,
+    Linear,
+    Module,
+    MultiheadAttention,
+    Parameter,
+    ReLU,
+    Sequential,
+    Sigmoid,
+    TransformerEncoderLayer,
+)
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -26,13 +46,12 @@ from ...behaviours.parts.layers import Do
 from ..ledger import Ledger
 
 CPU = torch.device("cpu")
-Conv, Sequential, Norm = nn.Conv2d, nn.Sequential, nn.LayerNorm
 LATER = "weights of {} products later"
 WHOLE = "whole: {}"
 
 
-def linear() -> nn.Linear:
-    return nn.Linear(16, 16)
+def linear() -> Linear:
+    return Linear(16, 16)
 
 
 class Scale(torch.autograd.Function):
@@ -50,18 +69,18 @@ class Scale(torch.autograd.Function):
         return g * w, grad_w
 
 
-def rand(*size: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(size))
+def rand(*size: int) -> Parameter:
+    return Parameter(torch.randn(size))
 
 
 VECTORS = torch.randn(4, 5, 16)
 IMAGES = torch.randn(2, 4, 6, 6)
 WORDS = torch.tensor([[1, 2, 1, 0]])
 COMPLEX = torch.randn(4, 5, 16, dtype=torch.cfloat)
-BLOCK = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-CHAIN = Sequential(linear(), nn.GELU(), Norm(16), nn.Linear(16, 8, bias=False))
+BLOCK = TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+CHAIN = Sequential(linear(), GELU(), LayerNorm(16), Linear(16, 8, bias=False))
 UNEVEN = Sequential(
-    Conv(4, 8, 3, 2, 1, groups=2), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2, 2)
+    Conv2d(4, 8, 3, 2, 1, groups=2), BatchNorm2d(8), ReLU(), ConvTranspose2d(8, 4, 2, 2)
 )
 TIED = linear()
 FROZEN = linear().requires_grad_(False)
@@ -110,12 +129,12 @@ def checkpointed(module: Any, x: Tensor) -> Any:
     return checkpoint(module.a, x, use_reentrant=False)
 
 
-BY_CHANNEL = [Conv(4, 8, 3, groups=4), nn.GroupNorm(2, 8), Conv(8, 4, 1, bias=False)]
-GATES = [nn.Conv1d(5, 8, 3, dilation=2), nn.GLU(1), nn.Conv1d(4, 4, 1)]
+BY_CHANNEL = [Conv2d(4, 8, 3, groups=4), GroupNorm(2, 8), Conv2d(8, 4, 1, bias=False)]
+GATES = [Conv1d(5, 8, 3, dilation=2), GLU(1), Conv1d(4, 4, 1)]
 
 # The layers, their input, and what the stage then says.
 # A number is the number of products whose weights get their gradients later.
-ROWS: dict[str, tuple[nn.Module, Tensor, int | str]] = {
+ROWS: dict[str, tuple[Module, Tensor, int | str]] = {
     "linear": (CHAIN, VECTORS, 2),
     "float64": (copy.deepcopy(CHAIN).double(), VECTORS.double(), 2),
     "bfloat16": (copy.deepcopy(CHAIN).bfloat16(), VECTORS.bfloat16(), 2),
@@ -126,11 +145,11 @@ ROWS: dict[str, tuple[nn.Module, Tensor, int | str]] = {
     ),
     "a transformer's block": (BLOCK, VECTORS, 4),
     "attention": (
-        Do(lambda m, x: m.layer(x, x, x)[0], layer=nn.MultiheadAttention(16, 2)),
+        Do(lambda m, x: m.layer(x, x, x)[0], layer=MultiheadAttention(16, 2)),
         VECTORS,
         2,
     ),
-    "words": (Sequential(nn.Embedding(3, 16), Norm(16), linear(), BLOCK), WORDS, 5),
+    "words": (Sequential(Embedding(3, 16), LayerNorm(16), linear(), BLOCK), WORDS, 5),
     "convolutions": (UNEVEN, IMAGES, 2),
     "convolutions in float64": (copy.deepcopy(UNEVEN).double(), IMAGES.double(), 2),
     "by channel": (Sequential(*BY_CHANNEL), IMAGES, 2),
@@ -151,15 +170,15 @@ ROWS: dict[str, tuple[nn.Module, Tensor, int | str]] = {
     ),
     "buffer": (Do(lambda m, x: x @ m.w, w=torch.randn(16, 8).requires_grad_()), VECTORS, 1),
     "two outputs": (Do(two_outputs, a=linear(), b=linear()), VECTORS, 2),
-    "frozen": (Sequential(linear(), FROZEN, Norm(16)), VECTORS, 1),
+    "frozen": (Sequential(linear(), FROZEN, LayerNorm(16)), VECTORS, 1),
     "frozen weight": (NO_WEIGHT, VECTORS, NOTHING_LATER),
-    "no parameters": (nn.ReLU(), VECTORS, NOTHING_LATER),
+    "no parameters": (ReLU(), VECTORS, NOTHING_LATER),
     "recurrent": (
-        Do(lambda m, x: m.layer(x)[0], layer=nn.LSTM(16, 16)),
+        Do(lambda m, x: m.layer(x)[0], layer=LSTM(16, 16)),
         VECTORS,
         NOTHING_LATER,
     ),
-    "tied": (Sequential(TIED, nn.ReLU(), linear(), TIED), VECTORS, LATER.format(1) + TIES),
+    "tied": (Sequential(TIED, ReLU(), linear(), TIED), VECTORS, LATER.format(1) + TIES),
     "custom": (Sequential(linear(), SCALE), VECTORS, LATER.format(1) + CUSTOM),
     "no gradient": (
         Sequential(linear(), Do(SCALE.function, w=rand())),
@@ -167,7 +186,7 @@ ROWS: dict[str, tuple[nn.Module, Tensor, int | str]] = {
         LATER.format(1) + CUSTOM,
     ),
     "tied bias": (
-        Do(lambda m, x: m.a(x) + m.a.bias.sum(), a=Conv(4, 4, 1)),
+        Do(lambda m, x: m.a(x) + m.a.bias.sum(), a=Conv2d(4, 4, 1)),
         IMAGES,
         TIED_BIAS,
     ),
@@ -182,7 +201,7 @@ class Tasks:
 
     def __init__(
         self,
-        layers: nn.Module,
+        layers: Module,
         x: Tensor,
         *,
         again: bool = False,
@@ -255,7 +274,7 @@ def test_halves_equal_a_whole(name: str) -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_only_inputs_and_gradients_of_products_are_kept_between_the_halves(again: bool) -> None:
     ledger = Ledger()
-    layers = Sequential(linear(), nn.GELU(), Norm(16), linear(), nn.Sigmoid())
+    layers = Sequential(linear(), GELU(), LayerNorm(16), linear(), Sigmoid())
     tasks = Tasks(layers, torch.randn(50, 16), again=again, observer=ledger)
     task, grads = tasks.each.pop()
     tasks.each.clear()

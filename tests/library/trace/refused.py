@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
+from torch.nn import LSTM, LazyLinear, Module, ReLU, Sequential
 
 from .. import traced
 from ..traced import WIDTH, does
@@ -55,7 +56,7 @@ def replacing(net: Any, x: Tensor) -> Any:
     return net.b(x) * net.count
 
 
-def after(change: Callable[[nn.Module], object]) -> nn.Module:
+def after(change: Callable[[Module], object]) -> Module:
     module = traced.Residual()
     change(module)
     return module
@@ -168,23 +169,23 @@ class WithExtraState(traced.Residual):
         return torch.ones(1)
 
 
-def recurrent() -> nn.Module:
+def recurrent() -> Module:
     """Return a module with an LSTM, whose first dimension is time and not the batch."""
 
     def forward(net: Any, x: Tensor) -> Any:
         output, _ = net.recurrent(x.unsqueeze(1))
         return output.squeeze(1)
 
-    return does(forward, recurrent=nn.LSTM(WIDTH, WIDTH))
+    return does(forward, recurrent=LSTM(WIDTH, WIDTH))
 
 
-def replacing_in_a_submodule() -> nn.Module:
-    return nn.Sequential(does(replacing))
+def replacing_in_a_submodule() -> Module:
+    return Sequential(does(replacing))
 
 
-def branching_in_a_submodule() -> nn.Module:
+def branching_in_a_submodule() -> Module:
     branching = does(FORWARDS["a branch"])
-    return nn.Sequential(branching)
+    return Sequential(branching)
 
 
 # How a module is made, whether the message quotes its line in `FORWARDS`, and other texts in it.
@@ -208,8 +209,8 @@ OTHERS: dict[str, tuple[Callable[[], Any], bool, list[str]]] = {
         ["Residual is compiled"],
     ),
     "time before the batch": (recurrent, False, COMPARES),
-    "scripted": (lambda: nn.Sequential(torch.jit.script(nn.ReLU())), False, [SCRIPTED_PART]),
-    "lazy": (lambda: nn.Sequential(nn.LazyLinear(2)), False, [WITHOUT_SHAPES]),
+    "scripted": (lambda: Sequential(torch.jit.script(ReLU())), False, [SCRIPTED_PART]),
+    "lazy": (lambda: Sequential(LazyLinear(2)), False, [WITHOUT_SHAPES]),
     "a state of its own": (WithExtraState, False, ["_extra_state"]),
 }
 CASES = dict(OTHERS)

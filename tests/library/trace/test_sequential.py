@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import BatchNorm1d, Linear, Module, Parameter, ReLU, Sequential
+from torch.testing import assert_close
 
 from torchgpipe import GPipe, pipeline, sequential
 from torchgpipe.balance import balance_by_size
@@ -33,9 +35,9 @@ def seeding_and_drawing(net: Any, x: Tensor) -> Tensor:
     return net.a(x) * random.random()
 
 
-def drawing() -> nn.Module:
+def drawing() -> Module:
     last = traced.does(seeding_and_drawing)
-    return nn.Sequential(nn.Linear(6, 60), nn.Linear(60, 6), last)
+    return Sequential(Linear(6, 60), Linear(60, 6), last)
 
 
 BY_HAND = CASES["attention by hand"]
@@ -72,12 +74,12 @@ def test_cuts(case: Case, expected: list[str]) -> None:
     assert found == expected
 
 
-def on_one_device(layers: nn.Sequential) -> GPipe:
+def on_one_device(layers: Sequential) -> GPipe:
     return GPipe(layers, [len(layers)], devices=["cpu"])
 
 
 @pytest.mark.parametrize("make", [lambda layers: layers, lambda layers: on_one_device(layers)])
-def test_loading(make: Callable[[Any], nn.Module]) -> None:
+def test_loading(make: Callable[[Any], Module]) -> None:
     module = traced.Tied()
     sample = torch.randint(9, (5, 4))
     model = make(sequential(module, sample))
@@ -126,7 +128,7 @@ def test_the_module_is_left_as_it_was(frozen: bool) -> None:
 
 @pytest.mark.parametrize("name", ["1.b", "1"], ids=["a layer", "a module around layers"])
 def test_hooks_run(name: str) -> None:
-    module = nn.Sequential(nn.Linear(traced.WIDTH, traced.WIDTH), traced.Residual())
+    module = Sequential(Linear(traced.WIDTH, traced.WIDTH), traced.Residual())
     hooked = module.get_submodule(name)
     seen: list[str] = []
     hooked.register_forward_hook(lambda *_: seen.append("forward"))
@@ -142,12 +144,12 @@ def test_hooks_run(name: str) -> None:
     assert seen == ["forward", "forward", "backward", "backward"]
 
 
-def compiled_call(module: Any) -> nn.Module:
+def compiled_call(module: Any) -> Module:
     module.compile(backend="aot_eager")
     return module
 
 
-def compiled_around(module: nn.Module) -> nn.Module:
+def compiled_around(module: Module) -> Module:
     return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
 
 
@@ -155,11 +157,11 @@ def compiled_around(module: nn.Module) -> nn.Module:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", [compiled_call, traced.compiled_forward, compiled_around])
 def test_compiled_parts_are_layers_and_stay_compiled(
-    compiled: Callable[[nn.Module], nn.Module],
+    compiled: Callable[[Module], Module],
 ) -> None:
     torch.compiler.reset()
-    linear = nn.Linear(traced.WIDTH, traced.WIDTH)
-    module = nn.Sequential(linear, compiled(traced.Residual()))
+    linear = Linear(traced.WIDTH, traced.WIDTH)
+    module = Sequential(linear, compiled(traced.Residual()))
     layers = sequential(module, rows())
     assert len(layers) == 2
 
@@ -172,7 +174,7 @@ def test_compiled_parts_are_layers_and_stay_compiled(
     ):
         layers(x)
     model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2)
-    torch.testing.assert_close(model(x), expected)
+    assert_close(model(x), expected)
 
 
 def test_copies_and_two_in_one_sequence() -> None:
@@ -183,16 +185,16 @@ def test_copies_and_two_in_one_sequence() -> None:
     many = torch.randn(2, 9, traced.WIDTH)
     for other in (copy.deepcopy(layers), pickled):
         assert torch.equal(other(x), module(x))
-        torch.testing.assert_close(torch.func.vmap(other)(many), module(many))
+        assert_close(torch.func.vmap(other)(many), module(many))
         model = GPipe(other, [1, 1, 1], devices=["cpu"] * 3, chunks=2)
         model_pickled = pickle.loads(pickle.dumps(model))
         assert torch.equal(model_pickled(x), model(x))
 
     one = sequential(traced.Residual(), rows())
     other = sequential(traced.Residual(), rows())
-    together = nn.Sequential(*one, nn.ReLU(), *other)
+    together = Sequential(*one, ReLU(), *other)
     model = GPipe(together, [3, 4], devices=["cpu"] * 2, chunks=2)
-    torch.testing.assert_close(model(x), other(one(x).relu()))
+    assert_close(model(x), other(one(x).relu()))
     state = model.state_dict()
     assert len(state) == len(one.state_dict()) + len(other.state_dict())
     model.load_state_dict(state)
@@ -222,15 +224,15 @@ def test_deferred_batch_norm() -> None:
 
     model(x)
 
-    expected = nn.BatchNorm1d(traced.WIDTH)
+    expected = BatchNorm1d(traced.WIDTH)
     expected(module.a(x))
     norms = [type(m) for m in layers.modules() if "BatchNorm" in type(m).__name__]
     assert norms == [DeferredBatchNorm]
     state = model.state_dict()
-    torch.testing.assert_close(state["norm.running_mean"], expected.running_mean)
+    assert_close(state["norm.running_mean"], expected.running_mean)
 
 
-class Mixed(nn.Module):
+class Mixed(Module):
     """A module that uses its parameters in an order that is not that of their names."""
 
     ORDER = "chafdbge"
@@ -238,7 +240,7 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         for name in sorted(self.ORDER):
-            parameter = nn.Parameter(torch.randn(traced.WIDTH))
+            parameter = Parameter(torch.randn(traced.WIDTH))
             self.register_parameter(name, parameter)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -249,7 +251,7 @@ class Mixed(nn.Module):
 def test_parameters_are_in_the_order_of_use_and_the_sample_as_it_was() -> None:
     """An optimizer's state goes by that order, so the order has to be the same in every process."""
     sample = -torch.ones(5, traced.WIDTH)
-    changing = nn.Sequential(nn.ReLU(inplace=True), Mixed())
+    changing = Sequential(ReLU(inplace=True), Mixed())
     sequential(changing, sample)
     assert (sample == -1).all()
 
@@ -284,4 +286,4 @@ def test_a_balanced_and_a_planned_pipeline(name: str, hardware: str) -> None:
     assert model.chunks == 2
     outputs = [*tensors_in(called(model, sample))]
     expected = [*tensors_in(called(module, sample))]
-    torch.testing.assert_close(outputs, expected)
+    assert_close(outputs, expected)

@@ -11,7 +11,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import (
+    BatchNorm1d,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Embedding,
+    Flatten,
+    GroupNorm,
+    Linear,
+    MaxPool2d,
+    Module,
+    ReLU,
+    Sequential,
+    Tanh,
+    TransformerEncoderLayer,
+    Upsample,
+)
 
 from reproduce.models.built import amoebanetd, resnet101, unet
 from torchgpipe import GPipe
@@ -25,20 +42,20 @@ from ...layers import Lambda
 
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_the_line_through_two_sizes(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    convolution = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
-    model = nn.Sequential(*convolution, nn.Flatten(), nn.Linear(8 * 36, 5))
+    convolution = [Conv2d(3, 8, 3), BatchNorm2d(8), ReLU()]
+    model = Sequential(*convolution, Flatten(), Linear(8 * 36, 5))
     x = torch.empty(1, 3, 8, 8)
     line = count(model, x).at(size)
     monkeypatch.setattr("torchgpipe.plan.count.count.SIZES", (size, size + 1))
     assert line == count(model, x).at(size)
 
 
-def of(*kinds: str) -> Callable[[], nn.Sequential]:
+def of(*kinds: str) -> Callable[[], Sequential]:
     """Return a maker of a model with layers of these kinds between linear layers."""
 
-    def build() -> nn.Sequential:
+    def build() -> Sequential:
         layers = [KINDS[kind](None) for kind in kinds]
-        return nn.Sequential(nn.Linear(4, 4), *layers, nn.Flatten(), nn.Linear(4, 4))
+        return Sequential(Linear(4, 4), *layers, Flatten(), Linear(4, 4))
 
     return build
 
@@ -57,7 +74,7 @@ def of(*kinds: str) -> Callable[[], nn.Sequential]:
     ids=["ResNet-101", "U-Net", "AmoebaNet-D", "pairs", "checkpointed", "in place"],
 )
 def test_counted_layer_by_layer_as_in_a_step_of_gpipe(
-    build: Callable[[], nn.Sequential], shape: tuple[int, ...], more: int
+    build: Callable[[], Sequential], shape: tuple[int, ...], more: int
 ) -> None:
     """The order of operators in backward may differ.
 
@@ -96,13 +113,13 @@ def no_way_back(x: Tensor) -> Tensor:
     return y
 
 
-def compiled() -> nn.Module:
-    layer = nn.Linear(8, 4)
+def compiled() -> Module:
+    layer = Linear(8, 4)
     layer.compile()
     return layer
 
 
-class CompiledForward(nn.Module):
+class CompiledForward(Module):
     @torch.compile
     def forward(self, x: Tensor) -> Tensor:
         return x + 1
@@ -122,21 +139,21 @@ def unlike_for_two(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (lambda: nn.Linear(9, 4), FAILS.format("Linear", "9")),
+        (lambda: Linear(9, 4), FAILS.format("Linear", "9")),
         (lambda: Lambda(lambda x: x.view(7, -1)), FAILS.format("Do", "shape '.*' is invalid")),
         (lambda: Lambda(lambda x: x * x.sum().item()), DO_FAILS),
         (lambda: Lambda(lambda x: x if x.sum() > 0 else -x), DO_FAILS),
         (lambda: Lambda(lambda x: x[x > 0]), DO_FAILS),
         (lambda: Lambda(broken), KEY_ERROR),
         (lambda: Lambda(no_way_back), KEY_ERROR),
-        (lambda: torch.compile(nn.Linear(8, 4)), COMPILED),
-        (lambda: nn.Sequential(compiled()), COMPILED),
+        (lambda: torch.compile(Linear(8, 4)), COMPILED),
+        (lambda: Sequential(compiled()), COMPILED),
         (CompiledForward, COMPILED),
         (lambda: Lambda(unlike_for_two), OTHER_OPERATORS),
     ],
 )
-def test_refused(layer: Callable[[], nn.Module], message: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 8))
+def test_refused(layer: Callable[[], Module], message: str) -> None:
+    model = Sequential(Linear(4, 8))
     model.add_module("odd", layer())
 
     with pytest.raises(ValueError, match=message) as raised:
@@ -153,30 +170,30 @@ def test_refused(layer: Callable[[], nn.Module], message: str) -> None:
 
 MIX = Lambda(lambda x: torch.softmax(x @ x.T, dim=1) @ x)  # samples attend to each other
 DISTANCES = Lambda(lambda x: x * (x[:, None] - x[None]).abs().sum(1))
-OF_IMAGES = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.MaxPool2d(2), nn.Upsample(scale_factor=2)]
+OF_IMAGES = [Conv2d(3, 8, 3), BatchNorm2d(8), MaxPool2d(2), Upsample(scale_factor=2)]
 
 
 @pytest.mark.parametrize(
     ("layers", "shape", "named"),
     [
-        ([nn.Linear(8, 8), MIX], (1, 8), "'1':"),
-        ([nn.Linear(8, 8), DISTANCES], (1, 8), "'1':"),
-        ([nn.Linear(8, 8), MIX, nn.Tanh(), DISTANCES], (1, 8), "'1' and 1 more:"),
-        ([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)], (1, 5, 8), None),
-        ([nn.Embedding(10, 8), nn.Linear(8, 8), nn.Dropout()], (1, 5), None),
+        ([Linear(8, 8), MIX], (1, 8), "'1':"),
+        ([Linear(8, 8), DISTANCES], (1, 8), "'1':"),
+        ([Linear(8, 8), MIX, Tanh(), DISTANCES], (1, 8), "'1' and 1 more:"),
+        ([TransformerEncoderLayer(8, 2, 16, batch_first=True)], (1, 5, 8), None),
+        ([Embedding(10, 8), Linear(8, 8), Dropout()], (1, 5), None),
         (OF_IMAGES, (1, 3, 9, 9), None),
-        ([nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GroupNorm(4, 64)], (1, 64), None),
+        ([Linear(64, 64), BatchNorm1d(64), GroupNorm(4, 64)], (1, 64), None),
     ],
 )
 def test_warns_of_layers_that_cost_more_with_every_sample(
     layers: Sequence[Any], shape: Any, named: str | None
 ) -> None:
-    of_words = isinstance(layers[0], nn.Embedding)
+    of_words = isinstance(layers[0], Embedding)
     sample = torch.zeros(shape, dtype=torch.long if of_words else torch.float)
 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        count(nn.Sequential(*layers), sample)
+        count(Sequential(*layers), sample)
 
     if named is None:
         assert len(warned) == 0

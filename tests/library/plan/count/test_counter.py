@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Conv2d, ConvTranspose2d, MultiheadAttention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchgpipe.plan.count.as_on import as_on
@@ -144,7 +145,7 @@ def test_attention(
 
 
 def test_inside_of_a_function_that_asks_modes_first() -> None:
-    layer = nn.MultiheadAttention(16, 2, batch_first=True, device="meta")
+    layer = MultiheadAttention(16, 2, batch_first=True, device="meta")
     x = meta(2, 8, 16)
     operators = counted(lambda: layer(x, x, x, need_weights=False))
     with_flops = [operator for operator in operators if operator.flops]
@@ -185,15 +186,15 @@ N, C, K = 2, 8, 16
 # A convolution, the size of its images, its options, whether Winograd's algorithm applies, and
 # whether the convolution is a single matrix product.
 OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
-    (nn.Conv2d, 6, {"kernel_size": 3, "padding": 1}, True, True),
-    (nn.Conv2d, 6, {"kernel_size": 3}, True, True),
-    (nn.Conv2d, 6, {"kernel_size": 3, "padding": 2, "bias": True}, True, True),
-    (nn.Conv2d, 16, {"kernel_size": 3, "stride": 2}, False, True),
-    (nn.Conv2d, 16, {"kernel_size": 5}, False, True),
-    (nn.Conv2d, 16, {"kernel_size": 3, "dilation": 2}, False, True),
-    (nn.Conv2d, 16, {"kernel_size": 3, "groups": 2}, False, False),
-    (nn.ConvTranspose2d, 16, {"kernel_size": 3}, False, False),
-    (nn.ConvTranspose2d, 16, {"kernel_size": 3, "groups": 2}, False, False),
+    (Conv2d, 6, {"kernel_size": 3, "padding": 1}, True, True),
+    (Conv2d, 6, {"kernel_size": 3}, True, True),
+    (Conv2d, 6, {"kernel_size": 3, "padding": 2, "bias": True}, True, True),
+    (Conv2d, 16, {"kernel_size": 3, "stride": 2}, False, True),
+    (Conv2d, 16, {"kernel_size": 5}, False, True),
+    (Conv2d, 16, {"kernel_size": 3, "dilation": 2}, False, True),
+    (Conv2d, 16, {"kernel_size": 3, "groups": 2}, False, False),
+    (ConvTranspose2d, 16, {"kernel_size": 3}, False, False),
+    (ConvTranspose2d, 16, {"kernel_size": 3, "groups": 2}, False, False),
 ]
 
 
@@ -230,7 +231,7 @@ def test_convolutions(
         found[1] = gradients[0]
     assert len(gradients) == len(found) - 1
 
-    positions = out**2 if kind is nn.Conv2d else size**2
+    positions = out**2 if kind is Conv2d else size**2
     numbers = N * C * size**2 + N * K * out**2 + weights / groups
     plain_3x3 = side == 3 and "stride" not in options
     for which, o in found.items():

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import GELU, Dropout, Identity, LayerNorm, Linear, Module, Parameter, ReLU, Sequential
 
 from benchmarks.gates.tally import tallied
 from reproduce.models.built import amoebanetd, resnet101, unet
@@ -25,25 +26,25 @@ from .test_counter import meta
 X = torch.empty(4, 6)
 
 
-class Pair(nn.Module):
+class Pair(Module):
     """Two parameters of one shape. They are views of two storages of 12 numbers, or of one."""
 
     def __init__(self, cut: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         a, b = cut(torch.rand(12), torch.rand(12))
-        self.a = nn.Parameter(a)
-        self.b = nn.Parameter(b)
+        self.a = Parameter(a)
+        self.b = Parameter(b)
 
 
 # No two of these behave alike.
-LAYERS: list[Callable[[], nn.Module]] = [
-    lambda: nn.Linear(6, 6),
-    lambda: nn.Linear(6, 7),
-    lambda: nn.Linear(6, 6, dtype=torch.float64),
-    lambda: nn.Linear(6, 6).requires_grad_(False),
-    lambda: nn.Linear(6, 6).eval(),
-    lambda: nn.Dropout(0.1),
-    lambda: nn.Dropout(0.2),
+LAYERS: list[Callable[[], Module]] = [
+    lambda: Linear(6, 6),
+    lambda: Linear(6, 7),
+    lambda: Linear(6, 6, dtype=torch.float64),
+    lambda: Linear(6, 6).requires_grad_(False),
+    lambda: Linear(6, 6).eval(),
+    lambda: Dropout(0.1),
+    lambda: Dropout(0.2),
     lambda: Pair(lambda a, b: (a[:6], b[:6])),
     lambda: Pair(lambda a, b: (a[:6], a[:6])),
     lambda: Pair(lambda a, b: (a[:6], a[6:])),
@@ -74,14 +75,14 @@ def test_alike_whatever_tensors_contain() -> None:
     assert None not in on_empty
     assert len({*on_empty}) == len(LAYERS)
 
-    layer = nn.Linear(6, 6)
+    layer = Linear(6, 6)
     of_values = [Alike().behaviour(layer, x) for x in VALUES]
     of_values.append(Alike().behaviour(layer, X, "first"))
     assert len({*of_values}) == len(VALUES) + 1
 
 
 def test_unknown_for_skips_and_what_cannot_be_pickled() -> None:
-    not_pickled = nn.Linear(6, 6)
+    not_pickled = Linear(6, 6)
     not_pickled.made_here = lambda: None  # type: ignore[assignment]
     with_skips = [layer for layer in unet(2, 1, 4) if any(skips_of(layer))]
     assert len(with_skips) > 0
@@ -89,7 +90,7 @@ def test_unknown_for_skips_and_what_cannot_be_pickled() -> None:
         assert Alike().behaviour(layer, X) is None
 
 
-class Copied(nn.Linear):
+class Copied(Linear):
     """A layer that counts its copies."""
 
     copies = 0
@@ -105,7 +106,7 @@ def test_layers_that_behave_alike_are_copied_once(
 ) -> None:
     monkeypatch.setattr(Copied, "copies", 0)
     layers = [Copied(a, b) for a, b in pairwise(widths)]
-    counts = count(nn.Sequential(*layers), torch.empty(1, 8))
+    counts = count(Sequential(*layers), torch.empty(1, 8))
     assert len(counts) == 40
     # Each of two sizes needs copies. The first layer differs, and the last layer differs in bytes.
     assert Copied.copies == 2 * (2 * different + 3)
@@ -156,13 +157,13 @@ SHORTCUTS: list[tuple[type, str, Callable[..., object]]] = [
 ]
 
 
-def block() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 8))
+def block() -> Sequential:
+    return Sequential(Linear(8, 16), LayerNorm(16), ReLU(), Linear(16, 8))
 
 
-def small() -> nn.Sequential:
-    last = [nn.GELU(), nn.Identity(), nn.Dropout(), nn.Linear(8, 8, bias=False)]
-    return nn.Sequential(nn.Linear(8, 8), block(), block(), block(), *last)
+def small() -> Sequential:
+    last = [GELU(), Identity(), Dropout(), Linear(8, 8, bias=False)]
+    return Sequential(Linear(8, 8), block(), block(), block(), *last)
 
 
 AMOEBANET_D = pytest.param(lambda: amoebanetd(3, 32), (3, 224, 224), marks=pytest.mark.slow)

@@ -10,7 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from pytest import MonkeyPatch
+from torch import Tensor
+from torch.nn import Identity, Module, Sequential
 
 from torchgpipe.balance import profile
 from torchgpipe.balance.profile import profile_times
@@ -24,7 +26,7 @@ from ...simulated import CLOCK, Spend, spend
 CPU = torch.device("cpu")
 
 
-def test_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_here(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(here, "_main_memory", lambda: 12.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -42,9 +44,7 @@ def test_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("others", [1, 3])
-def test_what_works_beside_others_takes_longer(
-    others: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_works_beside_others_takes_longer(others: int, monkeypatch: MonkeyPatch) -> None:
     before = threading.active_count()
     at_work = threading.Barrier(others + 1)
     now = 0.0
@@ -67,7 +67,7 @@ def test_what_works_beside_others_takes_longer(
     assert threading.active_count() == before
 
 
-def test_a_system_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_does_not_tell_its_memory(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "perf_counter", perf_counter)
     not_known = Mock(side_effect=ValueError("unrecognized configuration name"))
     monkeypatch.setattr("os.sysconf", not_known)
@@ -104,13 +104,13 @@ def frozen(forward: float, backward: float) -> Spend:
     return Spend(forward, backward).requires_grad_(False)
 
 
-STASH, POP = nn.Sequential(Stash(), Spend(1, 2)), nn.Sequential(Pop(), Spend(7, 4))
+STASH, POP = Sequential(Stash(), Spend(1, 2)), Sequential(Pop(), Spend(7, 4))
 FIRST_OF_TWO = Spend(3, 5, before=lambda pair: pair[0])
 TWO_TENSORS = [Spend(2, 1), Spend(1, 2, after=pair), FIRST_OF_TWO]
 FIRST_FROZEN = [frozen(1, 2), frozen(2, 3), Spend(3, 5), Spend(7, 4)]
 # Layers, the seconds of their forwards, and the seconds of their backwards for a sample that does
 # not require grad.
-CASES: dict[str, tuple[list[nn.Module], list[float], list[float]]] = {
+CASES: dict[str, tuple[list[Module], list[float], list[float]]] = {
     "plain": ([Spend(1, 2), Spend(3, 5), Spend(7, 4)], [1, 3, 7], [2, 5, 4]),
     "a skip": ([Spend(2, 1), STASH, Spend(3, 5), POP], [2, 1, 3, 7], [1, 2, 5, 4]),
     "two tensors": (TWO_TENSORS, [2, 1, 3], [1, 2, 5]),
@@ -125,9 +125,9 @@ CASES: dict[str, tuple[list[nn.Module], list[float], list[float]]] = {
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize(("layers", "forward", "backward"), CASES.values(), ids=CASES)
 def test_each_layer_has_its_own_seconds(
-    layers: list[nn.Module], forward: list[float], backward: list[float], needs_grad: bool
+    layers: list[Module], forward: list[float], backward: list[float], needs_grad: bool
 ) -> None:
-    model = nn.Sequential(*layers)
+    model = Sequential(*layers)
     x = torch.ones(3, 2, requires_grad=needs_grad)
     if needs_grad:  # then frozen layers have a backward, too
         backward = [layer.seconds[1] for layer in model.modules() if isinstance(layer, Spend)]
@@ -151,13 +151,13 @@ class Cold(Spend):
 
 
 def test_the_first_run_of_a_copy_does_not_count() -> None:
-    model = nn.Sequential(Cold(100, 200))
+    model = Sequential(Cold(100, 200))
     x = torch.ones(3, 2)
     assert time_alone(model, x, CPU, runs=2) == [([1], [1], [2])] * 2
     assert profile_times(model, x, 1e4, CPU) == [1 + 2]
 
 
-def test_no_backward_takes_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_backward_takes_less_than_nothing(monkeypatch: MonkeyPatch) -> None:
     """A layer that returns its input gets its gradient when the layer before it does, or later."""
 
     def ticking() -> float:
@@ -165,7 +165,7 @@ def test_no_backward_takes_less_than_nothing(monkeypatch: pytest.MonkeyPatch) ->
         return CLOCK.now
 
     monkeypatch.setattr(timing, "perf_counter", ticking)
-    model = nn.Sequential(Spend(1, 2), nn.Identity(), Spend(3, 5))
+    model = Sequential(Spend(1, 2), Identity(), Spend(3, 5))
     found = time_step(model, torch.ones(3, 2), CPU)
     assert found.backward == pytest.approx([2, 0, 5], abs=0.01)
     assert min(found.backward) >= 0
