@@ -67,7 +67,7 @@ def filling(net: Any, x: Tensor) -> Tensor:
 
 
 class Tokens(Net):
-    """A class token, position embeddings, and attention written out."""
+    """A module with a class token, position embeddings, and attention written out."""
 
     inner: Any
     positions: Tensor
@@ -156,7 +156,7 @@ class Squared(torch.autograd.Function):
 
 
 class Unusual(Net):
-    """A layer is used twice, once under no_grad. There is a custom autograd function."""
+    """A module that uses a layer twice, once under no_grad, and a custom autograd function."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -183,7 +183,7 @@ def add_noise(layer: Any, x: Tensor) -> Tensor:
 
 
 class Counting(Net):
-    """Its forward changes state: a counter of calls, statistics, and a generator."""
+    """A module whose forward changes a counter of calls, statistics, and a generator."""
 
     seen: Tensor
     noise: Any
@@ -204,7 +204,7 @@ def drop_half(layer: Any, x: Tensor) -> Tensor:
 
 
 class Dropping(Net):
-    """One part reads `training`; another returns its input in eval mode."""
+    """A module with a part that reads `training`, and one that does nothing in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Dropping(Net):
 
 
 class Choosing(Net):
-    """Its forward depends on values of its input."""
+    """A module whose forward depends on values of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) if x.sum() > 0 else self.b(x)
@@ -242,7 +242,7 @@ def rows(*shape: int) -> Tensor:
 
 
 def does(function: Callable[[Any, Tensor], Any], **more: Any) -> Module:
-    """Return a module with this forward, which may use what it holds."""
+    """Return a module with this forward, which may use the attributes that the module has."""
     a, b, c, hidden = [Linear(WIDTH, WIDTH) for _ in range(4)]
     holds: dict[str, Any] = {
         "count": torch.zeros(()),

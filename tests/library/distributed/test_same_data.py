@@ -91,7 +91,7 @@ def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tens
 
 
 def test_an_input_alone_may_differ() -> None:
-    """It is compared where a rank does not know the target: in `model(x)`, or given `None`."""
+    """The input is compared where a rank has no target: in `model(x)`, or if it gives `None`."""
     rank = dist.get_rank()
     x, _ = batch(rank)
     _, target = batch(0)

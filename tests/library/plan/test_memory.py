@@ -61,7 +61,10 @@ def mixed() -> Sequential:
 
 
 def wide() -> Sequential:
-    """Return layers whose largest parameter is the first, a middle or the last of its partition."""
+    """Return layers with parameters of many sizes.
+
+    The largest comes after a small one, in the middle, or before a large one.
+    """
     return Sequential(
         Linear(8, 200, bias=False),
         Linear(200, 100),
@@ -76,7 +79,7 @@ def wide() -> Sequential:
 def twice() -> Sequential:
     """Return layers of four kinds, each twice in sequence.
 
-    The kinds save their output, their input, nothing, and both.
+    For their backwards, the kinds save their output, their input, or nothing.
     """
     layers: list[Module] = []
     for kind in (ReLU, Sigmoid, Identity, lambda: BatchNorm1d(8)):
@@ -202,8 +205,8 @@ def test_the_parts_add_up() -> None:
     assert device.peak == sum(model) + sum(parts)
 
 
-# An optimizer's rule, and its state in units of the parameters' bytes. The float32 copy of the
-# parameters has twice as many bytes as they have.
+# An optimizer's rule, and its state in units of the parameters' bytes. The float32 copy has twice
+# as many bytes as the parameters.
 @pytest.mark.parametrize(
     ("name", "state"), [("sgd", 2), ("momentum", 2 + 2), ("adam", 2 + 2 * 2), ("none", 0)]
 )

@@ -35,7 +35,7 @@ def features() -> tuple[nn.Sequential, Tensor]:
 
 
 def images() -> tuple[nn.Sequential, Tensor]:
-    """Return layers with a skip over several others, and with shrinking tensors."""
+    """Return layers with a skip over several layers, and with shrinking tensors."""
     layers = (
         nn.Conv2d(3, 16, 3, padding=1),
         Stash(),

@@ -24,7 +24,7 @@ PATIENCE = 300  # seconds; only a hang takes as long
 def forked(run: Callable[[], object]) -> int:
     """Run something in a process of its own. Return its exit code, or minus the ending signal."""
     with warnings.catch_warnings():
-        # PyTorch's process has threads, but none that matter here.
+        # Python warns of a fork where there are threads. The threads here do not matter.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -143,7 +143,7 @@ def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", [a_second_job_is_refused, a_state_is_whole_or_not_there])
 def test_in_a_new_process(run: Callable[[Path], None], tmp_path: Path) -> None:
-    """A new process may fork. This process has threads of other tests, and what they locked."""
+    """A new process may fork. In this process, threads of other tests may hold locks."""
     process = get_context("spawn").Process(target=run, args=(tmp_path,))
     process.start()
     process.join(PATIENCE)

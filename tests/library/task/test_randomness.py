@@ -94,7 +94,7 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
-    """So do the workers of a pipeline within a layer of another pipeline."""
+    """The workers of a pipeline within a layer of another pipeline do so."""
     randomness = Randomness([torch.default_generator])
     drawn: list[Tensor] = []
     with randomness.first():

@@ -35,7 +35,7 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]
 
 @pytest.mark.parametrize(("run", "given", "on_gpu"), OPERATORS.values(), ids=OPERATORS)
 def test_types(run: Callable[[Tensor], Tensor], given: torch.dtype, on_gpu: torch.dtype) -> None:
-    """On a CPU the counted operators are those of a real run."""
+    """On a CPU, a counted operator has the dtype of a real run."""
     x = torch.ones(8, 8, dtype=given)
     on_meta = x.to("meta")
     with torch.autocast("cpu", torch.bfloat16):
