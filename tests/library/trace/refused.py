@@ -62,8 +62,8 @@ def after(change: Callable[[Module], object]) -> Module:
     return module
 
 
-# Forwards that cannot be recorded. `SAID` has the expected texts of the messages. They are not here,
-# because a message may quote its whole line, and would then hold any text of the line.
+# Forwards that cannot be recorded. `SAID` has the expected texts of the messages. The texts are not
+# here, because a message may quote its whole line, and would then hold any text of the line.
 FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a branch": lambda net, x: net.b(x) if net.a(x).sum() > 0 else x,
     "a number": lambda net, x: net.b(x) * net.a(x).mean().item(),
