@@ -51,6 +51,16 @@ def with_gradients(net: Any, x: Tensor) -> Any:
     return x * torch.autograd.grad(total, net.a.bias)[0]
 
 
+def reading_the_seed(net: Any, x: Tensor) -> Any:
+    torch.initial_seed()
+    return net.a(x)
+
+
+def seeding(net: Any, x: Tensor) -> Any:
+    torch.default_generator.manual_seed(3)
+    return net.a(x)
+
+
 def replacing(net: Any, x: Tensor) -> Any:
     net.count = net.count + 1
     return net.b(x) * net.count
@@ -87,8 +97,8 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "the mode of gradients": lambda net, x: net.a(x) if torch.is_grad_enabled() else x,
     "stride": lambda net, x: net.a(x) if x.stride(0) == WIDTH else x,
     "is_contiguous": lambda net, x: net.a(x) if x.is_contiguous() else x,
-    "a random state": lambda net, x: torch.initial_seed() and net.a(x),
-    "the default generator": lambda net, x: torch.default_generator.manual_seed(3) and net.a(x),
+    "a random state": reading_the_seed,
+    "the default generator": seeding,
     "random numbers beside PyTorch's": lambda net, x: net.a(x) if random.random() < 0.5 else x,
     "a generator of its own": lambda net, x: net.a(x) + torch.rand(x.shape, generator=net.draws),
     "a transform": lambda net, x: torch.vmap(torch.sin)(net.a(x)),
@@ -148,7 +158,11 @@ SAID: dict[str, tuple[bool, list[str]]] = {
         False,
         ["Do give something else than the module does: the gradient of a.weight"],
     ),
-    "the default generator": (True, ["asks for a random state"]),
+    "a random state": (False, ["`torch.initial_seed()`", *asks_for("a random state")]),
+    "the default generator": (
+        False,
+        ["`torch.default_generator.manual_seed(3)`", "asks for a random state"],
+    ),
     "a transform": (True, ["torch.func transforms"]),
     "a size in a partial": (True, ["it passes functools.partial(<built-in method mul"]),
     "a size that is returned": (
