@@ -92,7 +92,7 @@ NOT_ITS_OWN = {
 
 
 def test_the_newest_stay(tmp_path: Path) -> None:
-    """Their order is the order in which they were saved. PyTorch's own functions read them."""
+    """States are in the order in which they were saved. PyTorch's own functions read them."""
     model = piped(1)
     optimizer = adam(model)
     saves = Saves(tmp_path, keep=2)
