@@ -113,9 +113,10 @@ def test_failures() -> None:
     saves = Saves(folder)
     saves.save(0, model, optimizer)
     nan = float("nan")
+    data = {"here": torch.tensor([rank]), "everywhere": 1}
     values: dict[str, Any] = {"epoch": nan, "losses": [torch.tensor([nan, 1.0])]}
     with pytest.raises((ValueError, RankFailed), match="different values of data to save"):
-        saves.save(1, model, optimizer, data=torch.tensor([rank]), **values)
+        saves.save(1, model, optimizer, data=data, **values)
     model.close()
     saves.save(1, model, optimizer)
     assert saves.load(model, optimizer) == {"step": 1}
