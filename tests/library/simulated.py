@@ -117,7 +117,7 @@ class _Nodes:
             task(batch, i, j)
 
         def noted_apply(cls: Any, *args: Any) -> Any:
-            result = super(torch.autograd.Function, cls).apply(*args)
+            result = super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
             self.note(cls.__name__, args, result)
             return result
 

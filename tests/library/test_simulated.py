@@ -233,7 +233,8 @@ def step(
     # only after the loss; a fast host would submit it earlier.
     how: dict[str, Any] = {"chunks": m, "checkpoint": mode}
     if over is None:
-        model = GPipe(*layers(), devices=devices, engine="graph", **how, **options)
+        made, balance = layers()
+        model = GPipe(made, balance, devices=devices, engine="graph", **how, **options)
         model.observer = observer
         y = model(x)
         streams.synchronize()

@@ -95,7 +95,7 @@ def test_results_are_those_of_one_process(
         model.close()
         return found
 
-    together = {}
+    together: dict[str, Any] = {}
     for found in world.run(program):
         assert torch.equal(found["loss"], expected["loss"])
         together |= found

@@ -136,7 +136,8 @@ def test_skips_may_be_fetched_in_another_order_than_they_are_left() -> None:
     lists = []
     for row in ("0F0 0F1 1F1 1F0 1B1 1B0 0B0 0B1", "2F1 2F0 2B1 2B0"):
         actions = []
-        for stage, letter, micro_batch in row.split():
+        for entry in row.split():
+            stage, letter, micro_batch = list(entry)
             actions.append(Action(LETTERS[letter], int(micro_batch), int(stage)))
         lists.append(actions)
     schedule = Schedule("mine", [0, 0, 1], lists)
@@ -280,7 +281,7 @@ def test_over_a_mesh_it_equals_plain_layers_that_are_spread_alike(how: str) -> N
         return loss
 
     expected = trained(plain, adam(plain), replica, loss_of=plainly)
-    over = {"mesh": mesh["pp"], "chunks": 3}
+    over: dict[str, Any] = {"mesh": mesh["pp"], "chunks": 3}
     for checkpoint in MODES:
         model = DistributedGPipe(training.layers(), [3, 5], checkpoint=checkpoint, **over)
         spread(model, model.partition, mesh["dp"])

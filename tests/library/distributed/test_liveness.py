@@ -167,7 +167,7 @@ REACH = r"reach of Fails, parts.py:\d+"
 def hooked(wait: Callable[[], object]) -> nn.Module:
     """Return layers, of which one has a hook that waits."""
     layer = nn.Tanh()
-    layer.register_forward_hook(lambda *_: wait())  # type: ignore[arg-type]
+    layer.register_forward_hook(lambda *_: wait())
     return nn.Sequential(layer)
 
 

@@ -99,8 +99,8 @@ def assert_goes_on(folder: Path, make: Callable[[int], tuple[Any, torch.optim.Op
             optimizer.param_groups[0]["lr"] *= 3
             x = torch.ones(8, 5, dtype=next(model.parameters()).dtype)
             model.loss(lambda y, _: y.sum(), x, None).backward()
-            loaded = saves.load(model, optimizer)
-            assert differences(loaded, {"step": 7, **given}) == []
+            found = saves.load(model, optimizer)
+            assert differences(found, {"step": 7, **given}) == []
         else:
             assert saves.load(model, optimizer) is None
             trained(model, optimizer, 5)

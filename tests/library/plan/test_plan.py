@@ -28,7 +28,9 @@ ASKED = {"memory": "4MiB", "chunks": [1], "checkpoint": ["never"]}
 
 def out_of_memory(x: Tensor) -> Tensor:
     """Return `x` on `meta`, and run out of memory on a device."""
-    return x if x.is_meta else explode(torch.OutOfMemoryError())
+    if not x.is_meta:
+        explode(torch.OutOfMemoryError())
+    return x
 
 
 FULL = Sequential(Linear(32, 4), Lambda(out_of_memory))
@@ -231,8 +233,8 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
     ],
 )
 def test_refuses_in_one_line(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments = {"module": model(), "sample": X, "batch_size": 64, "headroom": 0, "hardware": NODE}
-    arguments |= change
+    arguments: dict[str, Any] = {"module": model(), "sample": X, "batch_size": 64}
+    arguments |= {"headroom": 0, "hardware": NODE, **change}
     with pytest.raises(error, match=message) as raised:
         plan(**arguments)
     assert "\n" not in str(raised.value)

@@ -92,7 +92,7 @@ def test_counted_layer_by_layer_as_in_a_step_of_gpipe(
     gradient = torch.empty_like(output)
     with Counter() as backward:
         output.backward(gradient)
-    in_forward = []
+    in_forward: list[Operator] = []
     in_backward: Tally[Operator] = Tally()
     for layer in layers:
         in_forward += layer.forward

@@ -62,9 +62,9 @@ def conv(other: tuple[Operator, ...] = (), grid: Grid | None = None) -> Operator
     return Operator("conv", "float32", 12e12, 0, other, grid)
 
 
-def tiled(*grid: int, divisible: bool = False) -> Operator:
+def tiled(*grid: Any, **options: Any) -> Operator:
     """Return a convolution whose product has this grid."""
-    return conv((), Grid(*grid, divisible=divisible))
+    return conv((), Grid(*grid, **options))
 
 
 SLOW = winograd(12e12 * FASTER / CONV / 1.1, 0)

@@ -106,8 +106,8 @@ def frozen(forward: float, backward: float) -> Spend:
 
 STASH, POP = Sequential(Stash(), Spend(1, 2)), Sequential(Pop(), Spend(7, 4))
 FIRST_OF_TWO = Spend(3, 5, before=lambda pair: pair[0])
-TWO_TENSORS = [Spend(2, 1), Spend(1, 2, after=pair), FIRST_OF_TWO]
-FIRST_FROZEN = [frozen(1, 2), frozen(2, 3), Spend(3, 5), Spend(7, 4)]
+TWO_TENSORS: list[Module] = [Spend(2, 1), Spend(1, 2, after=pair), FIRST_OF_TWO]
+FIRST_FROZEN: list[Module] = [frozen(1, 2), frozen(2, 3), Spend(3, 5), Spend(7, 4)]
 # Layers, the seconds of their forwards, and the seconds of their backwards for a sample that does
 # not require grad.
 CASES: dict[str, tuple[list[Module], list[float], list[float]]] = {
