@@ -50,7 +50,13 @@ def ran(engine: Any, checkpoint: Any, schedule: str) -> tuple[int, int]:
     threading.setprofile(watch)
     try:
         model = GPipe(
-            layers, [2, 2], devices=devices, chunks=4, checkpoint=checkpoint, engine=engine, **options
+            layers,
+            [2, 2],
+            devices=devices,
+            chunks=4,
+            checkpoint=checkpoint,
+            engine=engine,
+            **options,
         )
 
         def step() -> None:

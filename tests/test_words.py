@@ -16,8 +16,8 @@ CODE = [
 ]
 PAGES = [path for path in (ROOT / "docs").glob("*.md") if path.name != "glossary.md"]
 PAGES += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-# Names that a reader of PyTorch would not know, or that had two meanings; each has a better one now.
-OLD_NAMES = {"Goal", "Ends", "InUse", "Passing", "carried_out", "alone_in_process", "Ambient"}
+# Names that a reader of PyTorch would not know, or that had two meanings.
+OLD_NAMES = {"Goal", "Ends", "InUse", "Passing", "carried_out", "Ambient"}
 
 
 def first_cells(text: str) -> list[str]:

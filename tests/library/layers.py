@@ -1,6 +1,7 @@
 """Layers made of functions, with and without a skip."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ def same(x: Any) -> Any:
 
 
 def linears(count: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+    layers = [nn.Linear(2, 2) for _ in range(count)]
+    return nn.Sequential(*layers)
 
 
 def Lambda(function: Callable[[Any], Any]) -> nn.Module:
@@ -31,7 +33,8 @@ class Stash(nn.Module):
         self, skip: Callable[[Any], Any] = same, output: Callable[[Any], Any] = same
     ) -> None:
         super().__init__()
-        self.skip, self.output = skip, output
+        self.skip = skip
+        self.output = output
 
     def forward(self, x: Tensor) -> Any:
         yield stash("skip", self.skip(x))
@@ -56,10 +59,11 @@ def partitions(
     skips: Iterable[tuple[int, int]],
     stashed: Callable[[Any], Any] = same,
 ) -> tuple[nn.Sequential, list[int]]:
-    """Return layers with skips between them, of `stashed(input)`, and the balance that makes each a partition."""
+    """Return layers with skips of `stashed(input)`, and the balance that makes each a partition."""
     found = [[layer] for layer in layers]
     for source, target in skips:
         namespace = Namespace()
         found[source].append(Stash(stashed).isolate(namespace))  # type: ignore[operator]
         found[target].insert(0, Pop().isolate(namespace))  # type: ignore[operator]
-    return nn.Sequential(*(layer for partition in found for layer in partition)), [*map(len, found)]
+    balance = list(map(len, found))
+    return nn.Sequential(*chain.from_iterable(found)), balance

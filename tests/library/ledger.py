@@ -1,4 +1,4 @@
-"""`Ledger`, an observer that counts live bytes made by tasks, assertions that wait for a moment, and threads."""
+"""`Ledger`, which observes live bytes of tasks; assertions that wait for a moment; and threads."""
 
 import gc
 import threading
@@ -15,7 +15,7 @@ from torchgpipe.trace.parts import tensors_in
 
 
 class Ledger(LiveBytes):
-    """Count the live bytes of tensors that were made by tasks, not of tensors that tasks were given."""
+    """Count the live bytes of tensors that tasks make, not of tensors that tasks are given."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -28,9 +28,10 @@ class Ledger(LiveBytes):
         return self.live[0]
 
     def assert_comes_to(self, expected: int) -> None:
-        assert_eventually(
-            lambda: self.alive == expected, lambda: f"{self.alive} bytes are alive, not {expected}"
-        )
+        def message() -> str:
+            return f"{self.alive} bytes are alive, not {expected}"
+
+        assert_eventually(lambda: self.alive == expected, message)
 
 
 class _Made(LiveBytesMode):
@@ -42,7 +43,10 @@ class _Made(LiveBytesMode):
 def assert_eventually(
     condition: Callable[[], bool], message: Callable[[], object], seconds: float = 120
 ) -> None:
-    """Wait for what a worker does shortly after it has reported its end. Only a failure takes `seconds`."""
+    """Wait for what a worker does shortly after it has reported its end.
+
+    Only a failure takes `seconds`.
+    """
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(1e-3)
@@ -50,14 +54,16 @@ def assert_eventually(
 
 
 def assert_no_thread_more(threads: set[threading.Thread]) -> None:
-    assert_eventually(
-        lambda: {*threading.enumerate()} <= threads, lambda: {*threading.enumerate()} - threads
-    )
+    def more() -> set[threading.Thread]:
+        return set(threading.enumerate()) - threads
+
+    assert_eventually(lambda: not more(), more)
 
 
 def assert_gone(refs: Sequence[ref[Any]]) -> None:
-    """Wait until nothing of this is left that the garbage collector can free."""
-    # After an exception PyTorch's own queue keeps nodes that have not run, until the thread's next backward.
+    """Wait until the garbage collector has freed all referenced objects."""
+    # After an exception PyTorch's own queue keeps nodes that have not run, until the thread's next
+    # backward.
     torch.ones((), requires_grad=True).mul(2).backward()
 
     def gone() -> bool:
@@ -68,7 +74,7 @@ def assert_gone(refs: Sequence[ref[Any]]) -> None:
 
 
 def at_once(count: int, program: Callable[[int], Any], seconds: float = 120) -> list[Any]:
-    """Run a program in so many threads at once; return what each returns, or its exception."""
+    """Run a program in so many threads at once; return what each run returns, or its exception."""
     results: list[Any] = [None] * count
 
     def run(k: int) -> None:
@@ -77,8 +83,10 @@ def at_once(count: int, program: Callable[[int], Any], seconds: float = 120) -> 
         except BaseException as error:
             results[k] = error
 
-    threads = [threading.Thread(target=run, args=(k,), daemon=True) for k in range(count)]
-    for thread in threads:
+    threads = []
+    for k in range(count):
+        thread = threading.Thread(target=run, args=(k,), daemon=True)
+        threads.append(thread)
         thread.start()
     for thread in threads:
         thread.join(seconds)

@@ -1,6 +1,6 @@
 """A clock for profiles, and autograd's threads on simulated devices (benchmarks/simulated.py).
 
-NCCL on them is in distributed/threads.py. tests/test_cuda.py runs real streams.
+distributed/threads.py simulates NCCL on them. tests/test_cuda.py runs real streams.
 """
 
 from collections import defaultdict
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import torchgpipe.engine.graph
 from benchmarks.simulated import Streams
+from torchgpipe.engine import graph
 
 from .layers import same
 
@@ -52,7 +52,10 @@ class _Spent(torch.autograd.Function):
 
 
 class Spend(nn.Module):
-    """Spend seconds in forward and in backward. `before` and `after` are applied to input and output."""
+    """Spend seconds in forward and in backward.
+
+    `before` and `after` are applied to the input and to the output.
+    """
 
     def __init__(
         self,
@@ -65,10 +68,14 @@ class Spend(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
-        self.seconds, self.name, self.before, self.after = (forward, backward), name, before, after
+        self.seconds = (forward, backward)
+        self.name = name
+        self.before = before
+        self.after = after
 
     def forward(self, x: Any) -> Any:
-        return self.after(spend(self.before(x) * self.weight, *self.seconds, self.name))
+        y = self.before(x) * self.weight
+        return self.after(spend(y, *self.seconds, self.name))
 
 
 def backward_by_threads(
@@ -76,74 +83,130 @@ def backward_by_threads(
 ) -> Callable[[Tensor], None]:
     """Return a backward function for `n` partitions that works as PyTorch documents it for CUDA.
 
-    On CUDA autograd has a thread per device, on the CPU only one. A thread may submit work ahead of another: `turns`
-    chooses the next thread among those with ready nodes. A node runs in the thread of its device; a CPU node, in
-    the thread that called backward (here number `n`). A thread runs the ready node with the highest sequence number. A
-    node runs on the stream that was current in its forward. That stream first waits for the streams of the nodes that
-    its gradients come from, for all work that they had when these nodes had run.
+    On CUDA autograd has a thread for each device, and on the CPU only one. A thread may submit work
+    ahead of another: `turns` chooses the next thread among the threads with ready nodes. A node
+    runs in the thread of its device. A CPU node runs in the thread that called backward (here
+    number `n`). A thread runs the ready node with the highest sequence number. A node runs on the
+    stream that was current in its forward. That stream first waits for the streams of the nodes
+    that its gradients come from, for all work that they had when these nodes had run.
     """
-    made: dict[
-        Any, tuple[Any, list[int]]
-    ] = {}  # node -> its stream, positions of its tensor arguments
-    at = [0]
-    task = torchgpipe.engine.graph._MiniBatch.task
-
-    def noted_task(self: Any, i: int, j: int) -> None:
-        at[0] = j
-        task(self, i, j)
-
-    def noted_apply(cls: Any, *args: Any) -> Any:
-        result = super(torch.autograd.Function, cls).apply(*args)
-        device = torch.device("cpu", args[0][0].index if cls.__name__ == "_Node" else at[0])
-        stream = streams.current[-1] if streams.current else streams.of(device)
-        tensors = [k for k, x in enumerate(args) if isinstance(x, Tensor)]
-        for y in result if isinstance(result, tuple) else (result,):
-            if y is not None and y.grad_fn is not None:
-                made[y.grad_fn] = (None if cls.__name__ == "_Recomputation" else stream, tensors)
-        return result
-
-    streams.patch.setattr(torchgpipe.engine.graph._MiniBatch, "task", noted_task)
-    streams.patch.setattr(torch.autograd.Function, "apply", classmethod(noted_apply))
+    nodes = _Nodes(streams)
 
     @torch.no_grad()
     def backward(loss: Tensor) -> None:
-        missing, unseen = defaultdict[Any, int](int), [loss.grad_fn]
-        while unseen:
-            for node, _ in unseen.pop().next_functions:  # type: ignore[union-attr]
-                if node not in missing:
-                    unseen.extend([node] if node is not None else [])
-                missing[node] += 1
-
-        # The current streams of the thread that calls backward.
-        callers = [streams.new(torch.device("cpu", j)) for j in range(n)]
-        # Nodes after the pipeline run on the last device.
-        last = streams.of(torch.device("cpu", n - 1)), [0]
-        grads: dict[Any, dict[int, Tensor]] = defaultdict(dict, {loss.grad_fn: {0: torch.ones(())}})
-        events: dict[Any, list[Any]] = defaultdict(list)
-        ready: dict[int, list[Any]] = {n - 1: [loss.grad_fn]}
-        while threads := [thread for thread, nodes in ready.items() if nodes]:
-            nodes = ready[turns(threads)]
-            node = max(nodes, key=lambda node: node._sequence_nr())
-            nodes.remove(node)
-            stream, tensors = made.get(node, last)
-            for event in events[node]:
-                stream.wait_event(event)
-            given = [grads[node].get(k) for k in range(len(node._input_metadata))]
-            with streams.using(*(callers if stream is None else [stream])):
-                found = getattr(node, "apply", node)(*given)
-            found = found if isinstance(found, tuple) else (found,)
-            if node in made:
-                found = tuple(found[k] for k in tensors)
-            for (following, k), grad in zip(node.next_functions, found, strict=True):
-                if following is None or following.name().endswith("AccumulateGrad"):
-                    continue
-                home = made.get(following, last)[0]
-                if grad is not None:
-                    grads[following][k] = grad
-                    if home is not stream:
-                        events[following].append(stream.record_event())
-                missing[following] -= 1
-                if not missing[following]:
-                    ready.setdefault(n if home is None else home.device.index, []).append(following)
+        _Backward(streams, n, nodes, loss.grad_fn).run(turns)
 
     return backward
+
+
+class _Nodes:
+    """The streams of autograd's nodes, noted while the nodes are made."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self.partition = 0
+        self.made: dict[Any, tuple[Any, list[int]]] = {}
+        """node -> its stream, and the positions of its tensor arguments.
+
+        `None` stands for the current streams of the thread that calls backward.
+        """
+        task = graph._MiniBatch.task
+
+        def noted_task(batch: Any, i: int, j: int) -> None:
+            self.partition = j
+            task(batch, i, j)
+
+        def noted_apply(cls: Any, *args: Any) -> Any:
+            result = super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+            self.note(cls.__name__, args, result)
+            return result
+
+        streams.patch.setattr(graph._MiniBatch, "task", noted_task)
+        streams.patch.setattr(torch.autograd.Function, "apply", classmethod(noted_apply))
+
+    def note(self, function: str, args: tuple[Any, ...], result: Any) -> None:
+        stream: Any = None
+        if self.streams.current:
+            stream = self.streams.current[-1]
+        else:
+            index = args[0][0].index if function == "_Node" else self.partition
+            stream = self.streams.of(torch.device("cpu", index))
+        if function == "_Recomputation":
+            stream = None
+        tensors = [k for k, x in enumerate(args) if isinstance(x, Tensor)]
+        outputs = result if isinstance(result, tuple) else (result,)
+        for y in outputs:
+            if y is not None and y.grad_fn is not None:
+                self.made[y.grad_fn] = (stream, tensors)
+
+
+def _uses(root: Any) -> dict[Any, int]:
+    """Return how many nodes of a graph hand a gradient on to each node."""
+    uses: dict[Any, int] = defaultdict(int)
+    unseen = [root]
+    while unseen:
+        for node, _ in unseen.pop().next_functions:
+            if node is not None and node not in uses:
+                unseen.append(node)
+            uses[node] += 1
+    return uses
+
+
+class _Backward:
+    """A backward pass: the gradients so far, and the ready nodes of each thread."""
+
+    def __init__(self, streams: Streams, n: int, nodes: _Nodes, root: Any) -> None:
+        self.streams = streams
+        self.n = n
+        self.made = nodes.made
+        self.missing = _uses(root)
+        # The current streams of the thread that calls backward.
+        self.callers = [streams.new(torch.device("cpu", j)) for j in range(n)]
+        # Nodes after the pipeline run on the last device.
+        self.last = (streams.of(torch.device("cpu", n - 1)), [0])
+        self.grads: dict[Any, dict[int, Tensor]] = defaultdict(dict)
+        self.grads[root][0] = torch.ones(())
+        self.events: dict[Any, list[Any]] = defaultdict(list)
+        self.ready: dict[int, list[Any]] = {n - 1: [root]}
+
+    def run(self, turns: Callable[[list[int]], int]) -> None:
+        while threads := [thread for thread, nodes in self.ready.items() if nodes]:
+            nodes = self.ready[turns(threads)]
+            node = max(nodes, key=lambda node: node._sequence_nr())
+            nodes.remove(node)
+            grads = self.apply(node)
+            for (following, position), grad in zip(node.next_functions, grads, strict=True):
+                if following is not None and not following.name().endswith("AccumulateGrad"):
+                    self.hand_on(node, following, position, grad)
+
+    def stream_of(self, node: Any) -> Any:
+        stream, _ = self.made.get(node, self.last)
+        return stream
+
+    def apply(self, node: Any) -> tuple[Tensor | None, ...]:
+        """Run a node on its stream; return the gradients that it hands on."""
+        stream = self.stream_of(node)
+        for event in self.events[node]:
+            stream.wait_event(event)
+        given = [self.grads[node].get(k) for k in range(len(node._input_metadata))]
+        current = self.callers if stream is None else [stream]
+        with self.streams.using(*current):
+            found = getattr(node, "apply", node)(*given)
+        grads = found if isinstance(found, tuple) else (found,)
+        if node in self.made:
+            _, tensors = self.made[node]
+            grads = tuple(grads[k] for k in tensors)
+        return grads
+
+    def hand_on(self, node: Any, following: Any, position: int, grad: Tensor | None) -> None:
+        """Give a gradient to the node that follows. It is ready when no gradient is missing."""
+        stream = self.stream_of(node)
+        home = self.stream_of(following)
+        if grad is not None:
+            self.grads[following][position] = grad
+            if home is not stream:
+                self.events[following].append(stream.record_event())
+        self.missing[following] -= 1
+        if self.missing[following] == 0:
+            thread = self.n if home is None else home.device.index
+            self.ready.setdefault(thread, []).append(following)

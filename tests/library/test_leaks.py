@@ -1,6 +1,7 @@
-"""Leaks: between forward and backward a pipeline keeps only what it needs; after a step, and when deleted, nothing.
+"""Leaks: between forward and backward a pipeline keeps only what it needs.
 
-Peaks within a step are compared with predictions in plan/test_memory.py; memory after a failure is tested in failures.
+After a step, and when it is deleted, it keeps nothing. Peaks within a step are compared with
+predictions in plan/test_memory.py. Memory after a failure is tested in failures.
 """
 
 import gc
@@ -31,7 +32,9 @@ UNIT = BATCH // CHUNKS * WIDTH * torch.float32.itemsize
 
 
 def pipeline(**options: Any) -> GPipe:
-    layers = (layer for _ in range(3) for layer in (linear(), nn.Tanh(), nn.Sigmoid()))
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers += [linear(), nn.Tanh(), nn.Sigmoid()]
     return piped(nn.Sequential(*layers), [3, 3, 3], CHUNKS, **options)
 
 
@@ -40,10 +43,14 @@ def batch() -> Tensor:
 
 
 def watched(model: GPipe) -> Ledger:
-    """Give parameters gradients: these accumulate in place, so a step makes no tensor that stays alive."""
+    """Let a ledger observe the model, and give its parameters gradients.
+
+    Gradients accumulate in place. So a step makes no tensor that stays alive.
+    """
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    model.observer = ledger = Ledger()
+    ledger = Ledger()
+    model.observer = ledger
     return ledger
 
 
@@ -54,10 +61,12 @@ def test_only_inputs_of_tasks_are_kept_for_backward(way: dict[str, Any]) -> None
         y = model(batch())
     ledger.assert_comes_to(0)
     y = model(batch())
-    # A checkpointed micro-batch keeps the inputs of the second and third partition. Others keep the outputs of tanh and
-    # sigmoid; inputs are not new tensors: they are the outputs of the partition before, or the caller's.
-    count = checkpointed(way["checkpoint"], CHUNKS)
-    ledger.assert_comes_to((count * 2 + (CHUNKS - count) * 3 * 2) * UNIT)
+    # A checkpointed micro-batch keeps the inputs of the second and the third partition. Other
+    # micro-batches keep the outputs of tanh and sigmoid. Inputs are no new tensors: they are the
+    # outputs of the partition before, or the caller's.
+    recomputed = checkpointed(way["checkpoint"], CHUNKS)
+    kept = recomputed * 2 + (CHUNKS - recomputed) * 3 * 2
+    ledger.assert_comes_to(kept * UNIT)
     y.sum().backward()
     ledger.assert_comes_to(0)
 
@@ -75,13 +84,16 @@ def test_a_skip_is_kept_by_those_who_need_it(portals: bool, engine: str) -> None
 
 
 def count_tensors() -> int:
-    return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
+    tensors = 0
+    for x in gc.get_objects():
+        tensors += issubclass(type(x), Tensor)
+    return tensors
 
 
 def test_steps_leave_nothing_not_even_to_the_garbage_collector(way: dict[str, Any]) -> None:
-    module = nn.Sequential(
-        linear(), Stash(torch.sin), nn.BatchNorm1d(WIDTH), nn.Dropout(), Pop(), linear()
-    )
+    first, last = linear(), linear()
+    between = [Stash(torch.sin), nn.BatchNorm1d(WIDTH), nn.Dropout(), Pop()]
+    module = nn.Sequential(first, *between, last)
     model = piped(module, [2, 2, 2], CHUNKS, deferred_batch_norm=True, **way)
     ledger = watched(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -96,7 +108,8 @@ def test_steps_leave_nothing_not_even_to_the_garbage_collector(way: dict[str, An
     gc.collect()
     gc.disable()
     try:
-        tensors, threads = count_tensors(), {*threading.enumerate()}
+        threads = set(threading.enumerate())
+        tensors = count_tensors()
         for _ in range(10):
             step()
         assert gc.collect() == 0
@@ -113,15 +126,29 @@ def backward_refused(model: GPipe) -> None:
         model(batch()).sum().backward(create_graph=True)
 
 
+@torch.no_grad()
+def forward_without_gradients(model: GPipe) -> None:
+    model(batch())
+
+
+def backward_twice(model: GPipe) -> None:
+    for _ in range(2):
+        model(batch()).sum().backward()
+
+
+def backward_of_the_input(model: GPipe) -> None:
+    x = batch().requires_grad_()
+    loss = model(x).sum()
+    torch.autograd.grad(loss, x)
+
+
 USES: dict[str, Callable[[GPipe], object]] = {
     "never used": lambda model: None,
     "forward only": lambda model: model(batch()),
-    "without gradients": torch.no_grad()(lambda model: model(batch())),
-    "backward too": lambda model: [model(batch()).sum().backward() for _ in range(2)],
+    "without gradients": forward_without_gradients,
+    "backward too": backward_twice,
     "backward retained": lambda model: model(batch()).sum().backward(retain_graph=True),
-    "backward of the input": lambda model: torch.autograd.grad(
-        model(x := batch().requires_grad_()).sum(), x
-    ),
+    "backward of the input": backward_of_the_input,
     "backward refused": backward_refused,
 }
 
@@ -131,9 +158,10 @@ USES: dict[str, Callable[[GPipe], object]] = {
 def test_dropping_a_pipeline_frees_all_of_it(
     use: Callable[[GPipe], object], way: dict[str, Any]
 ) -> None:
-    threads = {*threading.enumerate()}
+    threads = set(threading.enumerate())
     model = pipeline(**way)
-    ledger = model.observer = Ledger()
+    ledger = Ledger()
+    model.observer = ledger
     refs = [weakref.ref(x) for x in (model, *model.modules(), model._engine)]
     storages = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
     use(model)
@@ -142,26 +170,30 @@ def test_dropping_a_pipeline_frees_all_of_it(
 
     assert_gone(refs)
     ledger.assert_comes_to(0)
-    assert_eventually(
-        lambda: all(s.expired() for s in storages), lambda: "memory of parameters is kept"
-    )
+    for storage in storages:
+        assert_eventually(storage.expired, lambda: "memory of parameters is kept")
     assert_no_thread_more(threads)
 
 
 def test_outputs_outlive_the_pipeline(way: dict[str, Any]) -> None:
-    threads = {*threading.enumerate()}
-    model, x = pipeline(**way), batch()
+    threads = set(threading.enumerate())
+    model = pipeline(**way)
     module = nn.Sequential(*model)
+    x = batch()
     model(x).sum().backward()
     expected = [p.grad for p in module.parameters()]
     module.zero_grad()
 
-    loss, ref = model(x).sum(), weakref.ref(model)
+    loss = model(x).sum()
+    ref = weakref.ref(model)
     del model
     gc.collect()
     assert ref() is None
     loss.backward()
-    assert all(map(torch.equal, expected, (p.grad for p in module.parameters())))  # type: ignore[arg-type]
+    for parameter, grad in zip(module.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert grad is not None
+        assert torch.equal(parameter.grad, grad)
     del loss
     gc.collect()
     assert_no_thread_more(threads)

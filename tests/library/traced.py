@@ -1,4 +1,4 @@
-"""Small modules, not `nn.Sequential`, whose forwards do various things between layers, each with a sample."""
+"""Small modules that are no `nn.Sequential`, each with a sample, for tests of tracing."""
 
 import math
 from collections.abc import Callable
@@ -9,19 +9,33 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import (
+    BatchNorm1d,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Embedding,
+    Linear,
+    Module,
+    Parameter,
+    ReLU,
+    Sequential,
+)
 
 from ..behaviours.parts.layers import Do
 
 BATCH, WIDTH = 5, 6
 
 
-class Net(nn.Module):
+class Net(Module):
     """Three linear layers, for subclasses to use in forward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.a = Linear(WIDTH, WIDTH)
+        self.b = Linear(WIDTH, WIDTH)
+        self.c = Linear(WIDTH, WIDTH)
 
 
 class Residual(Net):
@@ -30,12 +44,12 @@ class Residual(Net):
         return self.c(x + y) + y
 
 
-class InPlace(nn.Module):
+class InPlace(Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.down = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
-        self.norm, self.relu = nn.BatchNorm2d(4), nn.ReLU(inplace=True)
-        self.out = nn.Conv2d(4, 2, 1)
+        self.conv, self.down = Conv2d(3, 4, 3, padding=1), Conv2d(3, 4, 1)
+        self.norm, self.relu = BatchNorm2d(4), ReLU(inplace=True)
+        self.out = Conv2d(4, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.conv(x))
@@ -53,43 +67,50 @@ def filling(net: Any, x: Tensor) -> Tensor:
 
 
 class Tokens(Net):
-    """A class token, position embeddings, and attention written out."""
+    """A module with a class token, position embeddings, and attention written out."""
 
     inner: Any
     positions: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.inner = nn.Module()
-        self.inner.scale = nn.Parameter(torch.randn(WIDTH))
+        self.token = Parameter(torch.randn(1, 1, WIDTH))
+        self.inner = Module()
+        self.inner.scale = Parameter(torch.randn(WIDTH))
         self.register_buffer("positions", torch.randn(1, 4, WIDTH), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.shape[0]
-        x = torch.cat([self.token.expand(n, -1, -1), x], dim=1) + self.positions
-        q, k, v = (
-            f(x).view(n, 4, 2, -1).transpose(1, 2).reshape(n * 2, 4, -1)
-            for f in (self.a, self.b, self.c)
-        )
-        y = torch.bmm(torch.softmax(q @ k.transpose(1, 2) / math.sqrt(3), -1), v)
-        return (y.view(n, 2, 4, -1).transpose(1, 2).flatten(2) * self.inner.scale)[:, 0]
+
+        def heads(layer: Module) -> Tensor:
+            return layer(x).view(n, 4, 2, -1).transpose(1, 2).reshape(n * 2, 4, -1)
+
+        token = self.token.expand(n, -1, -1)
+        x = torch.cat([token, x], dim=1) + self.positions
+        q, k, v = heads(self.a), heads(self.b), heads(self.c)
+        scores = q @ k.transpose(1, 2) / math.sqrt(3)
+        y = torch.bmm(torch.softmax(scores, -1), v)
+        y = y.view(n, 2, 4, -1).transpose(1, 2).flatten(2)
+        return (y * self.inner.scale)[:, 0]
 
 
 class Masked(Net):
     def forward(self, x: Tensor, *, mask: Tensor | None = None, double: bool = False) -> Tensor:
         y = self.a(x)
-        y = self.b(y if mask is None else y.masked_fill(mask, 0.0))
-        y = y if mask is None else y * mask
+        masked = y if mask is None else y.masked_fill(mask, 0.0)
+        y = self.b(masked)
+        if mask is not None:
+            y = y * mask
         return self.c(2 * y if double else y)
 
 
 class Square(Net):
-    """A mask of tokens x tokens. The number of tokens may equal the batch size."""
+    """A module with a mask of tokens x tokens. The number of tokens may equal the batch size."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.a(x)
-        return self.b(torch.softmax(y @ y.transpose(1, 2) + mask, -1) @ y)
+        scores = y @ y.transpose(1, 2) + mask
+        return self.b(torch.softmax(scores, -1) @ y)
 
 
 @dataclass
@@ -101,19 +122,20 @@ class Found:
 
 class Structured(Net):
     def forward(self, inputs: dict[str, Tensor], kind: str = "dict") -> Any:
-        hidden = [self.a(inputs["x"])]
-        hidden.append(self.b(hidden[-1]) + inputs["y"])
-        logits = self.c(hidden[-1])
+        first = self.a(inputs["x"])
+        second = self.b(first) + inputs["y"]
+        logits = self.c(second)
         if kind == "dict":
-            return {"logits": logits, "more": [hidden[0], None, 3]}
-        return Found(logits, (*hidden, logits))
+            return {"logits": logits, "more": [first, None, 3]}
+        return Found(logits, (first, second, logits))
 
 
-class Tied(nn.Module):
+class Tied(Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.inner = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 9, bias=False)
+        self.embedding = Embedding(9, WIDTH)
+        self.inner = Linear(WIDTH, WIDTH)
+        self.head = Linear(WIDTH, 9, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,26 +150,27 @@ class Squared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return (
-            3 * grad * ctx.saved_tensors[0]
-        )  # a wrong gradient on purpose: it shows that this backward ran
+        # The gradient is wrong on purpose: it shows that this backward ran.
+        (x,) = ctx.saved_tensors
+        return 3 * grad * x
 
 
 class Unusual(Net):
-    """A layer that is used twice, once under no_grad, and a custom autograd function."""
+    """A module that uses a layer twice, once under no_grad, and a custom autograd function."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             y = self.a(x)
-        return self.c(self.b(Squared.apply(self.a(x))) * y + y.detach())
+        z = self.b(Squared.apply(self.a(x)))
+        return self.c(z * y + y.detach())
 
 
 class Constant(Net):
     def __init__(self) -> None:
         super().__init__()
         self.plain = torch.randn(WIDTH)  # not a buffer
-        self.unused = nn.Parameter(torch.randn(2))
-        self.aside = nn.BatchNorm1d(2)
+        self.unused = Parameter(torch.randn(2))
+        self.aside = BatchNorm1d(2)
 
     def forward(self, x: Tensor) -> Tensor:
         steps = torch.arange(WIDTH, device=x.device, dtype=x.dtype)
@@ -155,35 +178,38 @@ class Constant(Net):
         return self.b(self.a(x) + self.plain + steps)
 
 
+def add_noise(layer: Any, x: Tensor) -> Tensor:
+    return x + torch.rand(x.shape, generator=layer.draws)
+
+
 class Counting(Net):
-    """Its forward changes state: a counter of calls, statistics, and a generator."""
+    """A module whose forward changes a counter of calls, statistics, and a generator."""
 
     seen: Tensor
     noise: Any
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm = BatchNorm1d(WIDTH)
         self.register_buffer("seen", torch.zeros(()))
-        self.noise = Do(
-            lambda noise, x: x + torch.rand(x.shape, generator=noise.draws), draws=torch.Generator()
-        )
+        self.noise = Do(add_noise, draws=torch.Generator())
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
         return self.b(self.noise(self.norm(self.a(x))))
 
 
+def drop_half(layer: Any, x: Tensor) -> Tensor:
+    return F.dropout(layer.linear(x), 0.5, layer.training)
+
+
 class Dropping(Net):
-    """One part reads `training`; another returns its input in eval mode."""
+    """A module with a part that reads `training`, and one that does nothing in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.drop = Do(
-            lambda self, x: F.dropout(self.linear(x), 0.5, self.training),
-            linear=nn.Linear(WIDTH, WIDTH),
-        )
-        self.plain = nn.Dropout(0.5)
+        self.drop = Do(drop_half, linear=Linear(WIDTH, WIDTH))
+        self.plain = Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.a(x)
@@ -192,20 +218,21 @@ class Dropping(Net):
 
 
 class Choosing(Net):
-    """Its forward depends on values of its input."""
+    """A module whose forward depends on values of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) if x.sum() > 0 else self.b(x)
 
 
 def in_blocks(net: Any, x: Tensor) -> Tensor:
-    return torch.cat([net.a(x[i : i + 8]) for i in range(0, len(x), 8)])
+    blocks = [net.a(x[i : i + 8]) for i in range(0, len(x), 8)]
+    return torch.cat(blocks)
 
 
 class Case(NamedTuple):
     """A module, a sample of its arguments, and options of `sequential`."""
 
-    make: Callable[[], nn.Module]
+    make: Callable[[], Module]
     sample: Callable[[], Any]
     options: Any = MappingProxyType({})
 
@@ -214,9 +241,9 @@ def rows(*shape: int) -> Tensor:
     return torch.randn(BATCH, *(shape or (WIDTH,)))
 
 
-def does(function: Callable[[Any, Tensor], Any], **more: Any) -> nn.Module:
-    """Return a module with this forward, which may use what it holds."""
-    a, b, c, hidden = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+def does(function: Callable[[Any, Tensor], Any], **more: Any) -> Module:
+    """Return a module with this forward, which may use the attributes that the module has."""
+    a, b, c, hidden = [Linear(WIDTH, WIDTH) for _ in range(4)]
     holds: dict[str, Any] = {
         "count": torch.zeros(()),
         "scales": [torch.ones(()), 2 * torch.ones(())],
@@ -235,53 +262,64 @@ def does(function: Callable[[Any, Tensor], Any], **more: Any) -> nn.Module:
     )
 
 
-def compiled_forward(module: Any) -> nn.Module:
+def compiled_forward(module: Any) -> Module:
     module.forward = torch.compile(module.forward, backend="aot_eager")
     return module
 
 
-# A module, batch sizes for which it does what it did when it was recorded, and others.
-BATCHES: dict[str, tuple[Callable[[], nn.Module], list[int], list[int]]] = {
-    "one sample": (
-        lambda: does(lambda net, x: net.b(net.a(x)) if len(x) > 1 else net.b(x)),
-        [2, 9],
-        [1],
-    ),
+def without_a_for_one(net: Any, x: Tensor) -> Tensor:
+    return net.b(net.a(x)) if len(x) > 1 else net.b(x)
+
+
+def seeding_for_many(net: Any, x: Tensor) -> Tensor:
+    if len(x) >= 9:
+        torch.manual_seed(3)
+    return net.a(x)
+
+
+def by_mode(net: Any, x: Tensor) -> Tensor:
+    return net.a(x) if net.training else net.b(x)
+
+
+def on_its_device(net: Any, x: Tensor) -> Tensor:
+    return net.a(x) + torch.arange(6, device=x.device)
+
+
+def norm() -> Module:
+    return Sequential(Linear(6, 6), BatchNorm1d(6))
+
+
+def three_branches(net: Any, x: Tensor) -> Tensor:
+    return torch.cat([net.a(x), net.b(x), net.c(x)], 1)
+
+
+def with_a_layout(net: Any, x: Tensor) -> Tensor:
+    zeros = torch.zeros(6, layout=x.layout)
+    return net.b(net.a(x) + zeros)
+
+
+def choosing_in_the_middle() -> Module:
+    return Sequential(Linear(WIDTH, WIDTH), Choosing(), Linear(WIDTH, WIDTH))
+
+
+# A module, batch sizes for which it does what it did when it was recorded, and other batch sizes.
+BATCHES: dict[str, tuple[Callable[[], Module], list[int], list[int]]] = {
+    "one sample": (lambda: does(without_a_for_one), [2, 9], [1]),
     "blocks": (lambda: does(in_blocks), [1, 8], [9]),
     "a constant": (lambda: does(lambda net, x: net.a(x) * net.scales[len(x) > 8]), [1, 8], [9]),
-    "a part that needs contents": (lambda: nn.Sequential(does(in_blocks), Choosing()), [1, 8], [9]),
-    "a seed for many": (
-        lambda: does(lambda net, x: net.a(x) if len(x) < 9 or torch.manual_seed(3) else x),
-        [1, 8],
-        [9],
-    ),
-    "another mode": (
-        lambda: does(lambda net, x: net.a(x) if net.training else net.b(x)),
-        [],
-        [1, 5],
-    ),
-    "what asks for the device": (
-        lambda: does(lambda net, x: net.a(x) + torch.arange(6, device=x.device)),
-        [1, 9],
-        [],
-    ),
-    "a norm, in training for two or more": (
-        lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)),
-        [1, 9],
-        [],
-    ),
+    "a part that needs contents": (lambda: Sequential(does(in_blocks), Choosing()), [1, 8], [9]),
+    "a seed for many": (lambda: does(seeding_for_many), [1, 8], [9]),
+    "another mode": (lambda: does(by_mode), [], [1, 5]),
+    "what asks for the device": (lambda: does(on_its_device), [1, 9], []),
+    "a norm, in training for two or more": (norm, [1, 9], []),
 }
 
 CASES: dict[str, Case] = {
     "residual": Case(Residual, rows),
-    "branches from one input": Case(
-        lambda: does(lambda net, x: torch.cat([net.a(x), net.b(x), net.c(x)], 1)), rows
-    ),
+    "branches from one input": Case(lambda: does(three_branches), rows),
     "in place, with views": Case(InPlace, lambda: rows(3, 4, 4)),
     "a tensor that is filled": Case(lambda: does(filling), rows),
-    "a layout": Case(
-        lambda: does(lambda net, x: net.b(net.a(x) + torch.zeros(6, layout=x.layout))), rows
-    ),
+    "a layout": Case(lambda: does(with_a_layout), rows),
     "attention by hand": Case(Tokens, lambda: rows(3, WIDTH)),
     "no mask": Case(Masked, rows),
     "by keyword, a mask of one sample": Case(
@@ -305,9 +343,5 @@ CASES: dict[str, Case] = {
     "constants, and what is not used": Case(Constant, rows),
     "buffers that change": Case(Counting, rows),
     "a set": Case(lambda: does(lambda net, x: {net.b(net.a(x))}), rows),
-    "a part that looks at its input": Case(
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Choosing(), nn.Linear(WIDTH, WIDTH)),
-        rows,
-        {"whole": [Choosing]},
-    ),
+    "a part that looks at its input": Case(choosing_in_the_middle, rows, {"whole": [Choosing]}),
 }

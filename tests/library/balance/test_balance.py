@@ -1,4 +1,4 @@
-"""`balance_by_time` and `balance_by_size`: they accept any model, do not change it, and report misuse."""
+"""`balance_by_time` and `balance_by_size` accept any model, do not change it, and report misuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Dropout, Embedding, LazyLinear, Linear, Module, ReLU, Sequential, Tanh
 
 from torchgpipe.balance import balance_by_size, balance_by_time
 from torchgpipe.balance.minimise import minimise_heaviest
@@ -28,69 +29,87 @@ BALANCES: dict[str, Callable[..., list[int]]] = {
     "size": lambda *args, **kwargs: balance_by_size(*args, chunks=2, **kwargs),
 }
 either = pytest.mark.parametrize("balance_by", BALANCES.values(), ids=BALANCES)
-Sequential, Linear = nn.Sequential, nn.Linear
 
 
-def pair(
-    skip: Callable[[Any], Any], join: Callable[[Any, Any], Any]
-) -> tuple[nn.Module, nn.Module]:
+def pair(skip: Callable[[Any], Any], join: Callable[[Any, Any], Any]) -> tuple[Module, Module]:
+    """Return a layer that stashes `skip(input)`, and a layer that pops it."""
     namespace = Namespace()
-    return Stash(skip, Linear(4, 4)).isolate(namespace), Pop(join).isolate(namespace)  # type: ignore[operator]
+    stash = Stash(skip, Linear(4, 4))
+    stash.isolate(namespace)  # type: ignore[operator]
+    pop = Pop(join)
+    pop.isolate(namespace)  # type: ignore[operator]
+    return stash, pop
 
 
-def skips() -> nn.Sequential:
-    """Return layers with a skip over four layers, a skip within one layer, and a skip that is None."""
+def skips() -> Sequential:
+    """Return layers with three skips: over four layers, within one layer, and of `None`."""
     outer_stash, outer_pop = pair(Linear(4, 4), lambda x, skip: x + skip.relu_())
     inner = pair(Linear(4, 4), lambda x, skip: x + skip.relu_())
     none_stash, none_pop = pair(lambda x: None, lambda x, none: x)
-    return nn.Sequential(
-        outer_stash, none_stash, nn.Sequential(*inner), Linear(4, 4), none_pop, outer_pop
-    )
+    within_one = Sequential(*inner)
+    return Sequential(outer_stash, none_stash, within_one, Linear(4, 4), none_pop, outer_pop)
+
+
+def last(kind: str) -> Callable[[], Sequential]:
+    """Return a function that makes a model whose last layer is of this kind."""
+    return lambda: Sequential(Linear(4, 4), Linear(4, 4), KINDS[kind](shared_parts()))
+
+
+def twice(layer: Module) -> Sequential:
+    return Sequential(layer, layer)
+
+
+def in_place_on_a_leaf() -> Sequential:
+    return Sequential(ReLU(inplace=True), ReLU(inplace=True))
+
+
+def integers_out() -> Sequential:
+    return Sequential(Linear(4, 4), Lambda(lambda x: x.argmax(1)))
+
+
+def swapping() -> Sequential:
+    swap = KINDS["swap"](None)
+    return Sequential(swap, swap, swap)
 
 
 X = torch.rand(6, 4)
 X_GRAD = torch.rand(6, 4, requires_grad=True)
-# PyTorch itself refuses these: they change in place what its backward needs.
+INTEGERS = torch.randint(5, (6,))
+# PyTorch itself refuses these kinds: they change in place what its backward needs.
 REFUSED = {"buffer in place", "parameter in place", "and its buffer in place"}
-# Layers of generated models, and others, each with a sample.
-MODELS: dict[str, tuple[Callable[[], nn.Sequential], Any]] = {
-    **{
-        name: (lambda make=make: Sequential(Linear(4, 4), Linear(4, 4), make(shared_parts())), X)  # type: ignore[misc]
-        for name, make in KINDS.items()
-        if name not in REFUSED
-    },
-    "input requires grad": (lambda: Sequential(Linear(4, 4), nn.Tanh()), X_GRAD),
-    "dropout at first": (lambda: Sequential(nn.Dropout(), Linear(4, 4)), X_GRAD),
-    "in place on a leaf": (
-        lambda: Sequential(nn.ReLU(inplace=True), nn.ReLU(inplace=True)),
-        X_GRAD,
-    ),
-    "integers in": (lambda: Sequential(nn.Embedding(5, 4), Linear(4, 4)), torch.randint(5, (6,))),
-    "integers out": (lambda: Sequential(Linear(4, 4), Lambda(lambda x: x.argmax(1))), X),
-    "tuple": (lambda: Sequential(*[KINDS["swap"](None)] * 3), (X_GRAD, X)),
+# Models with a layer of each kind, and other models, each with a sample.
+MODELS: dict[str, tuple[Callable[[], Sequential], Any]] = {
+    name: (last(name), X) for name in KINDS if name not in REFUSED
+}
+MODELS |= {
+    "input requires grad": (lambda: Sequential(Linear(4, 4), Tanh()), X_GRAD),
+    "dropout at first": (lambda: Sequential(Dropout(), Linear(4, 4)), X_GRAD),
+    "in place on a leaf": (in_place_on_a_leaf, X_GRAD),
+    "integers in": (lambda: Sequential(Embedding(5, 4), Linear(4, 4)), INTEGERS),
+    "integers out": (integers_out, X),
+    "tuple": (swapping, (X_GRAD, X)),
     "skips": (skips, X),
-    "one layer twice": (lambda: Sequential(*[Linear(4, 4)] * 2), X),
-    "double": (lambda: Sequential(Linear(4, 4), nn.Tanh()).double(), X.double()),
+    "one layer twice": (lambda: twice(Linear(4, 4)), X),
+    "double": (lambda: Sequential(Linear(4, 4), Tanh()).double(), X.double()),
 }
 
 
-def state(module: nn.Module, sample: Any) -> list[object]:
+def state(module: Module, sample: Any) -> list[object]:
     """Return copies of everything that profiling could change."""
-    parameters, samples = (
-        [*module.parameters()],
-        (sample,) if isinstance(sample, Tensor) else sample,
-    )
-    random = [
-        torch.get_rng_state(),
-        *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []),
-    ]
+    parameters = [*module.parameters()]
+    samples = [sample] if isinstance(sample, Tensor) else [*sample]
+    random = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        random += torch.cuda.get_rng_state_all()
+    kept = [*module.state_dict().values(), *samples, *random]
+    grads: list[object] = []
+    for x in [*parameters, *samples]:
+        grad = None if x.grad is None else x.grad.tolist()
+        grads.append((x.requires_grad, grad))
     return [
-        [x.tolist() for x in (*module.state_dict().values(), *samples, *random)],
-        [id(x) for x in (*parameters, *module.buffers())],
-        [
-            (x.requires_grad, None if x.grad is None else x.grad.tolist())
-            for x in (*parameters, *samples)
-        ],
+        [x.tolist() for x in kept],
+        [id(x) for x in [*parameters, *module.buffers()]],
+        grads,
         [(m.training, type(m)) for m in module.modules()],
         [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dict(current_scope())],
     ]
@@ -102,33 +121,39 @@ def state(module: nn.Module, sample: Any) -> list[object]:
 def test_model_stays_as_it_was(build: Any, sample: Any, device: str, balance_by: Any) -> None:
     model = build()
     for parameter in model.parameters():
-        parameter.grad = torch.rand_like(parameter) if parameter.requires_grad else None
+        if parameter.requires_grad:
+            parameter.grad = torch.rand_like(parameter)
     before = state(model, sample)
+
     balance = balance_by(2, model, sample, device=device)
-    assert len(balance) == 2 and min(balance) >= 1 and sum(balance) == len(model)
+
+    assert len(balance) == 2
+    assert min(balance) >= 1
+    assert sum(balance) == len(model)
     assert state(model, sample) == before
 
 
 @either
 def test_lazy_layers_stay_lazy(balance_by: Callable[..., list[int]]) -> None:
-    model = nn.Sequential(nn.LazyLinear(1000), nn.LazyLinear(1000), nn.LazyLinear(1))
-    assert sum(balance_by(2, model, X)) == 3
-    assert [type(layer) for layer in model] == [nn.LazyLinear] * 3
+    lazy = [LazyLinear(1000), LazyLinear(1000), LazyLinear(1)]
+    model = Sequential(*lazy)
+    balance = balance_by(2, model, X)
+    assert sum(balance) == 3
+    assert [type(layer) for layer in model] == [LazyLinear] * 3
 
 
-class Look(nn.Module):
+class Look(Module):
     """Record training mode and grad mode. Check that at most one copy of a layer is alive."""
 
-    def __init__(self, copies: weakref.WeakSet[nn.Module]) -> None:
+    def __init__(self, copies: weakref.WeakSet[Module]) -> None:
         super().__init__()
         self.seen: set[tuple[bool, bool]] = set()
         self.copies = copies
 
     def forward(self, x: Tensor) -> Tensor:
         assert self in self.copies
-        self.seen.add(
-            (self.training, x.requires_grad and torch.is_grad_enabled() and not x.is_inference())
-        )
+        takes_grad = x.requires_grad and torch.is_grad_enabled() and not x.is_inference()
+        self.seen.add((self.training, takes_grad))
         return x
 
     def __deepcopy__(self, memo: object) -> Look:
@@ -139,7 +164,7 @@ class Look(nn.Module):
         return twin
 
 
-# A function that sets modes before, and whether each of two layers then runs in training mode.
+# A function that sets modes before, and whether each of the two layers then runs in training mode.
 @either
 @pytest.mark.parametrize(
     "mode, training",
@@ -151,18 +176,22 @@ class Look(nn.Module):
 )
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
 def test_layers_run_as_in_training_but_frozen_parts_stay_frozen(
-    mode: Callable[[nn.Module], object], training: list[bool], context: Any, balance_by: Any
+    mode: Callable[[Module], object], training: list[bool], context: Any, balance_by: Any
 ) -> None:
     with context():
-        copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        copies: weakref.WeakSet[Module] = weakref.WeakSet()
         looks = [Look(copies), Look(copies)]
-        model = nn.Sequential(*(nn.Sequential(Linear(4, 4), look) for look in looks))
+        first, second = [Sequential(Linear(4, 4), look) for look in looks]
+        model = Sequential(first, second)
         mode(model)
         sample = torch.rand(6, 4)
         before = state(model, sample)
+
         balance_by(1, model, sample)
+
         assert state(model, sample) == before
-    assert [look.seen for look in looks] == [{(trains, True)} for trains in training]
+    for look, trains in zip(looks, training, strict=True):
+        assert look.seen == {(trains, True)}
     assert not copies
 
 
@@ -184,70 +213,63 @@ def test_default_device(
     name: str, available: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(f"torchgpipe.balance.{name}", profile := Mock(return_value=[1.0]))
-    (balance_by_time if name == "profile_times" else balance_by_size)(
-        1, nn.Sequential(nn.ReLU()), X
-    )
+    profile = Mock(return_value=[1.0])
+    monkeypatch.setattr(f"torchgpipe.balance.{name}", profile)
+    balance_by = balance_by_time if name == "profile_times" else balance_by_size
+    balance_by(1, Sequential(ReLU()), X)
     assert profile.call_args.args[-1] == torch.device(device)
 
 
-RELUS = nn.Sequential(nn.ReLU(), nn.ReLU())
-LOCKED = Do(lambda _, x: x, lock=threading.Lock())
-# Arguments for both functions, the error's type, its one-line message.
+RELUS = Sequential(ReLU(), ReLU())
+POP_ALONE = Sequential(Pop())
+LOCKED = Sequential(ReLU(), Do(lambda _, x: x, lock=threading.Lock()))
+LIST_OUT = Sequential(ReLU(), Lambda(lambda x: [x]))
+NAN = float("nan")
+# Arguments that both functions refuse, the error's type, and its message of one line.
 MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((0, RELUS, X), ValueError, "partitions must be at least 1, got 0"),
     ((3, RELUS, X), ValueError, "cannot fill 3 partitions with 2 layer.s.: .* at most 2"),
     ((1.5, RELUS, X), TypeError, "partitions must be an int, got 1.5"),
     ((True, RELUS, X), TypeError, "partitions must be an int, got True"),
-    ((1, nn.ReLU(), X), TypeError, "only an nn.Sequential can be balanced, got ReLU"),
+    ((1, ReLU(), X), TypeError, "only an nn.Sequential can be balanced, got ReLU"),
     ((1, RELUS, (X, 1)), TypeError, "element 1 is int"),
-    ((1, nn.Sequential(Pop()), X), TypeError, "pops 'skip', which no earlier layer stashes"),
-    (
-        (1, nn.Sequential(nn.ReLU(), LOCKED), X),
-        TypeError,
-        r"layer 1 \(Do\) cannot be copied .*lock",
-    ),
-    (
-        (1, nn.Sequential(nn.ReLU(), Lambda(lambda x: [x])), X),
-        TypeError,
-        "output of layer 1 must be a tensor",
-    ),
+    ((1, POP_ALONE, X), TypeError, "pops 'skip', which no earlier layer stashes"),
+    ((1, LOCKED, X), TypeError, r"layer 1 \(Do\) cannot be copied .*lock"),
+    ((1, LIST_OUT, X), TypeError, "output of layer 1 must be a tensor"),
 ]
-
-
-# What only one of the functions refuses.
+# A sample and options that only one of the functions refuses.
 OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] = [
     (balance_by_time, X, {"timeout": -1.0}, "timeout must be .* got -1.0"),
-    (balance_by_time, X, {"timeout": float("nan")}, "timeout must be .* got nan"),
+    (balance_by_time, X, {"timeout": NAN}, "timeout must be .* got nan"),
     (balance_by_time, X, {"device": "meta"}, "nothing takes time on device 'meta'"),
     (balance_by_size, X, {"chunks": 0}, "chunks must be a positive int, got 0"),
     (balance_by_size, X, {"chunks": 2.0}, "chunks must be a positive int, got 2.0"),
     (balance_by_size, X, {"param_scale": -1.0}, "param_scale must be .* got -1.0"),
-    (balance_by_size, X, {"param_scale": float("nan")}, "param_scale must be .* got nan"),
+    (balance_by_size, X, {"param_scale": NAN}, "param_scale must be .* got nan"),
     (balance_by_size, (X, X[:1]), {"chunks": 2}, "one batch size"),
 ]
 COSTS = [
     ([1, -2], "not negative, got -2 for layer 1"),
-    ([1, float("nan")], "not negative, got nan for layer 1"),
+    ([1, NAN], "not negative, got nan for layer 1"),
     ([1, 1, float("inf")], "finite and not negative, got inf for layer 2"),
 ]
 
 
-@pytest.mark.parametrize(
-    "balance_by, arguments, options, error, message",
-    [
-        *(
-            (each, arguments, {"device": "cpu"}, *rest)
-            for arguments, *rest in MISUSE
-            for each in BALANCES.values()
-        ),
-        *(
-            (each, (1, RELUS, sample), options, ValueError, said)
-            for each, sample, options, said in OF_ONE
-        ),
-        *((minimise_heaviest, (costs, 1), {}, ValueError, said) for costs, said in COSTS),
-    ],
-)
+def misuses() -> list[tuple[Any, Any, Any, type[Exception], str]]:
+    """Return rows of a function, arguments and options that it refuses, and its error."""
+    rows: list[tuple[Any, Any, Any, type[Exception], str]] = []
+    on_cpu = {"device": "cpu"}
+    for arguments, error, message in MISUSE:
+        rows += [(each, arguments, on_cpu, error, message) for each in BALANCES.values()]
+    for balance_by, sample, options, message in OF_ONE:
+        arguments = (1, RELUS, sample)
+        rows.append((balance_by, arguments, options, ValueError, message))
+    for costs, message in COSTS:
+        rows.append((minimise_heaviest, (costs, 1), {}, ValueError, message))
+    return rows
+
+
+@pytest.mark.parametrize("balance_by, arguments, options, error, message", misuses())
 def test_misuse(
     balance_by: Any, arguments: Any, options: Any, error: type[Exception], message: str
 ) -> None:

@@ -1,7 +1,8 @@
-"""Ranks on GPUs: results, failures, and what wires submit to streams and NCCL. See ../test_simulated.py for times.
+"""Ranks on GPUs: results, failures, and what wires submit to streams and to NCCL.
 
-Streams (../simulated.py), NCCL and processes (threads.py) are stand-ins, so no GPU is needed. The GPUs are `cpu:0`,
-`cpu:1`, …. tests/test_cuda.py runs on real GPUs.
+../test_simulated.py tests times. Streams (../simulated.py), NCCL and processes (threads.py) are
+stand-ins, so no GPU is needed. The GPUs are `cpu:0`, `cpu:1`, …. tests/test_cuda.py runs on real
+GPUs.
 """
 
 import threading
@@ -39,10 +40,10 @@ WAYS = {
 
 
 def layers(*skips: tuple[int, int]) -> tuple[nn.Sequential, list[int]]:
+    """Return four layers with these skips, and the balance that puts a layer on each rank."""
     torch.manual_seed(0)
-    return partitions(
-        [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Fails()) for _ in range(4)], skips, torch.cos
-    )
+    each = [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Fails()) for _ in range(4)]
+    return partitions(each, skips, torch.cos)
 
 
 def train(model: Any, x: Tensor, target: Tensor) -> dict[str, Any]:
@@ -53,10 +54,17 @@ def train(model: Any, x: Tensor, target: Tensor) -> dict[str, Any]:
 
 
 ALL = ((0, 2), (0, 3), (1, 3))
+TWICE = ((0, 2), (0, 2), (1, 3))
+CROSSING = ((0, 3), (1, 2))
 # A schedule, the number of ranks, and skips.
 LISTS: list[tuple[str, int, tuple[tuple[int, int], ...]]] = [
-    *(("GPipe", 4, skips) for skips in ((), ((0, 2), (0, 2), (1, 3)), ((0, 3), (1, 2)), ALL)),
-    *((name, n, ALL) for name, n in (("1F1B", 4), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2))),
+    ("GPipe", 4, ()),
+    ("GPipe", 4, TWICE),
+    ("GPipe", 4, CROSSING),
+    ("GPipe", 4, ALL),
+    ("1F1B", 4, ALL),
+    ("Interleaved1F1B", 2, ALL),
+    ("ZBVZeroBubble", 2, ALL),
 ]
 
 
@@ -65,19 +73,20 @@ LISTS: list[tuple[str, int, tuple[tuple[int, int], ...]]] = [
 def test_results_are_those_of_one_process(
     way: str, name: str, n: int, skips: Any, checkpoint: Any, streams: Any
 ) -> None:
-    """Also if no skip leaves any more that others would have to wait for."""
-    x, target, options = (
-        torch.rand(7, 3),
-        torch.rand(7, 3),
-        {"chunks": 4, "checkpoint": checkpoint, "schedule": name},
-    )
+    """Results are the same, also if no skip leaves a tensor for which others would have to wait."""
+    x = torch.rand(7, 3)
+    target = torch.rand(7, 3)
+    options = {"chunks": 4, "checkpoint": checkpoint, "schedule": name}
 
     def results(model: Any) -> dict[str, Any]:
         seen = {"loss": model.step(nn.functional.mse_loss, x, target)}
-        seen |= {f"{name} by a step": p.grad.clone() for name, p in model.named_parameters()}
-        return seen | [train(model, x, target) for _ in range(2)][-1]
+        for name, parameter in model.named_parameters():
+            seen[f"{name} by a step"] = parameter.grad.clone()
+        train(model, x, target)
+        return seen | train(model, x, target)
 
-    expected = results(GPipe(*layers(*skips), devices=["cpu"] * n, **options))
+    model, balance = layers(*skips)
+    expected = results(GPipe(model, balance, devices=["cpu"] * n, **options))
     copies = [layers(*skips) for _ in range(n)]
     world = simulate_ranks(streams, WAYS[way][:n])
 
@@ -87,16 +96,20 @@ def test_results_are_those_of_one_process(
         model.close()
         return found
 
-    found = world.run(program)
-    assert all(torch.equal(own["loss"], expected["loss"]) for own in found)
-    assert differences({name: x for own in found for name, x in own.items()}, expected) == []
-    assert n < 4 or len(world.pairs) == (2 * (2 * 3 + 2 * len({*skips})) if way == "NCCL" else 0)
-    assert all(pair.aborted for pair in world.pairs), (
-        "they are given back when the pipeline is closed"
-    )
+    together: dict[str, Any] = {}
+    for found in world.run(program):
+        assert torch.equal(found["loss"], expected["loss"])
+        together |= found
+    assert differences(together, expected) == []
+    if n == 4:
+        wires = 2 * (3 + len({*skips}))  # forward and backward, over each boundary and each skip
+        assert len(world.pairs) == (2 * wires if way == "NCCL" else 0)
+    for pair in world.pairs:
+        assert pair.aborted, "groups are given back when the pipeline is closed"
 
 
-TASKS = {  # the third
+# Each is the third task of its kind.
+TASKS = {
     "forward": "forward of micro-batch 2",
     "recompute": "recomputation of micro-batch 1",
     "backward": "backward of micro-batch 1",
@@ -112,39 +125,41 @@ def test_a_failure_ends_all_that_streams_wait_for(
     copies = [layers((0, 2)) for _ in range(4)]
     world = simulate_ranks(streams, WAYS[way])
     ready = threading.Barrier(4, timeout=20)
-    batch = torch.rand(8, 3), torch.rand(8, 3)
+    x = torch.rand(8, 3)
+    target = torch.rand(8, 3)
+    told = f"rank {victim} failed in {TASKS[phase]}: ValueError: on purpose"
     lost: list[weakref.ref[Any]] = []
 
     def program(rank: int) -> None:
         model = DistributedGPipe(*copies[rank], device=f"cpu:{rank}", chunks=4, checkpoint="always")
         if rank == victim:
-            (fails,) = (layer for layer in model.partition.modules() if isinstance(layer, Fails))
+            (fails,) = [each for each in model.partition.modules() if isinstance(each, Fails)]
             fails.fail(phase, ValueError("on purpose"), calls_before=2)
         with pytest.raises((ValueError, RankFailed)) as caught:
             for _ in range(2):  # twice, because the last rank may have ended its backward by then
-                train(model, *batch)
-        own = f"rank {victim} failed in {TASKS[phase]}: ValueError: on purpose"
-        assert str(caught.value) == ("on purpose" if rank == victim else own)
+                train(model, x, target)
+        assert str(caught.value) == ("on purpose" if rank == victim else told)
         lost.append(weakref.ref(model._connections))
         ready.wait()
         if rank == 0:
-            assert all(pair.aborted for pair in world.pairs)
+            for pair in world.pairs:
+                assert pair.aborted
         ready.wait()
         if phase != "forward":  # else all ranks are in the same mini-batch
             model.close()
             ready.wait()
-        train(model, *batch)  # it works again
+        train(model, x, target)  # it works again
         model.close()
 
     assert world.run(program) == [None] * 4
     assert len(world.pairs) == (2 * 2 * 8 if way == "NCCL" else 0)
-    # Keep no error: its frames hold a loss, and the loss's graph holds all sent and expected tensors.
+    # Keep no error: its frames hold a loss, whose graph holds all sent and expected tensors.
     assert_gone(lost)
 
 
 X = torch.arange(12.0)
-TENSORS = {
-    **{name: x for name, (x, _) in PLACED.items()},
+TENSORS = {name: x for name, (x, _) in PLACED.items()}
+TENSORS |= {
     "of a layer": nn.Parameter(X.clone()),
     "bfloat16": X.bfloat16(),
     "truth": X > 3,
@@ -157,12 +172,21 @@ TENSORS = {
 def test_any_tensor_travels(x: Tensor, way: str, streams: Any) -> None:
     there, back = ends(way, streams)
     streams.patch.setattr(Tensor, "to", lambda x, *_, **__: x)  # there is really only one device
-    sent = there.depart((x, None, x)).tensors
-    assert [y is not None and y.is_meta for y in sent] == [way == "NCCL", False, way == "NCCL"]
-    y, nothing, again = back.arrive(sent)
+    by_nccl = way == "NCCL"
+
+    first, second, third = there.depart((x, None, x)).tensors
+
+    assert first is not None
+    assert third is not None
+    assert second is None
+    assert first.is_meta == by_nccl
+    assert third.is_meta == by_nccl
+    y, nothing, again = back.arrive((first, second, third))
     assert nothing is None
     for each in (y, again):
-        assert each is not None and each.dtype == x.dtype and each.stride() == dense(x).stride()
+        assert each is not None
+        assert each.dtype == x.dtype
+        assert each.stride() == dense(x).stride()
         assert torch.equal(each, x.detach())
         assert not each.is_meta
 
@@ -170,10 +194,13 @@ def test_any_tensor_travels(x: Tensor, way: str, streams: Any) -> None:
 def ends(way: str, streams: Any) -> tuple[Transfer, Transfer]:
     """Return both ends of a wire from rank 0 to rank 1."""
     world = simulate_ranks(streams, GPUS[:2])
-    pairs: list[Any] = [Pair(world, "forward 0 1") if way == "NCCL" else None for _ in (0, 1)]
-    return Transfer(torch.device("cpu", 0), pairs[0], 1), Transfer(
-        torch.device("cpu", 1), pairs[1], 0
-    )
+    here: Any = None
+    there: Any = None
+    if way == "NCCL":
+        here = Pair(world, "forward 0 1")
+        there = Pair(world, "forward 0 1")
+    sender = Transfer(torch.device("cpu", 0), here, 1)
+    return sender, Transfer(torch.device("cpu", 1), there, 0)
 
 
 OUTSIDE = ["cpu:0 copies waits for cpu:0 compute", "memory is used by cpu:0 copies"]
@@ -197,11 +224,9 @@ def test_waits(way: str, streams: Any) -> None:
     streams.patch.setattr(Tensor, "copy_", noted)
     streams.log.clear()
     departure = there.depart((X,))
-    # Host memory must be filled before it is sent. NCCL holds its memory until the transfer has ended.
-    assert (departure.before is None, departure.after is None) == (
-        (way == "NCCL"),
-        (way == "staging"),
-    )
+    # Host memory must be filled before it is sent. NCCL holds its memory until the transfer ends.
+    assert (departure.before is None) == (way == "NCCL")
+    assert (departure.after is None) == (way == "staging")
     back.arrive(departure.tensors)
     assert streams.log == WAITS[way]
     on_host = torch.rand(3, device="meta")  # another kind of device than the GPUs here
@@ -213,7 +238,8 @@ def test_waits(way: str, streams: Any) -> None:
 
 def test_a_wire_waits_before_it_sends_memory_of_the_host_and_after_it_has_told_of_nccl() -> None:
     began: list[str] = []
-    noted: Any = Mock(late=1)  # a group, a transfer, and what the transfer says is to be waited for
+    # A group, a transfer, and what the transfer says is to be waited for.
+    noted: Any = Mock(late=1)
     noted.begin.side_effect = lambda: began.append(threading.current_thread().name)
     noted.depart.side_effect = lambda tensors: Departure(tensors, noted.before, noted.after)
     sender = Sender(WireAddress(noted, 1, 0, lambda error: None, noted))
@@ -224,17 +250,22 @@ def test_a_wire_waits_before_it_sends_memory_of_the_host_and_after_it_has_told_o
     sender.stop()
     sender.thread.join()
     first, second, *others = [name for name, *_ in noted.mock_calls]
-    assert {first, second} == {"begin", "depart"} and began == ["gpipe-to-1"]
+    assert {first, second} == {"begin", "depart"}
+    assert began == ["gpipe-to-1"]
     assert others == ["before.synchronize", "send", "send().wait", "after.synchronize"]
 
 
 def test_what_nccl_says_is_raised_unless_it_was_aborted(streams: Any) -> None:
-    for broken, error in ((True, RuntimeError), (False, Stopped)):
-        transfer, _ = ends("NCCL", streams)
-        pair: Any = transfer._group
-        (pair if broken else transfer).abort()
-        with pytest.raises(error):
-            transfer.depart((X,))
+    transfer, _ = ends("NCCL", streams)
+    group: Any = transfer._group
+    group.abort()
+    with pytest.raises(RuntimeError):
+        transfer.depart((X,))
+
+    transfer, _ = ends("NCCL", streams)
+    transfer.abort()
+    with pytest.raises(Stopped):
+        transfer.depart((X,))
 
 
 @pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT"])
@@ -250,13 +281,19 @@ def test_a_message_that_is_lost_as_a_rank_ends_is_noticed(
     streams: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gloo may lose what is sent as the connection breaks, and never end the wait for it."""
-    world, over, send = simulate_ranks(streams, GPUS[:2]), threading.Event(), Group.send
+    world = simulate_ranks(streams, GPUS[:2])
+    closed = threading.Event()
+    over = threading.Event()
+    send = Group.send
 
     def sent(group: Group, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        return Mock(wait=over.wait) if group.lost(peer) else send(group, tensors, peer, tag)
+        if group.lost(peer):
+            return Mock(wait=over.wait)
+        return send(group, tensors, peer, tag)
 
     monkeypatch.setattr(Group, "send", sent)
-    x, closed = torch.rand(7, 3), threading.Event()
+    x = torch.rand(7, 3)
+    told = r"rank 1 has ended.* rank 0 needs more.*a message to it was not received"
 
     def program(rank: int) -> None:
         linears = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -264,13 +301,11 @@ def test_a_message_that_is_lost_as_a_rank_ends_is_noticed(
         train(model, x, x)
         if rank == 1:
             model.close()
-            return closed.set()
-        assert closed.wait(PATIENCE)
-        with pytest.raises(
-            RankFailed,
-            match=r"rank 1 has ended.* rank 0 needs more.*a message to it was not received",
-        ):
-            model.loss(nn.functional.mse_loss, x, x)
+            closed.set()
+        else:
+            assert closed.wait(PATIENCE)
+            with pytest.raises(RankFailed, match=told):
+                model.loss(nn.functional.mse_loss, x, x)
 
     found = world.run(program)
     over.set()

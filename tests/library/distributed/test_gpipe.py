@@ -1,6 +1,7 @@
-"""A pipeline over processes equals one over threads bitwise, sends no more than necessary, and leaves nothing behind.
+"""A pipeline over processes equals a pipeline over threads to the bit.
 
-What other ranks see when one fails is tested in test_cuda.py and in failures.
+It sends no more than necessary, and leaves nothing behind. What other ranks see when one rank fails
+is tested in test_cuda.py and in failures.
 """
 
 import gc
@@ -42,9 +43,9 @@ pytestmark = pytest.mark.ranks(WORLD)
 
 
 def layers(times: int = 1) -> nn.Sequential:
-    """Return layers with a skip over a rank, dropout, batch norm and a pair of tensors; `times` scales the width.
+    """Return layers on `meta`, with a skip over a rank, dropout, batch norm and a pair of tensors.
 
-    They are on device `meta`.
+    `times` scales the width.
     """
     torch.manual_seed(3)
     width = 6 * times
@@ -56,7 +57,7 @@ def layers(times: int = 1) -> nn.Sequential:
             nn.Dropout(0.3),
             nn.BatchNorm1d(width),
             nn.PReLU(),
-            Lambda(lambda x: (x[:, : width // 2], x[:, width // 2 :])),
+            Lambda(lambda x: x.chunk(2, 1)),
             Lambda(lambda halves: torch.cat(halves, 1)),
             Pop(),
             nn.Linear(width, 4),
@@ -70,7 +71,9 @@ def reset(k: int, layer: nn.Module) -> None:
 def seen(model: Any, *sizes: int) -> dict[str, Any]:
     """Train on mini-batches of these sizes; return all visible results."""
     torch.manual_seed(3)
-    return trained(model, adam(model), 5, sizes) | {"generator": torch.get_rng_state()}
+    results = trained(model, adam(model), 5, sizes)
+    results["generator"] = torch.get_rng_state()
+    return results
 
 
 def drawing(y: Tensor, target: Tensor) -> Tensor:
@@ -78,17 +81,22 @@ def drawing(y: Tensor, target: Tensor) -> Tensor:
 
 
 def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]:
-    """Evaluate, step, and call `loss`, all with a criterion that draws; return all visible results."""
+    """Evaluate, step, and call `loss`, with a criterion that draws; return all visible results."""
     more: dict[str, Any] = {}
 
     def loss_of(x: Tensor, target: Tensor) -> Tensor:
-        k, given = len(x), (x.requires_grad_() if first else None, target if last else None)
-        more[f"losses {k}"] = model.evaluate(drawing, *given, reduction="none")
+        size = len(x)
+        if first:
+            x.requires_grad_()
+        given = (x if first else None, target if last else None)
+        more[f"losses {size}"] = model.evaluate(drawing, *given, reduction="none")
         loss: Tensor = model.step(drawing, *given)
         again = model.loss(drawing, x, target)
         again.backward()
-        more[f"again {k}"], more[f"generator {k}"] = again.detach(), torch.get_rng_state()
-        more.update({f"of the input {k}": x.grad} if first else {})
+        more[f"again {size}"] = again.detach()
+        more[f"generator {size}"] = torch.get_rng_state()
+        if first:
+            more[f"of the input {size}"] = x.grad
         return loss
 
     torch.manual_seed(3)
@@ -96,29 +104,27 @@ def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]
 
 
 def test_equal_to_threads() -> None:
-    # Some tensors are so large that they are sent separately from their description, into the memory of earlier ones.
     cases = [*product((1, 2, 5), MODES, (False, True), [1], ["GPipe"])]
+    # Some tensors are so large that they are sent separately from their description, into the
+    # memory of earlier tensors.
     cases += product([4], MODES, [False], [3_000], ["GPipe"])
-    cases += [
-        (m, mode, False, 1, name)
-        for m in (5, 1)
-        for name, mode in zip(NAMED, 2 * MODES, strict=True)
-    ]
+    for chunks in (5, 1):
+        for name, mode in zip(NAMED, 2 * MODES, strict=True):
+            cases.append((chunks, mode, False, 1, name))
     for chunks, checkpoint, deferred, times, name in cases:
-        options: dict[str, Any] = {
-            "chunks": chunks,
-            "checkpoint": checkpoint,
-            "schedule": name,
-            "init": reset,
-        }
-        options["deferred_batch_norm"] = deferred
-        balance = BALANCE if len(make(name, 1, 1).placement) == 1 else [1, 4, 1, 1, 1, 2]
+        options: dict[str, Any] = {"chunks": chunks, "checkpoint": checkpoint, "schedule": name}
+        options |= {"init": reset, "deferred_batch_norm": deferred}
+        stages_on_each = len(make(name, 1, 1).placement)
+        balance = BALANCE if stages_on_each == 1 else [1, 4, 1, 1, 1, 2]
         ours = DistributedGPipe(layers(times), balance, **options)
-        threads = GPipe(
-            layers(times), balance, devices=["cpu"] * WORLD, engine="workers", **options
-        )
-        first, last = (ours.schedule.placement[k] == dist.get_rank() for k in (0, -1))
-        assert_same(stepped(ours, first, last), stepped(threads))
+        devices = ["cpu"] * WORLD
+        threads = GPipe(layers(times), balance, devices=devices, engine="workers", **options)
+        placement, rank = ours.schedule.placement, dist.get_rank()
+        first, last = placement[0] == rank, placement[-1] == rank
+
+        found = stepped(ours, first, last)
+
+        assert_same(found, stepped(threads))
         with torch.no_grad():
             output = ours.eval()(torch.ones(7, 5))
         assert (output is None) == (not last)
@@ -127,54 +133,57 @@ def test_equal_to_threads() -> None:
 
 @pytest.mark.ranks(2)
 def test_skips_may_be_fetched_in_another_order_than_they_are_left() -> None:
-    rows = ["0F0 0F1 1F1 1F0 1B1 1B0 0B0 0B1", "2F1 2F0 2B1 2B0"]
-    lists = [[Action(LETTERS[x[1]], int(x[2]), int(x[0])) for x in row.split()] for row in rows]
-    found: list[dict[str, Any]] = []
+    lists = []
+    for row in ("0F0 0F1 1F1 1F0 1B1 1B0 0B0 0B1", "2F1 2F0 2B1 2B0"):
+        actions = []
+        for entry in row.split():
+            stage, letter, micro_batch = list(entry)
+            actions.append(Action(LETTERS[letter], int(micro_batch), int(stage)))
+        lists.append(actions)
+    schedule = Schedule("mine", [0, 0, 1], lists)
+    x = torch.arange(12.0).view(3, 4).cos()
+    results: list[dict[str, Any]] = []
     for pipeline in (DistributedGPipe, partial(GPipe, devices=["cpu"] * 2)):
         torch.manual_seed(0)
-        given = partitions([nn.Linear(4, 4) for _ in range(3)], [(0, 2)], torch.sin)
-        model = pipeline(*given, chunks=2, schedule=Schedule("mine", [0, 0, 1], lists))
-        x = torch.arange(12.0).view(3, 4).cos()
-        losses = [
-            model.step(nn.functional.mse_loss, x, x),
-            model.loss(nn.functional.mse_loss, x, x),
-        ]
-        losses[1].backward()
-        found.append(
-            {name: p.grad for name, p in model.named_parameters()}
-            | {"loss": torch.stack(losses).detach()}
-        )
-    assert_same(found[0], found[1])
+        linears = [nn.Linear(4, 4) for _ in range(3)]
+        model = pipeline(*partitions(linears, [(0, 2)], torch.sin), chunks=2, schedule=schedule)
+        by_step = model.step(nn.functional.mse_loss, x, x)
+        by_loss = model.loss(nn.functional.mse_loss, x, x)
+        by_loss.backward()
+        found = {name: p.grad for name, p in model.named_parameters()}
+        found["loss by step"] = by_step
+        found["loss"] = by_loss.detach()
+        results.append(found)
+    found, expected = results
+    assert_same(found, expected)
 
 
 def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Boundary tensors and skips are sent once in each direction; only new shapes are described."""
-    give, counted = Sender.give, Counter[tuple[str, int]]()
+    give = Sender.give
+    counted = Counter[tuple[str, int]]()
 
     def noted(sender: Sender, message: Message) -> None:
-        counted[KINDS[sender._tag % len(KINDS)], sender.rank] += sum(
-            x.nbytes for x in message.tensors if x is not None
-        )
+        kind = KINDS[sender._tag % len(KINDS)]
+        if kind not in ("control", "liveness", "loss"):
+            nbytes = sum(x.nbytes for x in message.tensors if x is not None)
+            counted[kind, sender.rank] += nbytes
         give(sender, message)
 
     monkeypatch.setattr(Sender, "give", noted)
     ours = DistributedGPipe(layers(), BALANCE, init=reset, chunks=4, checkpoint="always")
-    described, sent = [], []
+    described = []
+    sent = []
     for size in (20, 20, 15, 20, 15):
         seen(ours, size)
         connections: Any = ours._connections
         described.append(sum(len(sender._numbers) for sender in connections._senders()))
-        sent.append(
-            Counter(
-                {
-                    key: n
-                    for key, n in counted.items()
-                    if key[0] not in ("control", "liveness", "loss")
-                }
-            )
-        )
-    first, again, others, *later = described
-    assert first == again < others == later[0] == later[1], described
+        sent.append(counted.copy())
+
+    first, again, of_another_size, *later = described
+    assert first == again, described
+    assert again < of_another_size, described
+    assert later[:2] == [of_another_size, of_another_size], described
     boundary = 20 * 6 * 4
     expected: list[dict[tuple[str, int], int]] = [
         {("forward", 1): boundary, ("forward skips", 2): boundary},
@@ -185,7 +194,10 @@ def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_last_ranks_end_first() -> None:
-    """The last ranks need nothing from earlier ones, which go on. Closed connections leave nothing behind."""
+    """The last ranks need nothing from earlier ranks, which go on.
+
+    Closed connections leave nothing behind.
+    """
     rank = dist.get_rank()
     layer = Fails()
     each = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4), nn.Linear(4, 4))
@@ -193,15 +205,19 @@ def test_the_last_ranks_end_first() -> None:
     layer.at("backward", dist.barrier)  # wait until all other ranks have closed their connections
     loss_of(ours).backward()
     connections: weakref.ref[Any] = weakref.ref(ours._connections)
-    if rank:
+    if rank != 0:
         ours.close()
         dist.barrier()
     ours.close()
-    assert all(p.grad is not None for p in ours.parameters())
+    for parameter in ours.parameters():
+        assert parameter.grad is not None
     loss_of(ours).backward()
-    assert_eventually(
-        lambda: gc.collect() >= 0 and connections() is None, lambda: "connections are kept", 10
-    )
+
+    def gone() -> bool:
+        gc.collect()
+        return connections() is None
+
+    assert_eventually(gone, lambda: "connections are kept", 10)
 
 
 def test_a_process_forks_after_connections_were_closed() -> None:
@@ -210,7 +226,12 @@ def test_a_process_forks_after_connections_were_closed() -> None:
     for _ in range(2):
         loss_of(pipelines[0]).backward()
         pipelines[0].close()
-    assert forked(lambda: pipelines.pop() and gc.collect()) == 0
+
+    def free() -> None:
+        pipelines.clear()
+        gc.collect()
+
+    assert forked(free) == 0
 
 
 def test_a_fork_leaves_connections_to_the_process_that_has_them() -> None:
@@ -234,19 +255,24 @@ SPREAD: dict[str, Callable[[nn.Module, nn.Module, DeviceMesh], object]] = {
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("how", SPREAD)
 def test_over_a_mesh_it_equals_plain_layers_that_are_spread_alike(how: str) -> None:
-    """Over 2 x 2 ranks. Plain layers run forward on each micro-batch, and backward in the opposite order.
+    """Over 2 x 2 ranks, results are those of plain layers.
 
-    FSDP adds up replicas' gradients after the backward of each micro-batch, and so the plain backward is one for each.
-    `replicate` does it once in the end, and so the plain backward is one.
+    Plain layers run forward on each micro-batch, and backward in the opposite order. FSDP adds up
+    replicas' gradients after the backward of each micro-batch. So the plain layers run a backward
+    for each micro-batch. `replicate` adds them up once in the end. So the plain layers run a single
+    backward.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     replica = mesh["dp"].get_local_rank()
-    plain, spread = training.layers(), SPREAD[how]
+    plain = training.layers()
+    spread = SPREAD[how]
     spread(plain, plain, mesh["dp"])
 
     def plainly(x: Tensor, target: Tensor) -> Tensor:
         outputs = [plain(part) for part in x.chunk(3)]
-        ends = outputs if how == "replicated" else [y.detach().requires_grad_() for y in outputs]
+        ends = outputs
+        if how == "sharded":
+            ends = [y.detach().requires_grad_() for y in outputs]
         loss = nn.functional.cross_entropy(torch.cat(ends), target)
         loss.backward()
         if how == "sharded":
@@ -255,23 +281,24 @@ def test_over_a_mesh_it_equals_plain_layers_that_are_spread_alike(how: str) -> N
         return loss
 
     expected = trained(plain, adam(plain), replica, loss_of=plainly)
+    over: dict[str, Any] = {"mesh": mesh["pp"], "chunks": 3}
     for checkpoint in MODES:
-        model = DistributedGPipe(
-            training.layers(), [3, 5], mesh=mesh["pp"], chunks=3, checkpoint=checkpoint
-        )
+        model = DistributedGPipe(training.layers(), [3, 5], checkpoint=checkpoint, **over)
         spread(model, model.partition, mesh["dp"])
         assert_same(trained(model, adam(model), replica), expected)
         model.close()
-    # A step, up to rounding: the schedule adds micro-batches up in its own order.
-    model = DistributedGPipe(
-        training.layers(), [1, 2, 2, 3], mesh=mesh["pp"], chunks=3, schedule="ZBVZeroBubble"
-    )
-    for partition in model.partitions if how == "sharded" else [model.partitions]:
-        spread(model, partition, mesh["dp"])
-    found = trained(
-        model, adam(model), replica, loss_of=partial(model.step, nn.functional.cross_entropy)
-    )
-    kept = {name: x for name, x in found.items() if name.startswith(("gradient 0", "loss 0"))}
-    torch.testing.assert_close(kept, {name: expected[name] for name in kept})
-    assert len(kept) > 1
+
+    # A step is the same up to rounding: the schedule adds micro-batches up in its own order.
+    model = DistributedGPipe(training.layers(), [1, 2, 2, 3], schedule="ZBVZeroBubble", **over)
+    if how == "sharded":
+        for partition in model.partitions:
+            spread(model, partition, mesh["dp"])
+    else:
+        spread(model, model.partitions, mesh["dp"])
+    step = partial(model.step, nn.functional.cross_entropy)
+    found = trained(model, adam(model), replica, loss_of=step)
+    first = {name: x for name, x in found.items() if name.startswith(("gradient 0", "loss 0"))}
+    assert len(first) > 1
+    for name, x in first.items():
+        torch.testing.assert_close(x, expected[name])
     model.close()

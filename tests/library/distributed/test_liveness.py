@@ -1,6 +1,6 @@
-"""Ranks that do not come; idleness, by a clock of the test's own; a thread's place; whom a rank's monitor names.
+"""Liveness of ranks: who does not come, who is idle, where a thread is, and whom a monitor names.
 
-What becomes of real processes is tested with failures.
+Idleness is told by a clock of the test's own. What becomes of real processes is tested in failures.
 """
 
 import re
@@ -31,11 +31,8 @@ from ..ledger import assert_eventually
 
 PATIENCE = 120  # seconds; only a hang takes as long
 BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()\n"
-GRANDCHILD = [
-    sys.executable,
-    "-c",
-    f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BURN!r}])",
-]
+RUNS_BURN = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BURN!r}])"
+GRANDCHILD = [sys.executable, "-c", RUNS_BURN]
 
 
 def test_who_does_not_come_or_came_twice(
@@ -50,31 +47,37 @@ def test_who_does_not_come_or_came_twice(
     assert capsys.readouterr().err.startswith("rank 0 has waited for 0.1 s for others to make")
     c10d: Any = dist
     kept = [c10d.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)]
-    store = c10d.TCPStore(
-        "127.0.0.1", kept[0].port, 2, wait_for_workers=False, timeout=timedelta(seconds=2)
-    )
+    port = kept[0].port
+    patience = timedelta(seconds=2)
+    store = c10d.TCPStore("127.0.0.1", port, 2, wait_for_workers=False, timeout=patience)
     monkeypatch.setattr(connections, "_get_default_store", lambda: store)
     c10d.PrefixStore("torchgpipe/(0, 7)/0", store).set("rank 0 is here", "process 5 on elsewhere")
-    for said in (
-        r"rank 0 is process 5 on elsewhere, and process \d+ on .* says the same: start each rank only once",
-        r"an unknown rank ended while rank 0 connected to others \(",
-    ):
-        with pytest.raises(RankFailed, match=said):
-            connections.Connections([0, 7], 0, None)
-        kept.clear()
+    twice = (
+        r"rank 0 is process 5 on elsewhere, and process \d+ on .* says the same: "
+        "start each rank only once"
+    )
+    with pytest.raises(RankFailed, match=twice):
+        connections.Connections([0, 7], 0, None)
+    kept.clear()
+    ended = r"an unknown rank ended while rank 0 connected to others \("
+    with pytest.raises(RankFailed, match=ended):
+        connections.Connections([0, 7], 0, None)
 
 
 def test_a_rank_says_what_it_waits_for_and_ends() -> None:
-    waits = "import time; from torchgpipe import patience\n"
-    waits += "patience.NOTICE, patience.LIMIT = 0.1, 0.2\n"
-    process = python("-c", f"{waits}with patience.waiting_for('others'): time.sleep(60)")
+    program = (
+        "import time; from torchgpipe import patience\n"
+        "patience.NOTICE, patience.LIMIT = 0.1, 0.2\n"
+        "with patience.waiting_for('others'): time.sleep(60)"
+    )
+    process = python("-c", program)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert said == "waited 0.1 s for others\ngave up after 0.2 s of waiting for others\n"
 
 
 class Look(NamedTuple):
-    """What there is to see some seconds after the look before, and what is to be returned."""
+    """What there is to see some seconds after the last look, and the idle seconds to return."""
 
     seconds: float
     cpu: float
@@ -85,39 +88,38 @@ class Look(NamedTuple):
 
 TASK = "forward of micro-batch 0"
 
+
+def looks(cpu: float, *idle: float) -> list[Look]:
+    """Return looks at one task, one second after another."""
+    return [Look(1, cpu, TASK, seconds) for seconds in idle]
+
+
+NOTHING = Look(1, 0, None, 0)
+ENDED_CHILD = Look(1, 0, TASK, 0, -2.0)
 LOOKS: dict[str, list[Look]] = {
-    "clocks that are not read at once": [
-        Look(1, -1e-6, TASK, 0),
-        *(Look(1, -1e-6, TASK, k) for k in range(9)),
-    ],
-    "hangs after it has computed": [
-        *[Look(1, 0.9, TASK, 0)] * 3,
-        *(Look(1, 0.01, TASK, k) for k in range(1, 9)),
-    ],
-    "other threads compute": [Look(1, 0.1, TASK, 0), *(Look(1, 0.1, TASK, k) for k in range(9))],
+    "clocks that are not read at once": looks(-1e-6, 0, *range(9)),
+    "hangs after it has computed": looks(0.9, 0, 0, 0) + looks(0.01, *range(1, 9)),
+    "other threads compute": looks(0.1, 0, *range(9)),
     "one task after another": [Look(1, 0, k, 0) for k in range(20)],
-    "no task": [Look(1, 0, None, 0)] * 20,
-    "the same task after none": [
-        *(Look(1, 0, TASK, k) for k in (0, 0, 1)),
-        Look(1, 0, None, 0),
-        *(Look(1, 0, TASK, k) for k in (0, 0, 1, 2)),
-    ],
+    "no task": [NOTHING] * 20,
+    "the same task after none": [*looks(0, 0, 0, 1), NOTHING, *looks(0, 0, 0, 1, 2)],
     "a descendant computes": [Look(1, 0, TASK, 0, 0.03)] * 20,
     "a descendant has computed": [
         Look(1, 0, TASK, 0),
         Look(1, 0, TASK, 0, 1.0),
-        *(Look(1, 0, TASK, k, 0.001) for k in range(1, 9)),
+        *[Look(1, 0, TASK, k, 0.001) for k in range(1, 9)],
     ],
     "a descendant that is not counted any more": [
-        *(Look(1, 0, TASK, k) for k in (0, 0, 1)),
-        *(Look(1, 0, TASK, k, -2.0 * (k == 0)) for k in range(9)),
+        *looks(0, 0, 0, 1),
+        ENDED_CHILD,
+        *looks(0, *range(1, 9)),
     ],
 }
 
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What clocks say, of real time, this process, a thread that looks, and descendants."""
+    """Set the clocks of real time, of this process, of a thread that looks, and of descendants."""
     now = SimpleNamespace(time=1000.0, process=1000.0, thread=0.0, descendants=1000.0)
     monkeypatch.setattr(time, "process_time", lambda: now.process)
     monkeypatch.setattr(time, "thread_time", lambda: now.thread)
@@ -127,11 +129,13 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.mark.parametrize("name", LOOKS)
 def test_how_long_a_task_has_been_idle(name: str, clocks: SimpleNamespace) -> None:
-    both = [Idle(0.1 if name == "other threads compute" else 0.0) for _ in range(2)]
+    others_compute = 0.1 if name == "other threads compute" else 0.0
+    both = [Idle(others_compute), Idle(others_compute)]
     for look in LOOKS[name]:
         clocks.time += look.seconds
         clocks.process += look.cpu
-        clocks.thread += 0.5  # what looking itself takes does not count, as if two threads looked, for two pipelines
+        # What looking itself takes does not count, as if two threads looked, for two pipelines.
+        clocks.thread += 0.5
         clocks.descendants += look.descendants
         for each in both:
             clocks.process += 0.5
@@ -144,10 +148,9 @@ def test_cpu_time_counts_who_works_and_still_does_when_they_have_ended() -> None
         assert child.stdout is not None
         child.stdout.readline()
         meanwhile = cpu_time_of_descendants()
-        assert meanwhile - before >= 0.3 - 0.05  # the system counts hundredths
-    assert (
-        cpu_time_of_descendants() > meanwhile - 0.005
-    )  # hundredths, which sum up to another last bit
+        assert meanwhile - before >= 0.3 - 0.05  # the system counts hundredths of a second
+    # Hundredths sum up to another last bit.
+    assert cpu_time_of_descendants() > meanwhile - 0.005
 
 
 def failing(wait: Callable[[], object]) -> Fails:
@@ -160,12 +163,19 @@ X = torch.ones(1, requires_grad=True)
 HERE = r"<lambda>, test_liveness.py:\d+"
 REACH = r"reach of Fails, parts.py:\d+"
 
+
+def hooked(wait: Callable[[], object]) -> nn.Module:
+    """Return layers, of which one has a hook that waits."""
+    layer = nn.Tanh()
+    layer.register_forward_hook(lambda *_: wait())
+    return nn.Sequential(layer)
+
+
+# What a thread runs, and the place that is named.
 PLACES: dict[str, tuple[Callable[[Callable[[], object]], object], str]] = {
     "a layer": (lambda wait: failing(wait)(X), REACH),
     "a hook": (
-        lambda wait: nn.Sequential(
-            nn.Tanh().apply(lambda layer: layer.register_forward_hook(lambda *_: wait()))  # type: ignore[arg-type]
-        )(X),
+        lambda wait: hooked(wait)(X),
         rf"{HERE}, in forward of Sequential, container.py:\d+",
     ),
     "no layer": (lambda wait: wait(), HERE),
@@ -178,10 +188,12 @@ def test_where_a_thread_is(run: Callable[[Callable[[], object]], object], said: 
     hanging = threading.Thread(target=lambda: run(over.wait))
     hanging.start()
     ident = hanging.ident or 0
+
+    def found() -> bool:
+        return re.fullmatch(said, place(ident)) is not None
+
     try:
-        assert_eventually(
-            lambda: re.fullmatch(said, place(ident)) is not None, lambda: place(ident)
-        )
+        assert_eventually(found, lambda: place(ident))
     finally:
         over.set()
         hanging.join(PATIENCE)
@@ -192,15 +204,16 @@ def test_where_a_thread_is(run: Callable[[Callable[[], object]], object], said: 
 def monitoring(
     timeout: float | None, heard: tuple[int, ...] = (), *, waits: bool = False
 ) -> Iterator[tuple[RankMonitor, Activity, SimpleQueue[str]]]:
-    """Let rank 0 monitor three others, of which some are heard all the time."""
+    """Let rank 0 monitor three other ranks, of which some are heard all the time."""
     wrong = SimpleQueue[str]()
     activity = Activity(wrong.put, [])
     label = Label(1, waits, "at home")
     made: list[RankMonitor] = []
 
     def tell(peer: int, own: Label) -> None:
-        for monitor in made * (peer in heard):
-            monitor.heard(peer, label)
+        if peer in heard:
+            for monitor in made:
+                monitor.heard(peer, label)
 
     monitor = RankMonitor(0, [1, 2, 3], activity, timeout, tell)
     made.append(monitor)
@@ -222,10 +235,9 @@ def test_ranks_that_have_ended_are_named_where_all_others_wait() -> None:
         Activity(beside.put, activity.beside)  # of another pipeline, in which other ranks may wait
         activity.hears = True
         monitor.forget(3)
+        expected = "ranks 1, 2 were at home; rank 3 had ended. Has a rank left out"
         for told in (wrong, beside):
-            assert "ranks 1, 2 were at home; rank 3 had ended. Has a rank left out" in told.get(
-                timeout=10
-            )
+            assert expected in told.get(timeout=10)
 
 
 @pytest.mark.parametrize(
@@ -234,16 +246,17 @@ def test_ranks_that_have_ended_are_named_where_all_others_wait() -> None:
 def test_who_may_be_silent(
     timeout: float | None, ended: tuple[int, ...], task: str, monkeypatch: Any
 ) -> None:
-    """A rank that has ended; one without a timeout; and a task of sharded layers, for a rank of another pipeline."""
-    monkeypatch.setattr(
-        idle, "cpu_time_of_descendants", lambda: 0.0
-    )  # ranks of other tests wake up all the time
-    monkeypatch.setattr(
-        "torchgpipe.distributed.liveness.monitor.sharded", lambda modules: set(modules)
-    )
+    """A rank may be silent that has ended, that has no timeout, or that runs sharded layers.
+
+    The task of sharded layers is for a rank of another pipeline.
+    """
+    # Ranks of other tests wake up all the time.
+    monkeypatch.setattr(idle, "cpu_time_of_descendants", lambda: 0.0)
+    monkeypatch.setattr("torchgpipe.distributed.liveness.monitor.sharded", set)
     stages = {0: SimpleNamespace(partition=nn.Linear(1, 1))}
     program: Any = SimpleNamespace(doing=task, computing=task, stages=stages)
-    with monitoring(timeout, heard=(1, 2, 3) if task else (2,)) as (monitor, activity, wrong):
+    heard = (1, 2, 3) if task else (2,)
+    with monitoring(timeout, heard=heard) as (monitor, activity, wrong):
         for rank in ended:
             monitor.forget(rank)
         with activity.call(4, "the call", program) if task else nullcontext():
@@ -252,13 +265,32 @@ def test_who_may_be_silent(
 
 
 ENDS = """
-import threading, time; from torchgpipe.distributed.liveness.ending import end_with_process
-from types import SimpleNamespace as Made
-called = Made(activity=Made(thread=0))
-end_with_process(connected := type("", (), {"liveness": called, "close": lambda self: print("closed"),
-                                            "fail": lambda self, error: print(error)})())
-threading.Thread(target=lambda: (time.sleep(1), print("a thread is over"))).start()
+import threading, time
+from types import SimpleNamespace
+from torchgpipe.distributed.liveness.ending import end_with_process
+
+called = SimpleNamespace(activity=SimpleNamespace(thread=0))
+
+class Connected:
+    liveness = called
+
+    def close(self):
+        print("closed")
+
+    def fail(self, error):
+        print(error)
+
+def wait():
+    time.sleep(1)
+    print("a thread is over")
+
+connected = Connected()
+end_with_process(connected)
+threading.Thread(target=wait).start()
 """
+# What the main thread does in the end, and what is printed first.
+
+
 ENDINGS = {
     "0 / 0": "division by zero\na thread",
     "": "a thread is over\nclosed",

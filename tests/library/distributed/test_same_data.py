@@ -1,4 +1,7 @@
-"""Ranks with other samples get one warning, on the last rank; what docs/data.md says is right."""
+"""Ranks that are given different samples get one warning, on the last rank.
+
+What docs/data.md says on data for ranks is right.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +25,8 @@ pytestmark = pytest.mark.ranks(LAST + 1)
 
 def layers(count: int = 3) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(5, 5) for _ in range(count)])
+    linears = [nn.Linear(5, 5) for _ in range(count)]
+    return nn.Sequential(*linears)
 
 
 def made() -> DistributedGPipe:
@@ -31,12 +35,14 @@ def made() -> DistributedGPipe:
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
     drawn = torch.Generator().manual_seed(seed)
-    return torch.randn(8, 5, generator=drawn), torch.randint(5, (8,), generator=drawn)
+    x = torch.randn(8, 5, generator=drawn)
+    target = torch.randint(5, (8,), generator=drawn)
+    return x, target
 
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """Collect what is warned within."""
+    """Collect the messages of warnings within. The list is filled in the end."""
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         said: list[str] = []
@@ -60,28 +66,45 @@ def by_evaluating(model: Any, x: Any, target: Any) -> Tensor:
     return loss
 
 
+def assert_one_warning_on_the_last_rank(said: list[str], what: str) -> None:
+    if dist.get_rank() != LAST:
+        assert said == []
+        return
+    (message,) = said
+    assert message.startswith(OTHER.format(what))
+
+
 @pytest.mark.parametrize("call", [by_step, by_loss, by_evaluating])
 def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tensor]) -> None:
     """The loss is that of rank 0's input and the last rank's target."""
-    rank, model = dist.get_rank(), made()
+    rank = dist.get_rank()
+    model = made()
     with warned() as said:
         losses = [call(model, *batch(10 * k + rank)) for k in range(4)]
-    assert len(said) == (rank == LAST), said
-    assert rank != LAST or said[0].startswith(OTHER.format("target")), said
-    used = [(batch(10 * k)[0], batch(10 * k + LAST)[1]) for k in range(4)]
+    assert_one_warning_on_the_last_rank(said, "target")
+
     again = made()
-    assert losses == [call(again, *pair) for pair in used]
+    for k, loss in enumerate(losses):
+        x, _ = batch(10 * k)
+        _, target = batch(10 * k + LAST)
+        assert loss == call(again, x, target)
 
 
 def test_an_input_alone_may_differ() -> None:
-    """It is compared where a rank does not know the target: in `model(x)`, or given `None`."""
+    """The input is compared where a rank has no target: in `model(x)`, or if it gives `None`."""
     rank = dist.get_rank()
-    for given in ((batch(rank)[0],), (batch(rank)[0], batch(0)[1] if rank else None)):
-        model = made()
-        with warned() as said:
-            model(*given) if len(given) == 1 else by_step(model, *given)
-        assert len(said) == (rank == LAST), said
-        assert rank != LAST or said[0].startswith(OTHER.format("input")), said
+    x, _ = batch(rank)
+    _, target = batch(0)
+
+    model = made()
+    with warned() as said:
+        model(x)
+    assert_one_warning_on_the_last_rank(said, "input")
+
+    model = made()
+    with warned() as said:
+        by_step(model, x, None if rank == 0 else target)
+    assert_one_warning_on_the_last_rank(said, "input")
 
 
 PLACEHOLDERS: dict[str, Callable[[Tensor], Any]] = {
@@ -100,12 +123,14 @@ PLACEHOLDERS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", PLACEHOLDERS)
 def test_placeholders_are_no_other_data(name: str) -> None:
-    rank, placeholder = dist.get_rank(), PLACEHOLDERS[name]
+    rank = dist.get_rank()
+    placeholder = PLACEHOLDERS[name]
     x, target = batch(0)
     model = made()
     with warned() as said:
-        given = x if rank == 0 else placeholder(x)
-        by_step(model, given, target if rank == LAST else placeholder(target))
+        given_x = x if rank == 0 else placeholder(x)
+        given_target = target if rank == LAST else placeholder(target)
+        by_step(model, given_x, given_target)
     assert said == []
 
 
@@ -118,7 +143,7 @@ def test_inputs_may_be_augmented_on_each_rank() -> None:
 
 
 def test_data_of_one_rank() -> None:
-    """Where a rank has the first stage and the last one, it uses both of its own."""
+    """A rank that has the first stage and the last stage uses its own input and its own target."""
     model = DistributedGPipe(layers(6), [1] * 6, chunks=2, schedule="ZBVZeroBubble")
     with warned() as said:
         by_step(model, *batch(dist.get_rank()))
@@ -127,11 +152,13 @@ def test_data_of_one_rank() -> None:
 
 def test_only_some_mini_batches_are_compared() -> None:
     x, target = batch(0)
-    found = {serial: checksums(serial, x, target) for serial in range(1, 2 * EVERY + 1)}
-    compared = [serial for serial, sums in found.items() if sums != [0, 0]]
-    assert compared == [1, 2, 3, EVERY, 2 * EVERY]
+    compared = set()
+    for serial in range(1, 2 * EVERY + 1):
+        if checksums(serial, x, target) != [0, 0]:
+            compared.add(serial)
+    assert compared == {1, 2, 3, EVERY, 2 * EVERY}
     model = made()
-    model._serial = EVERY - 2  # the last one before it, and that one
+    model._serial = EVERY - 2  # the next mini-batches are the one before `EVERY`, and that one
     for expected in (0, dist.get_rank() == LAST, 0):
         with warned() as said:
             by_step(model, *batch(dist.get_rank()))
@@ -143,25 +170,27 @@ def test_ranks_that_need_no_data_load_none() -> None:
     everywhere, where_needed = made(), made()
     placement = where_needed.schedule.placement
     used = where_needed.rank in (placement[0], placement[-1])
-    loss = by_step(where_needed, *((x, target) if used else (None, None)))
+    given = (x, target) if used else (None, None)
+    loss = by_step(where_needed, *given)
     assert loss == by_step(everywhere, x, target)
-    expected = [p.grad for p in everywhere.parameters()]
-    found = [p.grad for p in where_needed.parameters()]
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for p, expected in zip(where_needed.parameters(), everywhere.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, expected.grad, rtol=0, atol=0)
 
 
 def test_a_penalty_of_all_ranks_is_added_after_the_step() -> None:
     """In the criterion, it would count the last rank's parameters alone."""
 
     def penalty(model: nn.Module) -> Tensor:
-        return torch.stack([p.square().sum() for p in model.parameters()]).sum()
+        squares = [p.square().sum() for p in model.parameters()]
+        return torch.stack(squares).sum()
 
     x, target = batch(0)
     after, within, plain = made(), made(), layers()
     by_step(after, x, target)
     penalty(after).backward()
     within.step(lambda y, target: cross_entropy(y, target) + penalty(within), x, target)
-    (cross_entropy(plain(x), target) + penalty(plain)).backward()
+    loss = cross_entropy(plain(x), target) + penalty(plain)
+    loss.backward()
     expected: dict[str, Any] = {name: p.grad for name, p in plain.named_parameters()}
     for name, p in after.named_parameters():
         torch.testing.assert_close(p.grad, expected[name])

@@ -1,4 +1,7 @@
-"""Saved states over ranks: going on to the same numbers, on as many ranks or others, and failures of one rank."""
+"""States saved over ranks: training goes on to the same numbers, on as many or on other ranks.
+
+If one rank fails, all ranks raise.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -35,16 +38,19 @@ def shared_folder() -> Path:
 
 @pytest.mark.parametrize("chunks", [3, 1])
 def test_going_on(chunks: int) -> None:
-    """On as many ranks, dropout included."""
+    """Training goes on over as many ranks, dropout included."""
     options: dict[str, Any] = {"chunks": chunks, "deferred_batch_norm": True}
-    made = lambda seed: DistributedGPipe(layers(seed, draws=True), [2, 2, 2, 2], **options)  # noqa: E731
-    assert_goes_on(shared_folder(), lambda seed: (model := made(seed), adam(model)))
+
+    def make(seed: int) -> tuple[DistributedGPipe, torch.optim.Optimizer]:
+        model = DistributedGPipe(layers(seed, draws=True), [2, 2, 2, 2], **options)
+        return model, adam(model)
+
+    assert_goes_on(shared_folder(), make)
 
 
 def state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return dict(
-        zip(("model", "optimizer"), get_state_dict(model, optimizer, options=OPTIONS), strict=True)
-    )
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=OPTIONS)
+    return {"model": of_model, "optimizer": of_optimizer}
 
 
 def load_by_pytorch(folder: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
@@ -66,14 +72,18 @@ WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 
 @pytest.mark.parametrize("write, read", WAYS.values(), ids=WAYS)
 def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object]) -> None:
-    """Without random numbers, which depend on the balance, so do 2 ranks and one process."""
+    """Training goes on over 2 ranks and in one process.
+
+    There are no random numbers here, because they depend on the balance.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))["pp"]
     model = DistributedGPipe(layers(), [2, 2, 2, 2], chunks=3)
     others: list[Model] = [
         DistributedGPipe(layers(5), [3, 5], mesh=mesh, chunks=3),
         GPipe(layers(6), [1, 6, 1], devices=["cpu"] * 3, chunks=3),
     ]
-    folder, optimizer = shared_folder(), adam(model)
+    folder = shared_folder()
+    optimizer = adam(model)
     trained(model, optimizer, 5)
     write(folder, model, optimizer)
     expected = trained(model, optimizer, 6)
@@ -86,48 +96,45 @@ def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object
 
 
 def test_failures() -> None:
-    """If a rank does not see the folder, or gives something else, all ranks raise."""
+    """If a rank does not see the folder, or gives other values, all ranks raise."""
     rank = dist.get_rank()
     folder = shared_folder()
     model = DistributedGPipe(layers(), [2, 2, 2, 2])
     optimizer = adam(model)
     trained(model, optimizer, 0)
     error: type[Exception] = RuntimeError if rank == 2 else RankFailed
-    with pytest.raises(
-        error, match=r"rank 2 does not see .*part-\w+, but rank 0 does: all ranks need one folder"
-    ):
-        Saves(folder / "other" if rank == 2 else folder).save(0, model, optimizer)
+    seen_folder = folder / "other" if rank == 2 else folder
+    told = r"rank 2 does not see .*part-\w+, but rank 0 does: all ranks need one folder"
+    with pytest.raises(error, match=told):
+        Saves(seen_folder).save(0, model, optimizer)
     model.close()
-    assert not [*folder.glob("*-step-*")]
+    assert [*folder.glob("*-step-*")] == []
+
     saves = Saves(folder)
     saves.save(0, model, optimizer)
+    nan = float("nan")
+    data = {"here": torch.tensor([rank]), "everywhere": 1}
+    values: dict[str, Any] = {"epoch": nan, "losses": [torch.tensor([nan, 1.0])]}
     with pytest.raises((ValueError, RankFailed), match="different values of data to save"):
-        nan = float("nan")
-        saves.save(
-            1,
-            model,
-            optimizer,
-            data=torch.tensor([rank]),
-            epoch=nan,
-            losses=[torch.tensor([nan, 1.0])],
-        )
+        saves.save(1, model, optimizer, data=data, **values)
     model.close()
     saves.save(1, model, optimizer)
     assert saves.load(model, optimizer) == {"step": 1}
+
     other = Saves(shared_folder())
     trained(model, optimizer, 0)
     for step in (0, 1):
         other.save(step, model, optimizer)
-    with pytest.raises(
-        error, match=r"rank 2 sees another state in .*000002-step-1 than rank 0: all ranks need one"
-    ):
-        (other if rank == 2 else saves).load(model, optimizer)
+    given = other if rank == 2 else saves
+    told = r"rank 2 sees another state in .*000002-step-1 than rank 0: all ranks need one"
+    with pytest.raises(error, match=told):
+        given.load(model, optimizer)
     model.close()
-    # Every rank finds it out, and may hear before that another one has.
-    with pytest.raises(
-        (ValueError, RankFailed), match=r"is of another model: it lacks model\.\d\.weight"
-    ) as caught:
-        Saves(folder).load(
-            DistributedGPipe(nn.Sequential(*map(nn.Linear, [5] * 5, [5] * 5)), [1, 1, 1, 2]), None
-        )
+
+    linears = [nn.Linear(5, 5) for _ in range(5)]
+    another_model = DistributedGPipe(nn.Sequential(*linears), [1, 1, 1, 2])
+    # Every rank finds it out, and may hear before that another rank has.
+    told = r"is of another model: it lacks model\.\d\.weight"
+    with pytest.raises((ValueError, RankFailed), match=told) as caught:
+        Saves(folder).load(another_model, None)
     assert "\n" not in str(caught.value)

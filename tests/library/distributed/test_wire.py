@@ -1,6 +1,6 @@
 """Messages arrive as sent, in any sequence, and no tensor is received into memory of another size.
 
-Gloo is replaced by threads.py. What messages are about are plain values: they come back as they were.
+threads.py replaces Gloo. What messages are about are plain values, which come back as they were.
 """
 
 import random
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from math import inf, nan
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,8 +32,9 @@ def wire() -> Iterator[Wire]:
     def broken(error: BaseException) -> None:
         raise error
 
-    world = World(2, None)
-    here, there = (WireAddress(Group(world, "", rank), 1 - rank, 0, broken) for rank in (0, 1))  # type: ignore[arg-type]
+    world: Any = World(2, None)
+    here = WireAddress(Group(world, "", 0), 1, 0, broken)  # type: ignore[arg-type]
+    there = WireAddress(Group(world, "", 1), 0, 0, broken)  # type: ignore[arg-type]
     sender = Sender(here)
     yield sender, Receiver(there)
     sender.stop()
@@ -45,70 +47,73 @@ def assert_arrives(
     sender.give(Message(3, about, tuple(tensors)))
     message = receiver.take()
     sender.settle()
-    assert (message.serial, message.about) == (3, about)
+    assert message.serial == 3
+    assert message.about == about
     for x, y in zip(tensors, message.tensors, strict=True):
-        assert (x is None) == (y is None)
-        if x is not None and y is not None:
-            # PyTorch sums in another order if a tensor has other strides.
-            strides = (x.contiguous() if x is SHARED else x).stride()
-            assert torch.equal(x, y) and (x.dtype, strides) == (y.dtype, y.stride())
+        if x is None or y is None:
+            assert x is y
+            continue
+        assert torch.equal(x, y)
+        assert x.dtype == y.dtype
+        # PyTorch sums in another order if a tensor has other strides.
+        expected = x.contiguous() if x is SHARED else x
+        assert y.stride() == expected.stride()
     return message
 
 
 X = torch.arange(24.0)
+MATRIX = X.view(4, 6)
 SHARED = X.as_strided((5, 3), (2, 1))
-PLACED: dict[str, tuple[Tensor, int]] = {  # tensor, number of its elements that are sent
-    "columns first": (X.view(4, 6).t(), 24),
+LARGE_ROWS = torch.rand(8, LARGE)
+# A tensor, and the number of its elements that are sent.
+PLACED: dict[str, tuple[Tensor, int]] = {
+    "columns first": (MATRIX.t(), 24),
     "every other": (X[::2], 12),
-    "part of each row": (X.view(4, 6)[:, 1:3], 8),
-    "large, part of each row": (torch.rand(8, LARGE)[:, 1:], 8 * (LARGE - 1)),
-    "large, columns first": (torch.rand(8, LARGE).t(), 8 * LARGE),
+    "part of each row": (MATRIX[:, 1:3], 8),
+    "large, part of each row": (LARGE_ROWS[:, 1:], 8 * (LARGE - 1)),
+    "large, columns first": (LARGE_ROWS.t(), 8 * LARGE),
     "one number, repeated": (X[3:4].expand(5), 1),
-    "rows, repeated": (X.view(4, 6)[:, None, 2:].expand(-1, 3, -1), 16),
+    "rows, repeated": (MATRIX[:, None, 2:].expand(-1, 3, -1), 16),
     "one after another, shared": (SHARED, 15),
     "a number": (X[5], 1),
     "nothing": (X[:0], 0),
 }
+TWO = torch.rand(2)
+HALF = torch.rand(LARGE // 2)
 MESSAGES: dict[str, list[Tensor | None]] = {
     "none": [],
     "no tensor": [None, None],
-    "of several types": [
-        torch.arange(3),
-        None,
-        torch.rand(2).bfloat16(),
-        torch.rand(2) > 0,
-        torch.rand(2) * 1j,
-    ],
-    "large and small": [
-        torch.rand(5),
-        torch.rand(LARGE),
-        None,
-        torch.rand(6),
-        torch.rand(LARGE + 1),
-    ],
-    "too much together": [torch.rand(LARGE // 2), torch.rand(LARGE // 2), torch.rand(LARGE // 2)],
+    "of several types": [torch.arange(3), None, TWO.bfloat16(), TWO > 0, TWO * 1j],
+    "large and small": [torch.rand(n) if n else None for n in (5, LARGE, 0, 6, LARGE + 1)],
+    "too much together": [HALF, HALF.clone(), HALF.clone()],
     "just fits": [torch.rand(SLOT // 4 - 6)],
-    **{name: [x] for name, (x, _) in PLACED.items()},
 }
+MESSAGES |= {name: [x] for name, (x, _) in PLACED.items()}
 
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_message_arrives_as_it_was_sent(name: str, wire: Wire) -> None:
     sender, _ = wire
+    tensors = MESSAGES[name]
     for _ in range(3):
         for end in wire:
             end.begin()
         for about in ("short", "long" * SLOT):
-            assert_arrives(*wire, about, MESSAGES[name])
+            assert_arrives(*wire, about, tensors)
+
     assert len(sender._numbers) == 2
     descriptions = sum(len(described(*each)) for each in sender._numbers)
-    dense = sum(x.nbytes for x in MESSAGES[name] if x is not None)
-    sent = 4 * PLACED[name][1] if name in PLACED else dense
-    assert sender._group.world.bytes == descriptions + 6 * (HEAD.size + sent)  # type: ignore[attr-defined]
+    if name in PLACED:
+        _, elements = PLACED[name]
+        content = 4 * elements
+    else:
+        content = sum(x.nbytes for x in tensors if x is not None)
+    group: Any = sender._group
+    assert group.world.bytes == descriptions + 6 * (HEAD.size + content)
 
 
 def test_nobody_waits_for_the_last_message(wire: Wire) -> None:
-    """Gloo never ends this wait if the connection is closed already when it begins to send."""
+    """Gloo never ends this wait if the connection is already closed when Gloo begins to send."""
     sender, _ = wire
     sender.give_last(Message(0, None, ()))
     sender.stop()
@@ -124,13 +129,16 @@ def test_any_messages_arrive_in_any_order(wire: Wire) -> None:
             for end in draw.sample(wire, 2):
                 end.begin()
             for _ in range(draw.randrange(4)):
-                assert_arrives(*wire, draw.choice(["a", "b"]), MESSAGES[draw.choice(kinds)])
+                about = draw.choice(["a", "b"])
+                assert_arrives(*wire, about, MESSAGES[draw.choice(kinds)])
 
 
 def test_a_large_tensor_is_expected_where_one_was_before(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receive, sizes, posted = Group.recv, [SLOT, SLOT], list[Any]()
+    receive = Group.recv
+    sizes = [SLOT, SLOT]
+    posted: list[list[int]] = []
 
     def noted(group: Group, tensors: list[Tensor], *given: Any) -> Any:
         sizes.append(tensors[0].numel())
@@ -154,14 +162,13 @@ def test_a_tensor_that_was_changed_before_it_was_sent_is_noticed(wire: Wire) -> 
     sender.give(Message(1, "", (x,)))
     x.add_(1)
     receiver.take()
-    with pytest.raises(
-        RuntimeError, match="input of partition 1 was changed in place before it was sent"
-    ):
+    changed = "input of partition 1 was changed in place before it was sent"
+    with pytest.raises(RuntimeError, match=changed):
         sender.settle()
-    with pytest.raises(
-        TypeError, match=r"only dense tensors travel .*, but a partition returned a tensor of"
-    ):
-        sender.give(Message(1, "", (torch.eye(3).to_sparse(),)))
+    sparse = torch.eye(3).to_sparse()
+    not_dense = r"only dense tensors travel .*, but a partition returned a tensor of"
+    with pytest.raises(TypeError, match=not_dense):
+        sender.give(Message(1, "", (sparse,)))
 
 
 def test_nothing_that_comes_is_run(
@@ -169,17 +176,15 @@ def test_nothing_that_comes_is_run(
 ) -> None:
     sender, receiver = wire
     pickled = b"cos\nmkdir\nV%s/made\n\x85R." % bytes(tmp_path)
+    another_program = "rank 0 is another program, or another version of this one"
     for content in (pickled, pickled + b" " * SLOT, b"[]", b"\xff", b"[" * 9999):
-        described = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        monkeypatch.setattr(
-            "torchgpipe.distributed.wires.sender.described", lambda *_, now=described: now
-        )
+        description = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        described = Mock(return_value=description)
+        monkeypatch.setattr("torchgpipe.distributed.wires.sender.described", described)
         sender.give(Message(1, content, ()))
-        with pytest.raises(
-            RuntimeError, match="rank 0 is another program, or another version of this one"
-        ):
+        with pytest.raises(RuntimeError, match=another_program):
             receiver.take()
-    assert not [*tmp_path.iterdir()]
+    assert [*tmp_path.iterdir()] == []
 
 
 VALUES: dict[str, Any] = {
@@ -206,12 +211,12 @@ OTHERS = [
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 def test_values_come_back(value: Any) -> None:
     assert repr(unpacked(packed(value))) == repr(value)
-    assert len({len(packed("a" * n)) for n in range(500)}) < 9
+    lengths = {len(packed("a" * n)) for n in range(500)}
+    assert len(lengths) < 9
 
 
 @pytest.mark.parametrize("value", OTHERS, ids=lambda value: type(value).__name__)
 def test_others_are_refused(value: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"ranks tell each other only .*, not a|cannot be told to other ranks"
-    ):
+    refusal = r"ranks tell each other only .*, not a|cannot be told to other ranks"
+    with pytest.raises(TypeError, match=refusal):
         packed([{"a": (value,)}])

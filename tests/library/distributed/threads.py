@@ -1,7 +1,8 @@
 """Ranks as threads of this process, with stand-ins for what needs processes or GPUs.
 
-Gloo is replaced by queues in memory, NCCL by operations that take time on simulated streams (../simulated.py). The
-pipeline, its links, its wires and their threads are real. Only GPUs can show how the real NCCL behaves.
+Queues in memory replace Gloo. Operations that take time on simulated streams (../simulated.py)
+replace NCCL. The pipeline, its links, its wires and their threads are real. Only GPUs can show how
+the real NCCL behaves.
 """
 
 from __future__ import annotations
@@ -45,13 +46,16 @@ class Work(NamedTuple):
     parcel: Parcel
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        world, name, own = self.group.world, self.group.name, self.group.own
+        world, group = self.group.world, self.group
         patience = PATIENCE if timeout is None else timeout.total_seconds()
+
+        def ended() -> bool:
+            return self.parcel.taken or group.lost(self.peer)
+
         with world.changed:
-            if not world.changed.wait_for(
-                lambda: self.parcel.taken or self.group.lost(self.peer), patience
-            ):
-                world.closed.add((name, own))  # gloo closes the connections of the group
+            in_time = world.changed.wait_for(ended, patience)
+            if not in_time:
+                world.closed.add((group.name, group.own))  # gloo closes the group's connections
                 world.changed.notify_all()
         if not self.parcel.taken:
             raise RuntimeError("Connection closed by peer")
@@ -66,38 +70,48 @@ class Group:
     own: int
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        self.world.sent[connections.KINDS[tag % len(connections.KINDS)], self.own, peer] += 1
+        kind = connections.KINDS[tag % len(connections.KINDS)]
+        self.world.sent[kind, self.own, peer] += 1
         self.world.bytes += tensors[0].numel()
-        return self._posted(tensors[0].clone(), peer, (self.name, self.own, peer, tag), 0)
+        wire = (self.name, self.own, peer, tag)
+        return self._posted(tensors[0].clone(), peer, wire, 0)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        return self._posted(tensors[0], peer, (self.name, peer, self.own, tag), 1)
+        wire = (self.name, peer, self.own, tag)
+        return self._posted(tensors[0], peer, wire, 1)
 
     def lost(self, peer: int) -> bool:
-        return not self.world.closed.isdisjoint({(self.name, self.own), (self.name, peer)})
+        closed = self.world.closed
+        return (self.name, self.own) in closed or (self.name, peer) in closed
 
     def _posted(self, tensor: Tensor, peer: int, wire: tuple[Any, ...], end: int) -> Work:
-        """Post a send or a receive, and match sends with receives in the order in which they were posted."""
+        """Post a send or a receive. Sends match receives in the order in which they were posted."""
         parcel = Parcel(tensor)
         with self.world.changed:
             if self.lost(peer):
                 raise RuntimeError("Connection closed by peer")
             self.world.box(wire, end).append(parcel)
-            sent, expected = self.world.box(wire, 0), self.world.box(wire, 1)
+            sent = self.world.box(wire, 0)
+            expected = self.world.box(wire, 1)
             while sent and expected:
-                here, there = sent.popleft(), expected.popleft()
+                here = sent.popleft()
+                there = expected.popleft()
                 given, room = len(here.tensor), len(there.tensor)
                 # With different sizes, gloo would abort the process or give wrong data.
                 assert given in (0, room) or given <= room == SLOT
                 there.tensor[:given] = here.tensor
-                here.taken = there.taken = True
+                here.taken = True
+                there.taken = True
             self.world.changed.notify_all()
         return Work(self, peer, parcel)
 
 
 @dataclass(eq=False)
 class Move(Parcel):
-    """A tensor in transit by NCCL: the time when the sender's stream reaches it, and the time of arrival."""
+    """A tensor in transit by NCCL.
+
+    `ready` is when the sender's stream reaches the transfer, and `end` is when the tensor arrives.
+    """
 
     pair: Pair | None = None
     ready: float = 0.0
@@ -106,9 +120,8 @@ class Move(Parcel):
 
     def wait(self) -> None:
         """Wait on the host."""
-        assert threading.current_thread().name.startswith("gpipe-to-"), (
-            "a program waits for a stream"
-        )
+        thread = threading.current_thread().name
+        assert thread.startswith("gpipe-to-"), "a program waits for a stream"
         assert self.pair is not None
         world, pair = self.pair.world, self.pair
         with world.changed:
@@ -117,7 +130,10 @@ class Move(Parcel):
 
 @dataclass(eq=False)
 class Pair:
-    """One rank's handle of an NCCL group of sender and receiver. The first transfer takes no time."""
+    """One rank's handle of an NCCL group of a sender and a receiver.
+
+    The first transfer takes no time.
+    """
 
     world: World
     name: str
@@ -126,33 +142,41 @@ class Pair:
 
     def __post_init__(self) -> None:
         self.kind, source, target = self.name.split("/")[-1].rsplit(" ", 2)
-        self.source, self.target = int(source), int(target)
+        self.source = int(source)
+        self.target = int(target)
 
     def send(self, tensors: list[Tensor], *_: int) -> Mock:
         self._check()
-        world, stream = self.world, self.world.streams.current[-1]
+        world = self.world
+        stream = world.streams.current[-1]
         if self.latest is not None:
             world.issued[self.source].append(("send", self.kind, self.source, self.target))
-        self.latest = stream.work = Move(
-            tensors[0].clone(), pair=self, ready=stream.clock, before=self.latest
-        )
+        move = Move(tensors[0].clone(), pair=self, ready=stream.clock, before=self.latest)
+        self.latest = move
+        stream.work = move
         with world.changed:
-            world.box(self.name).append(self.latest)
+            world.box(self.name).append(move)
             world.changed.notify_all()
         return Mock()  # the current stream waits, and its clock says so already
 
     def recv(self, tensors: list[Tensor], *_: int) -> Mock:
         self._check()
-        world, stream, box = self.world, self.world.streams.current[-1], self.world.box(self.name)
+        world = self.world
+        stream = world.streams.current[-1]
+        box = world.box(self.name)
         with world.changed:
             assert world.changed.wait_for(lambda: box or self.latest is not None, PATIENCE)
             assert box, "a receive was issued before its sending"
-            self.latest = move = box.popleft()
-        start = max(move.ready, move.before.end if move.before else 0.0, stream.clock)
-        low, high = sorted((self.source, self.target))
-        stream.clock = move.end = start + (
-            world.streams.seconds.get((low, high), 0.0) if move.before else 0.0
-        )
+            move = box.popleft()
+            self.latest = move
+        start = max(move.ready, stream.clock)
+        seconds = 0.0
+        if move.before is not None:
+            start = max(start, move.before.end)
+            link = (min(self.source, self.target), max(self.source, self.target))
+            seconds = world.streams.seconds.get(link, 0.0)
+        move.end = start + seconds
+        stream.clock = move.end
         tensors[0].copy_(move.tensor)
         with world.changed:
             move.taken = True
@@ -174,8 +198,9 @@ class Pair:
 class World:
     """All ranks.
 
-    `streams` has the seconds of NCCL transfers between ranks. `issued`: the operations that each rank has submitted.
-    `sent`: the number of gloo messages of each wire; `bytes`: their total size.
+    `streams` has the seconds of NCCL transfers between ranks. `issued` lists the operations that
+    each rank has submitted. `sent` counts the gloo messages of each wire, and `bytes` is the sum of
+    their sizes.
     """
 
     n: int
@@ -197,12 +222,13 @@ class World:
 
     def pair(self, store: str, own: int, *_: Any) -> Pair:
         """Make a group of NCCL."""
-        self.pairs.append(Pair(self, store))
-        assert own == (self.here.rank == self.pairs[-1].target)
-        return self.pairs[-1]
+        pair = Pair(self, store)
+        self.pairs.append(pair)
+        assert own == (self.here.rank == pair.target)
+        return pair
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
-        """Run a program on every rank; return what each returns, or its exception."""
+        """Run a program on every rank; return what each rank returns, or its exception."""
 
         def rank(index: int) -> Any:
             self.here.rank = index
@@ -212,7 +238,7 @@ class World:
 
 
 class OfEach(threading.local, UserDict[Any, int]):
-    """Counters of how often ranks have met, separate for each rank (thread)."""
+    """Counters of how often ranks have met. Each rank (a thread) has its own."""
 
     def __missing__(self, key: Any) -> int:
         return 0
@@ -220,21 +246,27 @@ class OfEach(threading.local, UserDict[Any, int]):
 
 def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
     """Patch torch.distributed so that threads act as ranks, with GPUs of these names."""
-    world, patch = World(len(gpus), streams), streams.patch
-    for name, value in {
+    world = World(len(gpus), streams)
+    patch = streams.patch
+    of_distributed: dict[str, Callable[..., Any]] = {
         "is_initialized": lambda: True,
         "get_rank": lambda: world.here.rank,
         "get_process_group_ranks": lambda group: [*range(world.n)],
         "ProcessGroupGloo": lambda store, own, *_: Group(world, store, own),
         "ProcessGroupNCCL": world.pair,
-    }.items():
+    }
+    for name, value in of_distributed.items():
         patch.setattr(dist, name, value, raising=False)
     for module in (connections, cuda):
         patch.setattr(module, "PrefixStore", lambda prefix, store: f"{store}/{prefix}")
     patch.setattr(connections, "_get_default_store", lambda: "")
     patch.setattr(connections, "gather", lambda store, own, others: None)
     patch.setattr(connections, "_made", OfEach())
-    # These ranks share one default generator.
-    patch.setattr(batch, "Seeds", lambda *given, distributed, **options: Seeds(*given, **options))
+
+    def seeds_of_one_generator(*given: Any, distributed: Any, **options: Any) -> Seeds:
+        """Leave out `distributed`: these ranks share one default generator."""
+        return Seeds(*given, **options)
+
+    patch.setattr(batch, "Seeds", seeds_of_one_generator)
     patch.setattr(cuda, "_identity", lambda device: gpus[device.index].ljust(36).encode())
     return world

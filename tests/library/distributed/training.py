@@ -1,4 +1,4 @@
-"""A model for ranks to train, all visible results of the training, and whether it goes on to the same ones."""
+"""A model that ranks train, the visible results of a training, and a check that saves go on."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,28 +7,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import BatchNorm1d, Dropout, Linear, Module, Sequential, Tanh
 
 from torchgpipe.state.saves import Saves
 
 from ...behaviours.compare import differences
 
 
-def layers(seed: int = 4, *, draws: bool = False) -> nn.Sequential:
+def layers(seed: int = 4, *, draws: bool = False) -> Sequential:
+    """Return eight layers; with `draws`, they draw random numbers."""
     torch.manual_seed(seed)
-    drawing = [nn.Dropout(0.3) if draws else nn.Tanh() for _ in range(3)]
-    return nn.Sequential(
-        nn.Linear(5, 6),
-        drawing[0],
-        nn.BatchNorm1d(6),
-        nn.Linear(6, 6),
-        drawing[1],
-        nn.Linear(6, 7),
-        drawing[2],
-        nn.Linear(7, 4),
+    between = partial(Dropout, 0.3) if draws else Tanh
+    return Sequential(
+        Linear(5, 6),
+        between(),
+        BatchNorm1d(6),
+        Linear(6, 6),
+        between(),
+        Linear(6, 7),
+        between(),
+        Linear(7, 4),
     )
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model: Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
@@ -39,62 +41,75 @@ def trained(
     sizes: Sequence[int] = (8, 8, 8),
     loss_of: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Train on a seed's mini-batches of these sizes; return all visible results. `loss_of` also runs backward."""
-    draw, seen = torch.Generator().manual_seed(data), dict[str, Any]()
+    """Train on mini-batches of these sizes, from the seed `data`; return all visible results.
+
+    `loss_of` returns the loss of an input and a target, and runs backward.
+    """
+    draw = torch.Generator().manual_seed(data)
+    seen: dict[str, Any] = {}
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    dtype = next(model.parameters()).dtype
+    clip = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, [*names]))
     for k, size in enumerate(sizes):
-        x, target = torch.randn(size, 5, generator=draw), torch.randint(4, (size,), generator=draw)
-        x = x.to(next(model.parameters()).dtype)
+        x = torch.randn(size, 5, generator=draw).to(dtype)
+        target = torch.randint(4, (size,), generator=draw)
         if loss_of is None:
             loss = model.loss(nn.functional.cross_entropy, x, target)
             loss.backward()
         else:
             loss = loss_of(x, target)
         seen[f"loss {k}"] = loss.detach()
-        seen[f"norm {k}"] = getattr(
-            model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, [*names])
-        )(0.3)
-        seen |= {f"gradient {k} of {name}": p.grad for p, name in names.items()}
+        seen[f"norm {k}"] = clip(0.3)
+        for parameter, name in names.items():
+            seen[f"gradient {k} of {name}"] = parameter.grad
         optimizer.step()
         optimizer.zero_grad()
-    seen |= {
-        f"{what} of {names[p]}": x
-        for p, state in optimizer.state.items()
-        for what, x in state.items()
-    }
+    for parameter, state in optimizer.state.items():
+        for what, x in state.items():
+            seen[f"{what} of {names[parameter]}"] = x
     seen |= model.state_dict()
-    return {
-        name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
-        for name, x in seen.items()
-    }
+    results = {}
+    for name, x in seen.items():
+        whole = x.full_tensor() if hasattr(x, "full_tensor") else x
+        results[name] = whole.detach().clone()
+    return results
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str = "") -> None:
-    """Assert that results of this rank, those with the prefix `what`, equal the expected ones of the whole model."""
-    assert [
-        name
-        for name, x in found.items()
-        if name.startswith(what) and not torch.equal(x, expected[name])
-    ] == []
+def assert_same(found: dict[str, Any], expected: dict[str, Any], prefix: str = "") -> None:
+    """Assert that results with this prefix, of one rank, equal those of the whole model."""
+    differ = []
+    for name, x in found.items():
+        if name.startswith(prefix) and not torch.equal(x, expected[name]):
+            differ.append(name)
+    assert differ == []
 
 
 def assert_goes_on(folder: Path, make: Callable[[int], tuple[Any, torch.optim.Optimizer]]) -> None:
-    """Assert that after a save a new pipeline, made with seed 2 in place of 1, trains on to the same results."""
-    seen, given = [], {"data": torch.arange(3), "plain": {"a": [1, (2.5,)]}}
-    for run in ("undisturbed", "first", "second"):
-        saves, (model, optimizer) = Saves(folder), make(1 + (run == "second"))
-        if run == "second":
+    """Assert that a new pipeline trains on from a save to the same results.
+
+    The new pipeline is made with seed 2 in place of 1.
+    """
+    given = {"data": torch.arange(3), "plain": {"a": [1, (2.5,)]}}
+    seen = []
+    for run in ("undisturbed", "saved", "loaded"):
+        saves = Saves(folder)
+        model, optimizer = make(2 if run == "loaded" else 1)
+        if run == "loaded":
             # Neither its settings nor the gradients of a mini-batch that failed must stay.
             optimizer.param_groups[0]["lr"] *= 3
             x = torch.ones(8, 5, dtype=next(model.parameters()).dtype)
             model.loss(lambda y, _: y.sum(), x, None).backward()
-            assert differences(saves.load(model, optimizer), {"step": 7, **given}) == []
+            found = saves.load(model, optimizer)
+            assert differences(found, {"step": 7, **given}) == []
         else:
             assert saves.load(model, optimizer) is None
             trained(model, optimizer, 5)
-        if run == "first":
+        if run == "saved":
             saves.save(7, model, optimizer, **given)
         else:
-            seen.append((trained(model, optimizer, 6), optimizer.state_dict()["param_groups"]))
-        getattr(model, "close", int)()
-    assert differences(seen[0], seen[1]) == []
+            results = trained(model, optimizer, 6)
+            seen.append((results, optimizer.state_dict()["param_groups"]))
+        if hasattr(model, "close"):
+            model.close()
+    undisturbed, loaded = seen
+    assert differences(undisturbed, loaded) == []

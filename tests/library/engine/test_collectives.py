@@ -23,10 +23,9 @@ from torchgpipe.schedules.named import NAMED
 
 from ..layers import Lambda
 
-# Newer versions of PyTorch deprecate it, and layers still call it.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed.nn.functional.all_gather is deprecated"
-)
+# Newer versions of PyTorch deprecate `all_gather`, and layers still call it.
+DEPRECATED = "ignore:torch.distributed.nn.functional.all_gather is deprecated"
+pytestmark = pytest.mark.filterwarnings(DEPRECATED)
 
 
 def reduced(x: Tensor, *, later: bool = False) -> Tensor:
@@ -39,8 +38,9 @@ def reduced(x: Tensor, *, later: bool = False) -> Tensor:
 
 
 def swapped(x: Tensor) -> Tensor:
-    """Return x of the other process, sent from one to the other."""
-    other, received = 1 - dist.get_rank(), torch.empty_like(x)
+    """Return x plus the x of the other process. The two processes send them to each other."""
+    other = 1 - dist.get_rank()
+    received = torch.empty_like(x)
     sends = dist.P2POp(dist.isend, x.detach().contiguous(), other)
     receives = dist.P2POp(dist.irecv, received, other)
     for work in dist.batch_isend_irecv([sends, receives]):
@@ -55,7 +55,7 @@ def functionally(x: Tensor) -> Tensor:
 
 
 def summed(x: Tensor) -> Tensor:
-    """Add a result of DTensors, which exchange their parts within the operator that needs them."""
+    """Return x plus a result of DTensors, which exchange their parts within an operator."""
     world: Any = dist.group.WORLD
     mesh = DeviceMesh.from_group(world, "cpu")
     part: Any = DTensor.from_local(x.detach(), mesh, [Partial()])
@@ -74,8 +74,12 @@ COLLECTIVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 def layers(act: Callable[[Tensor], Tensor]) -> nn.Sequential:
     torch.manual_seed(0)
-    linears = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)]
-    return nn.Sequential(linears[0], Lambda(act), linears[1], Lambda(act), linears[2])
+    first, second, last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+    return nn.Sequential(first, Lambda(act), second, Lambda(act), last)
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [p.grad for p in model.parameters()]
 
 
 def piped(made: nn.Sequential, engine: Any = "workers", **options: Any) -> GPipe:
@@ -85,11 +89,13 @@ def piped(made: nn.Sequential, engine: Any = "workers", **options: Any) -> GPipe
 def batch() -> tuple[Tensor, Tensor]:
     """Return samples of this process alone."""
     drawn = torch.Generator().manual_seed(dist.get_rank())
-    return torch.randn(8, 6, generator=drawn), torch.randn(8, 3, generator=drawn)
+    x = torch.randn(8, 6, generator=drawn)
+    target = torch.randn(8, 3, generator=drawn)
+    return x, target
 
 
 def plainly(plain: nn.Module, x: Tensor, target: Tensor, m: int = 4) -> Tensor:
-    """Return the loss of a step of plain layers: each micro-batch forward and backward in turn."""
+    """Return the loss of a step of plain layers: micro-batches run forward and backward in turn."""
     losses = []
     for part, t in zip(x.chunk(m), target.chunk(m), strict=True):
         loss = mse_loss(plain(part), t) / m
@@ -111,7 +117,7 @@ def test_workers_refuse_a_collective_before_it_is_called(kind: str) -> None:
     for call in calls:
         with pytest.raises(RuntimeError, match="a layer of partition 0 calls a collective"):
             call()
-    assert [p.grad for p in model.parameters()] == [None] * 6
+    assert gradients(model) == [None] * 6
 
 
 @pytest.mark.ranks(2)
@@ -120,9 +126,9 @@ def test_one_thread_keeps_collectives_in_one_order(kind: str) -> None:
     x, target = batch()
     model = piped(layers(COLLECTIVES[kind]), engine="graph", schedule="1F1B")
     plain = layers(COLLECTIVES[kind])
-    torch.testing.assert_close(model.step(mse_loss, x, target), plainly(plain, x, target))
-    expected = [p.grad for p in plain.parameters()]
-    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+    loss = model.step(mse_loss, x, target)
+    torch.testing.assert_close(loss, plainly(plain, x, target))
+    torch.testing.assert_close(gradients(model), gradients(plain))
 
 
 @pytest.mark.ranks(2)
@@ -130,7 +136,8 @@ def test_workers_allow_what_one_thread_calls() -> None:
     """One thread calls a criterion, which may be contrastive, and hooks of parameters."""
 
     def contrasting(y: Tensor, target: Tensor) -> Tensor:
-        return mse_loss(torch.cat(all_gather(y)).mean(0), target.mean(0))
+        samples = torch.cat(all_gather(y))
+        return mse_loss(samples.mean(0), target.mean(0))
 
     def average(grad: Tensor) -> Tensor:
         dist.all_reduce(grad)
@@ -142,17 +149,19 @@ def test_workers_allow_what_one_thread_calls() -> None:
         for p in model.parameters():
             p.register_hook(average)
         model.step(contrasting, *batch())
-        found.append([p.grad for p in model.parameters()])
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+        found.append(gradients(model))
+    by_workers, by_one_thread = found
+    torch.testing.assert_close(by_workers, by_one_thread, rtol=0, atol=0)
 
 
 @pytest.mark.ranks(1)
 def test_workers_allow_collectives_of_a_process_alone() -> None:
-    """A script for many processes, tried with one."""
+    """A script for many processes may be tried with one."""
     model = piped(layers(reduced))
     x, target = batch()
     plain = layers(reduced)
-    torch.testing.assert_close(model.step(mse_loss, x, target), plainly(plain, x, target))
+    loss = model.step(mse_loss, x, target)
+    torch.testing.assert_close(loss, plainly(plain, x, target))
 
 
 class Block(nn.Module):
@@ -160,7 +169,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.narrow = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.wide = nn.Linear(6, 8)
+        self.narrow = nn.Linear(8, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.narrow(self.wide(x).relu())
@@ -174,9 +184,11 @@ def parallelize(block: nn.Module, mesh: Any) -> None:
 def blocks(mesh: DeviceMesh | None = None) -> nn.Sequential:
     """Return blocks, and a last layer that every process has as a whole."""
     torch.manual_seed(0)
-    made = nn.Sequential(*[Block() for _ in range(3)], nn.Linear(6, 3))
-    for block in made[:3] if mesh is not None else ():
-        parallelize(block, mesh)
+    parts = [Block(), Block(), Block()]
+    made = nn.Sequential(*parts, nn.Linear(6, 3))
+    if mesh is not None:
+        for block in parts:
+            parallelize(block, mesh)
     return made
 
 
@@ -187,26 +199,28 @@ def whole(x: Any) -> Tensor:
 
 def assert_trains_as_plain(model: Any, plain: nn.Module) -> None:
     """Assert that steps with clipping are those of plain layers, up to the order of additions."""
-    x, target = torch.randn(8, 6), torch.randn(8, 3)
+    x = torch.randn(8, 6)
+    target = torch.randn(8, 3)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
+    expected = dict(plain.named_parameters())
     for _ in range(2):
-        torch.testing.assert_close(model.step(mse_loss, x, target), plainly(plain, x, target))
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        assert expected > 0.1  # or nothing would be clipped
-        torch.testing.assert_close(model.clip_grad_norm_(0.1), expected)
-        theirs = dict(plain.named_parameters())
+        loss = model.step(mse_loss, x, target)
+        torch.testing.assert_close(loss, plainly(plain, x, target))
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert norm > 0.1  # or nothing would be clipped
+        torch.testing.assert_close(model.clip_grad_norm_(0.1), norm)
         for name, p in model.named_parameters():
-            torch.testing.assert_close(whole(p.grad), theirs[name].grad, msg=name)
+            torch.testing.assert_close(whole(p.grad), expected[name].grad, msg=name)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     for name, p in model.named_parameters():
-        torch.testing.assert_close(whole(p), theirs[name].detach(), msg=name)
+        torch.testing.assert_close(whole(p), expected[name].detach(), msg=name)
 
 
 @pytest.mark.ranks(2)
 def test_tensor_parallelism_in_one_thread() -> None:
-    """Gradients of DTensors and plain ones are clipped together."""
+    """Gradients that are DTensors are clipped together with plain gradients."""
     layers = blocks(init_device_mesh("cpu", (2,)))
     model = GPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=4, schedule="1F1B", engine="graph")
     assert_trains_as_plain(model, blocks())
@@ -215,7 +229,7 @@ def test_tensor_parallelism_in_one_thread() -> None:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", NAMED)
 def test_tensor_parallelism_on_ranks(schedule: str) -> None:
-    """Over 2 x 2 ranks; layers are parallelized before they are wrapped, or after that."""
+    """Over 2 x 2 ranks, layers are parallelized before they are wrapped, or after that."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     twice = schedule in ("Interleaved1F1B", "ZBVZeroBubble")
     balance = [1] * 4 if twice else [2, 2]
@@ -235,7 +249,7 @@ def test_tensor_parallelism_on_ranks(schedule: str) -> None:
 @pytest.mark.parametrize("wrap", [fully_shard, DistributedDataParallel])
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 def test_a_criterion_whose_gradients_are_exchanged(engine: Any, wrap: Any) -> None:
-    """On each rank a pipeline of its own, whose criterion is one model on both."""
+    """Each rank has a pipeline of its own, whose criterion is one model on both ranks."""
 
     class Head(nn.Module):
         def __init__(self) -> None:
@@ -250,11 +264,20 @@ def test_a_criterion_whose_gradients_are_exchanged(engine: Any, wrap: Any) -> No
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
 
-    given = [torch.rand(4, 2, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    plain, expected = layers(), Head()
-    for x in given:
-        (expected(plain(x), x) / 2).backward()
-    head, x = Head(), given[dist.get_rank()]
+    samples = []
+    for rank in range(2):
+        drawn = torch.Generator().manual_seed(rank)
+        samples.append(torch.rand(4, 2, generator=drawn))
+    plain = layers()
+    expected = Head()
+    for x in samples:
+        loss = expected(plain(x), x) / 2
+        loss.backward()
+
+    head = Head()
+    x = samples[dist.get_rank()]
     model = GPipe(layers(), [2, 1], devices=["cpu"] * 2, chunks=2, engine=engine, schedule="1F1B")
     model.step(wrap(head), x, x)
-    torch.testing.assert_close(whole(head.linear.weight.grad), expected.linear.weight.grad)
+
+    found = whole(head.linear.weight.grad)
+    torch.testing.assert_close(found, expected.linear.weight.grad)

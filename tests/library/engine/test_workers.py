@@ -1,7 +1,8 @@
-"""Engines: which one runs a pipeline; threads of workers, and that no task comes before there is a use for it.
+"""Engines: which engine runs a pipeline, the threads of workers, and that no task comes too early.
 
-That tasks run at once, as early as they may, is tested in tests/benchmarks/gates/test_meeting.py, errors in
-tests/failures, the end of threads in tests/library/test_leaks.py, forked processes in tests/behaviours/rows/tools.
+That tasks run at once, as early as they may, is tested in tests/benchmarks/gates/test_meeting.py.
+Errors are tested in tests/failures, the end of threads in tests/library/test_leaks.py, and forked
+processes in tests/behaviours/rows/tools.py.
 """
 
 import pickle
@@ -37,23 +38,31 @@ def pipeline(n: int, *, chunks: int, checkpoint: Any = "never") -> GPipe:
 
 
 def step(model: GPipe, observer: Callable[[Task], AbstractContextManager[object] | None]) -> None:
-    """Run a mini-batch of one sample for each micro-batch, with an observer that may return a context."""
+    """Run a mini-batch of one sample for each micro-batch.
+
+    The observer may return a context.
+    """
     model.observer = lambda task: observer(task) or nullcontext()
     model(torch.ones(model.chunks, 2)).sum().backward()
 
 
 @pytest.mark.parametrize("chunks, n, workers", [(3, 3, 2), (1, 3, 0), (4, 1, 0)])
 def test_each_partition_has_a_thread_of_its_own_for_good(chunks: int, n: int, workers: int) -> None:
-    """The caller, which would only wait, runs the last one; where nothing can overlap, all."""
-    before, threads = {*threading.enumerate()}, [set[threading.Thread]() for _ in range(n)]
+    """The caller, which would only wait, runs the last partition.
+
+    Where nothing can overlap, the caller runs all partitions.
+    """
+    before = set(threading.enumerate())
+    threads = [set[threading.Thread]() for _ in range(n)]
     model = pipeline(n, chunks=chunks, checkpoint="always")
     for _ in range(3):
         step(model, lambda task: threads[task.partition].add(threading.current_thread()))
-    assert [len(t) for t in threads] == [1] * n and threads[-1] == {threading.current_thread()}
-    assert (
-        len(set.union(*threads)) == workers + 1
-        and len({*threading.enumerate()} - before) == workers
-    )
+    for of_partition in threads:
+        assert len(of_partition) == 1
+    assert threads[-1] == {threading.current_thread()}
+    assert len(set.union(*threads)) == workers + 1
+    started = set(threading.enumerate()) - before
+    assert len(started) == workers
 
 
 def test_no_partition_is_far_ahead_of_the_next() -> None:
@@ -82,30 +91,38 @@ class Slow(SimpleQueue[Any]):
 
 
 def test_two_callers_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All workers must get one caller's programs before another's: otherwise there is a deadlock."""
+    """All workers must get one caller's programs before another's, or there is a deadlock."""
     monkeypatch.setattr("torchgpipe.engine.pool.SimpleQueue", Slow)
-    model, done = pipeline(3, chunks=3), list[Any]()
-    at_once(4, lambda _: done.extend(model(torch.ones(3, 2)) for _ in range(5)))
-    assert len(done) == 4 * 5
+    model = pipeline(3, chunks=3)
+
+    def call_five_times(_: int) -> int:
+        for _ in range(5):
+            model(torch.ones(3, 2))
+        return 5
+
+    assert at_once(4, call_five_times) == [5, 5, 5, 5]
 
 
 def test_a_thread_that_did_not_start_is_started_by_the_next_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    start, left = threading.Thread.start, iter([1])
-    model, done = pipeline(3, chunks=2), list[Any]()
+    start = threading.Thread.start
+    started = 0
+    model = pipeline(3, chunks=2)
 
     def fails_the_second_time(thread: threading.Thread) -> None:
-        if next(left, None) is None:
+        nonlocal started
+        if started == 1:
             raise RuntimeError("can't start new thread")
         start(thread)
+        started += 1
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", fails_the_second_time)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             model(torch.ones(2, 2))
-    at_once(1, lambda _: done.extend(model(torch.ones(2, 2))))
-    assert len(done) == 2
+    (output,) = at_once(1, lambda _: model(torch.ones(2, 2)))
+    assert output.shape == (2, 2)
 
 
 # The argument `engine`, the devices, the engine that is used.
@@ -121,29 +138,28 @@ CASES: list[tuple[EngineName, list[str], str]] = [
 @pytest.mark.parametrize("engine, devices, expected", CASES)
 def test_the_engine_is_chosen_once(engine: EngineName, devices: list[str], expected: str) -> None:
     n = len(devices)
-    model = piped(
-        nn.Sequential(*(nn.Linear(2, 2) for _ in range(n))), [1] * n, devices=devices, engine=engine
-    )
+    model = piped(linears(n), [1] * n, devices=devices, engine=engine)
     chosen = model._engine
-    for size, model.chunks, model.checkpoint in (
-        (1, 1, "never"),
-        (8, 4, "always"),
-        (3, 8, "except_last"),
-    ):
+    for size, chunks, checkpoint in ((1, 1, "never"), (8, 4, "always"), (3, 8, "except_last")):
+        model.chunks = chunks
+        model.checkpoint = checkpoint
         model(torch.ones(size, 2))
         model.train(not model.training)
     assert model._engine is chosen
-    for each in (model, pickle.loads(pickle.dumps(model))):
+    pickled = pickle.loads(pickle.dumps(model))
+    for each in (model, pickled):
         assert type(each._engine).__name__ == expected
 
 
 def test_what_a_backward_that_failed_has_left_is_not_handed_to_the_next() -> None:
     fails = Fails()
     apart = Do(lambda self, x: (x, self.weight * 2), weight=nn.Parameter(torch.ones(2, 2)))
-    model = piped(nn.Sequential(nn.Linear(2, 2), fails, apart), [2, 1], 2, engine="graph")
+    layers = nn.Sequential(nn.Linear(2, 2), fails, apart)
+    model = piped(layers, [2, 1], 2, engine="graph")
     one, other = model(torch.ones(2, 2))
     fails.fail("backward", ArithmeticError(), calls_before=1)
     with pytest.raises(ArithmeticError):
         one.sum().backward(retain_graph=True)
     other.sum().backward()
-    assert [p.grad is not None for p in model.parameters()] == [False, False, True]
+    with_gradient = [p.grad is not None for p in model.parameters()]
+    assert with_gradient == [False, False, True]

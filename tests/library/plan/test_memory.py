@@ -1,17 +1,30 @@
-"""Predicted bytes equal the live bytes of a real pipeline on `meta`, for a table of models and setups."""
+"""Predicted bytes equal the live bytes of a real pipeline on `meta`, for many models and setups."""
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import (
+    GELU,
+    BatchNorm1d,
+    Dropout,
+    Identity,
+    LayerNorm,
+    Linear,
+    Module,
+    Parameter,
+    ReLU,
+    Sequential,
+    Sigmoid,
+    Tanh,
+    TransformerEncoderLayer,
+)
 
-import torchgpipe.layers.batches
 from reproduce.models.built import unet
-from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
 from torchgpipe import GPipe
 from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.plan.count.live import Live
@@ -21,181 +34,114 @@ from torchgpipe.plan.predict import Setup
 from torchgpipe.schedules import make
 from torchgpipe.schedules.named import NAMED
 from torchgpipe.tensors.checkpoint import MODES
-from torchgpipe.tensors.microbatch import mapped
 from torchgpipe.tensors.observe import Task
 
 from ...behaviours.parts.kinds import KINDS
 from ...behaviours.parts.layers import WIDTH, Do, freeze
 from ...parts import OPTIMIZERS
+from .real_peaks import Copies, OnMeta, real_peaks
 
 
-class OnMeta(LiveBytes):
-    """Count only tensors on `meta`: an optimizer's step counters are on the host."""
-
-    last = 0
-    """The device of the latest tensor, for tensors made from no known one."""
-
-    def add(self, tensors: Iterable[Tensor], device: int) -> None:
-        super().add([x for x in tensors if x.is_meta], device)
-
-    def device_of(self, tensors: Iterable[Tensor]) -> int:
-        known = (self._known.get(id(x.untyped_storage())) for x in tensors if x.numel())
-        self.last = next((found[0] for found in known if found is not None), self.last)
-        return self.last
-
-
-class Copies(LiveBytesMode):
-    """Count a copy on its target device."""
-
-    counter: OnMeta
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        target = (kwargs or {}).get("device") if "_to_copy" in str(func) else None
-        self.device = None if target is None else target.index or 0
-        self.counter.last = self.counter.last if self.device is None else self.device
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-@functools.cache
-def counted(build: Callable[[], nn.Sequential], shape: tuple[int, ...]) -> Counts:
+@cache
+def counted(build: Callable[[], Sequential], shape: tuple[int, ...]) -> Counts:
     return count(build(), torch.empty(shape))
 
 
-def real_peaks(
-    model: nn.Sequential,
-    x: Tensor,
-    balance: Any,
-    chunks: int,
-    checkpoint: Any,
-    make: Any,
-    zeroed: bool = False,
-) -> list[int]:
-    """Return each device's peak in the second of two steps, with the optimizer's update.
-
-    The mini-batch stays alive on the first device; the output is alive until parameters are updated.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        cloned = lambda change, x: mapped(change, x) if change is torch.clone else x  # noqa: E731
-        patch.setattr(torchgpipe.layers.batches, "mapped", cloned)
-        devices = [f"meta:{j}" for j in range(len(balance))]
-        pipeline = GPipe(
-            model.to("meta"), balance, devices=devices, chunks=chunks, checkpoint=checkpoint
-        )
-        # All partitions are on `meta`. Separate parameter groups are updated separately, like devices.
-        trained = [
-            [p for p in partition.parameters() if p.requires_grad]
-            for partition in pipeline.partitions
-        ]
-        optimizer = make([{"params": parameters} for parameters in trained if parameters])
-        live = OnMeta(len(balance))
-        for j, partition in enumerate(pipeline.partitions):
-            live.add([*partition.parameters(), *partition.buffers()], j)
-            for (
-                parameter
-            ) in partition.parameters():  # some optimizers have their state from the start
-                live.add(filter(torch.is_tensor, optimizer.state.get(parameter, {}).values()), j)
-        x = x.to("meta")
-        live.add([x], 0)
-        with Copies(live, None):
-            for _ in range(2):
-                live.peak = list(live.live)
-                output = pipeline(x)
-                live.last = len(balance) - 1
-                gradient = torch.empty_like(output)
-                output.backward(gradient)
-                del gradient
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=not zeroed)
-                del output
-    return list(live.peak)
-
-
-def mixed() -> nn.Sequential:
-    inner = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 64))
-    return nn.Sequential(
-        nn.Linear(8, 64),
-        nn.BatchNorm1d(64),
-        nn.ReLU(),
-        nn.Linear(64, 64),
+def mixed() -> Sequential:
+    inner = Sequential(Linear(64, 32), Tanh(), Linear(32, 64))
+    return Sequential(
+        Linear(8, 64),
+        BatchNorm1d(64),
+        ReLU(),
+        Linear(64, 64),
         inner,
-        nn.LayerNorm(64),
-        nn.GELU(),
-        nn.Linear(64, 100),
+        LayerNorm(64),
+        GELU(),
+        Linear(64, 100),
     )
 
 
-def wide() -> nn.Sequential:
-    """Parameters of many sizes: the largest comes after a small one, in the middle, and before a large one."""
-    return nn.Sequential(
-        nn.Linear(8, 200, bias=False),
-        nn.Linear(200, 100),
-        nn.ReLU(),
-        nn.Linear(100, 300, bias=False),
-        nn.Linear(300, 100, bias=False),
-        nn.BatchNorm1d(100),
-        nn.Linear(100, 4),
+def wide() -> Sequential:
+    """Return layers with parameters of many sizes.
+
+    The largest comes after a small one, in the middle, or before a large one.
+    """
+    return Sequential(
+        Linear(8, 200, bias=False),
+        Linear(200, 100),
+        ReLU(),
+        Linear(100, 300, bias=False),
+        Linear(300, 100, bias=False),
+        BatchNorm1d(100),
+        Linear(100, 4),
     )
 
 
-def twice() -> nn.Sequential:
-    """Layers of one kind follow each other: those of which one saves its output, its input, both or nothing."""
-    kinds = (nn.ReLU, nn.Sigmoid, nn.Identity, lambda: nn.BatchNorm1d(8))
-    return nn.Sequential(
-        nn.Linear(8, 8), *(make() for make in kinds for _ in range(2)), nn.Linear(8, 8)
+def twice() -> Sequential:
+    """Return layers of four kinds, each twice in sequence.
+
+    For their backwards, the kinds save their output, their input, or nothing.
+    """
+    layers: list[Module] = []
+    for kind in (ReLU, Sigmoid, Identity, lambda: BatchNorm1d(8)):
+        layers += [kind(), kind()]
+    return Sequential(Linear(8, 8), *layers, Linear(8, 8))
+
+
+def in_place() -> Sequential:
+    return Sequential(
+        Linear(8, 32),
+        Identity(),
+        Dropout(inplace=True),
+        ReLU(inplace=True),
+        Linear(32, 32),
+        ReLU(inplace=True),
     )
 
 
-def in_place() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(8, 32),
-        nn.Identity(),
-        nn.Dropout(inplace=True),
-        nn.ReLU(inplace=True),
-        nn.Linear(32, 32),
-        nn.ReLU(inplace=True),
-    )
-
-
-def pairs() -> nn.Sequential:
-    """Pairs of tensors are passed from layer to layer."""
+def pairs() -> Sequential:
+    """Return layers that pass pairs of tensors on."""
     kinds = ("linear", "and its input", "swap", "swap", "sum", "linear")
-    return nn.Sequential(*(KINDS[kind](None) for kind in kinds))
+    return Sequential(*[KINDS[kind](None) for kind in kinds])
 
 
-def weighted(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Sequential]:
-    """Make a layer of a parameter and a function. Whether its gradients are copied depends on what refers to them."""
-    return lambda: nn.Sequential(
-        nn.Linear(8, 8), Do(function, w=nn.Parameter(torch.empty(8))), nn.Linear(8, 8)
-    )
+def weighted(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], Sequential]:
+    """Return a maker of layers with this function of a parameter, `w`, between two others.
+
+    Whether autograd copies the parameter's gradient depends on what else refers to that gradient.
+    """
+    return lambda: Sequential(Linear(8, 8), Do(function, w=Parameter(torch.empty(8))), Linear(8, 8))
 
 
-# A model, the shape of its input, and balances. With few samples, the peak is in the optimizer's step.
-CASES: list[tuple[Callable[[], nn.Sequential], tuple[int, ...], list[list[int]]]] = [
+def by_a_view(it: Any, x: Tensor) -> Tensor:
+    """Make autograd's gradient of the parameter a view."""
+    return (x.sum(0).cos() + it.w.view(2, 4).view(8)) * x
+
+
+def by_a_copy(it: Any, x: Tensor) -> Tensor:
+    """Make autograd copy the gradient for the parameter."""
+    return (x.sin().sum(0) + it.w).cos() + x
+
+
+# In the last of these balances, the partition on device 1 has nothing to update.
+OF_WIDE = [[7], [2, 3, 2], [2, 1, 1, 3], [2, 1, 4]]
+# A model, the shape of its input, and balances. With few samples, the peak is in the update.
+CASES: list[tuple[Callable[[], Sequential], tuple[int, ...], list[list[int]]]] = [
     (mixed, (24, 8), [[8], [3, 5], [1, 1, 6]]),
-    (functools.partial(freeze, mixed, 3), (24, 8), [[3, 5]]),
+    (partial(freeze, mixed, 3), (24, 8), [[3, 5]]),
     (in_place, (24, 8), [[6], [1, 5], [1, 3, 2]]),
     (lambda: unet(2, 1, 4), (8, 3, 16, 16), [[29], [10, 19], [6, 10, 13]]),
-    (
-        weighted(lambda it, x: (x.sum(0).cos() + it.w.view(2, 4).view(8)) * x),
-        (24, 8),
-        [[3], [1, 1, 1]],
-    ),  # a view
-    (
-        weighted(lambda it, x: (x.sin().sum(0) + it.w).cos() + x),
-        (24, 8),
-        [[3], [1, 1, 1]],
-    ),  # copied for a parameter
-    (
-        wide,
-        (8, 8),
-        [[7], [2, 3, 2], [2, 1, 1, 3], [2, 1, 4]],
-    ),  # of the last, nothing to update on device 1
+    (weighted(by_a_view), (24, 8), [[3], [1, 1, 1]]),
+    (weighted(by_a_copy), (24, 8), [[3], [1, 1, 1]]),
+    (wide, (8, 8), OF_WIDE),
     (wide, (4000, 8), [[3, 4]]),
-    (functools.partial(freeze, wide, 3), (8, 8), [[3, 4]]),
+    (partial(freeze, wide, 3), (8, 8), [[3, 4]]),
     (pairs, (24, WIDTH), [[6], [2, 4], [3, 2, 1]]),
     (twice, (24, 8), [[10], [3, 7], [2, 6, 2]]),
 ]
-ROWS = [(build, shape, balance) for build, shape, balances in CASES for balance in balances]
+ROWS: list[tuple[Callable[[], Sequential], tuple[int, ...], list[int]]] = []
+for _build, _shape, _balances in CASES:
+    ROWS += [(_build, _shape, balance) for balance in _balances]
 
 
 @pytest.mark.parametrize("zeroed", [False, True], ids=["dropped", "zeroed"])
@@ -214,38 +160,39 @@ def test_as_counted_on_a_real_run(
     checkpoint: Any,
     zeroed: bool,
 ) -> None:
+    samples = shape[0]
+    rule = optimizer_named(name, foreach=foreach)
+    setup = Setup(samples, tuple(balance), chunks, checkpoint, rule, zeroed=zeroed)
     kind: Any = OPTIMIZERS[name]
-    make = functools.partial(kind, lr=0.1, foreach=foreach)
-    setup = Setup(
-        shape[0],
-        tuple(balance),
-        chunks,
-        checkpoint,
-        optimizer_named(name, foreach=foreach),
-        zeroed=zeroed,
-    )
-    predicted = [device.peak for device in setup_memory(counted(build, shape), setup)]
-    assert predicted == real_peaks(
-        build(), torch.empty(shape), balance, chunks, checkpoint, make, zeroed=zeroed
-    )
+    make = partial(kind, lr=0.1, foreach=foreach)
+
+    predicted = setup_memory(counted(build, shape), setup)
+
+    x = torch.empty(shape)
+    real = real_peaks(build(), x, balance, chunks, checkpoint, make, zeroed=zeroed)
+    assert [device.peak for device in predicted] == real
 
 
 def test_an_output_that_its_layer_saves_counts_twice() -> None:
-    """User and graph share the output's storage. The prediction counts it twice, as if tasks had separate graphs."""
-    model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), torch.empty(12, 6)
+    """The user and the autograd graph share the output's storage.
+
+    The prediction counts it twice, as if tasks had separate graphs.
+    """
+    model = Sequential(Linear(6, 6), ReLU())
+    x = torch.empty(12, 6)
     (predicted,) = setup_memory(count(model, x), Setup(12, (2,), 1, "never"))
-    (real,) = real_peaks(
-        model, x, [2], 1, "never", functools.partial(torch.optim.SGD, lr=0.1, foreach=False)
-    )
+    make = partial(torch.optim.SGD, lr=0.1, foreach=False)
+    (real,) = real_peaks(model, x, [2], 1, "never", make)
     assert real < predicted.peak <= real + x.nbytes
 
 
 def test_a_recomputed_task_that_begins_in_place_works_on_a_copy() -> None:
-    counts = count(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)), torch.empty(1, 8))
-    recomputed, plain = (
-        counts.task(4, 0, 2, checkpoint=checkpoint) for checkpoint in (True, False)
-    )
-    assert recomputed.forward - plain.forward == 4 * 8 * 4
+    model = Sequential(ReLU(inplace=True), Linear(8, 8))
+    counts = count(model, torch.empty(1, 8))
+    recomputed = counts.task(4, 0, 2, checkpoint=True)
+    plain = counts.task(4, 0, 2, checkpoint=False)
+    input_bytes = 4 * 8 * 4
+    assert recomputed.forward - plain.forward == input_bytes
 
 
 def test_the_parts_add_up() -> None:
@@ -259,72 +206,89 @@ def test_the_parts_add_up() -> None:
     assert device.peak == sum(model) + sum(parts)
 
 
+# An optimizer's rule, and its state in units of the parameters' bytes. The float32 copy has twice
+# as many bytes as the parameters.
 @pytest.mark.parametrize(
-    ("name", "state"),
-    [
-        ("sgd", 2),
-        ("momentum", 2 + 2),
-        ("adam", 2 + 2 * 2),
-        ("none", 0),
-    ],  # the float32 copy: twice as large
+    ("name", "state"), [("sgd", 2), ("momentum", 2 + 2), ("adam", 2 + 2 * 2), ("none", 0)]
 )
 def test_master_weights_are_in_float32_and_so_is_the_state(name: str, state: float) -> None:
     held = optimizer_named(name, foreach=True, master_weights=True)
     plain = optimizer_named(name, foreach=True)
     assert held.state == state
-    assert held.temporaries([100]) == (2 * (plain.temporaries([100]) + 100) if plain.updates else 0)
+    expected = 0.0
+    if plain.updates:
+        expected = 2 * (plain.temporaries([100]) + 100)
+    assert held.temporaries([100]) == expected
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_a_steps_peak_is_within_five_percent_of_a_real_run(autocast: torch.dtype | None) -> None:
-    """On a CPU, with its fused attention."""
-    model = nn.Sequential(
-        *(nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(4))
-    )
+    """Compare with a run on a CPU, which has a fused attention."""
+    block = partial(TransformerEncoderLayer, 64, 4, 256, dropout=0.0, batch_first=True)
+    model = Sequential(block(), block(), block(), block())
     x = torch.randn(8, 64, 64)
-    (device,) = setup_memory(
-        count(model, x, device="cpu", autocast=autocast), Setup(8, (4,), 1, "never")
-    )
+    counts = count(model, x, device="cpu", autocast=autocast)
+
+    (device,) = setup_memory(counts, Setup(8, (4,), 1, "never"))
+
     live = Live()
     live.ignore([*model.parameters(), x])
     with live:
         with torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False):
             y = model(x)
         y.backward(torch.ones_like(y))
-    real = live.peak() + x.nbytes + sum(p.nbytes for p in model.parameters())
+    parameters = sum(p.nbytes for p in model.parameters())
+    real = live.peak() + x.nbytes + parameters
     assert device.peak == pytest.approx(real, rel=0.05)
 
 
-STAGE = (lambda: nn.Linear(8, 256), nn.GELU, lambda: nn.Linear(256, 8))  # what it hands on is small
+STAGE_LAYERS = 3
+
+
+def stages(count: int) -> Sequential:
+    """Return layers of so many stages. What a stage hands on is small."""
+    layers: list[Module] = []
+    for _ in range(count):
+        layers += [Linear(8, 256), GELU(), Linear(256, 8)]
+    return Sequential(*layers)
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_step_keeps_the_micro_batches_that_its_schedule_has_in_flight(name: str) -> None:
     """Until its second half, a backward in halves keeps no more than what the layers have saved."""
-    n, m, v = 4, 16, NAMED[name][1] or 2
-    model = nn.Sequential(*(f() for _ in range(n * v) for f in STAGE))
-    counts, balance = counted(lambda: model, (2, 8)), [len(STAGE)] * (n * v)
-    x, devices = torch.empty(m * 512, 8, device="meta"), [f"meta:{d}" for d in range(n)]
-    pipeline = GPipe(
-        model.to("meta"), balance, devices=devices, chunks=m, checkpoint="never", schedule=name
-    )
-    live, before, kept, placement = OnMeta(n), list[int](), [0] * n, pipeline.schedule.placement
-    for d, partition in zip(placement, pipeline.partitions, strict=True):
+    n, m, samples = 4, 16, 512
+    v = NAMED[name][1] or 2
+    model = stages(n * v)
+    counts = counted(lambda: model, (2, 8))
+    balance = [STAGE_LAYERS] * (n * v)
+    x = torch.empty(m * samples, 8, device="meta")
+    devices = [f"meta:{d}" for d in range(n)]
+    model = model.to("meta")
+    pipeline = GPipe(model, balance, devices=devices, chunks=m, checkpoint="never", schedule=name)
+    live = OnMeta(n)
+    for d, partition in zip(pipeline.schedule.placement, pipeline.partitions, strict=True):
         live.add(partition.parameters(), d)
     live.add([x], 0)
+    before: list[int] = []
+    kept = [0] * n
 
     @contextmanager
     def look(task: Task) -> Iterator[None]:
-        before[:] = before or live.live
+        """Note the live bytes before the first task, and the most bytes after a forward."""
+        if not before:
+            before.extend(live.live)
         yield
-        kept[:] = map(max, kept, live.live) if task.kind == "forward" else kept
+        if task.kind == "forward":
+            kept[:] = map(max, kept, live.live)
 
     pipeline.observer = look
     with Copies(live, None):
         pipeline.step(lambda y, _: y.sum(), x, None)
-    task = counts.task(512, len(STAGE), 2 * len(STAGE), checkpoint=False)
-    tasks = [(most - least) / task.kept for most, least in zip(kept, before, strict=True)]
+
+    task = counts.task(samples, STAGE_LAYERS, 2 * STAGE_LAYERS, checkpoint=False)
+    in_flight = [(most - least) / task.kept for most, least in zip(kept, before, strict=True)]
+    assert in_flight == pytest.approx(make(name, n, m).in_flight, rel=0.05)
     setup = Setup(len(x), tuple(balance), m, "never", schedule=name)
-    assert tasks == pytest.approx(make(name, n, m).in_flight, rel=0.05)
-    for device, most, least in zip(setup_memory(counts, setup), live.peak, before, strict=True):
+    predicted = setup_memory(counts, setup)
+    for device, most, least in zip(predicted, live.peak, before, strict=True):
         assert device.peak - device.parameters == pytest.approx(most - least, rel=0.05)

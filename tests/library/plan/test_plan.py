@@ -1,4 +1,4 @@
-"""Plans fit in memory and are described; if there is none, the error is clear."""
+"""Plans fit in memory and describe themselves; where there is no plan, the error is clear."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
+from torch.nn import Linear, Sequential
 
 from torchgpipe import GPipe
-from torchgpipe.plan import Hardware, Impossible, load_hardware, plan
+from torchgpipe.plan import Hardware, Impossible, Plan, load_hardware, plan
 from torchgpipe.plan.amount import amount, parse_amount
 from torchgpipe.plan.predict import micro_batch_sizes
 from torchgpipe.plan.search.search import chunk_choices
@@ -21,21 +22,36 @@ from ..layers import Lambda
 NODE = replace(load_hardware("p40x8"), launch=1e-9, link_latency=1e-9)
 CPU = replace(NODE, launch_overlaps=False, workspace=1000.0)
 X = torch.empty(4, 32)
-FULL = nn.Sequential(
-    nn.Linear(32, 4), Lambda(lambda x: x if x.is_meta else explode(torch.OutOfMemoryError()))
-)
+MiB, GiB = 2**20, 2**30
 ASKED = {"memory": "4MiB", "chunks": [1], "checkpoint": ["never"]}
 
 
-def model() -> nn.Sequential:
+def out_of_memory(x: Tensor) -> Tensor:
+    """Return `x` on `meta`, and run out of memory on a device."""
+    if not x.is_meta:
+        explode(torch.OutOfMemoryError())
+    return x
+
+
+FULL = Sequential(Linear(32, 4), Lambda(out_of_memory))
+
+
+def model() -> Sequential:
     sizes = [32, 64, 256, 256, 128, 512, 64, 32, 8]
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+    layers = [Linear(a, b) for a, b in pairwise(sizes)]
+    return Sequential(*layers)
+
+
+def on_cpus(found: Plan) -> GPipe:
+    """Return the pipeline of a plan, with all partitions on the CPU."""
+    return found.gpipe(devices=["cpu"] * len(found.balance))
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 37, 512])
 def test_every_m_is_tried(batch_size: int) -> None:
     tried = {tuple(micro_batch_sizes(batch_size, m)) for m in chunk_choices(batch_size)}
-    assert tried == {tuple(micro_batch_sizes(batch_size, m)) for m in range(1, batch_size + 1)}
+    every_m = range(1, batch_size + 1)
+    assert tried == {tuple(micro_batch_sizes(batch_size, m)) for m in every_m}
 
 
 @pytest.mark.parametrize(
@@ -45,122 +61,95 @@ def test_every_m_is_tried(batch_size: int) -> None:
 def test_leaves_headroom_to_the_allocator(
     node: Hardware, headroom: float | None, left: float
 ) -> None:
-    arguments: dict[str, Any] = {
-        "batch_size": 1024,
-        "devices": 4,
-        "memory": "8MiB",
-        "optimizer": "adam",
-    }
-    found = plan(model(), X, hardware=node, headroom=headroom, **arguments)
-    assert (
-        max(found.peaks)
-        <= found.room
-        == pytest.approx((found.memory - node.workspace) / (1 + left))
-    )
+    arguments: dict[str, Any] = {"batch_size": 1024, "devices": 4, "memory": "8MiB"}
+    found = plan(model(), X, hardware=node, headroom=headroom, optimizer="adam", **arguments)
+    room = (found.memory - node.workspace) / (1 + left)
+    assert found.room == pytest.approx(room)
+    assert max(found.peaks) <= found.room
     assert ("left to the allocator" in str(found)) == (found.room < found.memory)
 
 
 @pytest.mark.parametrize(("memory", "better"), [("8MiB", False), ("64MiB", True)])
 def test_the_last_sentence_is_as_the_table_says(memory: str, better: bool) -> None:
     arguments: dict[str, Any] = {"batch_size": 1024, "devices": 2, "optimizer": "adam", "chunks": 8}
-    table, words = str(plan(model(), X, hardware=NODE, memory=memory, **arguments)).split("\n\n")[
-        -2:
-    ]
-    ours, theirs = (
-        (float(table.splitlines()[2].split()[i].replace(",", "")) for i in (1, 7))
-        if better
-        else (1, 0)
-    )
-    assert (
-        f"2 devices has room, and is {theirs / ours - 1:.0%} faster" in " ".join(words.split())
-    ) == better
+    found = plan(model(), X, hardware=NODE, memory=memory, **arguments)
+
+    *_, table, words = str(found).split("\n\n")
+    sentence = " ".join(words.split())
+    if not better:
+        assert "2 devices has room" not in sentence
+        return
+    cells = table.splitlines()[2].split()
+    ours = float(cells[1].replace(",", ""))
+    theirs = float(cells[7].replace(",", ""))
+    assert f"2 devices has room, and is {theirs / ours - 1:.0%} faster" in sentence
 
 
 def test_describes_a_pipeline_and_itself() -> None:
-    layers = model()
-    found = plan(
-        layers, X, batch_size=64, devices=2, memory="1GiB", hardware="h100x8", optimizer="adam"
-    )
-    pipeline = found.gpipe(devices=["cpu"] * len(found.balance))
+    arguments: dict[str, Any] = {"batch_size": 64, "devices": 2, "memory": "1GiB"}
+    found = plan(model(), X, hardware="h100x8", optimizer="adam", **arguments)
+
+    pipeline = on_cpus(found)
     assert isinstance(pipeline, GPipe)
-    assert (pipeline.balance, pipeline.chunks, pipeline.checkpoint) == (
-        found.balance,
-        found.chunks,
-        found.checkpoint,
-    )
+    assert pipeline.balance == found.balance
+    assert pipeline.chunks == found.chunks
+    assert pipeline.checkpoint == found.checkpoint
     assert pipeline(torch.rand(64, 32)).shape == (64, 8)
-    first, second = (found.by_devices[n] for n in (1, 2))
-    assert found.seconds == min(first.limit, second.limit)
-    assert found.gap == found.seconds / min(first.bound, second.bound) - 1 >= 0
+    one, two = found.by_devices[1], found.by_devices[2]
+    least_bound = min(one.bound, two.bound)
+    assert found.seconds == min(one.limit, two.limit)
+    assert found.gap == found.seconds / least_bound - 1
+    assert found.gap >= 0
     text = str(found)
-    assert max(map(len, text.splitlines())) <= 80
-    for word in (
-        str(found.balance),
-        found.checkpoint,
-        "h100x8",
-        "predicted, not measured",
-        "bubble",
-        "1.0 GiB",
-    ):
+    for line in text.splitlines():
+        assert len(line) <= 80
+    for word in (str(found.balance), found.checkpoint, "h100x8", "bubble", "1.0 GiB"):
         assert word in text
+    assert "predicted, not measured" in text
 
 
 def test_chooses_a_schedule_that_needs_less_memory() -> None:
     """With 1F1B devices keep fewer micro-batches, so that none has to be recomputed."""
-    how: dict[str, Any] = {
-        "batch_size": 4096,
-        "devices": 4,
-        "headroom": 0,
-        "hardware": NODE,
-        "chunks": 16,
-    }
+    how: dict[str, Any] = {"batch_size": 4096, "devices": 4, "headroom": 0, "hardware": NODE}
+    how["chunks"] = 16
     names = ["GPipe", "1F1B", "ZBH1", "Interleaved1F1B"]
     free = plan(model(), X, memory="1GiB", schedules=names, **how)
     least = {name: plan(model(), X, memory="1GiB", schedules=name, **how) for name in names}
-    assert (
-        free.seconds <= min(each.seconds for each in least.values()) and str(free.schedule) in names
-    )
+    assert free.seconds <= min(each.seconds for each in least.values())
+    assert str(free.schedule) in names
+
     room = max(least["1F1B"].peaks)
     found = plan(model(), X, memory=room, schedules=["GPipe", "1F1B"], **how)
-    assert (found.schedule, found.checkpoint) == ("1F1B", "never") and max(found.peaks) <= room
+    assert found.schedule == "1F1B"
+    assert found.checkpoint == "never"
+    assert max(found.peaks) <= room
     assert "schedule    1F1B" in str(found)
-    assert found.gpipe(devices=["cpu"] * len(found.balance)).schedule.name == "1F1B"
+    assert on_cpus(found).schedule.name == "1F1B"
     with pytest.raises(Impossible):
         plan(model(), X, memory=room, **how)
 
 
 def test_a_layer_fits_whose_gradients_are_made_once() -> None:
     """Parameters and gradients take 2 P; a second micro-batch would add P."""
-    layer = nn.Sequential(nn.Linear(4096, 4096))
+    layer = Sequential(Linear(4096, 4096))
+    sample = torch.empty(1, 4096)
     room = 2.5 * sum(p.nbytes for p in layer.parameters())
-    arguments: dict[str, Any] = {
-        "batch_size": 4,
-        "devices": 1,
-        "headroom": 0,
-        "hardware": NODE,
-        "optimizer": "sgd",
-    }
-    found = plan(layer, torch.empty(1, 4096), memory=room, **arguments)
+    how: dict[str, Any] = {"batch_size": 4, "devices": 1, "headroom": 0, "hardware": NODE}
+    found = plan(layer, sample, memory=room, optimizer="sgd", **how)
     assert found.chunks == 1
     with pytest.raises(Impossible, match=r"layer 0 .* alone needs"):
-        plan(layer, torch.empty(1, 4096), memory=room * 0.79, **arguments)
+        plan(layer, sample, memory=room * 0.79, optimizer="sgd", **how)
 
 
 def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arguments: dict[str, Any] = {
-        "batch_size": 3000,
-        "devices": 1,
-        "memory": "4MiB",
-        "headroom": 0,
-        "hardware": NODE,
-    }
-    free = plan(model(), X, **arguments)
+    how: dict[str, Any] = {"batch_size": 3000, "devices": 1, "headroom": 0, "hardware": NODE}
+    free = plan(model(), X, memory="4MiB", **how)
     monkeypatch.setattr("torchgpipe.plan.search.search.MOST_TASKS", 3 * 2)
-    found = plan(model(), X, **arguments)
+    found = plan(model(), X, memory="4MiB", **how)
     assert found.chunks > 2
-    assert max(found.peaks) <= 4 * 2**20
+    assert max(found.peaks) <= 4 * MiB
     assert found.seconds >= free.seconds
 
 
@@ -169,7 +158,7 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
     [
         ({"memory": "1.5MiB", "devices": 1}, Impossible, "use more devices"),
         (
-            {"memory": 2.2 * 2**20, "devices": 1, "batch_size": 3000},
+            {"memory": 2.2 * MiB, "devices": 1, "batch_size": 3000},
             Impossible,
             "no balance fits 1 device",
         ),
@@ -234,7 +223,7 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
             r"no schedule that was asked for is for 8 device\(s\), 8 layers",
         ),
         ({"checkpoint": "often"}, ValueError, "checkpoint must be among .*, got 'often'"),
-        ({"module": nn.Linear(1, 1)}, TypeError, "only an nn.Sequential"),
+        ({"module": Linear(1, 1)}, TypeError, "only an nn.Sequential"),
         ({"master_weights": True}, ValueError, "master_weights is for parameters in 16 bits"),
         (
             {"autocast": torch.float64},
@@ -244,14 +233,8 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
     ],
 )
 def test_refuses_in_one_line(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments = {
-        "module": model(),
-        "sample": X,
-        "batch_size": 64,
-        "headroom": 0,
-        "hardware": NODE,
-        **change,
-    }
+    arguments: dict[str, Any] = {"module": model(), "sample": X, "batch_size": 64}
+    arguments |= {"headroom": 0, "hardware": NODE, **change}
     with pytest.raises(error, match=message) as raised:
         plan(**arguments)
     assert "\n" not in str(raised.value)
@@ -259,7 +242,7 @@ def test_refuses_in_one_line(change: dict[str, Any], error: type[Exception], mes
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("24GiB", 24 * 2**30), ("80 GB", 80e9), ("1.5mib", 1.5 * 2**20), (1024, 1024), ("7B", 7)],
+    [("24GiB", 24 * GiB), ("80 GB", 80e9), ("1.5mib", 1.5 * MiB), (1024, 1024), ("7B", 7)],
 )
 def test_amounts(text: str | float, nbytes: float) -> None:
     assert parse_amount(text) == nbytes
@@ -270,10 +253,10 @@ def test_a_model_on_meta_cannot_be_moved() -> None:
     with torch.device("meta"):
         layers = model()
     found = plan(layers, X, batch_size=64, devices=2, hardware="h100x8")
-    for devices in (None, ["cpu"] * len(found.balance)):
-        with pytest.raises(
-            ValueError,
-            match="on device 'meta' and has no values to move: build it on a real device",
-        ):
+    on_cpu = ["cpu"] * len(found.balance)
+    refusal = "on device 'meta' and has no values to move: build it on a real device"
+    for devices in (None, on_cpu):
+        with pytest.raises(ValueError, match=refusal):
             found.gpipe(devices=devices)
-    assert found.gpipe(devices=["meta"] * len(found.balance)).balance == found.balance
+    on_meta = ["meta"] * len(found.balance)
+    assert found.gpipe(devices=on_meta).balance == found.balance

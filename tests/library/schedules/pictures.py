@@ -1,4 +1,7 @@
-"""Read a picture of a schedule, so that tests are written as pictures; `torchgpipe.schedules.texts` says how."""
+"""Read a picture of a schedule, so that tests are written as pictures.
+
+`torchgpipe.schedules.texts` describes what a picture looks like.
+"""
 
 import re
 from collections.abc import Sequence
@@ -6,23 +9,31 @@ from collections.abc import Sequence
 from torchgpipe.schedules import Schedule
 from torchgpipe.schedules.action import LETTERS, Action
 
+ENTRY = re.compile(r"([RBIW]?)(\d+)([a-z]?)")
+
 
 def pictured(
     picture: str, placement: Sequence[int] | None = None, name: str = "picture"
 ) -> Schedule:
-    """Return the schedule of a picture. A row may do without its heading; each has one stage by default."""
-    rows = [row.rpartition("|")[2].split() for row in picture.strip().splitlines()]
+    """Return the schedule of a picture. A row may come without its heading.
+
+    By default each row has one stage.
+    """
+    rows = picture.strip().splitlines()
     placement = range(len(rows)) if placement is None else placement
-    lists: list[list[Action]] = []
+    lists = []
     for d, row in enumerate(rows):
-        own = [s for s, device in enumerate(placement) if device == d]
-        read = [re.fullmatch(r"([RBIW]?)(\d+)([a-z]?)", entry) for entry in row if entry != "."]
-        assert all(read), row
-        lists.append(
-            [
-                Action(LETTERS[e[1] or "F"], int(e[2]), own[ord(e[3] or "a") - ord("a")])
-                for e in read
-                if e
-            ]
-        )
+        stages = [s for s, device in enumerate(placement) if device == d]
+        actions = []
+        _, _, entries = row.rpartition("|")
+        for entry in entries.split():
+            if entry == ".":
+                continue
+            read = ENTRY.fullmatch(entry)
+            assert read, row
+            letter, micro_batch, stage_letter = read.groups()
+            nth = ord(stage_letter or "a") - ord("a")
+            action = Action(LETTERS[letter or "F"], int(micro_batch), stages[nth])
+            actions.append(action)
+        lists.append(actions)
     return Schedule(name, placement, lists)

@@ -1,6 +1,6 @@
-"""`@skippable`, `stash`, `pop`, `isolate`: the declared skips of a layer, the boundaries they cross, what is refused.
+"""`@skippable`, `stash`, `pop` and `isolate`: a layer's skips, their boundaries, and refusals.
 
-Whether skips reach their layers, in partitions and in a plain sequence, is tested in tests/behaviours.
+tests/behaviours tests whether skips reach their layers, in partitions and in a plain sequence.
 """
 
 import pickle
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Identity, Module, Sequential
 
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
@@ -34,7 +35,7 @@ class StashAndNegate(Stash):
 
 
 @skippable(stash=["b", "c"], pop=["a"])
-class Several(nn.Identity):
+class Several(Identity):
     pass
 
 
@@ -42,35 +43,61 @@ X = torch.tensor([1.0, 2.0])
 
 
 def test_a_subclass_stashes_by_itself_or_by_its_parent() -> None:
+    tenfold_and_once = Sequential(StashTenfold(), Pop(), Stash(), Pop())
+    negated = Sequential(StashAndNegate(), Pop())
     with skip_scope({}) as scope:
-        assert torch.equal(nn.Sequential(StashTenfold(), Pop(), Stash(), Pop())(X), 22 * X)
-        assert torch.equal(nn.Sequential(StashAndNegate(), Pop())(X), 0 * X)
+        assert torch.equal(tenfold_and_once(X), 22 * X)
+        assert torch.equal(negated(X), 0 * X)
     assert scope == {}, "what was popped is not kept"
 
 
 def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
     """A copied layer still has the same skips as the original."""
-    one, other, layer = Namespace(), Namespace(), Several()
-    assert layer.isolate(one, only=["b"]).isolate(other, only=["c"]) is layer  # type: ignore[operator]
-    for same in (layer, pickle.loads(pickle.dumps(layer))):
-        assert skips_of(same) == ([SkipKey(one, "b"), SkipKey(other, "c")], [SkipKey(None, "a")])
+    one, other = Namespace(), Namespace()
+    layer = Several()
+    isolated = layer.isolate(one, only=["b"])  # type: ignore[operator]
+    assert isolated.isolate(other, only=["c"]) is layer
+    stashed = [SkipKey(one, "b"), SkipKey(other, "c")]
+    popped = [SkipKey(None, "a")]
+    copied = pickle.loads(pickle.dumps(layer))
+    assert skips_of(layer) == (stashed, popped)
+    assert skips_of(copied) == (stashed, popped)
 
 
 def yielding(names: dict[str, list[str]], *steps: object) -> Callable[[], object]:
     """Return a function that runs a layer which declares these names and yields these objects."""
 
-    def forward(self: nn.Module, x: Tensor) -> Any:
+    def forward(self: Module, x: Tensor) -> Any:
         yield from steps
         return x
 
     def run() -> None:
+        kind = skippable(**names)(type("Layer", (Module,), {"forward": forward}))
         with skip_scope({}):
-            skippable(**names)(type("Layer", (nn.Module,), {"forward": forward}))()(X)
+            kind()(X)
 
     return run
 
 
+def without_a_yield() -> None:
+    kind = skippable(stash=["a"])(type("Plain", (Identity,), {}))
+    kind()(X)
+
+
+def stash_a_number() -> None:
+    stash("a", 1)  # type: ignore[arg-type]
+
+
+def isolated_by_a_name() -> None:
+    Pop().isolate("ns")  # type: ignore[operator]
+
+
+def isolated_in_part(only: object) -> None:
+    Pop().isolate(Namespace(), only=only)  # type: ignore[operator]
+
+
 A = {"stash": ["a"]}
+POP_A = {"pop": ["a"]}
 
 # The call, the error's type, its message.
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
@@ -80,7 +107,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"tried to stash 'z'.*declared to stash \['a'\]",
     ),
     "pop undeclared": (
-        yielding({"pop": ["a"]}, pop("z")),
+        yielding(POP_A, pop("z")),
         RuntimeError,
         r"tried to pop 'z'.*declared to pop \['a'\].*pop=\[",
     ),
@@ -94,14 +121,10 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         RuntimeError,
         r"Layer declares skips \['a'\].*did not stash or pop",
     ),
-    "no yield": (
-        lambda: skippable(**A)(type("Plain", (nn.Identity,), {}))()(X),
-        RuntimeError,
-        r"Plain declares.*did not stash",
-    ),
+    "no yield": (without_a_yield, RuntimeError, r"Plain declares.*did not stash"),
     "yields else": (yielding(A, X), TypeError, "may yield stash.*pop.*yielded Tensor"),
     "pop before stash": (
-        yielding({"pop": ["a"]}, pop("a")),
+        yielding(POP_A, pop("a")),
         RuntimeError,
         "pops 'a', but no earlier layer stashed it",
     ),
@@ -116,14 +139,14 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         TypeError,
         r"stash and pop one name; got \['b'\]",
     ),
-    "stash int": (lambda: stash("a", 1), TypeError, "takes a tensor or None, but got int"),  # type: ignore[arg-type]
-    "isolate str": (lambda: Pop().isolate("ns"), TypeError, "Namespace, but got str"),  # type: ignore[operator]
+    "stash int": (stash_a_number, TypeError, "takes a tensor or None, but got int"),
+    "isolate str": (isolated_by_a_name, TypeError, "Namespace, but got str"),
     "only unknown": (
-        lambda: Pop().isolate(Namespace(), only=["z"]),
+        lambda: isolated_in_part(["z"]),
         ValueError,
         r"skips \['skip'\].*\['z'\]",
-    ),  # type: ignore[operator]
-    "only str": (lambda: Pop().isolate(Namespace(), only="a"), TypeError, r"only=\['a'\]"),  # type: ignore[operator]
+    ),
+    "only str": (lambda: isolated_in_part("a"), TypeError, r"only=\['a'\]"),
 }
 
 
@@ -133,31 +156,36 @@ def test_refused(do: Callable[[], object], error: type[Exception], message: str)
         do()
 
 
-def layer(word: str) -> nn.Module:
-    """Make a layer that stashes or pops skips of one letter: "+ab", "-a", or neither: "."."""
+def layer(word: str) -> Module:
+    """Make a layer that stashes ("+ab") or pops ("-a") skips of one letter, or neither (".")."""
     if word == ".":
-        return nn.Identity()
+        return Identity()
     verb = {"+": "stash", "-": "pop"}[word[0]]
-    made: nn.Module = skippable(**{verb: list(word[1:])})(type("Layer", (nn.Module,), {}))()
+    names = {verb: list(word[1:])}
+    kind = skippable(**names)(type("Layer", (Module,), {}))
+    made: Module = kind()
     return made
 
 
-# Partitions, as strings of layers; the copies with portals, and without: name of the skip, source, target.
-CASES = [
-    ("inside a partition", ["+a -a", "."], [], []),
-    ("past two", ["+a", ".", ".", "-a"], ["a03"], ["a01", "a12", "a23"]),
-    ("several over one boundary", ["+a +b", "-b -a"], ["b01", "a01"], ["b01", "a01"]),
-    ("crossing each other", ["+a", "+b", "-a", "-b"], ["a02", "b13"], ["a01", "a12", "b12", "b23"]),
-    ("nested", ["+a +b", "-b", "-a"], ["b01", "a02"], ["b01", "a01", "a12"]),
-]
+# Partitions, as strings of layers. A copy is written as the skip's name, its source and its target.
+# The first list has the copies with portals; the second, those without.
+CASES = {
+    "inside a partition": (["+a -a", "."], [], []),
+    "past two": (["+a", ".", ".", "-a"], ["a03"], ["a01", "a12", "a23"]),
+    "several over one boundary": (["+a +b", "-b -a"], ["b01", "a01"], ["b01", "a01"]),
+    "crossing each other": (
+        ["+a", "+b", "-a", "-b"],
+        ["a02", "b13"],
+        ["a01", "a12", "b12", "b23"],
+    ),
+    "nested": (["+a +b", "-b", "-a"], ["b01", "a02"], ["b01", "a01", "a12"]),
+}
 
 
 @pytest.mark.parametrize("portals", [True, False], ids=["portals", "no portals"])
-@pytest.mark.parametrize(
-    ("text", "straight", "through"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
-)
+@pytest.mark.parametrize(("text", "straight", "through"), CASES.values(), ids=CASES)
 def test_crossings(text: list[str], straight: list[str], through: list[str], portals: bool) -> None:
-    partitions = [nn.Sequential(*map(layer, words.split())) for words in text]
+    partitions = [Sequential(*map(layer, words.split())) for words in text]
     crossings = skip_layout(partitions, portals=portals)
     found = [f"{key.name}{source}{target}" for key, source, target in crossings]
     assert sorted(found) == sorted(straight if portals else through)
@@ -177,9 +205,13 @@ FAULTS = {
 
 @pytest.mark.parametrize("text, faults", FAULTS.items(), ids=FAULTS)
 def test_faults_are_all_listed(text: str, faults: list[str]) -> None:
-    model = nn.Sequential(OrderedDict((str(k), layer(word)) for k, word in enumerate(text.split())))
+    words = text.split()
+    layers = OrderedDict((str(k), layer(word)) for k, word in enumerate(words))
+    n = len(words)
     with pytest.raises(TypeError, match="skips do not match") as caught:
-        GPipe(model, [1] * len(model), devices=["cpu"] * len(model))
-    assert all(f"- {fault}\n" in str(caught.value) for fault in faults)
-    assert str(caught.value).count("\n- ") == len(faults)
-    assert "isolate(Namespace())" in str(caught.value)
+        GPipe(Sequential(layers), [1] * n, devices=["cpu"] * n)
+    message = str(caught.value)
+    for fault in faults:
+        assert f"- {fault}\n" in message
+    assert message.count("\n- ") == len(faults)
+    assert "isolate(Namespace())" in message

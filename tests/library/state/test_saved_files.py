@@ -1,4 +1,4 @@
-"""Saved states are whole or not there, wherever the process dies that saves, and of one job only."""
+"""Saved states are whole or not there, wherever the saving process dies, and of one job only."""
 
 import os
 import shutil
@@ -22,19 +22,19 @@ PATIENCE = 300  # seconds; only a hang takes as long
 
 
 def forked(run: Callable[[], object]) -> int:
-    """Run something in a process of its own; return its exit code, or minus the signal that ended it."""
+    """Run something in a process of its own. Return its exit code, or minus the ending signal."""
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of threads: this one has none that matter
+        # Python warns of a fork where there are threads. The threads here do not matter.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
-    if not child:
+    if child == 0:
         try:
             run()
             os._exit(0)
         finally:
             os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
 
 
 def a_second_job_is_refused(tmp_path: Path) -> None:
@@ -47,9 +47,8 @@ def a_second_job_is_refused(tmp_path: Path) -> None:
         Saves(tmp_path).save(1, model, optimizer)
 
     def second() -> None:
-        with pytest.raises(
-            RuntimeError, match=r"another job saves into .* give each job a folder of its own"
-        ):
+        refusal = r"another job saves into .* give each job a folder of its own"
+        with pytest.raises(RuntimeError, match=refusal):
             again()
 
     assert forked(second) == 0
@@ -70,7 +69,7 @@ def a_second_job_is_refused(tmp_path: Path) -> None:
     def leaves_a_process() -> None:
         saves = Saves(tmp_path)
         saves.save(2, model, optimizer)
-        if not os.fork():
+        if os.fork() == 0:
             os.close(writing)
             os.read(reading, 1)  # until the other end is closed
 
@@ -80,7 +79,7 @@ def a_second_job_is_refused(tmp_path: Path) -> None:
 
 
 def dies_at(operation: int, folder: Path) -> None:
-    """Kill this process before the n-th file operation in a folder."""
+    """Kill this process before the given file operation in a folder, counted from 0."""
     left = operation
 
     def count(name: str, *_: object) -> None:
@@ -97,7 +96,9 @@ def dies_at(operation: int, folder: Path) -> None:
         count("synced")
 
     def audit(event: str, given: Any) -> None:
-        if event.startswith(("open", "os.", "shutil.")) and given and str(folder) in str(given[0]):
+        if not event.startswith(("open", "os.", "shutil.")):
+            return
+        if given and str(folder) in str(given[0]):
             count(event)
 
     os.fsync = fsync  # type: ignore[assignment]
@@ -105,33 +106,33 @@ def dies_at(operation: int, folder: Path) -> None:
 
 
 def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
-    """Wherever the process dies while it saves, there is the state before or this one, each of them whole."""
+    """Wherever a process dies while it saves, the earlier or the new state is there, as a whole."""
     os.fsync = lambda fd: None  # it is only needed where the machine crashes
-    saved = [piped(k) for k in (1, 2)]
-    optimizers = [*map(adam, saved)]
-    for model, optimizer in zip(saved, optimizers, strict=True):
+    saved = []
+    for seed in (1, 2):
+        model = piped(seed)
+        optimizer = adam(model)
         trained(model, optimizer, 1, [8])
-    Saves(tmp_path / "first", keep=1).save(0, saved[0], optimizers[0])
-    loaded, found = piped(3), set()
+        saved.append((model, optimizer))
+    Saves(tmp_path / "first", keep=1).save(0, *saved[0])
+    loaded = piped(3)
+    found = set()
     for k in range(1000):
         folder = tmp_path / str(k)
         shutil.copytree(tmp_path / "first", folder)
 
         def child(k: int = k, folder: Path = folder) -> None:
             dies_at(k, folder)
-            Saves(folder, keep=1).save(1, saved[1], optimizers[1])
+            Saves(folder, keep=1).save(1, *saved[1])
 
         ended = forked(child) == 0
         optimizer = adam(loaded)
         state = Saves(folder).load(loaded, optimizer)
         assert state is not None
         step = state["step"]
-        assert (
-            differences(
-                (loaded, optimizer.state_dict()), (saved[step], optimizers[step].state_dict())
-            )
-            == []
-        )
+        expected_model, expected_optimizer = saved[step]
+        assert differences(loaded, expected_model) == []
+        assert differences(optimizer.state_dict(), expected_optimizer.state_dict()) == []
         found.add((ended, step))
         Saves(folder, keep=1).save(2, loaded, optimizer)
         assert len([*folder.iterdir()]) == 2  # the state and the lock
@@ -142,7 +143,7 @@ def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", [a_second_job_is_refused, a_state_is_whole_or_not_there])
 def test_in_a_new_process(run: Callable[[Path], None], tmp_path: Path) -> None:
-    """It may fork: this one has threads of other tests, and what they locked."""
+    """A new process may fork. In this process, threads of other tests may hold locks."""
     process = get_context("spawn").Process(target=run, args=(tmp_path,))
     process.start()
     process.join(PATIENCE)

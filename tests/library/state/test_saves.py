@@ -1,6 +1,7 @@
-"""Saved states in one process: whole or not there, going on to the same numbers, and what is refused."""
+"""States saved in one process: training goes on to the same numbers, and what is refused."""
 
 import json
+import math
 import shutil
 import warnings
 from collections.abc import Callable
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.nn import BatchNorm1d, Dropout, Linear, Parameter, Sequential
 
 from torchgpipe import GPipe
 from torchgpipe.state.meeting import Meeting
@@ -41,18 +43,13 @@ def piped(
 ) -> GPipe:
     torch.manual_seed(seed)
     noisy = Do(noise, generator=torch.Generator().manual_seed(7))
-    norm, last = nn.BatchNorm1d(width), nn.Linear(4, 4)
-    layers = nn.Sequential(
-        nn.Linear(5, width), norm, noisy, nn.Dropout(0.3), nn.Linear(width, 4), last
-    )
+    norm = BatchNorm1d(width)
+    last = Linear(4, 4)
+    layers = Sequential(Linear(5, width), norm, noisy, Dropout(0.3), Linear(width, 4), last)
     last.requires_grad_(seed < 0)
-    return GPipe(
-        layers.to(dtype),
-        [*balance],
-        devices=["cpu"] * len(balance),
-        chunks=2,
-        deferred_batch_norm=True,
-    )
+    devices = ["cpu"] * len(balance)
+    options: dict[str, Any] = {"chunks": 2, "deferred_batch_norm": True}
+    return GPipe(layers.to(dtype), [*balance], devices=devices, **options)
 
 
 def in_groups(model: GPipe) -> torch.optim.Optimizer:
@@ -74,10 +71,13 @@ def in_groups(model: GPipe) -> torch.optim.Optimizer:
     ids=["adam", "groups", "nadam, whose state is of float32"],
 )
 def test_going_on(make: Optimizers, dtype: torch.dtype, tmp_path: Path) -> None:
-    """To the same numbers: of layers, optimizer and generators."""
-    assert_goes_on(
-        tmp_path, lambda seed: (model := piped(seed, dtype=dtype, balance=(2, 4)), make(model))
-    )
+    """Training goes on to the same numbers: of layers, optimizer and generators."""
+
+    def make_both(seed: int) -> tuple[GPipe, torch.optim.Optimizer]:
+        model = piped(seed, dtype=dtype, balance=(2, 4))
+        return model, make(model)
+
+    assert_goes_on(tmp_path, make_both)
 
 
 NOT_ITS_OWN = {
@@ -92,33 +92,35 @@ NOT_ITS_OWN = {
 
 
 def test_the_newest_stay(tmp_path: Path) -> None:
-    """They are told by the order in which they were saved. PyTorch's own functions read them."""
-    model, plain = piped(1), piped(2)
-    optimizer, saves = adam(model), Saves(tmp_path, keep=2)
+    """States are in the order in which they were saved. PyTorch's own functions read them."""
+    model = piped(1)
+    optimizer = adam(model)
+    saves = Saves(tmp_path, keep=2)
     others = [tmp_path / name / "notes" for name in NOT_ITS_OWN]
     for notes in others:
         notes.parent.mkdir()
         notes.touch()
+    first = tmp_path / "000001-step-5"
+    second = tmp_path / "000002-step-3"
     elsewhere = tmp_path / "000005-step-4" / "elsewhere"
     assert saves.load(model, optimizer) is None
-    for step in (5, 3, 9, 9, 4):
+
+    saves.save(5, model, optimizer)
+    shutil.copytree(first, tmp_path / "000003-step-2.best", dirs_exist_ok=True)
+    (first / "more").mkdir()
+    saves.save(3, model, optimizer)
+    second.rename(elsewhere)
+    second.symlink_to(elsewhere)
+    for step in (9, 9, 4):
         saves.save(step, model, optimizer)
-        if step == 5:
-            shutil.copytree(
-                tmp_path / "000001-step-5", tmp_path / "000003-step-2.best", dirs_exist_ok=True
-            )
-            (tmp_path / "000001-step-5" / "more").mkdir()
-        if step == 3:
-            (tmp_path / "000002-step-3").rename(elsewhere)
-            (tmp_path / "000002-step-3").symlink_to(elsewhere)
-    assert all(notes.exists() for notes in others) and (elsewhere / "__0_0.distcp").exists()
-    assert {path.name for path in tmp_path.iterdir()} - NOT_ITS_OWN == {
-        "000004-step-9",
-        "000006-step-4",
-        "lock",
-    }
+
+    for notes in others:
+        assert notes.exists()
+    assert (elsewhere / "__0_0.distcp").exists()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names - NOT_ITS_OWN == {"000004-step-9", "000006-step-4", "lock"}
     assert saves.load(model, None) == {"step": 4}
-    state = {"model": plain.state_dict()}
+    state = {"model": piped(2).state_dict()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that ranks have not met
         load(state, checkpoint_id=tmp_path / "000006-step-4")
@@ -126,12 +128,13 @@ def test_the_newest_stay(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_a_number_is_saved(tmp_path: Path) -> None:
-    model, losses = piped(0), torch.tensor([1.0, torch.nan])
+    model = piped(0)
+    losses = torch.tensor([1.0, torch.nan])
     Saves(tmp_path).save(0, model, None, losses=losses, last=torch.nan)
     found = Saves(tmp_path).load(model, None)
     assert found is not None
     torch.testing.assert_close(found["losses"], losses, rtol=0, atol=0, equal_nan=True)
-    assert found["last"] != found["last"]
+    assert math.isnan(found["last"])
 
 
 def slow(model: GPipe) -> torch.optim.Optimizer:
@@ -150,26 +153,23 @@ def of_trained(model: GPipe) -> torch.optim.Optimizer:
     return torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
 
 
-# Of a state that was saved with an optimizer: the model and the optimizer that would load it, and what is said.
+def one_layer() -> GPipe:
+    return GPipe(Sequential(Linear(5, 4)), [1], devices=["cpu"])
+
+
+def adam_with_another_parameter(model: GPipe) -> torch.optim.Optimizer:
+    another = Parameter(torch.zeros(2))
+    return torch.optim.Adam([*model.parameters(), another])
+
+
+ANOTHER_SHAPE = r"model.0.weight \(float32 \[4, 5\], here float32 \[5, 5\]\)"
+ANOTHER_DTYPE = r"model.0.weight \(float32 .*, here float64 .*\) .* more"
+# The optimizer with which a state was saved, the model and the optimizer that would load it, and
+# what the error says.
 REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
-    (
-        adam,
-        lambda: piped(1, width=5),
-        adam,
-        r"model.0.weight \(float32 \[4, 5\], here float32 \[5, 5\]\)",
-    ),
-    (
-        adam,
-        lambda: piped(1, dtype=torch.float64),
-        adam,
-        r"model.0.weight \(float32 .*, here float64 .*\) .* more",
-    ),
-    (
-        adam,
-        lambda: GPipe(nn.Sequential(nn.Linear(5, 4)), [1], devices=["cpu"]),
-        adam,
-        "it has besides model.1.weight",
-    ),
+    (adam, lambda: piped(1, width=5), adam, ANOTHER_SHAPE),
+    (adam, lambda: piped(1, dtype=torch.float64), adam, ANOTHER_DTYPE),
+    (adam, lambda: one_layer(), adam, "it has besides model.1.weight"),
     (
         adam,
         lambda: piped(1),
@@ -181,7 +181,7 @@ REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
     (
         adam,
         lambda: piped(1),
-        lambda model: torch.optim.Adam([*model.parameters(), nn.Parameter(torch.zeros(2))]),
+        lambda model: adam_with_another_parameter(model),
         "the optimizer has a parameter that the model does not have",
     ),
     (
@@ -197,16 +197,20 @@ REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
 def test_refused(
     saved_with: Optimizers, make: Callable[[], GPipe], optimizers: Any, message: str, tmp_path: Path
 ) -> None:
-    """In one line, and before anything is changed."""
+    """The error is of one line, and comes before anything is changed."""
     saved = piped(0)
     Saves(tmp_path).save(0, saved, saved_with(saved))
     model = make()
     optimizer = optimizers(model)
-    before = [x.clone() for x in model.state_dict().values()], torch.get_rng_state()
+    state_before = [x.clone() for x in model.state_dict().values()]
+    random_before = torch.get_rng_state()
+
     with pytest.raises(ValueError, match=message) as caught:
         Saves(tmp_path).load(model, optimizer)
+
     assert "\n" not in str(caught.value)
-    assert differences(([*model.state_dict().values()], torch.get_rng_state()), before) == []
+    assert differences([*model.state_dict().values()], state_before) == []
+    assert torch.equal(torch.get_rng_state(), random_before)
 
 
 @pytest.mark.parametrize(
@@ -225,11 +229,10 @@ def test_a_damaged_state_is_named(part: str, damage: Any, why: str, tmp_path: Pa
     model = piped(0)
     Saves(tmp_path).save(0, model, None)
     path = tmp_path / "000001-step-0" / part
-    path.write_bytes(damage(path.read_bytes(), model[0].weight.detach().numpy().tobytes()))
-    with pytest.raises(
-        RuntimeError,
-        match=rf"state in .*000001-step-0 cannot be read \(.*{why}.*\); if it is damaged",
-    ):
+    weights = model[0].weight.detach().numpy().tobytes()
+    path.write_bytes(damage(path.read_bytes(), weights))
+    told = rf"state in .*000001-step-0 cannot be read \(.*{why}.*\); if it is damaged"
+    with pytest.raises(RuntimeError, match=told):
         Saves(tmp_path).load(model, None)
 
 
@@ -240,41 +243,52 @@ def test_what_is_said_without_a_message_or_a_folder(tmp_path: Path) -> None:
     ):
         raise EOFError
     (tmp_path / "000001-step-1").symlink_to(tmp_path / "a disk that is not there")
-    with pytest.raises(
-        RuntimeError, match=r"rank 0 does not see .*000001-step-1, which was there just now"
-    ):
+    gone = r"rank 0 does not see .*000001-step-1, which was there just now"
+    with pytest.raises(RuntimeError, match=gone):
         Saves(tmp_path).load(piped(0), None)
-    for elsewhere in (
-        "..",
-        "/tmp",
-    ):  # whoever says to be rank 0 must not lead others to what they unpickle
+    # Whoever says to be rank 0 must not lead others to what they unpickle.
+    for elsewhere in ("..", "/tmp"):
         told = torch.tensor([*json.dumps(elsewhere).encode()], dtype=torch.uint8)
+        meeting = Meeting(1, partial(lambda told, own: [told, own], told))
         with pytest.raises(RuntimeError, match="rank 1 does not see"):
-            Meeting(1, partial(lambda told, own: [told, own], told)).first(tmp_path, lambda: None)
+            meeting.first(tmp_path, lambda: None)
+
+
+def save_a_new_model(folder: Path, step: Any, make: Any) -> None:
+    model = piped(0)
+    Saves(folder).save(step, model, make(model))
 
 
 def saving(step: Any, make: Any = lambda model: None) -> Callable[[Path], object]:
-    return lambda folder: Saves(folder).save(step, model := piped(0), make(model))
+    return lambda folder: save_a_new_model(folder, step, make)
+
+
+def keeping(keep: Any) -> Callable[[Path], object]:
+    return lambda folder: Saves(folder, keep)
+
+
+def load_from_a_file(folder: Path) -> None:
+    Saves(folder / "file").load(piped(0), None)
+
+
+NOT_SAVED = r"step 0 cannot be saved .*; nothing was saved"
 
 
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [
-        *((saving(step), TypeError, STEP) for step in (None, True, 1.5)),
-        *(
-            (lambda folder, keep=keep: Saves(folder, keep), ValueError, KEEP)
-            for keep in (0, True, 1.0)
-        ),
+        (saving(None), TypeError, STEP),
+        (saving(True), TypeError, STEP),
+        (saving(1.5), TypeError, STEP),
+        (keeping(0), ValueError, KEEP),
+        (keeping(True), ValueError, KEEP),
+        (keeping(1.0), ValueError, KEEP),
         (saving(0, slow), ValueError, "the optimizer holds 'slow' beside the states"),
         (saving(0, counting), ValueError, "the optimizer holds 'steps' beside the states"),
-        (
-            lambda folder: saving(0)(folder / "file"),
-            OSError,
-            r"step 0 cannot be saved .*; nothing was saved",
-        ),
+        (lambda folder: saving(0)(folder / "file"), OSError, NOT_SAVED),
         # Known before the training.
         (
-            lambda folder: Saves(folder / "file").load(piped(0), None),
+            lambda folder: load_from_a_file(folder),
             OSError,
             r"states cannot be saved in .*file",
         ),
@@ -286,4 +300,4 @@ def test_misuse(
     (tmp_path / "file").touch()
     with pytest.raises(error, match=message):
         act(tmp_path)
-    assert not [*tmp_path.glob("*-step-*")]
+    assert [*tmp_path.glob("*-step-*")] == []

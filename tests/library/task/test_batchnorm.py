@@ -1,10 +1,9 @@
-"""Deferred batch norm: running statistics over micro-batches equal those of `nn.BatchNorm` over the mini-batch."""
+"""Deferred batch norm: its running statistics are those of `nn.BatchNorm` over the mini-batch."""
 
 import copy
 import pickle
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import BatchNorm1d, BatchNorm2d, Module, Sequential
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
@@ -29,42 +30,44 @@ def batch(
 ) -> Tensor:
     """Draw a mini-batch whose samples drift, so that micro-batches differ in mean and variance."""
     generator = torch.Generator().manual_seed(seed)
-    drift = torch.linspace(0.5, 2, shape[0], dtype=torch.float64).reshape(
-        -1, *[1] * (len(shape) - 1)
-    )
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) * drift + mean * drift).to(
-        dtype
-    )
+    samples, *others = shape
+    drift = torch.linspace(0.5, 2, samples, dtype=torch.float64)
+    drift = drift.reshape(samples, *[1] * len(others))
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return ((noise + mean) * drift).to(dtype)
 
 
-def statistics(layer: nn.Module) -> list[Tensor]:
+def statistics(layer: Module) -> list[Tensor]:
     return [x.double() for x in layer.buffers()]
 
 
-def assert_same_statistics(deferred: nn.Module, plain: nn.Module, **tolerance: Any) -> None:
+def assert_same_statistics(deferred: Module, plain: Module, **tolerance: Any) -> None:
     tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(statistics(deferred), statistics(plain), **tolerance)
+    assert_close(statistics(deferred), statistics(plain), **tolerance)
 
 
-def run(layer: nn.Module, parts: Iterable[Tensor]) -> Tensor:
-    return torch.cat([layer(part) for part in parts])
+def run(layer: Module, parts: Iterable[Tensor]) -> Tensor:
+    outputs = [layer(part) for part in parts]
+    return torch.cat(outputs)
 
 
-# A layer, and the shape of a sample.
-LAYERS: list[tuple[type[nn.Module], tuple[int, ...], dict[str, Any]]] = [
-    (nn.BatchNorm1d, (), {}),
-    (nn.BatchNorm1d, (5,), {"momentum": 0.0}),
-    (nn.BatchNorm2d, (4, 5), {"momentum": None}),
-    (nn.BatchNorm2d, (2, 1), {"momentum": 1.0, "affine": False}),
+# A layer, the shape of a sample's channel, and options.
+LAYERS: list[tuple[type[Module], tuple[int, ...], dict[str, Any]]] = [
+    (BatchNorm1d, (), {}),
+    (BatchNorm1d, (5,), {"momentum": 0.0}),
+    (BatchNorm2d, (4, 5), {"momentum": None}),
+    (BatchNorm2d, (2, 1), {"momentum": 1.0, "affine": False}),
     (nn.BatchNorm3d, (2, 1, 3), {"eps": 0.1}),
 ]
+
+SPLIT = st.lists(st.integers(2, 9), min_size=1, max_size=6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind, shape, options", LAYERS)
 @settings(max_examples=20)
 @given(
-    splits=st.lists(st.lists(st.integers(2, 9), min_size=1, max_size=6), min_size=1, max_size=3),
+    splits=st.lists(SPLIT, min_size=1, max_size=3),
     mean=st.sampled_from([0.0, -50.0, 1e4]),
 )
 def test_statistics_of_the_mini_batch(
@@ -75,67 +78,67 @@ def test_statistics_of_the_mini_batch(
     splits: list[list[int]],
     mean: float,
 ) -> None:
-    """A variance computed as a difference of sums of squares near 1e8 would exceed the tolerance."""
+    """A difference of sums of squares near 1e8 would give a variance beyond the tolerance."""
     plain = kind(3, dtype=torch.double, device=device, **options)
     for p in plain.parameters():
         nn.init.normal_(p)
-    fresh, deferred = copy.deepcopy(plain), convert(copy.deepcopy(plain), None)
+    fresh = copy.deepcopy(plain)
+    deferred = convert(copy.deepcopy(plain), None)
     for seed, sizes in enumerate(splits):
         x = batch(sum(sizes), 3, *shape, mean=mean, seed=seed, dtype=torch.double).to(device)
         before = statistics(deferred)
         for part in x.split(sizes):
-            # A micro-batch is normalized by its own statistics. Running statistics do not change before `commit`.
-            torch.testing.assert_close(deferred(part), fresh(part))
+            # A micro-batch is normalized by its own statistics. Running statistics do not change
+            # before `commit`.
+            assert_close(deferred(part), fresh(part))
             with CheckpointPhase(recomputing=True):
-                torch.testing.assert_close(deferred(part), fresh(part))
-            torch.testing.assert_close(statistics(deferred), before, rtol=0, atol=0)
+                assert_close(deferred(part), fresh(part))
+            assert_close(statistics(deferred), before, rtol=0, atol=0)
         deferred.commit()
         plain(x)
         assert_same_statistics(deferred, plain, **EXACT)
-    torch.testing.assert_close(deferred.eval()(x), plain.eval()(x))
+    assert_close(deferred.eval()(x), plain.eval()(x))
 
 
-# Layers that commit together: momentum, dtype, whether they count mini-batches, and the sizes of micro-batches.
-TOGETHER = [
-    *product(
-        [0.1, None, 0.7],
-        [torch.float, torch.double],
-        [True, False],
-        [(4, 4), (3, 2, 5), (9, 9), ()],
-    )
-]
+# Layers that commit together: momentum, dtype, whether they count mini-batches, and the sizes of
+# micro-batches.
+SIZES: list[tuple[int, ...]] = [(4, 4), (3, 2, 5), (9, 9), ()]
+DTYPES = [torch.float, torch.double]
+TOGETHER = list(product([0.1, None, 0.7], DTYPES, [True, False], SIZES))
 
 
 def test_layers_commit_together() -> None:
-    """A layer keeps its precision, whatever the others have. Layers that share statistics are updated in turn."""
-    plain = [
-        nn.BatchNorm1d(1 + k % 2, momentum=m, dtype=dtype)
-        for k, (m, dtype, *_) in enumerate(TOGETHER)
-    ]
-    for layer, (*_, counts, _) in zip(plain, TOGETHER, strict=True):
-        layer.num_batches_tracked = layer.num_batches_tracked if counts else None
-    for one, other in [(plain[0], plain[2]), (plain[16], plain[18])]:
-        one._buffers = other._buffers
+    """A layer keeps its precision, whatever the other layers have.
+
+    Layers that share statistics are updated in turn.
+    """
+    plain = []
+    for k, (momentum, dtype, counts, _) in enumerate(TOGETHER):
+        layer = BatchNorm1d(1 + k % 2, momentum=momentum, dtype=dtype)
+        if not counts:
+            layer.num_batches_tracked = None
+        plain.append(layer)
+    plain[0]._buffers = plain[2]._buffers
+    plain[16]._buffers = plain[18]._buffers
     deferred = [convert(layer, None) for layer in copy.deepcopy(plain)]
     for step in range(3):
         for k, (_, dtype, _, sizes) in enumerate(TOGETHER):
-            if sizes:
-                x = batch(
-                    sum(sizes),
-                    1 + k % 2,
-                    *[3] * (k % 3 == 0),
-                    mean=k % 5 + 1.0,
-                    seed=step,
-                    dtype=dtype,
-                )
-                plain[k](x)
-                run(deferred[k], x.split(sizes))
+            if not sizes:
+                continue
+            shape = [sum(sizes), 1 + k % 2]
+            if k % 3 == 0:
+                shape.append(3)
+            x = batch(*shape, mean=k % 5 + 1.0, seed=step, dtype=dtype)
+            plain[k](x)
+            run(deferred[k], x.split(sizes))
         commit(deferred)
         for one, other, (_, dtype, *_) in zip(deferred, plain, TOGETHER, strict=True):
-            assert_same_statistics(one, other, **(EXACT if dtype == torch.double else {}))
+            tolerance = EXACT if dtype == torch.double else {}
+            assert_same_statistics(one, other, **tolerance)
 
 
 X = batch(6, 2, 100, 100)
+FIRST, *REST = X.chunk(6)
 
 
 def rest(
@@ -143,23 +146,30 @@ def rest(
     context: AbstractContextManager[Any] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
+    """Run a layer on all micro-batches but the first; return the layer."""
     with context or nullcontext():
-        run(layer, X.to(dtype).chunk(6)[1:])
+        run(layer, [part.to(dtype) for part in REST])
     return layer
 
 
-def tracking(layer: Any, on: bool) -> Any:
-    layer.track_running_stats = on
-    return layer
+def evaluated(layer: Any) -> Any:
+    """Run the other micro-batches in evaluation mode, and then in training mode."""
+    rest(layer.eval())
+    return rest(layer.train())
 
 
-# What happens to a layer between its first and last micro-batch, and the tolerance for its statistics.
+def switched_off(layer: Any) -> Any:
+    """Run the other micro-batches while nothing is tracked, and then once more."""
+    layer.track_running_stats = False
+    rest(layer)
+    layer.track_running_stats = True
+    return rest(layer)
+
+
+# What happens to a layer between its first micro-batch and its last, and the tolerance.
 BETWEEN: dict[str, tuple[Callable[[Any], Any], float]] = {
-    "evaluation": (lambda layer: rest(rest(layer.eval()).train()), 1e-6),
-    "tracking switched off": (
-        lambda layer: rest(tracking(rest(tracking(layer, False)), True)),
-        1e-6,
-    ),
+    "evaluation": (evaluated, 1e-6),
+    "tracking switched off": (switched_off, 1e-6),
     "inference": (lambda layer: rest(layer, torch.inference_mode()), 1e-6),
     "another default device": (lambda layer: rest(layer, torch.device("meta")), 1e-6),
     # A sum over 60,000 squares of 2 would overflow in half precision; the variance does not.
@@ -173,24 +183,25 @@ BETWEEN: dict[str, tuple[Callable[[Any], Any], float]] = {
 def test_what_was_tracked_stays_and_nothing_twice(
     between: Callable[[Any], Any], tolerance: float
 ) -> None:
-    plain = nn.BatchNorm2d(2)
+    plain = BatchNorm2d(2)
     deferred = convert(copy.deepcopy(plain), None)
-    deferred(X.chunk(6)[0])
+    deferred(FIRST)
     deferred = between(deferred)
     deferred.commit()
     plain(X)
     assert_same_statistics(deferred, plain, rtol=tolerance, atol=tolerance)
-    assert not any(buffer.is_inference() for buffer in deferred.buffers())
+    for buffer in deferred.buffers():
+        assert not buffer.is_inference()
 
 
 @pytest.mark.parametrize("chunks", [2, 7, 100, None])
 def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
     """Fourteen samples in eight chunks make seven micro-batches."""
-    plain = nn.BatchNorm1d(3, momentum=None)
+    plain = BatchNorm1d(3, momentum=None)
     deferred = convert(copy.deepcopy(plain), chunks)
     commit([])
     deferred(torch.empty(0, 3))  # an empty micro-batch does not count
-    deferred.commit()  # of no micro-batch
+    deferred.commit()  # no micro-batch came before
     assert_same_statistics(deferred, plain)
     for seed in range(3):
         x = batch(14, 3, seed=seed)
@@ -203,14 +214,15 @@ def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
 
 
 class Launches(TorchDispatchMode):
-    """Count operators that launch kernels: all but those that only make views."""
+    """Count operators that launch kernels: all operators but those that only make views."""
 
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not any(
-            r.alias_info and not r.alias_info.is_write for r in func._schema.returns
-        )
+        returns = func._schema.returns
+        makes_a_view = any(r.alias_info and not r.alias_info.is_write for r in returns)
+        if not makes_a_view:
+            self.count += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -219,18 +231,16 @@ class Launches(TorchDispatchMode):
 def test_commit_launches_as_much_for_many_layers_and_waits_for_none(
     arguments: dict[str, Any], device: str
 ) -> None:
-    """On `meta`, reading a value would raise; on CUDA, the sync debug mode raises if the host waits."""
+    """On `meta`, reading a value raises. On CUDA, the sync debug mode raises if the host waits."""
+    dtype = arguments.get("dtype")
     counts = []
     for number in (1, 10, 100):
-        layers = [
-            DeferredBatchNorm(3 + k % 2, chunks=None, device=device, **arguments)
-            for k in range(number)
-        ]
-        for k, layer in enumerate(layers):
-            x = torch.ones(
-                16, layer.num_features, 1 + k % 3, device=device, dtype=arguments.get("dtype")
-            )
+        layers = []
+        for k in range(number):
+            layer = DeferredBatchNorm(3 + k % 2, chunks=None, device=device, **arguments)
+            x = torch.ones(16, layer.num_features, 1 + k % 3, device=device, dtype=dtype)
             run(layer, x.chunk(8))
+            layers.append(layer)
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         with Launches() as launches:
@@ -238,92 +248,96 @@ def test_commit_launches_as_much_for_many_layers_and_waits_for_none(
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
         counts.append(launches.count)
-    assert counts == counts[:1] * 3
+    for_one, for_ten, for_a_hundred = counts
+    assert for_one == for_ten == for_a_hundred
 
 
 def test_conversion_shares_everything_with_the_original() -> None:
-    """Also hooks and the mode, but not the dicts of tensors. A layer that occurs twice is converted to one layer."""
+    """Hooks and the mode are shared, too, but not the dicts of tensors.
+
+    A layer that occurs twice is converted to one layer.
+    """
     seen: list[type] = []
-    first, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)
+    first, other = BatchNorm1d(3), BatchNorm1d(3, affine=False)
     first.weight.requires_grad_(False)
-    first.eval().register_forward_hook(lambda module, args, output: seen.append(type(module)))
-    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Sequential(first, other), first)
-    names, tensors = list(model.state_dict()), [*model.parameters(), *model.buffers()]
-    assert convert(model, 4) is model and list(model.state_dict()) == names
-    assert all(
-        a is b for a, b in zip(tensors, [*model.parameters(), *model.buffers()], strict=True)
-    )
-    assert [type(layer) for layer in model[1]] == [DeferredBatchNorm] * 2 and model[2] is model[1][
-        0
-    ]
-    assert [(layer.chunks, layer.training) for layer in model[1]] == [(4, False), (4, True)]
+    first.eval()
+    first.register_forward_hook(lambda module, args, output: seen.append(type(module)))
+    model: Any = Sequential(nn.Linear(3, 3), Sequential(first, other), first)
+    names = list(model.state_dict())
+    tensors = [*model.parameters(), *model.buffers()]
+
+    converted = convert(model, 4)
+
+    assert converted is model
+    assert list(model.state_dict()) == names
+    for tensor, before in zip([*model.parameters(), *model.buffers()], tensors, strict=True):
+        assert tensor is before
+    of_first, of_other = model[1]
+    assert type(of_first) is DeferredBatchNorm
+    assert type(of_other) is DeferredBatchNorm
+    assert model[2] is of_first
+    assert (of_first.chunks, of_first.training) == (4, False)
+    assert (of_other.chunks, of_other.training) == (4, True)
     assert [p.requires_grad for p in model[1].parameters()] == [False, True]
     model(batch(4, 3))
     assert seen == [DeferredBatchNorm] * 2
     model.double()
-    assert (first.get_buffer("running_mean").dtype, model[2].running_mean.dtype) == (
-        torch.float,
-        torch.double,
-    )
+    assert first.get_buffer("running_mean").dtype == torch.float
+    assert of_first.running_mean.dtype == torch.double
     assert "_tracked" not in vars(first)
 
 
 def test_a_state_of_0_0_7_has_two_more_buffers() -> None:
     deferred = DeferredBatchNorm(3, chunks=2)
-    state = nn.BatchNorm1d(3).state_dict() | {"running_mean": torch.arange(3.0)}
-    deferred.load_state_dict({**state, "sum": torch.ones(3), "sum_squares": torch.ones(3)})
-    torch.testing.assert_close(dict(deferred.state_dict()), dict(state))
+    state = BatchNorm1d(3).state_dict()
+    state["running_mean"] = torch.arange(3.0)
+    ones = torch.ones(3)
+    deferred.load_state_dict({**state, "sum": ones, "sum_squares": ones})
+    assert_close(dict(deferred.state_dict()), dict(state))
     with pytest.raises(RuntimeError, match="Unexpected"):
-        deferred.load_state_dict({**state, "total": torch.ones(3)})
+        deferred.load_state_dict({**state, "total": ones})
 
 
 def test_left_alone() -> None:
-    without = nn.BatchNorm1d(3)
-    without.running_mean = None
-    untracked = [
-        kind(track_running_stats=False) for kind in (partial(nn.BatchNorm2d, 3), nn.LazyBatchNorm1d)
-    ]
-    for layer in (nn.SyncBatchNorm(3), without, *untracked):
-        assert convert(nn.Sequential(layer), 2)[0] is layer
+    without_mean = BatchNorm1d(3)
+    without_mean.running_mean = None
+    untracked = BatchNorm2d(3, track_running_stats=False)
+    lazy = nn.LazyBatchNorm1d(track_running_stats=False)
+    for layer in (nn.SyncBatchNorm(3), without_mean, untracked, lazy):
+        assert convert(Sequential(layer), 2)[0] is layer
 
 
 def test_converting_again_changes_the_chunks() -> None:
-    first = convert(nn.BatchNorm2d(3), 2)
+    first = convert(BatchNorm2d(3), 2)
     assert convert(first, 2) is first
     second = convert(first, 3)
     assert (first.chunks, second.chunks) == (2, 3)
-    assert second.running_mean is first.running_mean and "chunks=3" in repr(second)
+    assert second.running_mean is first.running_mean
+    assert "chunks=3" in repr(second)
     with pytest.raises(ValueError, match="4D"):
         second(batch(8, 3))
 
 
-class Activated(nn.BatchNorm1d):
+class Activated(BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).relu()
 
 
-PAIR = nn.Sequential(nn.BatchNorm1d(3), Activated(3))
+PAIR = Sequential(BatchNorm1d(3), Activated(3))
+FOUR_DIMENSIONS = batch(4, 3, 2, 2)
+ONE_SAMPLE = batch(1, 3)
+LAZY = "cannot defer LazyBatchNorm1d before its first input"
+ONE_VALUE = r"more than 1 value .* \(1, 3\): use fewer chunks"
+ONE_DIMENSION = r"expected an input of shape \(N, C\) .* got \(4,\)"
 
 # The call, the error's type, its one-line message.
 MISUSE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: convert(nn.ReLU(), 0), ValueError, "chunks must be a positive int, or None .* got 0"),
-    (
-        lambda: convert(nn.LazyBatchNorm1d()),
-        ValueError,
-        "cannot defer LazyBatchNorm1d before its first input",
-    ),
+    (lambda: convert(nn.LazyBatchNorm1d()), ValueError, LAZY),
     (lambda: convert(PAIR), TypeError, r"cannot defer Activated, whose forward\(\) is its own"),
-    (lambda: convert(nn.BatchNorm1d(3))(batch(4, 3, 2, 2)), ValueError, "expected 2D or 3D input"),
-    (
-        lambda: DeferredBatchNorm(3)(batch(4)),
-        ValueError,
-        r"expected an input of shape \(N, C\) .* got \(4,\)",
-    ),
-    (
-        lambda: convert(nn.BatchNorm1d(3))(batch(1, 3)),
-        ValueError,
-        r"more than 1 value .* \(1, 3\): use fewer chunks",
-    ),
+    (lambda: convert(BatchNorm1d(3))(FOUR_DIMENSIONS), ValueError, "expected 2D or 3D input"),
+    (lambda: DeferredBatchNorm(3)(batch(4)), ValueError, ONE_DIMENSION),
+    (lambda: convert(BatchNorm1d(3))(ONE_SAMPLE), ValueError, ONE_VALUE),
 ]
 
 
@@ -331,4 +345,4 @@ MISUSE: list[tuple[Callable[[], object], type[Exception], str]] = [
 def test_misuse(misuse: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         misuse()
-    assert type(PAIR[0]) is nn.BatchNorm1d, "half of a module was converted"
+    assert type(PAIR[0]) is BatchNorm1d, "half of a module was converted"

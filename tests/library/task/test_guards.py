@@ -42,9 +42,9 @@ def guard_of(file: str) -> type[Guard]:
     module = importlib.import_module(f"torchgpipe.task.guards.{file}")
     guards = []
     for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, Guard):
-            if value.__module__ == module.__name__:
-                guards.append(value)
+        is_guard = isinstance(value, type) and issubclass(value, Guard)
+        if is_guard and value.__module__ == module.__name__:
+            guards.append(value)
     (guard,) = guards
     return guard
 

@@ -1,10 +1,14 @@
-"""Randomness: generators of tasks, and their seeds. What layers draw is tested in tests/behaviours."""
+"""Randomness: the generators of tasks, and their seeds.
+
+What layers draw is tested in tests/behaviours.
+"""
 
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,7 +52,8 @@ def test_the_default_generator_draws_what_a_private_one_draws(
 def test_a_seeded_task_refuses_to_draw_more_or_fewer_numbers_again(
     count: int, error: type[Exception]
 ) -> None:
-    both, before = SeededDefault(7, lambda: None), torch.get_rng_state()
+    both = SeededDefault(7, lambda: None)
+    before = torch.get_rng_state()
     with both:
         torch.rand(2)
     with pytest.raises(error, match=r"drew more or fewer random numbers|its own"), both:
@@ -68,21 +73,31 @@ def test_an_operator_that_fails_puts_the_default_generator_back() -> None:
 def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def several(name: str) -> Tensor:
         with private():
-            return torch.stack([DRAWS[name](X) for _ in range(10)])
+            drawn = [DRAWS[name](X) for _ in range(10)]
+        return torch.stack(drawn)
 
     names = ("several", "poisson")  # both use the default generator
-    expected = [*map(several, names)]
-    before, set_state = torch.get_rng_state(), seeded._set_default
-    # Make threads switch while the default generator has another state.
-    monkeypatch.setattr(seeded, "_set_default", lambda state: (set_state(state), time.sleep(1e-3)))  # type: ignore[func-returns-value]
+    expected = [several(name) for name in names]
+    before = torch.get_rng_state()
+    set_state = seeded._set_default
+
+    def set_and_wait(state: Any) -> None:
+        """Make threads switch while the default generator has another state."""
+        set_state(state)
+        time.sleep(1e-3)
+
+    monkeypatch.setattr(seeded, "_set_default", set_and_wait)
     with ThreadPoolExecutor(2) as pool:
-        assert all(map(torch.equal, pool.map(several, names), expected))
+        found = [*pool.map(several, names)]
+    for drawn, drawn_alone in zip(found, expected, strict=True):
+        assert torch.equal(drawn, drawn_alone)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
-    """As the workers of a pipeline within a layer of another pipeline do."""
-    randomness, drawn = Randomness([torch.default_generator]), list[Tensor]()
+    """The workers of a pipeline within a layer of another pipeline do so."""
+    randomness = Randomness([torch.default_generator])
+    drawn: list[Tensor] = []
     task: Any = None
     randomness.before_first_pass(task)
     randomness.after_first_pass(task, ())
@@ -102,15 +117,21 @@ def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
 def numbers(
     meanwhile: Callable[[], object] = lambda: None, *, alone: bool = False
 ) -> list[list[float]]:
-    """Return the numbers that the tasks of a mini-batch draw. Of two partitions, only the first draws."""
-    seeds, drawn = Seeds(2, recomputed=True, grad=True, distributed=alone), []
+    """Return the numbers that the tasks of a mini-batch draw.
+
+    Of two partitions, only the first draws.
+    """
+    seeds = Seeds(2, recomputed=True, grad=True, distributed=alone)
+    drawn: list[list[float]] = []
     stages = [Stage(j, nn.Identity(), torch.device("cpu")) for j in range(2)]
-    assert all(stage.look() for stage in stages)
+    for stage in stages:
+        assert stage.look()
     with seeds:
         for i in range(3):
             for stage in stages:
                 with seeds.of(i, stage, True).around():
-                    drawn += [torch.rand(4).tolist()] if stage.index == 0 else []
+                    if stage.index == 0:
+                        drawn.append(torch.rand(4).tolist())
         meanwhile()
     return drawn
 
@@ -119,26 +140,33 @@ def test_ranks_draw_what_workers_draw() -> None:
     state = torch.get_rng_state()
     workers = numbers()
     torch.set_rng_state(state)
-    assert numbers(alone=True) == workers != numbers(alone=True)
+    ranks = numbers(alone=True)
+    assert ranks == workers
+    assert numbers(alone=True) != workers
 
 
 def test_mini_batches_under_way_at_once_draw_different_numbers() -> None:
     inner: list[list[float]] = []
     outer = numbers(lambda: inner.extend(numbers()))
-    assert not any(drawn in outer for drawn in inner)
+    for drawn in inner:
+        assert drawn not in outer
 
 
 def test_within_an_outer_pipelines_task() -> None:
-    """The seed of an inner mini-batch is drawn by the outer task, so its recomputation has the same seed.
+    """The outer task draws an inner mini-batch's seed. So its recomputation has the same seed.
 
     No other inner number comes from the outer task's generator.
     """
-    found, before = [], torch.get_rng_state()
+    before = torch.get_rng_state()
+    found = []
     for _ in range(2):
-        drew: list[None] = []
-        with private(7, lambda drew=drew: drew.append(None)):  # type: ignore[misc]
-            found.append([numbers() for _ in range(2)])
+        drew: list[str] = []
+        with private(7, partial(drew.append, "a number")):
+            first = numbers()
+            second = numbers()
         assert len(drew) == 2
+        assert first != second
+        found.append((first, second))
     assert torch.equal(torch.get_rng_state(), before)
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
+    task, recomputation = found
+    assert task == recomputation

@@ -13,18 +13,18 @@ from torchgpipe import GPipe, is_recomputing
 from ...behaviours.parts.layers import Do
 
 
-def look(layer: nn.Module) -> tuple[dict[str, float], float, bool]:
-    return (
-        {name: float(x) for name, x in layer.state_dict().items()},
-        float(layer.count),
-        layer.training,
-    )  # type: ignore[arg-type]
+def look(layer: Any) -> tuple[dict[str, float], float, bool]:
+    """Return a layer's state, its count, and its mode."""
+    state = {name: float(x) for name, x in layer.state_dict().items()}
+    return state, float(layer.count), layer.training
 
 
 def count(layer: Any, x: Tensor) -> Tensor:
     layer.count = layer.count + 1
     if is_recomputing():
-        layer.seen.append((look(layer), layer.elsewhere.submit(look, layer).result()))
+        here = look(layer)
+        there = layer.elsewhere.submit(look, layer).result()
+        layer.seen.append((here, there))
     return x * layer.count
 
 
@@ -33,15 +33,16 @@ def test_other_threads_find_the_real_buffers(engine: Any) -> None:
     counting: Any = Do(count, count=torch.zeros(()))
     counting.seen = []
     layers = nn.Sequential(nn.Linear(2, 2), counting, nn.Linear(2, 2))
+    options: dict[str, Any] = {"chunks": 3, "checkpoint": "always", "engine": engine}
     with ThreadPoolExecutor(1) as counting.elsewhere:
-        model = GPipe(
-            layers, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint="always", engine=engine
-        )
+        model = GPipe(layers, [2, 1], devices=["cpu"] * 2, **options)
         model(torch.rand(6, 2)).sum().backward()
-    # Recomputations come from the last to the first, and each begins with what its first pass began with.
-    assert [here for here, _ in counting.seen] == [({"count": n}, n, True) for n in (3.0, 2.0, 1.0)]
-    assert [there for _, there in counting.seen] == [({"count": 3.0}, 3.0, True)] * 3
-    assert layers.state_dict()["1.count"] == 3 and type(counting._buffers) is dict
+    # Recomputations come from the last to the first. Each begins as its first pass began.
+    for (here, there), n in zip(counting.seen, (3.0, 2.0, 1.0), strict=True):
+        assert here == ({"count": n}, n, True)
+        assert there == ({"count": 3.0}, 3.0, True)
+    assert layers.state_dict()["1.count"] == 3
+    assert type(counting._buffers) is dict
 
 
 def test_a_copy_that_another_thread_makes_meanwhile_is_as_the_layers_are() -> None:
@@ -50,7 +51,8 @@ def test_a_copy_that_another_thread_makes_meanwhile_is_as_the_layers_are() -> No
     def scale(layer: Any, x: Tensor) -> Tensor:
         layer.count = layer.count + 1
         if is_recomputing():
-            copies.append(layer.elsewhere.submit(copy.deepcopy, layers[:2]).result())
+            copied = layer.elsewhere.submit(copy.deepcopy, layers[:2]).result()
+            copies.append(copied)
         return x * layer.count
 
     counting: Any = Do(scale, count=torch.zeros(()))
@@ -61,7 +63,8 @@ def test_a_copy_that_another_thread_makes_meanwhile_is_as_the_layers_are() -> No
         model(torch.rand(4, 2)).sum().backward()
     assert len(copies) == 2
     for each in copies:
-        assert all(type(module._buffers) is dict for module in each.modules())
+        for module in each.modules():
+            assert type(module._buffers) is dict
         assert float(each[1].count) == 2  # type: ignore[arg-type]
 
 
@@ -83,13 +86,8 @@ def test_a_buffer_that_no_pass_changes_stays_in_place_in_a_recomputation() -> No
         return x * layer.by
 
     scaled: Any = Do(scale, by=torch.ones(2))
-    model = GPipe(
-        nn.Sequential(nn.Linear(2, 2), scaled),
-        [1, 1],
-        devices=["cpu"] * 2,
-        chunks=2,
-        checkpoint="always",
-    )
+    layers = nn.Sequential(nn.Linear(2, 2), scaled)
+    model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
     model(torch.rand(4, 2)).sum().backward()
     assert found == [id(scaled.by)] * 4
 
@@ -99,7 +97,8 @@ def test_what_another_thread_writes_meanwhile_stays() -> None:
 
     class Writing(list[Any]):
         def append(self, item: Any) -> None:
-            counting.elsewhere.submit(setattr, counting, "count", torch.tensor(7.0)).result()
+            seven = torch.tensor(7.0)
+            counting.elsewhere.submit(setattr, counting, "count", seven).result()
 
     counting.seen = Writing()
     layers = nn.Sequential(nn.Linear(2, 2), counting, nn.Linear(2, 2))

@@ -1,4 +1,7 @@
-"""Stages: locks, in-place layers, stand-in parameters and modes. What layers see is tested in tests/behaviours."""
+"""Stages: locks, in-place layers, stand-in parameters and modes.
+
+What layers see is tested in tests/behaviours.
+"""
 
 import gc
 import threading
@@ -17,7 +20,8 @@ from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import accumulator_of
 from torchgpipe.tensors.checkpoint import CheckpointPhase, is_checkpointing, is_recomputing
 
-LAYER, OTHER, THIRD, RELU = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU(inplace=True)
+LAYER, OTHER, THIRD = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+RELU = nn.ReLU(inplace=True)
 BOTH = nn.Sequential(LAYER, OTHER, nn.Linear(2, 2))
 PIPELINE = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
 
@@ -37,30 +41,34 @@ def test_which_partitions_run_one_at_a_time(
     ours: list[nn.Module], theirs: list[nn.Module], waits: bool
 ) -> None:
     # Some of these layers are also in an earlier partition, which has its own lock.
-    stages = [
-        Stage(0, nn.Sequential(*layers), DEVICES[0])
-        for layers in ([LAYER], [OTHER], [THIRD], ours, theirs)
-    ]
-    assert all(stage.look() for stage in stages)
+    stages = []
+    for layers in ([LAYER], [OTHER], [THIRD], ours, theirs):
+        stage = Stage(0, nn.Sequential(*layers), DEVICES[0])
+        assert stage.look()
+        stages.append(stage)
 
     def locks(stage: Stage) -> set[Any]:
         return {*getattr(stage.lock, "_locks", [stage.lock])}
 
     *_, one, other = stages
-    assert bool(locks(one) & locks(other)) == waits
+    in_common = locks(one) & locks(other)
+    assert bool(in_common) == waits
     # If a stage has several locks, all stages take them in the same order.
-    assert not any(hasattr(lock, "_locks") for stage in (one, other) for lock in locks(stage))
+    for lock in locks(one) | locks(other):
+        assert not hasattr(lock, "_locks")
     with one.lock, one.lock, other.lock:
         pass
 
 
 def test_in_anomaly_mode_the_nodes_of_stand_ins_are_made_before_threads_run() -> None:
-    """Two threads that make one at once can wait for each other for ever."""
+    """Two threads that make such a node at once can wait for each other for ever."""
     assert StandInParameters(0, [LAYER])._nodes == []
     with torch.autograd.set_detect_anomaly(True):
         parameters = StandInParameters(0, [LAYER])
-    held = [accumulator_of(x) for x in parameters.by_parameter.values()]
-    assert len(held) == 2 and all(a is b for a, b in zip(held, parameters._nodes, strict=True))
+    expected = [accumulator_of(x) for x in parameters.by_parameter.values()]
+    assert len(expected) == 2
+    for node, accumulator in zip(parameters._nodes, expected, strict=True):
+        assert node is accumulator
 
 
 class Place(dict[str, Any]):
@@ -78,11 +86,9 @@ class Place(dict[str, Any]):
 @pytest.mark.parametrize("count", range(1, 7))
 def test_an_interrupt_leaves_nothing_exchanged(count: int) -> None:
     places = [Place(held="parameter") for _ in range(3)]
+    changes = [Change(place, "held", "leaf") for place in places]
     Place.count = count
-    with (
-        pytest.raises(KeyboardInterrupt),
-        InPlace([Change(place, "held", "leaf") for place in places]),
-    ):
+    with pytest.raises(KeyboardInterrupt), InPlace(changes):
         assert [place["held"] for place in places] == ["leaf"] * 3
     gc.collect()
     assert [place["held"] for place in places] == ["parameter"] * 3
@@ -90,21 +96,24 @@ def test_an_interrupt_leaves_nothing_exchanged(count: int) -> None:
 
 def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it_had() -> None:
     layer = nn.Linear(2, 2)
-    before = {**layer._parameters}
+    before = dict(layer._parameters)
     with InPlace(StandInParameters(0, [layer]).changes):
-        inner = {**layer._parameters}
-        with InPlace(
-            StandInParameters(0, [layer]).changes
-        ):  # as when a pipeline is called within its own layers
+        inner = dict(layer._parameters)
+        # This is so when a pipeline is called within its own layers.
+        with InPlace(StandInParameters(0, [layer]).changes):
             layer.register_parameter("more", nn.Parameter(torch.zeros(2)))
-        assert layer._parameters == inner and layer.weight is not before["weight"]
+        assert layer._parameters == inner
+        assert layer.weight is not before["weight"]
     assert layer._parameters == before
 
 
 def test_the_last_thread_to_leave_takes_changes_back() -> None:
-    """As after a second Ctrl-C: the caller is gone while a program still runs."""
-    place, inside, leave = {"held": "parameter"}, threading.Event(), threading.Event()
-    in_place = InPlaceForRun([(threading.Lock(), InPlace([Change(place, "held", "stand-in")]))])
+    """After a second Ctrl-C, the caller is gone while a program still runs."""
+    place = {"held": "parameter"}
+    change = Change(place, "held", "stand-in")
+    in_place = InPlaceForRun([(threading.Lock(), InPlace([change]))])
+    inside = threading.Event()
+    leave = threading.Event()
 
     def program() -> None:
         with in_place:
@@ -122,8 +131,10 @@ def test_the_last_thread_to_leave_takes_changes_back() -> None:
 
 
 def test_runs_through_the_same_layers_take_turns_and_a_run_within_a_run_does_not_wait() -> None:
-    layers, order = nn.Sequential(nn.Linear(2, 2)), list[str]()
-    turn, other = (GPipe(layers, [1], devices=["cpu"])._stages[0].turn for _ in range(2))
+    layers = nn.Sequential(nn.Linear(2, 2))
+    order: list[str] = []
+    turn = GPipe(layers, [1], devices=["cpu"])._stages[0].turn
+    other = GPipe(layers, [1], devices=["cpu"])._stages[0].turn
     thread = threading.Thread(target=in_its_turn, args=(other, lambda: order.append("other")))
 
     def run() -> bool:
@@ -136,29 +147,31 @@ def test_runs_through_the_same_layers_take_turns_and_a_run_within_a_run_does_not
 
     assert not in_its_turn(turn, run)
     thread.join()
-    assert order == ["first", "other"] and not outer_turns()
+    assert order == ["first", "other"]
+    assert not outer_turns()
 
 
-DEVICES = [
-    torch.device("cpu"),
-    torch.device("meta"),
-    torch.device("cuda"),
-]  # only inspected, not used
+# They are only inspected, not used.
+DEVICES = [torch.device("cpu"), torch.device("meta"), torch.device("cuda")]
 
 
 @pytest.mark.parametrize("which", ["checkpointing", "recomputing"])
 def test_a_pipeline_among_the_layers_of_another_knows_its_pass(which: str) -> None:
     with CheckpointPhase(**{which: True}):
-        ambient, expected = AmbientModes(DEVICES), (is_checkpointing(), is_recomputing())
+        ambient = AmbientModes(DEVICES)
+        expected = (is_checkpointing(), is_recomputing())
+    assert expected != (False, False)
     with ambient.entered():
         with CheckpointPhase(checkpointing=True):
             assert is_checkpointing()
-        assert (is_checkpointing(), is_recomputing()) == expected != (False, False)
-    assert not is_checkpointing() and not is_recomputing()
+        assert (is_checkpointing(), is_recomputing()) == expected
+    assert not is_checkpointing()
+    assert not is_recomputing()
 
 
 def test_a_weight_cast_without_a_graph_does_not_serve_one_with_a_graph() -> None:
-    linear, x = nn.Linear(3, 3), torch.randn(2, 3)
+    linear = nn.Linear(3, 3)
+    x = torch.randn(2, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ambient = AmbientModes(DEVICES)
         with torch.no_grad(), ambient.without_cached_casts():

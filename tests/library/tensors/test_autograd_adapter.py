@@ -1,6 +1,6 @@
 """The private API of PyTorch that the library uses. A failure here names what has changed.
 
-This file imports torchgpipe only within tests, so that it works even if torchgpipe cannot be imported.
+This file imports torchgpipe only within tests. So it works even if torchgpipe cannot be imported.
 """
 
 import ast
@@ -65,73 +65,92 @@ OF_OBJECTS = [
     "torch.random.default_generator",
     "torch.UntypedStorage._cdata",
 ]
+NAMES = {*OF_OBJECTS}
+for _name, _ in PRIVATE:
+    NAMES.add(_name)
 
 
-@pytest.mark.parametrize("name", sorted({*OF_OBJECTS, *(name for name, _ in PRIVATE)}))
+@pytest.mark.parametrize("name", sorted(NAMES))
 def test_still_there(name: str) -> None:
     __import__("torch.utils._python_dispatch")
     __import__("torch._subclasses.fake_tensor")
+    missing = f"PyTorch {torch.__version__} has no {name} any more, which torchgpipe uses"
     owner: Any = torch
     for part in name.split(".")[1:]:
-        assert hasattr(owner, part), (
-            f"PyTorch {torch.__version__} has no {name} any more, which torchgpipe uses"
-        )
+        assert hasattr(owner, part), missing
         owner = getattr(owner, part)
 
 
+def names_in(node: ast.AST) -> list[str]:
+    """Return the names that a statement imports, or the dotted name that an expression is."""
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.Attribute):
+        return [ast.unparse(node)]
+    return []
+
+
+def is_private(name: str) -> bool:
+    """Return whether a name is of torch and has a part that begins with one underscore."""
+    parts = name.split(".")
+    if parts[0] != "torch" or not all(map(str.isidentifier, parts)):
+        return False
+    return any(part.startswith("_") and not part.startswith("__") for part in parts)
+
+
 def private_names(source: str) -> set[str]:
-    """Return the private names of torch (with a part that begins with one underscore) in a source text."""
-    found = set()
+    """Return the private names of torch in a source text, without the beginnings of longer ones."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
-        names = []
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.split(".")[0] == "torch"
-        ):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Attribute):
-            names = [ast.unparse(node)]
-        for name in names:
-            parts = name.split(".")
-            private = any(p.startswith("_") and not p.startswith("__") for p in parts)
-            if parts[0] == "torch" and private and all(map(str.isidentifier, parts)):
+        for name in names_in(node):
+            if is_private(name):
                 found.add(name)
-    return {name for name in found if not any(other.startswith(name + ".") for other in found)}
+    longest = set(found)
+    for name in found:
+        for other in found:
+            if name.startswith(other + "."):
+                longest.discard(other)
+    return longest
 
 
 def test_no_other_private_name_is_used() -> None:
-    used = {
-        (name, path.relative_to(LIBRARY).as_posix())
-        for path in LIBRARY.rglob("*.py")
-        for name in private_names(path.read_text())
-    }
-    assert used and used == set(PRIVATE), (
-        "list what is new, or keep it behind torchgpipe/tensors/_autograd.py"
-    )
+    used = set()
+    for path in LIBRARY.rglob("*.py"):
+        file = path.relative_to(LIBRARY).as_posix()
+        for name in private_names(path.read_text()):
+            used.add((name, file))
+    assert used
+    advice = "list what is new, or keep it behind torchgpipe/tensors/_autograd.py"
+    assert used == set(PRIVATE), advice
 
 
 def test_what_nodes_of_products_have_saved() -> None:
     x = torch.ones(1, 1, 1, requires_grad=True)
+    matrix = x[0]
     sizes = "{0}_sym_sizes {0}_sym_strides {1}_sym_sizes {1}_sym_strides".format
-    for y, names in (
-        (torch.mm(x[0], x[0]), f"self mat2 {sizes('self', 'mat2')}"),
-        (torch.addmm(x[0], x[0], x[0]), f"mat1 mat2 alpha beta {sizes('mat1', 'mat2')}"),
+    of_mm = f"self mat2 {sizes('self', 'mat2')}"
+    of_addmm = f"mat1 mat2 alpha beta {sizes('mat1', 'mat2')}"
+    of_conv = (
+        "input weight bias_sym_sizes_opt stride padding dilation transposed output_padding groups"
+    )
+    for y, saved in (
+        (torch.mm(matrix, matrix), of_mm),
+        (torch.addmm(matrix, matrix, matrix), of_addmm),
         (torch.bmm(x, x), "self mat2"),
         (torch.baddbmm(x, x, x), "batch1 batch2 alpha beta"),
-        (
-            torch.conv1d(x, x),
-            "input weight bias_sym_sizes_opt stride padding dilation transposed output_padding groups",
-        ),
+        (torch.conv1d(x, x), of_conv),
     ):
         node: Any = y.grad_fn
-        needed = [f"_saved_{name}" for name in names.split()] + [
-            f"_raw_saved_{name}" for name in names.split()[:2]
-        ]
-        missing = [name for name in needed if not hasattr(node, name)]
-        assert not missing, (
-            f"{type(node).__name__} of PyTorch {torch.__version__} has no {missing} any more"
-        )
-        assert {"data", "unpack_hook"} <= {*dir(getattr(node, needed[-1]))}
+        names = saved.split()
+        missing = set()
+        for name in names:
+            if not hasattr(node, f"_saved_{name}"):
+                missing.add(f"_saved_{name}")
+        for name in names[:2]:
+            raw = getattr(node, f"_raw_saved_{name}", None)
+            if not {"data", "unpack_hook"} <= {*dir(raw)}:
+                missing.add(f"_raw_saved_{name}")
+        kind = type(node).__name__
+        assert not missing, f"{kind} of PyTorch {torch.__version__} has no {missing} any more"

@@ -1,10 +1,10 @@
-"""Copies between devices: which stream waits for which, in both directions. For whole steps, see test_simulated.py.
+"""Copies between devices: which stream waits for which stream, in both directions.
 
-Streams are stand-ins that log their calls (simulated.py), and the devices are `cpu:0` and `cpu:1`, so no GPU is
-needed. tests/test_cuda.py runs on real GPUs.
+Streams are stand-ins that log their calls (simulated.py), and the devices are `cpu:0` and `cpu:1`.
+So no GPU is needed. test_simulated.py tests whole steps, and tests/test_cuda.py runs on real GPUs.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe
 from torchgpipe.tensors.copy import CopyPath, StreamFence
+from torchgpipe.tensors.observe import Task
 
 from ...behaviours.row import Row, steps, unlike
 from ...behaviours.rows.passed.skips import PATTERN, paired
@@ -27,7 +28,8 @@ class Passage:
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.path = CopyPath([SOURCE, TARGET], 0, 1, own=enabled)
-        self.departure, self.arrival = StreamFence(SOURCE), StreamFence(TARGET)
+        self.departure = StreamFence(SOURCE)
+        self.arrival = StreamFence(TARGET)
 
     def forward(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         self.departure.leave()
@@ -41,19 +43,24 @@ class Passage:
         self.departure.arrive((x.grad,))
 
 
-# With copy streams, and without: the log of forward, the log of backward.
+def log_of_a_copy(source: str, target: str) -> list[str]:
+    """Return what copy streams log of a copy."""
+    return [
+        f"{source} copies waits for {source} compute",
+        f"memory is used by {source} copies",
+        f"copy to {target} on cpu:0 copies and cpu:1 copies",
+        f"{target} compute waits for {target} copies",
+        f"memory is used by {target} compute",
+    ]
+
+
+# With copy streams, and without: the log of forward, and the log of backward.
 WAITS = {
-    True: [
-        [
-            f"{a} copies waits for {a} compute",
-            f"memory is used by {a} copies",
-            f"copy to {b} on cpu:0 copies and cpu:1 copies",
-            f"{b} compute waits for {b} copies",
-            f"memory is used by {b} compute",
-        ]
-        for a, b in [("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")]
-    ],
-    False: [[f"copy to {b} on cpu:0 compute and cpu:1 compute"] for b in ("cpu:1", "cpu:0")],
+    True: (log_of_a_copy("cpu:0", "cpu:1"), log_of_a_copy("cpu:1", "cpu:0")),
+    False: (
+        ["copy to cpu:1 on cpu:0 compute and cpu:1 compute"],
+        ["copy to cpu:0 on cpu:0 compute and cpu:1 compute"],
+    ),
 }
 
 
@@ -61,42 +68,50 @@ WAITS = {
 def test_waits(streams: Any, enabled: bool) -> None:
     x = torch.rand(3, requires_grad=True)
     passage = Passage(enabled=enabled)
+    passage = Passage(enabled=enabled)
+    forward, backward = WAITS[enabled]
     (y,) = passage.forward(x)
-    assert streams.log == WAITS[enabled][0]
+    assert streams.log == forward
     assert torch.equal(y, x)
     for _ in range(2):
         streams.log.clear()
         x.grad = None
         passage.backward(y, x)
-        assert streams.log == WAITS[enabled][1]
+        assert streams.log == backward
         assert torch.equal(x.grad, torch.ones(3))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 def test_tensors_of_a_task_go_together(streams: Any, grad: bool) -> None:
-    """They share one node, so that in backward all gradients are sent before a stream waits for one."""
-    tensors = (
-        torch.rand(3, requires_grad=True),
-        torch.rand(3),
-        None,
-        torch.arange(3),
-        torch.rand(2, requires_grad=True),
-    )
+    """Tensors share one node.
+
+    So in backward all gradients are sent before a stream waits for one of them.
+    """
+    first = torch.rand(3, requires_grad=True)
+    last = torch.rand(2, requires_grad=True)
+    tensors = (first, torch.rand(3), None, torch.arange(3), last)
+
     with torch.set_grad_enabled(grad):
         copies = Passage().forward(*tensors)
-    assert [entry for entry in streams.log if "waits" in entry] == [
-        WAITS[True][0][0],
-        WAITS[True][0][3],
-    ]
-    assert [y is not None and y.requires_grad for y in copies] == [grad, False, False, False, grad]
-    assert all(
-        y is None if x is None else torch.equal(x, y) for x, y in zip(tensors, copies, strict=True)
-    )
+
+    forward, _ = WAITS[True]
+    expected_waits = [entry for entry in forward if "waits" in entry]
+    assert [entry for entry in streams.log if "waits" in entry] == expected_waits
+    for x, y in zip(tensors, copies, strict=True):
+        if x is None:
+            assert y is None
+        else:
+            assert torch.equal(x, y)
+            assert y.requires_grad == (grad and x.requires_grad)
     one, *_, other = copies
     if grad:
         assert one.grad_fn is other.grad_fn
-        ((one * 2).sum() + (other * 3).sum()).backward()
-        assert [x.grad.tolist() for x in (tensors[0], tensors[-1])] == [[2, 2, 2], [3, 3]]  # type: ignore[union-attr]
+        loss = (one * 2).sum() + (other * 3).sum()
+        loss.backward()
+        assert first.grad is not None
+        assert last.grad is not None
+        assert first.grad.tolist() == [2, 2, 2]
+        assert last.grad.tolist() == [3, 3]
 
 
 def test_nothing_is_copied_nor_waited_for_where_there_is_no_gradient(streams: Any) -> None:
@@ -112,31 +127,33 @@ def test_nothing_is_copied_nor_waited_for_where_there_is_no_gradient(streams: An
 
 def test_streams_use_no_memory_of_other_kinds_of_devices(streams: Any) -> None:
     # A task on CUDA may return a tensor on the host.
-    fence, tensors = StreamFence(SOURCE), (torch.rand(3), None, torch.rand(3, device="meta"))
+    fence = StreamFence(SOURCE)
+    tensors = (torch.rand(3), None, torch.rand(3, device="meta"))
     stream = streams.new(SOURCE)
     fence.leave()
     fence.hold(stream, tensors)
     fence.expect(stream)
     fence.arrive(tensors)
-    assert [entry for entry in streams.log if "memory" in entry] == [
-        "memory is used by cpu:0 copies",
-        "memory is used by cpu:0 compute",
-    ]
+    of_memory = [entry for entry in streams.log if "memory" in entry]
+    assert of_memory == ["memory is used by cpu:0 copies", "memory is used by cpu:0 compute"]
 
 
 def test_a_recomputation_does_not_wait_for_its_gradient_where_only_a_skip_has_one(
     streams: Any,
 ) -> None:
-    layers = (
+    layers = nn.Sequential(
         Stash(nn.Linear(2, 2), lambda x: x.argmax(1)),
         nn.Identity(),
         Pop(lambda x, skip: skip * x.unsqueeze(1)),
     )
     devices = [SOURCE, SOURCE, TARGET]
-    model = GPipe(
-        nn.Sequential(*layers), [1] * 3, devices=devices, checkpoint="always", engine="graph"
-    )
-    model.observer = lambda task: nullcontext(streams.log.append(f"{task.kind} {task.partition}"))
+    model = GPipe(layers, [1] * 3, devices=devices, checkpoint="always", engine="graph")
+
+    def note(task: Task) -> AbstractContextManager[None]:
+        streams.log.append(f"{task.kind} {task.partition}")
+        return nullcontext()
+
+    model.observer = note
     loss = model(torch.tensor([[0.0, 1.0], [0.0, 1.0]])).sum()
     streams.log.clear()
     loss.backward()
@@ -149,12 +166,8 @@ def test_steps_are_those_of_plain_layers(
     streams: Any, checkpoint: str, options: dict[str, bool]
 ) -> None:
     """All gradients are right, also those of skips."""
-    row = Row(
-        "skips between devices",
-        partial(paired, PATTERN),
-        balance=(2, 2, 3),
-        use=steps,
-        options=options,
-    )
+    layers = partial(paired, PATTERN)
+    row = Row("skips between devices", layers, balance=(2, 2, 3), use=steps, options=options)
     assert unlike(row, "", "graph", checkpoint, ["cpu:0", "cpu:1", "cpu:2"]) == []
-    assert any("waits" in entry for entry in streams.log) == options.get("copy_streams", True)
+    with_copy_streams = options.get("copy_streams", True)
+    assert any("waits" in entry for entry in streams.log) == with_copy_streams

@@ -1,4 +1,7 @@
-"""Recording: mini-batches are separated, clocks are synchronized, bubbles are right, and Perfetto files are valid."""
+"""Recordings: mini-batches are separated, clocks are synchronized, and bubbles are right.
+
+Files for Perfetto are valid.
+"""
 
 import json
 import time
@@ -8,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from torchgpipe import GPipe
 from torchgpipe.plan.replay import Event, Timeline
@@ -25,32 +29,34 @@ def pipeline(n: int) -> Any:
 
 
 def test_the_bubble_of_whole_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading the clock takes a second. So each of the 8 tasks takes a second, with a second between tasks."""
-    model, ticks = pipeline(2), count()
+    """Reading the clock takes a second.
+
+    So each of the 8 tasks takes a second, with a second between tasks.
+    """
+    model = pipeline(2)
+    ticks = count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
     with record(model) as recording:
         for _ in range(2):
             model(torch.rand(2, 2)).sum().backward()
-    assert [step.seconds for step in recording.steps] == [15, 15]
-    assert recording.steps[1].bubble == pytest.approx(1 - 8 / 30)
-    assert (
-        str(recording)
-        == "2 mini-batches, 30 s: bubble 73.3% (partition 0 73.3%, partition 1 73.3%)"
-    )
+    first, second = recording.steps
+    assert first.seconds == 15
+    assert second.seconds == 15
+    assert second.bubble == pytest.approx(1 - 8 / 30)
+    bubbles = "bubble 73.3% (partition 0 73.3%, partition 1 73.3%)"
+    assert str(recording) == f"2 mini-batches, 30 s: {bubbles}"
+
     events = [
         Event("forward", 1, 0, 1.0, 2.0),
         Event("forward", 0, 0, 5.0, 6.0),
         Event("forward", 1, 0, 7.0, 8.0),
     ]
     (step,) = mini_batches(events, [0])
-    assert (
-        step.events == [("forward", 0, 0, 0.0, 1.0), ("forward", 1, 0, 2.0, 3.0)]
-        and step.seconds == 3
-    )
+    assert step.events == [("forward", 0, 0, 0.0, 1.0), ("forward", 1, 0, 2.0, 3.0)]
+    assert step.seconds == 3
     assert str(Recording()) == "no mini-batch was recorded"
-    assert str(Recording([step], 0.00025, over_ranks=True)).endswith(
-        "33.3% (rank 0 33.3%); clocks agree to 0.25 ms"
-    )
+    over_ranks = str(Recording([step], 0.00025, over_ranks=True))
+    assert over_ranks.endswith("33.3% (rank 0 33.3%); clocks agree to 0.25 ms")
 
 
 @pytest.mark.parametrize(
@@ -64,17 +70,29 @@ def test_the_bubble_of_whole_mini_batches(monkeypatch: pytest.MonkeyPatch) -> No
 def test_refuses_before_anything_is_trained(
     file: str, observer: Any, error: Any, tmp_path: Path
 ) -> None:
-    model, entered = pipeline(1), False
+    model = pipeline(1)
     model.observer = observer
+    path = tmp_path / file
+    entered = False
     try:
-        with record(model, tmp_path / file):
+        with record(model, path):
             entered = True
     except Exception as raised:
-        assert type(raised) is error and not entered
-    assert entered == (error is None) == (tmp_path / file).exists() and model.observer is observer
+        assert type(raised) is error
+        assert not entered
+    assert entered == (error is None)
+    assert path.exists() == entered
+    assert model.observer is observer
 
 
-# Seconds that rank 1's clock is ahead; for each round the times when ranks 0 and 1 send, and the delays; the error.
+def clock_stamps(values: list[list[tuple[float, float]]]) -> list[Tensor]:
+    return [torch.tensor(each, dtype=torch.float64) for each in values]
+
+
+# The seconds that rank 1's clock is ahead; for each round, the times when ranks 0 and 1 send, and
+# the delays of their messages; and the error.
+
+
 @pytest.mark.parametrize(
     ("ahead", "rounds", "error"),
     [
@@ -92,15 +110,13 @@ def test_two_clocks(
     for (first, second), (there, back) in rounds:
         stamps[0].append((first, max(first, second + back)))
         stamps[1].append((second + ahead, max(second, first + there) + ahead))
-    (zero, found), most = ahead_of_first(
-        [torch.tensor(each, dtype=torch.float64) for each in stamps]
-    )
-    assert zero == 0 and abs(found - ahead) <= most == error
-    largest = [[(0.0, 2.0)], [(10.0, 12.0)], [(0.0, 8.0)]]
-    assert ahead_of_first([torch.tensor(each, dtype=torch.float64) for each in largest]) == (
-        [0.0, 10.0, 3.0],
-        5.0,
-    )
+    (zero, found), most = ahead_of_first(clock_stamps(stamps))
+    assert zero == 0
+    assert most == error
+    assert abs(found - ahead) <= error
+
+    largest: list[list[tuple[float, float]]] = [[(0.0, 2.0)], [(10.0, 12.0)], [(0.0, 8.0)]]
+    assert ahead_of_first(clock_stamps(largest)) == ([0.0, 10.0, 3.0], 5.0)
 
 
 STEP = Timeline(
@@ -135,67 +151,83 @@ def written(*steps: Timeline) -> tuple[list[Any], dict[str, Any]]:
 
 def test_rows_tasks_and_bubbles() -> None:
     events, other = written(STEP)
-    assert [(e["name"], e["tid"], e["args"]["name"]) for e in events if e["ph"] == "M"] == [
+    names = [(e["name"], e["tid"], e["args"]["name"]) for e in events if e["ph"] == "M"]
+    assert names == [
         ("process_name", 0, "a title"),
         ("thread_name", 1, "rank 0"),
         ("thread_name", 3, "rank 1"),
         ("thread_name", 2, "rank 0, copies"),
     ]
     spans = [e for e in events if e["ph"] == "X"]
-    assert [(e["name"], e["tid"], e["ts"], e["dur"]) for e in spans] == TASKS
+    for span, task in zip(spans, TASKS, strict=True):
+        assert (span["name"], span["tid"], span["ts"], span["dur"]) == task
     assert spans[4]["args"] == {"mini-batch": 0, "micro-batch": 0, "partition": 1}
-    assert other == {
-        "step_seconds": [1.75],
-        "bubble": 0.55,
-        "bubbles": [0.6, 0.5],
-        "clock_error": 0.5,
-    }
-    events, other = written()
-    assert [e["ph"] for e in events] == ["M"] and other["bubble"] == 0
+    assert other["step_seconds"] == [1.75]
+    assert other["bubble"] == 0.55
+    assert other["bubbles"] == [0.6, 0.5]
+    assert other["clock_error"] == 0.5
+    assert len(other) == 4
+
+    (event,), other = written()
+    assert event["ph"] == "M"
+    assert other["bubble"] == 0
 
 
 def test_arrows_lead_to_the_task_that_needs_the_result() -> None:
     later = [event._replace(start=event.start + 2, end=event.end + 2) for event in STEP.events]
     events, _ = written(STEP, Timeline(later, 1.5, 2))
-    arrows: dict[int, dict[str, str]] = {}
-    for k, event in enumerate(events):
-        if event["ph"] in "sf":
-            span = next(e for e in reversed(events[:k]) if e["ph"] == "X")  # the event at its place
-            assert (span["tid"], span["ts"], span["cat"]) == (
-                event["tid"],
-                event["ts"],
-                event["cat"],
-            )
-            arrows.setdefault(event["id"], {})[event["ph"]] = (
-                f"{span['name']} of {span['args']['mini-batch']}"
-            )
-    pairs = [("forward (0, 0)", "forward (0, 1)"), ("backward (0, 1)", "backward (0, 0)")]
-    assert sorted((a["s"], a["f"]) for a in arrows.values()) == sorted(
-        (f"{source} of {k}", f"{target} of {k}") for source, target in pairs for k in range(2)
-    )
+    sources: dict[int, str] = {}
+    targets: dict[int, str] = {}
+    span: Any = None
+    for event in events:
+        if event["ph"] == "X":
+            span = event
+        elif event["ph"] in "sf":
+            # An arrow begins and ends at the place of the task before it in the list.
+            for key in ("tid", "ts", "cat"):
+                assert event[key] == span[key]
+            ends = sources if event["ph"] == "s" else targets
+            ends[event["id"]] = f"{span['name']} of {span['args']['mini-batch']}"
+    assert sources.keys() == targets.keys()
+    found = {(source, targets[arrow]) for arrow, source in sources.items()}
+    expected = set()
+    for k in range(2):
+        expected.add((f"forward (0, 0) of {k}", f"forward (0, 1) of {k}"))
+        expected.add((f"backward (0, 1) of {k}", f"backward (0, 0) of {k}"))
+    assert found == expected
+    assert len(sources) == len(expected)
 
 
 def test_arrows_are_numbered_as_tasks_start() -> None:
     step = make("1F1B", 3, 6).replay()
     step.events.sort(key=lambda event: event.start)
     events, _ = written(step)
-    assert [event["id"] for event in events if event["ph"] == "f"] == list(range(2 * 2 * 6))
+    arrows = [event["id"] for event in events if event["ph"] == "f"]
+    assert arrows == list(range(2 * 2 * 6))
 
 
 def test_a_step_of_several_stages_on_a_device_in_halves(tmp_path: Path) -> None:
     name = "ZBVZeroBubble"
-    model = GPipe(
-        linears(4), [1] * 4, devices=["cpu"] * 2, chunks=4, checkpoint="never", schedule=name
-    )
-    with record(model, file := tmp_path / "t.json") as recording:
+    options: dict[str, Any] = {"chunks": 4, "checkpoint": "never", "schedule": name}
+    model = GPipe(linears(4), [1] * 4, devices=["cpu"] * 2, **options)
+    file = tmp_path / "t.json"
+
+    with record(model, file) as recording:
         model.step(lambda y, _: y.sum(), torch.rand(4, 2), None)
-    ((step,), events) = recording.steps, json.loads(file.read_text())["traceEvents"]
+
+    (step,) = recording.steps
     ran: list[Any] = [[], []]
     for event in sorted(step.tasks, key=lambda event: event.start):
         ran[step.row(event)].append(event[:3])
-    assert ran == [[*actions] for actions in make(name, 2, 4).lists]
-    assert (step.partitions, recording.row) == (2, "device")
-    assert {"backward of inputs (0, 3)", "backward of weights (0, 3)"} <= {
-        event["name"] for event in events
-    }
-    assert sum(event["ph"] == "s" for event in events) == 2 * 3 * 4
+    for actions, expected in zip(ran, make(name, 2, 4).lists, strict=True):
+        assert actions == list(expected)
+    assert step.partitions == 2
+    assert recording.row == "device"
+    events = json.loads(file.read_text())["traceEvents"]
+    names = set()
+    arrows = 0
+    for event in events:
+        names.add(event["name"])
+        arrows += event["ph"] == "s"
+    assert {"backward of inputs (0, 3)", "backward of weights (0, 3)"} <= names
+    assert arrows == 2 * 3 * 4

@@ -1,4 +1,6 @@
-"""`sequential`: where it cuts, and what it leaves as it was. `pipeline`: a module in, a planned pipeline out.
+"""`sequential`: where it cuts a module, and what it leaves as it was.
+
+`pipeline`: a module goes in, a planned pipeline comes out.
 
 That the layers do what the module does is in tests/behaviours/test_any_model.py.
 """
@@ -11,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import BatchNorm1d, Linear, Module, Parameter, ReLU, Sequential
+from torch.testing import assert_close
 
 from torchgpipe import GPipe, pipeline, sequential
 from torchgpipe.balance import balance_by_size
@@ -24,13 +28,19 @@ from .. import traced
 from ..traced import CASES, Case, rows
 
 
-def drawing() -> nn.Module:
-    last = traced.does(
-        lambda net, x: (
-            torch.manual_seed(3) and net.a(x) * random.random() if x.is_contiguous() else x
-        )
-    )
-    return nn.Sequential(nn.Linear(6, 60), nn.Linear(60, 6), last)
+def seeding_and_drawing(net: Any, x: Tensor) -> Tensor:
+    if not x.is_contiguous():
+        return x
+    torch.manual_seed(3)
+    return net.a(x) * random.random()
+
+
+def drawing() -> Module:
+    last = traced.does(seeding_and_drawing)
+    return Sequential(Linear(6, 60), Linear(60, 6), last)
+
+
+BY_HAND = CASES["attention by hand"]
 
 
 # A module, and its layers: what each begins with, and the skips that it stashes (+) and pops (-).
@@ -39,10 +49,7 @@ CUTS: dict[str, tuple[Case, list[str]]] = {
     "a tensor for a later layer": (CASES["branches from one input"], ["a +", "b", "c -"]),
     "in place": (CASES["in place, with views"], ["conv", "norm", "out"]),
     "filled": (CASES["a tensor that is filled"], ["a", "c"]),
-    "functions with parameters": (
-        CASES["attention by hand"],
-        ["Tokens", "a +", "b", "c -", "Tokens"],
-    ),
+    "functions with parameters": (BY_HAND, ["Tokens", "a +", "b", "c -", "Tokens"]),
     "a part that stays whole": (CASES["a part that looks at its input"], ["0", "1", "2"]),
     "a small part that seeds and draws": (Case(drawing, rows), ["0", "1", "2"]),
 }
@@ -50,29 +57,43 @@ CUTS: dict[str, tuple[Case, list[str]]] = {
 
 @pytest.mark.parametrize("case, expected", CUTS.values(), ids=CUTS)
 def test_cuts(case: Case, expected: list[str]) -> None:
-    found, module, sample = [], case.make(), case.sample()
+    module = case.make()
+    sample = case.sample()
     states = random_states()
+
     layers = sequential(module, sample, **case.options)
+
     assert states == random_states()
+    found = []
     for name, layer in layers.named_children():
+        _, _, begins_with = name.partition(":")
         skips: Any = layer._skips
-        marks = "-" * len(skips["pop"]) + "+" * len(skips["stash"])
-        found.append(f"{name.partition(':')[2]} {marks}".strip())
+        popped = "-" * len(skips["pop"])
+        stashed = "+" * len(skips["stash"])
+        found.append(f"{begins_with} {popped}{stashed}".strip())
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    "make", [lambda layers: layers, lambda layers: GPipe(layers, [len(layers)], devices=["cpu"])]
-)
-def test_loading(make: Callable[[Any], nn.Module]) -> None:
-    module = traced.Tied()
-    model = make(sequential(module, torch.randint(9, (5, 4))))
-    other = {name: x + 1 for name, x in module.state_dict().items()}
-    model.load_state_dict(other)
-    assert all(torch.equal(x, other[name]) for name, x in module.state_dict().items())
+def on_one_device(layers: Sequential) -> GPipe:
+    return GPipe(layers, [len(layers)], devices=["cpu"])
 
-    wrong = {name: x for name, x in other.items() if name != "inner.bias"}
-    wrong |= {"inner.more": torch.ones(1), "x.y": rows()}
+
+@pytest.mark.parametrize("make", [lambda layers: layers, lambda layers: on_one_device(layers)])
+def test_loading(make: Callable[[Any], Module]) -> None:
+    module = traced.Tied()
+    sample = torch.randint(9, (5, 4))
+    model = make(sequential(module, sample))
+    other = {name: x + 1 for name, x in module.state_dict().items()}
+
+    model.load_state_dict(other)
+
+    for name, x in module.state_dict().items():
+        assert torch.equal(x, other[name])
+
+    wrong = dict(other)
+    del wrong["inner.bias"]
+    wrong["inner.more"] = torch.ones(1)
+    wrong["x.y"] = rows()
     found = model.load_state_dict(wrong, strict=False)
     assert found.missing_keys == ["inner.bias"]
     assert sorted(found.unexpected_keys) == ["inner.more", "x.y"]
@@ -85,51 +106,66 @@ def test_the_module_is_left_as_it_was(frozen: bool) -> None:
     module = traced.Counting()
     module.norm.train(not frozen)
     module.seen.fill_(3)
-    nn.init.constant_(module.norm.get_buffer("running_mean"), 2)
-    before = copy.deepcopy({**vars(module), "state": module.state_dict()})
-    sample, draws = rows(), (torch.default_generator, module.noise.draws)
-    random = [generator.get_state() for generator in draws]
+    running_mean = module.norm.get_buffer("running_mean")
+    nn.init.constant_(running_mean, 2)
+    attributes = {**vars(module), "state": module.state_dict()}
+    before = copy.deepcopy(attributes)
+    sample = rows()
+    generators = (torch.default_generator, module.noise.draws)
+    random_before = [generator.get_state() for generator in generators]
+
     sequential(module, sample)
-    assert all(map(torch.equal, random, [generator.get_state() for generator in draws]))
-    assert (module.training, module.norm.training) == (True, not frozen)
+
+    for generator, state in zip(generators, random_before, strict=True):
+        assert torch.equal(generator.get_state(), state)
+    assert module.training
+    assert module.norm.training == (not frozen)
     assert torch.equal(module.seen, before["_buffers"]["seen"])
-    assert vars(module).keys() | {"state"} == before.keys()
+    assert {*vars(module), "state"} == before.keys()
     for name, x in module.state_dict().items():
         assert torch.equal(x, before["state"][name])
 
 
 @pytest.mark.parametrize("name", ["1.b", "1"], ids=["a layer", "a module around layers"])
 def test_hooks_run(name: str) -> None:
-    module, seen = nn.Sequential(nn.Linear(traced.WIDTH, traced.WIDTH), traced.Residual()), []
-    module.get_submodule(name).register_forward_hook(lambda *_: seen.append("forward"))
-    module.get_submodule(name).register_full_backward_hook(lambda *_: seen.append("backward"))
+    module = Sequential(Linear(traced.WIDTH, traced.WIDTH), traced.Residual())
+    hooked = module.get_submodule(name)
+    seen: list[str] = []
+    hooked.register_forward_hook(lambda *_: seen.append("forward"))
+    hooked.register_full_backward_hook(lambda *_: seen.append("backward"))
     layers = sequential(module, rows())
     seen.clear()
+
     balance = [1, len(layers) - 1]
+    model = GPipe(layers, balance, devices=["cpu"] * 2, chunks=2, checkpoint="never")
     x = torch.randn(16, traced.WIDTH)
-    GPipe(layers, balance, devices=["cpu"] * 2, chunks=2, checkpoint="never")(x).sum().backward()
+    model(x).sum().backward()
+
     assert seen == ["forward", "forward", "backward", "backward"]
 
 
-def compiled_call(module: Any) -> nn.Module:
+def compiled_call(module: Any) -> Module:
     module.compile(backend="aot_eager")
     return module
 
 
-def compiled_around(module: nn.Module) -> nn.Module:
+def compiled_around(module: Module) -> Module:
     return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
 
 
-# From torch.compile, also with plain layers, which looks at all attributes of what a layer gets.
+# torch.compile looks at all attributes of what a layer gets, and warns also with plain layers.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", [compiled_call, traced.compiled_forward, compiled_around])
 def test_compiled_parts_are_layers_and_stay_compiled(
-    compiled: Callable[[nn.Module], nn.Module],
+    compiled: Callable[[Module], Module],
 ) -> None:
     torch.compiler.reset()
-    module = nn.Sequential(nn.Linear(traced.WIDTH, traced.WIDTH), compiled(traced.Residual()))
-    layers, x = sequential(module, rows()), rows()
+    linear = Linear(traced.WIDTH, traced.WIDTH)
+    module = Sequential(linear, compiled(traced.Residual()))
+    layers = sequential(module, rows())
     assert len(layers) == 2
+
+    x = rows()
     expected = module(x)
     torch.compiler.reset()
     with (
@@ -138,26 +174,34 @@ def test_compiled_parts_are_layers_and_stay_compiled(
     ):
         layers(x)
     model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2)
-    torch.testing.assert_close(model(x), expected)
+    assert_close(model(x), expected)
 
 
 def test_copies_and_two_in_one_sequence() -> None:
     module = traced.Residual()
-    layers, x, many = sequential(module, rows()), rows(), torch.randn(2, 9, traced.WIDTH)
-    for other in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers))):
+    layers = sequential(module, rows())
+    pickled = pickle.loads(pickle.dumps(layers))
+    x = rows()
+    many = torch.randn(2, 9, traced.WIDTH)
+    for other in (copy.deepcopy(layers), pickled):
         assert torch.equal(other(x), module(x))
-        torch.testing.assert_close(torch.func.vmap(other)(many), module(many))
+        assert_close(torch.func.vmap(other)(many), module(many))
         model = GPipe(other, [1, 1, 1], devices=["cpu"] * 3, chunks=2)
-        assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
-    one, other = (sequential(traced.Residual(), rows()) for _ in range(2))
-    model = GPipe(nn.Sequential(*one, nn.ReLU(), *other), [3, 4], devices=["cpu"] * 2, chunks=2)
-    torch.testing.assert_close(model(x), other(one(x).relu()))
-    assert len(model.state_dict()) == len(one.state_dict()) + len(other.state_dict())
-    model.load_state_dict(model.state_dict())
+        model_pickled = pickle.loads(pickle.dumps(model))
+        assert torch.equal(model_pickled(x), model(x))
+
+    one = sequential(traced.Residual(), rows())
+    other = sequential(traced.Residual(), rows())
+    together = Sequential(*one, ReLU(), *other)
+    model = GPipe(together, [3, 4], devices=["cpu"] * 2, chunks=2)
+    assert_close(model(x), other(one(x).relu()))
+    state = model.state_dict()
+    assert len(state) == len(one.state_dict()) + len(other.state_dict())
+    model.load_state_dict(state)
 
 
 def test_training_and_evaluation() -> None:
-    # Traced in evaluation, where dropout returns what it is given.
+    # The module is recorded in evaluation mode, where dropout returns its input.
     module = traced.Dropping().eval()
     layers = sequential(module, rows())
     assert not layers.training and not module.drop.training
@@ -174,40 +218,46 @@ def test_training_and_evaluation() -> None:
 def test_deferred_batch_norm() -> None:
     module = traced.Counting()
     layers = sequential(module, rows())
-    model = GPipe(
-        layers, [1, len(layers) - 1], devices=["cpu"] * 2, chunks=2, deferred_batch_norm=True
-    )
+    balance = [1, len(layers) - 1]
+    model = GPipe(layers, balance, devices=["cpu"] * 2, chunks=2, deferred_batch_norm=True)
     x = rows()
+
     model(x)
-    expected = nn.BatchNorm1d(traced.WIDTH)
+
+    expected = BatchNorm1d(traced.WIDTH)
     expected(module.a(x))
-    assert [type(m) for m in layers.modules() if "BatchNorm" in type(m).__name__] == [
-        DeferredBatchNorm
-    ]
-    torch.testing.assert_close(model.state_dict()["norm.running_mean"], expected.running_mean)
+    norms = [type(m) for m in layers.modules() if "BatchNorm" in type(m).__name__]
+    assert norms == [DeferredBatchNorm]
+    state = model.state_dict()
+    assert_close(state["norm.running_mean"], expected.running_mean)
 
 
-class Mixed(nn.Module):
-    """Uses its parameters in an order that is not that of their names."""
+class Mixed(Module):
+    """A module that uses its parameters in an order that is not that of their names."""
 
     ORDER = "chafdbge"
 
     def __init__(self) -> None:
         super().__init__()
         for name in sorted(self.ORDER):
-            self.register_parameter(name, nn.Parameter(torch.randn(traced.WIDTH)))
+            parameter = Parameter(torch.randn(traced.WIDTH))
+            self.register_parameter(name, parameter)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.stack([getattr(self, name) for name in self.ORDER]).sum(0)
+    def forward(self, x: Tensor) -> Tensor:
+        in_order = [getattr(self, name) for name in self.ORDER]
+        return x + torch.stack(in_order).sum(0)
 
 
 def test_parameters_are_in_the_order_of_use_and_the_sample_as_it_was() -> None:
-    """An optimizer's state goes by that order, so that it has to be the same in every process."""
-    sample = torch.zeros(5, traced.WIDTH)
-    sequential(nn.Sequential(nn.ReLU(inplace=True), Mixed()), sample.sub_(1))
+    """An optimizer's state goes by that order, so the order has to be the same in every process."""
+    sample = -torch.ones(5, traced.WIDTH)
+    changing = Sequential(ReLU(inplace=True), Mixed())
+    sequential(changing, sample)
     assert (sample == -1).all()
+
     layers = sequential(Mixed(), rows())
-    assert "".join(name for name, _ in layers.named_parameters()) == Mixed.ORDER
+    names = [name for name, _ in layers.named_parameters()]
+    assert "".join(names) == Mixed.ORDER
 
 
 @pytest.mark.parametrize("hardware", ["p40x8", "here"])
@@ -215,10 +265,14 @@ def test_parameters_are_in_the_order_of_use_and_the_sample_as_it_was() -> None:
     "name", ["in place, with views", "by keyword, a mask of one sample", "dictionaries"]
 )
 def test_a_balanced_and_a_planned_pipeline(name: str, hardware: str) -> None:
-    module, sample = CASES[name].make().eval(), CASES[name].sample()
-    assert sum(balance_by_size(2, layers := sequential(module, sample), sample, chunks=2)) == len(
-        layers
-    )
+    case = CASES[name]
+    module = case.make().eval()
+    sample = case.sample()
+
+    layers = sequential(module, sample)
+    balance = balance_by_size(2, layers, sample, chunks=2)
+    assert sum(balance) == len(layers)
+
     model: Any = pipeline(
         module,
         sample,
@@ -228,6 +282,8 @@ def test_a_balanced_and_a_planned_pipeline(name: str, hardware: str) -> None:
         memory="1GiB",
         hardware=hardware,
     )
-    assert 1 <= len(model.partitions) <= 3 and model.chunks == 2
-    outputs = [called(run, sample) for run in (model, module)]
-    torch.testing.assert_close(*([*tensors_in(each)] for each in outputs))
+    assert 1 <= len(model.partitions) <= 3
+    assert model.chunks == 2
+    outputs = [*tensors_in(called(model, sample))]
+    expected = [*tensors_in(called(module, sample))]
+    assert_close(outputs, expected)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from reproduce.numbers import metrics
 from reproduce.numbers.accuracy import final_error
 from reproduce.numbers.metrics import Measurement, Reading, over, read, speed_up, throughput
 from reproduce.numbers.significance import Rule, compare_samples

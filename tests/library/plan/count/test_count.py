@@ -1,4 +1,7 @@
-"""Counts against real steps and against another batch size; layers that cannot be counted are named in one line."""
+"""Counts of layers, against real steps and against another batch size.
+
+A layer that cannot be counted is named in an error of one line.
+"""
 
 import warnings
 import weakref
@@ -8,12 +11,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import (
+    BatchNorm1d,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Embedding,
+    Flatten,
+    GroupNorm,
+    Linear,
+    MaxPool2d,
+    Module,
+    ReLU,
+    Sequential,
+    Tanh,
+    TransformerEncoderLayer,
+    Upsample,
+)
 
 from reproduce.models.built import amoebanetd, resnet101, unet
 from torchgpipe import GPipe
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.counter import Counter
+from torchgpipe.plan.hardware.operators import Operator
 
 from ....behaviours.parts.kinds import KINDS
 from ...layers import Lambda
@@ -21,19 +42,22 @@ from ...layers import Lambda
 
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_the_line_through_two_sizes(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5)
-    )
+    convolution = [Conv2d(3, 8, 3), BatchNorm2d(8), ReLU()]
+    model = Sequential(*convolution, Flatten(), Linear(8 * 36, 5))
     x = torch.empty(1, 3, 8, 8)
     line = count(model, x).at(size)
     monkeypatch.setattr("torchgpipe.plan.count.count.SIZES", (size, size + 1))
     assert line == count(model, x).at(size)
 
 
-def of(*kinds: str) -> Callable[[], nn.Sequential]:
-    return lambda: nn.Sequential(
-        nn.Linear(4, 4), *(KINDS[kind](None) for kind in kinds), nn.Flatten(), nn.Linear(4, 4)
-    )
+def of(*kinds: str) -> Callable[[], Sequential]:
+    """Return a maker of a model with layers of these kinds between linear layers."""
+
+    def build() -> Sequential:
+        layers = [KINDS[kind](None) for kind in kinds]
+        return Sequential(Linear(4, 4), *layers, Flatten(), Linear(4, 4))
+
+    return build
 
 
 @pytest.mark.parametrize(
@@ -41,7 +65,7 @@ def of(*kinds: str) -> Callable[[], nn.Sequential]:
     [
         (resnet101, (3, 64, 64), 0),
         (lambda: unet(3, 2, 8), (3, 32, 32), 0),
-        # A layer is counted as if all its outputs were used, but the classifier does not use the second state.
+        # Layers are counted as if all outputs were used. The classifier ignores the second state.
         (lambda: amoebanetd(3, 32, 10), (3, 224, 224), 1),
         (of("and its input", "swap", "sum", "and a view", "sum", "identity"), (4,), 0),
         (of("checkpointed, reentrant"), (4,), 0),
@@ -50,22 +74,33 @@ def of(*kinds: str) -> Callable[[], nn.Sequential]:
     ids=["ResNet-101", "U-Net", "AmoebaNet-D", "pairs", "checkpointed", "in place"],
 )
 def test_counted_layer_by_layer_as_in_a_step_of_gpipe(
-    build: Callable[[], nn.Sequential], shape: tuple[int, ...], more: int
+    build: Callable[[], Sequential], shape: tuple[int, ...], more: int
 ) -> None:
-    """Backward may have another order: when autograd adds up the gradients of a reused tensor is not specified."""
+    """The order of operators in backward may differ.
+
+    PyTorch does not specify when autograd adds up the gradients of a tensor that is used again.
+    """
     with torch.device("meta"):
-        model, x = build(), torch.empty(2, *shape)
+        model = build()
+        x = torch.empty(2, *shape)
+
     layers = count(model, x).at(2)
+
     gpipe = GPipe(model, [len(model)], devices=["meta"], checkpoint="never")
     with Counter() as forward:
         output = gpipe(x)
     gradient = torch.empty_like(output)
     with Counter() as backward:
         output.backward(gradient)
-    assert [x for layer in layers for x in layer.forward] == forward.operators
-    counted, real = Tally(x for layer in layers for x in layer.backward), Tally(backward.operators)
-    assert not real - counted
-    assert (counted - real).total() == more
+    in_forward: list[Operator] = []
+    in_backward: Tally[Operator] = Tally()
+    for layer in layers:
+        in_forward += layer.forward
+        in_backward.update(layer.backward)
+    assert in_forward == forward.operators
+    real = Tally(backward.operators)
+    assert not real - in_backward
+    assert (in_backward - real).total() == more
 
 
 def broken(x: Tensor) -> Tensor:
@@ -78,86 +113,93 @@ def no_way_back(x: Tensor) -> Tensor:
     return y
 
 
-def compiled() -> nn.Module:
-    layer = nn.Linear(8, 4)
+def compiled() -> Module:
+    layer = Linear(8, 4)
     layer.compile()
     return layer
 
 
-class CompiledForward(nn.Module):
+class CompiledForward(Module):
     @torch.compile
     def forward(self, x: Tensor) -> Tensor:
         return x + 1
 
 
 FAILS = r"^layer 1 \('odd', {}\) fails on \(2, 8\) float32: .*{}.*; check the sample's .* no values"
+DO_FAILS = FAILS.format("Do", "")
+KEY_ERROR = FAILS.format("Do", "KeyError")
 COMPILED = r"layer 'odd' is compiled by torch\.compile"
+OTHER_OPERATORS = "layer 'odd' runs different operators"
+
+
+def unlike_for_two(x: Tensor) -> Tensor:
+    return x + 1 if len(x) == 2 else x * 2 + 1
 
 
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (lambda: nn.Linear(9, 4), FAILS.format("Linear", "9")),
+        (lambda: Linear(9, 4), FAILS.format("Linear", "9")),
         (lambda: Lambda(lambda x: x.view(7, -1)), FAILS.format("Do", "shape '.*' is invalid")),
-        (lambda: Lambda(lambda x: x * x.sum().item()), FAILS.format("Do", "")),
-        (lambda: Lambda(lambda x: x if x.sum() > 0 else -x), FAILS.format("Do", "")),
-        (lambda: Lambda(lambda x: x[x > 0]), FAILS.format("Do", "")),
-        (lambda: Lambda(broken), FAILS.format("Do", "KeyError")),
-        (lambda: Lambda(no_way_back), FAILS.format("Do", "KeyError")),
-        (lambda: torch.compile(nn.Linear(8, 4)), COMPILED),
-        (lambda: nn.Sequential(compiled()), COMPILED),
+        (lambda: Lambda(lambda x: x * x.sum().item()), DO_FAILS),
+        (lambda: Lambda(lambda x: x if x.sum() > 0 else -x), DO_FAILS),
+        (lambda: Lambda(lambda x: x[x > 0]), DO_FAILS),
+        (lambda: Lambda(broken), KEY_ERROR),
+        (lambda: Lambda(no_way_back), KEY_ERROR),
+        (lambda: torch.compile(Linear(8, 4)), COMPILED),
+        (lambda: Sequential(compiled()), COMPILED),
         (CompiledForward, COMPILED),
-        (
-            lambda: Lambda(lambda x: x + 1 if len(x) == 2 else x * 2 + 1),
-            "layer 'odd' runs different operators",
-        ),
+        (lambda: Lambda(unlike_for_two), OTHER_OPERATORS),
     ],
 )
-def test_refused(layer: Callable[[], nn.Module], message: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 8))
+def test_refused(layer: Callable[[], Module], message: str) -> None:
+    model = Sequential(Linear(4, 8))
     model.add_module("odd", layer())
+
     with pytest.raises(ValueError, match=message) as raised:
         count(model, torch.empty(3, 4))
-    assert "\n" not in str(raised.value) and (raised.value.__cause__ is not None) == (
-        "fails" in message
-    )
+
+    error = raised.value
+    assert "\n" not in str(error)
+    assert (error.__cause__ is not None) == ("fails" in message)
     freed = weakref.ref(model)
-    del model, raised
-    assert freed() is None or message == COMPILED, (
-        "what the error's frames hold waits for the garbage collector"
-    )
+    del model, raised, error
+    if message != COMPILED:
+        assert freed() is None, "what the error's frames hold waits for the garbage collector"
 
 
 MIX = Lambda(lambda x: torch.softmax(x @ x.T, dim=1) @ x)  # samples attend to each other
 DISTANCES = Lambda(lambda x: x * (x[:, None] - x[None]).abs().sum(1))
+OF_IMAGES = [Conv2d(3, 8, 3), BatchNorm2d(8), MaxPool2d(2), Upsample(scale_factor=2)]
 
 
 @pytest.mark.parametrize(
     ("layers", "shape", "named"),
     [
-        ([nn.Linear(8, 8), MIX], (1, 8), "'1':"),
-        ([nn.Linear(8, 8), DISTANCES], (1, 8), "'1':"),
-        ([nn.Linear(8, 8), MIX, nn.Tanh(), DISTANCES], (1, 8), "'1' and 1 more:"),
-        ([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)], (1, 5, 8), None),
-        ([nn.Embedding(10, 8), nn.Linear(8, 8), nn.Dropout()], (1, 5), None),
-        (
-            [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.MaxPool2d(2), nn.Upsample(scale_factor=2)],
-            (1, 3, 9, 9),
-            None,
-        ),
-        ([nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GroupNorm(4, 64)], (1, 64), None),
+        ([Linear(8, 8), MIX], (1, 8), "'1':"),
+        ([Linear(8, 8), DISTANCES], (1, 8), "'1':"),
+        ([Linear(8, 8), MIX, Tanh(), DISTANCES], (1, 8), "'1' and 1 more:"),
+        ([TransformerEncoderLayer(8, 2, 16, batch_first=True)], (1, 5, 8), None),
+        ([Embedding(10, 8), Linear(8, 8), Dropout()], (1, 5), None),
+        (OF_IMAGES, (1, 3, 9, 9), None),
+        ([Linear(64, 64), BatchNorm1d(64), GroupNorm(4, 64)], (1, 64), None),
     ],
 )
 def test_warns_of_layers_that_cost_more_with_every_sample(
     layers: Sequence[Any], shape: Any, named: str | None
 ) -> None:
-    sample = torch.zeros(
-        shape, dtype=torch.long if isinstance(layers[0], nn.Embedding) else torch.float
-    )
+    of_words = isinstance(layers[0], Embedding)
+    sample = torch.zeros(shape, dtype=torch.long if of_words else torch.float)
+
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        count(nn.Sequential(*layers), sample)
-    messages = [str(each.message) for each in warned]
-    assert "\n" not in "".join(messages) and all(each.filename == __file__ for each in warned)
-    begins = f"layer {named} every further sample costs more"
-    assert [message[: len(begins)] for message in messages] == ([begins] if named else [])
+        count(Sequential(*layers), sample)
+
+    if named is None:
+        assert len(warned) == 0
+        return
+    (warning,) = warned
+    assert warning.filename == __file__
+    message = str(warning.message)
+    assert "\n" not in message
+    assert message.startswith(f"layer {named} every further sample costs more")

@@ -1,13 +1,14 @@
 """Counts of single operators, against counts made by hand."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Conv2d, ConvTranspose2d, MultiheadAttention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchgpipe.plan.count.as_on import as_on
@@ -25,14 +26,21 @@ def counted(run: Callable[[], object], device: str = "cuda") -> list[Operator]:
     return counter.operators
 
 
+def kinds_of(operators: Sequence[Operator]) -> list[str]:
+    return [operator.kind for operator in operators]
+
+
 def backward(y: Tensor) -> None:
     y.backward(torch.empty_like(y))
 
 
-IMAGES, TABLE = meta(2, 3, 8, 8), meta(1000, 8)
-LAST, ROWS = meta(4, 6, grad=True).softmax(1), meta(3, dtype=torch.int64)
+IMAGES = meta(2, 3, 8, 8)
+TABLE = meta(1000, 8)
+LAST = meta(4, 6, grad=True).softmax(1)
+ROWS = meta(3, dtype=torch.int64)
 LOOKED_UP = 2 * 4 * 3 * 8 + 8 * 3
 """Three rows of the table are read and written, and three row indices are read."""
+WITH_BYTE_MASK = 4 * 24 + 4 * 24 + 24
 
 # A call, and the kind, flops and bytes of each of its operators.
 OPERATORS: list[tuple[Callable[[], object], list[tuple[str, float, float]]]] = [
@@ -48,10 +56,7 @@ OPERATORS: list[tuple[Callable[[], object], list[tuple[str, float, float]]]] = [
     (lambda: meta(2, 3).relu(), [("elementwise", 0, 4 * 2 * 6)]),
     (lambda: meta(4, 6).view(24).unsqueeze(0).t().detach(), []),
     (lambda: meta(4, 6) + meta(6), [("elementwise", 0, 4 * (24 + 6 + 24))]),
-    (
-        lambda: F.dropout(meta(4, 6), 0.1),
-        [("elementwise", 0, 4 * 24 + 4 * 24 + 24)],
-    ),  # plus a byte mask
+    (lambda: F.dropout(meta(4, 6), 0.1), [("elementwise", 0, WITH_BYTE_MASK)]),
     (lambda: F.embedding(ROWS, TABLE), [("elementwise", 0, LOOKED_UP)]),
     (lambda: TABLE.index_select(0, ROWS), [("elementwise", 0, LOOKED_UP)]),
     (lambda: TABLE[ROWS], [("elementwise", 0, LOOKED_UP)]),
@@ -69,16 +74,19 @@ OPERATORS: list[tuple[Callable[[], object], list[tuple[str, float, float]]]] = [
 
 @pytest.mark.parametrize(("run", "expected"), OPERATORS)
 def test_operators(run: Callable[[], object], expected: list[tuple[str, float, float]]) -> None:
-    assert [(o.kind, o.flops, o.bytes) for o in counted(run)] == expected
+    found = [(operator.kind, operator.flops, operator.bytes) for operator in counted(run)]
+    assert found == expected
 
 
 def test_pytorch_has_its_formulas() -> None:
-    product = flops_of(torch.ops.aten.mm.default, (meta(2, 3), meta(3, 4)), {}, meta(2, 4))
+    factors = (meta(2, 3), meta(3, 4))
+    product = flops_of(torch.ops.aten.mm.default, factors, {}, meta(2, 4))
     assert product == 2 * 2 * 3 * 4, "torch.utils.flop_counter.flop_registry has moved"
 
 
 MASK = meta(64, 64, dtype=torch.bool)
-FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+FLASH = "_scaled_dot_product_flash_attention"
+EFFICIENT = "_scaled_dot_product_efficient_attention"
 
 
 @pytest.mark.parametrize(
@@ -97,42 +105,58 @@ def test_attention(
     device: str, dtype: torch.dtype, options: dict[str, Any], kernel: str | None
 ) -> None:
     """The device's fused kernel is counted. Its flops are those of the scores that it computes."""
-    x = meta(2, 4, 64, 32, dtype=dtype, grad=True)  # samples, heads, tokens, channels
+    samples, heads, tokens, channels = 2, 4, 64, 32
+    x = meta(samples, heads, tokens, channels, dtype=dtype, grad=True)
     results: list[Tensor] = []
-    operators = counted(
-        lambda: results.append(F.scaled_dot_product_attention(x, x, x, **options)), device
-    )
-    operators += counted(lambda: backward(results[0]), device)
-    assert (results[0].shape, results[0].dtype) == (x.shape, dtype)
-    assert (kernel or "").removeprefix("_").replace("_", "") in type(
-        results[0].grad_fn
-    ).__name__.lower()
+
+    def forward() -> None:
+        results.append(F.scaled_dot_product_attention(x, x, x, **options))
+
+    operators = counted(forward, device)
+    (result,) = results
+    operators += counted(lambda: backward(result), device)
+
+    assert result.shape == x.shape
+    assert result.dtype == dtype
+    node = type(result.grad_fn).__name__.lower()
+    kernel_in_node = (kernel or "").removeprefix("_").replace("_", "")
+    assert kernel_in_node in node
+    assert ("matmul" in kinds_of(operators)) == (kernel is None)
     found = [o for o in operators if "attention" in o.kind]
-    assert [o.kind for o in found] == (["attention", "attention_backward"] if kernel else [])
-    assert ("matmul" in [o.kind for o in operators]) == (kernel is None)
-    products = 2 * 2 * 4 * 32 * (64 * 65 // 2 if "is_causal" in options else 64 * 64)
-    assert [o.flops for o in found] == ([2 * products, 5 * products] if kernel else [])
-    assert {o.dtype for o in found} <= {str(dtype).removeprefix("torch.")}
+    if kernel is None:
+        assert found == []
+        return
+    assert kinds_of(found) == ["attention", "attention_backward"]
+    of_forward, of_backward = found
+    scores = tokens * tokens
+    if "is_causal" in options:
+        scores = tokens * (tokens + 1) // 2
+    product = 2 * samples * heads * channels * scores
+    assert of_forward.flops == 2 * product
+    assert of_backward.flops == 5 * product
+    dtype_name = str(dtype).removeprefix("torch.")
+    assert of_forward.dtype == dtype_name
+    assert of_backward.dtype == dtype_name
     if kernel == FLASH:
-        moved = [
-            4 * x.nbytes + 4 * 2 * 4 * 64,
-            8 * x.nbytes + 4 * 2 * 4 * 64,
-        ]  # plus a log-sum-exp per row
-        assert [o.bytes for o in found] == pytest.approx(moved, abs=64)  # plus the RNG state
+        log_sums = 4 * samples * heads * tokens  # a log-sum-exp for each row
+        # The state of the random number generator is moved, too.
+        assert of_forward.bytes == pytest.approx(4 * x.nbytes + log_sums, abs=64)
+        assert of_backward.bytes == pytest.approx(8 * x.nbytes + log_sums, abs=64)
 
 
 def test_inside_of_a_function_that_asks_modes_first() -> None:
-    layer, x = nn.MultiheadAttention(16, 2, batch_first=True, device="meta"), meta(2, 8, 16)
+    layer = MultiheadAttention(16, 2, batch_first=True, device="meta")
+    x = meta(2, 8, 16)
     operators = counted(lambda: layer(x, x, x, need_weights=False))
-    assert [o.kind for o in operators if o.flops] == ["matmul", "attention", "matmul"]
+    with_flops = [operator for operator in operators if operator.flops]
+    assert kinds_of(with_flops) == ["matmul", "attention", "matmul"]
 
 
 def test_what_the_user_switched_off_is_not_counted() -> None:
     x = meta(2, 4, 64, 32, dtype=torch.float16)
     with sdpa_kernel(SDPBackend.MATH):
-        assert "attention" not in [
-            o.kind for o in counted(lambda: F.scaled_dot_product_attention(x, x, x))
-        ]
+        operators = counted(lambda: F.scaled_dot_product_attention(x, x, x))
+    assert "attention" not in kinds_of(operators)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("tf32", "tf32"), ("ieee", "float32")])
@@ -143,30 +167,34 @@ def test_tf32_as_pytorch_is_set(precision: str, dtype: str) -> None:
         lambda: meta(8, 8) @ meta(8, 8),
         lambda: half @ half,
     )
-    settings: Any = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    matmul: Any = torch.backends.cuda.matmul
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    settings = (matmul, conv)
     before = [each.fp32_precision for each in settings]
     try:
         for each in settings:
             each.fp32_precision = precision
-        assert [counted(run)[0].dtype for run in products] == [dtype, dtype, "float16"]
+        found = [counted(run)[0].dtype for run in products]
     finally:
         for each, was in zip(settings, before, strict=True):
             each.fp32_precision = was
+    assert found == [dtype, dtype, "float16"]
 
 
 N, C, K = 2, 8, 16
 
-# A convolution, the size of its images, whether Winograd applies, and whether it is a single matrix product.
+# A convolution, the size of its images, its options, whether Winograd's algorithm applies, and
+# whether the convolution is a single matrix product.
 OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
-    (nn.Conv2d, 6, {"kernel_size": 3, "padding": 1}, True, True),
-    (nn.Conv2d, 6, {"kernel_size": 3}, True, True),
-    (nn.Conv2d, 6, {"kernel_size": 3, "padding": 2, "bias": True}, True, True),
-    (nn.Conv2d, 16, {"kernel_size": 3, "stride": 2}, False, True),
-    (nn.Conv2d, 16, {"kernel_size": 5}, False, True),
-    (nn.Conv2d, 16, {"kernel_size": 3, "dilation": 2}, False, True),
-    (nn.Conv2d, 16, {"kernel_size": 3, "groups": 2}, False, False),
-    (nn.ConvTranspose2d, 16, {"kernel_size": 3}, False, False),
-    (nn.ConvTranspose2d, 16, {"kernel_size": 3, "groups": 2}, False, False),
+    (Conv2d, 6, {"kernel_size": 3, "padding": 1}, True, True),
+    (Conv2d, 6, {"kernel_size": 3}, True, True),
+    (Conv2d, 6, {"kernel_size": 3, "padding": 2, "bias": True}, True, True),
+    (Conv2d, 16, {"kernel_size": 3, "stride": 2}, False, True),
+    (Conv2d, 16, {"kernel_size": 5}, False, True),
+    (Conv2d, 16, {"kernel_size": 3, "dilation": 2}, False, True),
+    (Conv2d, 16, {"kernel_size": 3, "groups": 2}, False, False),
+    (ConvTranspose2d, 16, {"kernel_size": 3}, False, False),
+    (ConvTranspose2d, 16, {"kernel_size": 3, "groups": 2}, False, False),
 ]
 
 
@@ -178,31 +206,47 @@ def test_convolutions(
     """Each of the two gradients has as many flops as the forward, with its own grid."""
     layer = kind(C, K, **{"bias": False, **options}, device="meta")
     x = torch.empty(N, C, size, size, device="meta", requires_grad=needs)
+
     with Counter() as counter:
         y = layer(x)
         y.backward(torch.empty_like(y))
-    side, out = options["kernel_size"], y.shape[-1]
-    weights, groups = side**2 * C * K, options.get("groups", 1)
+
+    side = options["kernel_size"]
+    groups = options.get("groups", 1)
+    out = y.shape[-1]
+    weights = side**2 * C * K
+    # Of the forward, of the input's gradient and of the weight's gradient.
     grids = [Grid(K, N * out**2), Grid(C, N * size**2), Grid(K, side**2 * C, divisible=True)]
     tiles = [N * math.ceil(edge / 4) ** 2 for edge in (out, size, out)]
     tiled = [Grid(K, tiles[0], 36), Grid(C, tiles[1], 36), Grid(K, C, 36, divisible=True)]
 
     forward, *gradients = counter.operators
-    bias = [gradients.pop()] if "bias" in options else []
-    assert [(o.kind, o.flops, o.bytes) for o in bias] == [
-        ("elementwise", 0, 4 * N * K * out**2)
-    ] * len(bias)
-    assert len(gradients) == 1 + needs
-    positions = out**2 if kind is nn.Conv2d else size**2
+    with_bias = "bias" in options
+    if with_bias:
+        bias = gradients.pop()
+        assert (bias.kind, bias.flops) == ("elementwise", 0)
+        assert bias.bytes == 4 * N * K * out**2
+    found = {0: forward, 2: gradients[-1]}
+    if needs:
+        found[1] = gradients[0]
+    assert len(gradients) == len(found) - 1
+
+    positions = out**2 if kind is Conv2d else size**2
     numbers = N * C * size**2 + N * K * out**2 + weights / groups
-    for which, o in zip([0, 1, 2] if needs else [0, 2], (forward, *gradients), strict=True):
-        assert o.kind == ("conv3x3" if side == 3 and "stride" not in options else "conv")
+    plain_3x3 = side == 3 and "stride" not in options
+    for which, o in found.items():
+        assert o.kind == ("conv3x3" if plain_3x3 else "conv")
         assert o.flops == 2 * N * positions * weights / groups
-        assert o.bytes == 4 * (numbers + (K if which == 0 and bias else 0))
+        bias_numbers = K if which == 0 and with_bias else 0
+        assert o.bytes == 4 * (numbers + bias_numbers)
         assert o.grid == (grids[which] if plain else None)
-        assert [x.kind for x in o.other] == ["winograd"] * (2 * winograd)
-        if winograd:
-            transformed = 36 * (tiles[which] * (C + K) + C * K)
-            assert [x.flops for x in o.other] == [0, 2 * 36 * C * K * tiles[which]]
-            assert sum(x.bytes for x in o.other) == 4 * (numbers + 2 * transformed)
-            assert o.other[-1].grid == tiled[which]
+        if not winograd:
+            assert len(o.other) == 0
+            continue
+        assert kinds_of(o.other) == ["winograd", "winograd"]
+        transform, product = o.other
+        assert transform.flops == 0
+        assert product.flops == 2 * 36 * C * K * tiles[which]
+        transformed = 36 * (tiles[which] * (C + K) + C * K)
+        assert transform.bytes + product.bytes == 4 * (numbers + 2 * transformed)
+        assert product.grid == tiled[which]

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import GELU, Dropout, Identity, LayerNorm, Linear, Module, Parameter, ReLU, Sequential
 
 from benchmarks.gates.tally import tallied
 from reproduce.models.built import amoebanetd, resnet101, unet
@@ -25,27 +26,30 @@ from .test_counter import meta
 X = torch.empty(4, 6)
 
 
-class Pair(nn.Module):
-    """Two parameters of one shape, views of two storages of 12 numbers, or of one."""
+class Pair(Module):
+    """Two parameters of one shape. They are views of two storages of 12 numbers, or of one."""
 
     def __init__(self, cut: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        self.a, self.b = map(nn.Parameter, cut(torch.rand(12), torch.rand(12)))
+        a, b = cut(torch.rand(12), torch.rand(12))
+        self.a = Parameter(a)
+        self.b = Parameter(b)
 
 
 # No two of these behave alike.
-LAYERS: list[Callable[[], nn.Module]] = [
-    lambda: nn.Linear(6, 6),
-    lambda: nn.Linear(6, 7),
-    lambda: nn.Linear(6, 6, dtype=torch.float64),
-    lambda: nn.Linear(6, 6).requires_grad_(False),
-    lambda: nn.Linear(6, 6).eval(),
-    lambda: nn.Dropout(0.1),
-    lambda: nn.Dropout(0.2),
+LAYERS: list[Callable[[], Module]] = [
+    lambda: Linear(6, 6),
+    lambda: Linear(6, 7),
+    lambda: Linear(6, 6, dtype=torch.float64),
+    lambda: Linear(6, 6).requires_grad_(False),
+    lambda: Linear(6, 6).eval(),
+    lambda: Dropout(0.1),
+    lambda: Dropout(0.2),
     lambda: Pair(lambda a, b: (a[:6], b[:6])),
     lambda: Pair(lambda a, b: (a[:6], a[:6])),
     lambda: Pair(lambda a, b: (a[:6], a[6:])),
 ]
+# No two of these inputs make a layer behave alike.
 VALUES: list[Any] = [
     X,
     (X,),
@@ -61,22 +65,34 @@ VALUES: list[Any] = [
 
 
 def test_alike_whatever_tensors_contain() -> None:
-    found = [[Alike().behaviour(build(), x) for build in LAYERS] for x in (X, torch.ones(4, 6))]
-    assert found[0] == found[1] and None not in found[0]
-    assert len({*found[0]}) == len(LAYERS)
-    layer = nn.Linear(6, 6)
-    came_in = [*(Alike().behaviour(layer, x) for x in VALUES), Alike().behaviour(layer, X, "first")]
-    assert len({*came_in}) == len(VALUES) + 1
+    on_empty = []
+    on_ones = []
+    ones = torch.ones(4, 6)
+    for build in LAYERS:
+        on_empty.append(Alike().behaviour(build(), X))
+        on_ones.append(Alike().behaviour(build(), ones))
+    assert on_empty == on_ones
+    assert None not in on_empty
+    assert len({*on_empty}) == len(LAYERS)
+
+    layer = Linear(6, 6)
+    of_values = [Alike().behaviour(layer, x) for x in VALUES]
+    of_values.append(Alike().behaviour(layer, X, "first"))
+    assert len({*of_values}) == len(VALUES) + 1
 
 
 def test_unknown_for_skips_and_what_cannot_be_pickled() -> None:
-    layer = nn.Linear(6, 6)
-    layer.made_here = lambda: None  # type: ignore[assignment]
+    not_pickled = Linear(6, 6)
+    not_pickled.made_here = lambda: None  # type: ignore[assignment]
     with_skips = [layer for layer in unet(2, 1, 4) if any(skips_of(layer))]
-    assert with_skips and all(Alike().behaviour(each, X) is None for each in (layer, *with_skips))
+    assert len(with_skips) > 0
+    for layer in (not_pickled, *with_skips):
+        assert Alike().behaviour(layer, X) is None
 
 
-class Copied(nn.Linear):
+class Copied(Linear):
+    """A layer that counts its copies."""
+
     copies = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Copied:
@@ -89,11 +105,11 @@ def test_layers_that_behave_alike_are_copied_once(
     widths: list[int], different: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Copied, "copies", 0)
-    model = nn.Sequential(*(Copied(a, b) for a, b in pairwise(widths)))
-    assert len(count(model, torch.empty(1, 8))) == 40
-    assert Copied.copies == 2 * (
-        2 * different + 3
-    )  # for two sizes; the first layer differs, and in bytes the last
+    layers = [Copied(a, b) for a, b in pairwise(widths)]
+    counts = count(Sequential(*layers), torch.empty(1, 8))
+    assert len(counts) == 40
+    # Each of two sizes needs copies. The first layer differs, and the last layer differs in bytes.
+    assert Copied.copies == 2 * (2 * different + 3)
 
 
 @pytest.mark.parametrize(
@@ -111,45 +127,53 @@ def test_layers_that_behave_alike_are_copied_once(
     ],
 )
 def test_operators_run_once(works: list[Callable[[], object]], operator: str, runs: int) -> None:
+    found: list[Tensor] = []
+    plain: list[Tensor] = []
     with tallied() as tally, Remembered():
-        found = [x for work in works for x in tensors_in(work())]
-    assert [name.split(".")[1] for name in tally.operators].count(operator) == runs
-    plain = [x for work in works for x in tensors_in(work())]
-    looks = [[(x.shape, x.stride(), x.dtype, x.device) for x in made] for made in (found, plain)]
-    assert looks[0] == looks[1]
-    assert len({x.untyped_storage()._cdata for x in found}) == len(found)
+        for work in works:
+            found += tensors_in(work())
+    for work in works:
+        plain += tensors_in(work())
+
+    ran = [name.split(".")[1] for name in tally.operators]
+    assert ran.count(operator) == runs
+    for x, expected in zip(found, plain, strict=True):
+        assert x.shape == expected.shape
+        assert x.stride() == expected.stride()
+        assert x.dtype == expected.dtype
+        assert x.device == expected.device
+    storages = {x.untyped_storage()._cdata for x in found}
+    assert len(storages) == len(found)
 
 
 def no_answer(_: Remembered, func: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:
     return func(*args, **(kwargs or {}))
 
 
-# What to disable: the caches of operators and of layers.
+# The caches of operators and of layers, and what disables each.
 SHORTCUTS: list[tuple[type, str, Callable[..., object]]] = [
     (Remembered, "__torch_dispatch__", no_answer),
     (Alike, "behaviour", lambda *_: None),
 ]
 
 
-def small() -> nn.Sequential:
-    twin = [
-        nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 8))
-        for _ in range(3)
-    ]
-    return nn.Sequential(
-        nn.Linear(8, 8), *twin, nn.GELU(), nn.Identity(), nn.Dropout(), nn.Linear(8, 8, bias=False)
-    )
+def block() -> Sequential:
+    return Sequential(Linear(8, 16), LayerNorm(16), ReLU(), Linear(16, 8))
+
+
+def small() -> Sequential:
+    last = [GELU(), Identity(), Dropout(), Linear(8, 8, bias=False)]
+    return Sequential(Linear(8, 8), block(), block(), block(), *last)
+
+
+AMOEBANET_D = pytest.param(lambda: amoebanetd(3, 32), (3, 224, 224), marks=pytest.mark.slow)
+RESNET_101 = pytest.param(resnet101, (3, 64, 64), marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("owner, name, replacement", SHORTCUTS, ids=["operators", "layers"])
 @pytest.mark.parametrize(
     ("build", "shape"),
-    [
-        (small, (8,)),
-        (lambda: unet(2, 1, 4), (3, 16, 16)),
-        pytest.param(lambda: amoebanetd(3, 32), (3, 224, 224), marks=pytest.mark.slow),
-        pytest.param(resnet101, (3, 64, 64), marks=pytest.mark.slow),
-    ],
+    [(small, (8,)), (lambda: unet(2, 1, 4), (3, 16, 16)), AMOEBANET_D, RESNET_101],
 )
 def test_counts_are_the_same_without(
     build: Any,
@@ -164,14 +188,18 @@ def test_counts_are_the_same_without(
         fast = count(model, meta(1, *shape))
         monkeypatch.setattr(owner, name, replacement)
         again = count(model, meta(1, *shape))
-    assert owner is Alike or again == fast  # else storages are numbered differently
+    if owner is not Alike:  # without it, storages are numbered differently
+        assert again == fast
     assert again.at(3) == fast.at(3)
-    setup = Setup(6, (3, len(model) - 3), 2, "except_last", Optimizer(state=1))
+    balance = (3, len(model) - 3)
+    setup = Setup(6, balance, 2, "except_last", Optimizer(state=1))
     assert setup_memory(again, setup) == setup_memory(fast, setup)
 
 
 def test_layers_are_counted_anew_under_another_autocast() -> None:
     alike = Alike()
+    x = torch.empty(1, 8)
     for autocast in (None, torch.float16, torch.bfloat16):
-        anew = count(small(), torch.empty(1, 8), autocast=autocast)
-        assert count(small(), torch.empty(1, 8), autocast=autocast, alike=alike).at(3) == anew.at(3)
+        anew = count(small(), x, autocast=autocast)
+        with_cache = count(small(), x, autocast=autocast, alike=alike)
+        assert with_cache.at(3) == anew.at(3)

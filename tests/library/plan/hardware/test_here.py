@@ -1,4 +1,4 @@
-"""The description of this machine: the cores and memory of this process (not all), and the times of layers."""
+"""The description of this machine: what this process may use of it, and the times of layers."""
 
 import contextlib
 import math
@@ -10,7 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from pytest import MonkeyPatch
+from torch import Tensor
+from torch.nn import Identity, Module, Sequential
 
 from torchgpipe.balance import profile
 from torchgpipe.balance.profile import profile_times
@@ -24,33 +26,33 @@ from ...simulated import CLOCK, Spend, spend
 CPU = torch.device("cpu")
 
 
-def test_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_here(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(here, "_main_memory", lambda: 12.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(here, "hand_over", lambda: 0.5)
     monkeypatch.setattr(profile, "perf_counter", perf_counter)
     found = describe_here(CPU, None, None)
-    assert (found.devices, found.memory, found.link_bandwidth, found.transfer(1e9)) == (
-        3,
-        4.0,
-        math.inf,
-        0.5,
-    )
+    assert found.devices == 3
+    assert found.memory == 4.0
+    assert found.link_bandwidth == math.inf
+    assert found.transfer(1e9) == 0.5
     assert describe_here(CPU, 2, None).memory == 6.0
     assert describe_here(CPU, 2, 3.0).memory == 3.0
-    assert describe_here(CPU, 1, 3.0).transfer(1e9) == 0.0, "a lone device hands nothing over"
+    alone = describe_here(CPU, 1, 3.0)
+    assert alone.transfer(1e9) == 0.0, "a lone device hands nothing over"
 
 
 @pytest.mark.parametrize("others", [1, 3])
-def test_what_works_beside_others_takes_longer(
-    others: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, before, at_work = [0.0], threading.active_count(), threading.Barrier(others + 1)
+def test_what_works_beside_others_takes_longer(others: int, monkeypatch: MonkeyPatch) -> None:
+    before = threading.active_count()
+    at_work = threading.Barrier(others + 1)
+    now = 0.0
 
     def first() -> None:
+        nonlocal now
         beside = threading.active_count() > before
-        now[0] += 4.0 if beside else 1.0
+        now += 4.0 if beside else 1.0
         if beside and not at_work.broken:
             at_work.wait(10)
             at_work.abort()
@@ -59,20 +61,19 @@ def test_what_works_beside_others_takes_longer(
         with contextlib.suppress(threading.BrokenBarrierError):
             at_work.wait(10)
 
-    monkeypatch.setattr(profile, "perf_counter", lambda: now[0])
-    assert sharing([first, *[other] * others]) == 3 / others
+    monkeypatch.setattr(profile, "perf_counter", lambda: now)
+    works = [first] + [other] * others
+    assert sharing(works) == 3 / others
     assert threading.active_count() == before
 
 
-def test_a_system_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_does_not_tell_its_memory(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "perf_counter", perf_counter)
-    monkeypatch.setattr(
-        "os.sysconf", Mock(side_effect=ValueError("unrecognized configuration name"))
-    )
+    not_known = Mock(side_effect=ValueError("unrecognized configuration name"))
+    monkeypatch.setattr("os.sysconf", not_known)
     assert describe_here(CPU, 1, 5.0).memory == 5.0
-    with pytest.raises(
-        ValueError, match="this system does not tell its memory: say memory='16GiB'"
-    ):
+    refusal = "this system does not tell its memory: say memory='16GiB'"
+    with pytest.raises(ValueError, match=refusal):
         describe_here(CPU, 1, None)
 
 
@@ -91,7 +92,8 @@ pytestmark = pytest.mark.usefixtures("clock")
 
 
 def pair(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x, torch.ones(1)  # does not require grad
+    """Return `x` and a tensor that does not require grad."""
+    return x, torch.ones(1)
 
 
 def in_place(forward: float, backward: float) -> Spend:
@@ -102,18 +104,17 @@ def frozen(forward: float, backward: float) -> Spend:
     return Spend(forward, backward).requires_grad_(False)
 
 
-STASH, POP = nn.Sequential(Stash(), Spend(1, 2)), nn.Sequential(Pop(), Spend(7, 4))
+STASH, POP = Sequential(Stash(), Spend(1, 2)), Sequential(Pop(), Spend(7, 4))
 FIRST_OF_TWO = Spend(3, 5, before=lambda pair: pair[0])
-# Layers, the seconds of their forwards, and those of their backwards if the sample does not require grad.
-CASES: dict[str, tuple[list[nn.Module], list[float], list[float]]] = {
+TWO_TENSORS: list[Module] = [Spend(2, 1), Spend(1, 2, after=pair), FIRST_OF_TWO]
+FIRST_FROZEN: list[Module] = [frozen(1, 2), frozen(2, 3), Spend(3, 5), Spend(7, 4)]
+# Layers, the seconds of their forwards, and the seconds of their backwards for a sample that does
+# not require grad.
+CASES: dict[str, tuple[list[Module], list[float], list[float]]] = {
     "plain": ([Spend(1, 2), Spend(3, 5), Spend(7, 4)], [1, 3, 7], [2, 5, 4]),
     "a skip": ([Spend(2, 1), STASH, Spend(3, 5), POP], [2, 1, 3, 7], [1, 2, 5, 4]),
-    "two tensors": ([Spend(2, 1), Spend(1, 2, after=pair), FIRST_OF_TWO], [2, 1, 3], [1, 2, 5]),
-    "the first ones frozen": (
-        [frozen(1, 2), frozen(2, 3), Spend(3, 5), Spend(7, 4)],
-        [1, 2, 3, 7],
-        [0, 0, 5, 4],
-    ),
+    "two tensors": (TWO_TENSORS, [2, 1, 3], [1, 2, 5]),
+    "the first ones frozen": (FIRST_FROZEN, [1, 2, 3, 7], [0, 0, 5, 4]),
     "one between frozen": ([Spend(1, 2), frozen(2, 3), Spend(3, 5)], [1, 2, 3], [2, 3, 5]),
     "in place": ([Spend(1, 2), in_place(3, 5), Spend(7, 4)], [1, 3, 7], [2, 5, 4]),
     "in place at first": ([in_place(3, 5), Spend(7, 4)], [3, 7], [5, 4]),
@@ -124,39 +125,47 @@ CASES: dict[str, tuple[list[nn.Module], list[float], list[float]]] = {
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize(("layers", "forward", "backward"), CASES.values(), ids=CASES)
 def test_each_layer_has_its_own_seconds(
-    layers: list[nn.Module], forward: list[float], backward: list[float], needs_grad: bool
+    layers: list[Module], forward: list[float], backward: list[float], needs_grad: bool
 ) -> None:
-    model, x = nn.Sequential(*layers), torch.ones(3, 2, requires_grad=needs_grad)
+    model = Sequential(*layers)
+    x = torch.ones(3, 2, requires_grad=needs_grad)
     if needs_grad:  # then frozen layers have a backward, too
         backward = [layer.seconds[1] for layer in model.modules() if isinstance(layer, Spend)]
-    for found in (time_step(model, x, CPU), *time_alone(model, x, CPU, runs=2)):
+
+    measurements = [time_step(model, x, CPU), *time_alone(model, x, CPU, runs=2)]
+
+    for found in measurements:
         assert found == (forward, forward, backward)
-    total = [a + b for a, b in zip(forward, backward, strict=True)]
+    total = [f + b for f, b in zip(forward, backward, strict=True)]
     for timeout in (0.0, 60.0):
         assert profile_times(model, x, timeout, CPU) == total
 
 
 class Cold(Spend):
-    """The first run of each copy takes other seconds."""
+    """A layer whose copies take other seconds in their first run."""
 
     def forward(self, x: Tensor) -> Tensor:
-        seconds, self.seconds = self.seconds, (1, 2)
+        seconds = self.seconds
+        self.seconds = (1, 2)
         return spend(x * self.weight, *seconds)
 
 
 def test_the_first_run_of_a_copy_does_not_count() -> None:
-    model, x = nn.Sequential(Cold(100, 200)), torch.ones(3, 2)
+    model = Sequential(Cold(100, 200))
+    x = torch.ones(3, 2)
     assert time_alone(model, x, CPU, runs=2) == [([1], [1], [2])] * 2
     assert profile_times(model, x, 1e4, CPU) == [1 + 2]
 
 
-def test_no_backward_takes_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that returns its input gets its gradient at the same time as the layer before, or just after."""
+def test_no_backward_takes_less_than_nothing(monkeypatch: MonkeyPatch) -> None:
+    """A layer that returns its input gets its gradient when the layer before it does, or later."""
 
     def ticking() -> float:
         CLOCK.now += 1 / 1024
         return CLOCK.now
 
     monkeypatch.setattr(timing, "perf_counter", ticking)
-    found = time_step(nn.Sequential(Spend(1, 2), nn.Identity(), Spend(3, 5)), torch.ones(3, 2), CPU)
-    assert found.backward == pytest.approx([2, 0, 5], abs=0.01) and min(found.backward) >= 0
+    model = Sequential(Spend(1, 2), Identity(), Spend(3, 5))
+    found = time_step(model, torch.ones(3, 2), CPU)
+    assert found.backward == pytest.approx([2, 0, 5], abs=0.01)
+    assert min(found.backward) >= 0

@@ -1,0 +1,105 @@
+"""The peaks of a real pipeline on `meta`, by the live bytes of its tensors."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchgpipe.layers.batches
+from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
+from torchgpipe import GPipe
+from torchgpipe.tensors.microbatch import mapped
+
+
+class OnMeta(LiveBytes):
+    """Count only tensors on `meta`: an optimizer's step counters are on the host."""
+
+    last = 0
+    """The device of the latest tensor. A tensor that is made from no known tensor counts there."""
+
+    def add(self, tensors: Iterable[Tensor], device: int) -> None:
+        on_meta = [x for x in tensors if x.is_meta]
+        super().add(on_meta, device)
+
+    def device_of(self, tensors: Iterable[Tensor]) -> int:
+        for x in tensors:
+            if x.numel() == 0:
+                continue
+            known = self._known.get(id(x.untyped_storage()))
+            if known is not None:
+                self.last = known[0]
+                break
+        return self.last
+
+
+class Copies(LiveBytesMode):
+    """Count a copy on its target device."""
+
+    counter: OnMeta
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = None
+        if "_to_copy" in str(func) and kwargs:
+            target = kwargs.get("device")
+        if target is None:
+            self.device = None
+        else:
+            self.device = target.index or 0
+            self.counter.last = self.device
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def real_peaks(
+    model: nn.Sequential,
+    x: Tensor,
+    balance: Any,
+    chunks: int,
+    checkpoint: Any,
+    make: Any,
+    zeroed: bool = False,
+) -> list[int]:
+    """Return each device's peak in the second of two steps, with the optimizer's update.
+
+    The mini-batch stays alive on the first device. The output is alive until the update is done.
+    """
+
+    def mapped_if_cloned(change: Any, x: Any) -> Any:
+        """Copy micro-batches where they are cloned, but not to a device: all are on `meta`."""
+        return mapped(change, x) if change is torch.clone else x
+
+    n = len(balance)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchgpipe.layers.batches, "mapped", mapped_if_cloned)
+        devices = [f"meta:{j}" for j in range(n)]
+        model = model.to("meta")
+        pipeline = GPipe(model, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
+        # Each device has a parameter group of its own, so that it is updated separately.
+        groups = []
+        for partition in pipeline.partitions:
+            trained = [p for p in partition.parameters() if p.requires_grad]
+            if trained:
+                groups.append({"params": trained})
+        optimizer = make(groups)
+        live = OnMeta(n)
+        for j, partition in enumerate(pipeline.partitions):
+            live.add([*partition.parameters(), *partition.buffers()], j)
+            for parameter in partition.parameters():
+                # Some optimizers have their state from the start.
+                state = optimizer.state.get(parameter, {})
+                live.add(filter(torch.is_tensor, state.values()), j)
+        x = x.to("meta")
+        live.add([x], 0)
+        with Copies(live, None):
+            for _ in range(2):
+                live.peak = list(live.live)
+                output = pipeline(x)
+                live.last = n - 1
+                gradient = torch.empty_like(output)
+                output.backward(gradient)
+                del gradient
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=not zeroed)
+                del output
+    return list(live.peak)

@@ -1,0 +1,142 @@
+"""What a step refuses, and of which criteria it warns."""
+
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import GPipe
+from torchgpipe.schedules import make
+from torchgpipe.step.shares import Shares
+
+from .layers import linears
+from .test_step import CLASSES, CROSSED, T, X, crossed, pipeline
+
+SUM = 'give reduction="sum" to step'
+WEIGHT = r"weight=lambda target: \(target != {}\).sum\(\)"
+OTHER = torch.tensor([0, 1, 1, 1, 1, 0, 1])
+SAME_SHARES = torch.tensor([0, 1, 1, 0, 0, 1])
+CE, ce = nn.CrossEntropyLoss, nn.functional.cross_entropy
+# A criterion, a target, options of a step, and what is warned of.
+MEANS: list[tuple[Any, Tensor, dict[str, Any], str]] = [
+    (CE(reduction="sum"), CLASSES, {}, SUM),
+    (partial(ce, reduction="sum"), CLASSES, {}, SUM),
+    (CE(), T, {}, WEIGHT.format(-100)),
+    (CE(ignore_index=1), OTHER, {}, WEIGHT.format(1)),
+    (ce, T, {}, WEIGHT.format(-100)),
+    (partial(ce, ignore_index=1), OTHER, {}, WEIGHT.format(1)),
+    (nn.MSELoss(reduction="sum"), X, {}, SUM),
+    (CE(reduction="sum"), CLASSES, {"reduction": "sum"}, ""),
+    (CE(), T, {"weight": lambda target: (target != -100).sum()}, ""),
+    (CE(), CLASSES, {}, ""),
+    (CE(ignore_index=0), SAME_SHARES, {}, ""),
+    (nn.MSELoss(), X, {}, ""),
+    (crossed, T, {}, ""),  # what a function of one's own ignores cannot be seen
+]
+
+
+@pytest.mark.parametrize("run", ["step", "evaluate"])
+@pytest.mark.parametrize(("criterion", "target", "options", "said"), MEANS)
+def test_a_criterion_that_is_no_mean_over_samples_warns(
+    criterion: Any, target: Tensor, options: Any, said: str, run: str
+) -> None:
+    act = getattr(pipeline(engine="graph"), run)
+    alone = getattr(pipeline(chunks=1), run)
+    x = X[: len(target)]
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        act(criterion, x, target, **options)
+        alone(criterion, x, target, **options)  # one micro-batch is the mini-batch
+
+    if not said:
+        assert len(warned) == 0
+        return
+    (warning,) = warned
+    assert re.search(said, str(warning.message))
+
+
+@torch.no_grad()
+def step_without_gradients() -> None:
+    pipeline().step(crossed, X, T)
+
+
+def step_without_layers() -> None:
+    GPipe(nn.Sequential(), []).step(crossed, X, T)
+
+
+def step_with_a_schedule_for_two() -> None:
+    model = pipeline(schedule=make("1F1B", 2, 2))
+    model.step(crossed, X, T)
+
+
+def three_partitions_on_two_devices() -> None:
+    GPipe(linears(3), [1] * 3, devices=["cpu"] * 2, schedule="Interleaved1F1B")
+
+
+def a_single_stage() -> None:
+    GPipe(linears(1), [1], devices=["cpu"], schedule="ZBVZeroBubble")
+
+
+ONE_STAGE = "ZBVZeroBubble needs .* 2, .* 1 partitions for 1 devices; give a balance of 2"
+ONE_EACH = "needs .* at least 2, .* 2 partitions for 2 devices; give a balance of 4"
+NOT_ALIKE = "there are 3 partitions for 2 devices; give a balance of 4 partitions"
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "a reduction": (
+        lambda: Shares("max", None, [1], [X]),
+        ValueError,
+        "'mean', or 'sum' or 'none' .* but got 'max'",
+    ),
+    "a weight of a sum": (
+        lambda: Shares("sum", len, [1], [X]),
+        ValueError,
+        "but got 'sum' with a weight",
+    ),
+    "a target of another size": (
+        lambda: pipeline().step(crossed, X, T[1:]),
+        ValueError,
+        r"size, 7, .* shape \(6,\)",
+    ),
+    "no scalar": (
+        lambda: pipeline().step(lambda y, t: y, X, T),
+        TypeError,
+        r"scalar tensor, .* shape \(3, 2\)",
+    ),
+    "no layers": (step_without_layers, ValueError, "no layers to train"),
+    "no gradients": (step_without_gradients, RuntimeError, "gradients are off"),
+    "no such schedule": (
+        lambda: pipeline(schedule="DualPipeV"),
+        ValueError,
+        "no schedule is called 'DualPipeV'",
+    ),
+    "items that wait for each other": (
+        lambda: pipeline(schedule=CROSSED).step(crossed, X[:2], T[:2]),
+        ValueError,
+        "device 0 waits for ever",
+    ),
+    "other stages": (
+        lambda: pipeline(schedule=make("1F1B", 3, 3)),
+        ValueError,
+        "1F1B has 3 stages, but .* 2 part",
+    ),
+    "too few micro-batches": (
+        step_with_a_schedule_for_two,
+        ValueError,
+        "for 1 to 2 micro-batches, not 3",
+    ),
+    "stages not shared alike": (three_partitions_on_two_devices, ValueError, NOT_ALIKE),
+    "one stage a device": (lambda: pipeline(schedule="Interleaved1F1B"), ValueError, ONE_EACH),
+    "one stage": (a_single_stage, ValueError, ONE_STAGE),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    act, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        act()
