@@ -41,10 +41,7 @@ let_gradients_go_forward: Callable[[bool], None] = torch._C._set_fwd_grad_enable
 """Switch forward-mode gradients on or off; they are off in an `autograd.Function`'s forward."""
 
 torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
-"""Return whether tensor subclasses see the functions that are called on them.
-
-In the backward of a loss that is a tensor subclass, they do not.
-"""
+"""Return whether tensor subclasses see what is called; in the backward of such a loss, they do not."""
 
 with_torch_function: Callable[[], AbstractContextManager[object]] = torch._C._EnableTorchFunction
 """Let tensor subclasses see the functions that are called on them."""
@@ -53,10 +50,7 @@ without_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.
 """Hide the functions that are called from tensor subclasses and from modes."""
 
 push_mode, pop_mode = _push_mode, _pop_mode
-"""Let a mode see the operators of this thread, or end that.
-
-In contrast to these two, the mode's own `__enter__` writes to variables that all threads share.
-"""
+"""Begin or end a mode of this thread; its own `__enter__` writes to what all threads share."""
 
 _major, _minor, *_ = torch.__version__.split(".")
 
@@ -126,8 +120,7 @@ def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 
 is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
-"""Return whether a gradient stands for several, as in `torch.autograd.grad(is_grads_batched=True)`.
-"""
+"""Return whether a gradient stands for several, as with `is_grads_batched=True`."""
 
 
 def run_backward(
