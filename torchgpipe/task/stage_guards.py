@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from torchgpipe.task.guards.attention import SlowAttention
-from torchgpipe.task.guards.autocast import UncachedAutocast
 from torchgpipe.task.guards.buffers import Buffers
 from torchgpipe.task.guards.gradients import OutputGradients
 from torchgpipe.task.guards.guard import Before, Context, Guard, GuardedTask, Nested
@@ -82,8 +81,6 @@ class StageGuards:
         )
         self.add(self.memory)
         self.add(ambient)
-        if ambient.casts:
-            self.add(UncachedAutocast(ambient))
         if ambient.watched:
             self.add(StatefulModes(index, ambient))
         if stage.attends:
