@@ -93,7 +93,8 @@ class StageGuards:
 
     def add(self, guard: Guard) -> None:
         """Add a guard within the others: it is told last, and its contexts are the innermost."""
-        for moment in _moments_of(type(guard)):
+        kind: Any = type(guard)
+        for moment in _moments_of(kind):
             self._at[moment].append(getattr(guard, moment))
 
     def around(self, moment: Before, task: GuardedTask) -> Context:
