@@ -72,7 +72,7 @@ def ran(engine: Any, checkpoint: Any, schedule: str) -> tuple[int, int]:
         step()
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
     return len(seen), seen.total()
 
 

@@ -138,7 +138,7 @@ def _experiment(line: Line) -> str:
 
 def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
     """Return the lines with their readings of the metric."""
-    measured = []
+    measured: list[Measured] = []
     for line in lines:
         readings = {}
         for side, entry in line.entries.items():

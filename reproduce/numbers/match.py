@@ -124,7 +124,7 @@ def pick(lines: Sequence[Line], filters: Sequence[str]) -> list[Line]:
 
 def _with_values(lines: Sequence[Line], name: str, allowed: Sequence[str]) -> list[Line]:
     """Return the lines whose field has one of the allowed values, or raise `Error`."""
-    known = {}
+    known: dict[str, None] = {}
     picked = []
     for line in lines:
         text = value_text(line, name)

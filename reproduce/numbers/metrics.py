@@ -333,7 +333,7 @@ def _published_memory(result: Result, unit: Mapping[str, str]) -> float | None:
     for names in (("memory",), ("model_memory", "peak_activation_memory")):
         sizes = []
         for name in names:
-            size = result.values.get(name)
+            size: Json = result.values.get(name)
             factor = BYTES.get(unit.get(name, ""))
             if _is_number(size) and factor:
                 sizes.append(size * factor)

@@ -167,7 +167,7 @@ def _subfolders(path: Path) -> str:
 
 def side_of(letter: str, name: str, records: Records) -> Side:
     """Make a side from records."""
-    experiments = {}
+    experiments: dict[str, None] = {}
     count = 0
     for record in records:
         count += len(record.results)

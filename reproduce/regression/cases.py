@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from reproduce.regression.timed import Case
 
 Model = Literal["linear", "AmoebaNet-D", "U-Net", "matrices"]
+Mode = Literal["always", "except_last", "never"]
 Loss = Callable[[Tensor], Tensor]
 
 
@@ -30,7 +31,7 @@ class Training:
     model: Model
     balance: tuple[int, ...]
     m: int
-    checkpoint: str
+    checkpoint: Mode
     batch: int
 
     def __call__(self) -> Callable[[], Tensor]:
@@ -45,7 +46,7 @@ class Training:
         devices = ["cpu"] * len(self.balance)
         model = GPipe(
             layers, self.balance, devices=devices, chunks=self.m, checkpoint=self.checkpoint
-        )  # type: ignore[arg-type]
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
         def step() -> Tensor:
@@ -96,7 +97,7 @@ def training(model: Model, batch: int, m: int, balance: tuple[int, int]) -> tupl
 
 
 TRAINING = (*training("AmoebaNet-D", 2, 2, (4, 5)), *training("U-Net", 8, 2, (20, 21)))
-MODES = ("never", "always")
+MODES: tuple[Mode, ...] = ("never", "always")
 MACHINERY = tuple(
     Case(f"machinery {mode}", Training("linear", (1, 1), 8, mode, 8), steps=4) for mode in MODES
 )

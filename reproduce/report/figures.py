@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from reproduce.report.figure import FAINT, SERIES, new_figure, styled, svg
 from reproduce.report.subjects import RUN, Source, Subject
@@ -140,8 +141,8 @@ def history_figures(lines: Sequence[Line]) -> list[Captioned]:
 def _history(name: str, machine: str, points: Sequence[Point]) -> Captioned:
     """Draw a number of a machine over revisions, with its quartiles where they are known."""
     values = []
-    low = []
-    high = []
+    low: list[Any] = []
+    high: list[Any] = []
     revisions = []
     said = []
     for revision, number in points:

@@ -151,7 +151,7 @@ def _table_of(experiment: str, sources: Sequence[Source]) -> str:
 def _predicted(experiment: str, records: Sequence[Record]) -> Iterator[Source]:
     for record in records:
         results = []
-        names = {}
+        names: dict[str, None] = {}
         for result in record.results:
             if result.experiment == experiment:
                 results.append(result)
@@ -317,8 +317,8 @@ def _place(source: Source) -> tuple[object, object]:
 
 def _other_work(subject: Subject, source: Source) -> Iterator[str]:
     """Say in which fields and rows a source differs from the first source of the subject."""
-    fields = {}
-    names = {}
+    fields: dict[str, None] = {}
+    names: dict[str, None] = {}
     for row in subject.rows:
         theirs = subject.find(subject.sources[0], row)
         ours = subject.find(source, row)

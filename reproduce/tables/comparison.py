@@ -14,7 +14,7 @@ from reproduce.numbers.match import grouped, match, pick
 from reproduce.numbers.metrics import BYTES, available, better, outcome
 from reproduce.numbers.notes import IN_TURN
 from reproduce.numbers.significance import Decision, Rule
-from reproduce.numbers.sources import Side, load_side
+from reproduce.numbers.sources import Entry, Side, load_side
 from reproduce.records.record import RULE, SUCCESS, Record, Run
 from reproduce.tables.layout import Table, bullets, many, reading_text
 from reproduce.tables.output import Number, of_reading, written
@@ -50,7 +50,7 @@ def compared(  # noqa: PLR0913
         sides.append(load_side(letter, name))
     matched = match(sides)
     lines = pick(matched, filters)
-    entries = []
+    entries: list[Entry] = []
     for line in lines:
         entries += line.entries.values()
     metrics = available(entries)
@@ -80,7 +80,7 @@ def write_comparisons(
     below = [*_legend(sides, rule), *notes]
     text = []
     markdown = []
-    numbers = []
+    numbers: list[Number] = []
     own_notes = []
     for comparison in comparisons:
         table = _table(comparison, sides)
@@ -109,7 +109,7 @@ def _complaint(comparisons: Comparisons) -> Error | None:
 
     A check that tested nothing must not pass.
     """
-    worse = {}
+    worse: dict[str, None] = {}
     decided = False
     for comparison in comparisons:
         for row in comparison.rows:
@@ -282,7 +282,7 @@ def _ratio(decision: Decision | None, metric: str) -> list[str]:
 
 def _origins(side: Side) -> str:
     """Say in short where a side's numbers come from."""
-    origins = {}
+    origins: dict[str, None] = {}
     for record in side.records:
         origin: str = record.kind
         if record.run is not None:
@@ -293,7 +293,7 @@ def _origins(side: Side) -> str:
 
 def _origin(record: Record, run: Run) -> str:
     """Say how the rows of a run were made, on what, and from which revision."""
-    done = {}
+    done: dict[str, None] = {}
     for result in record.results:
         done["emulated" if result.emulated else "measured"] = None
     place = run.machine.cpu

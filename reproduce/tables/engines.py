@@ -63,8 +63,8 @@ def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Ta
 def _about_left_out(results: Sequence[Result]) -> Iterator[str]:
     """Say why engines did not run rows, in a note for each reason."""
     for reason, found in grouped(results, lambda result: result.reason).items():
-        engines = {}
-        rows = {}
+        engines: dict[str, None] = {}
+        rows: dict[str, None] = {}
         for result in found:
             engines[result.engine] = None
             rows[result.row] = None

@@ -69,7 +69,7 @@ def _measured(result: Result, run: Run) -> MeasuredRow | None:
         return None
     machine = run.machine.cpu
     if run.device == "cuda":
-        names = {}
+        names: dict[str, None] = {}
         for gpu in run.machine.gpus[: run.devices]:
             names[gpu.name] = None
         machine = f"{run.devices} x {', '.join(names)}"

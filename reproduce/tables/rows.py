@@ -218,7 +218,7 @@ class Rows:
             if ratio:
                 measured += "; emul./meas.: of samples/s"
             yield measured
-        links = {}
+        links: dict[str, None] = {}
         devices = set()
         for result in self:
             devices.add(result.device)
@@ -325,7 +325,7 @@ class Rows:
         yield from self._not_measured("memory")
 
     def _not_measured(self, what: str) -> Iterator[str]:
-        reasons = {}
+        reasons: dict[str, None] = {}
         for result in self:
             reason = result.values.get(f"{what}_problem")
             if reason:

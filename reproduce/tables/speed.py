@@ -133,7 +133,7 @@ def _configuration(result: Result) -> str:
 
 def _as_published(rows: Rows) -> Table:
     modes = set()
-    baselines = {}
+    baselines: dict[str, None] = {}
     for result in rows:
         if result.config["chunks"] is not None:
             modes.add(result.config["checkpoint"])

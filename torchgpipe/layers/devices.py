@@ -73,7 +73,8 @@ class FixedDevices(nn.Module):
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None and not self._is_on(torch.device(device)):
             raise TypeError(MOVING)
-        return super().to(dtype=dtype, non_blocking=non_blocking, memory_format=memory_format)
+        changes: Any = {"dtype": dtype, "non_blocking": non_blocking}
+        return super().to(**changes, memory_format=memory_format)
 
     def _is_on(self, device: torch.device) -> bool:
         if str(device) == "cuda" and torch.cuda.is_available():

@@ -150,10 +150,10 @@ def handed(outputs: Flat) -> Flat:
     if not taking:
         return outputs
     remaining = iter(_Handed.apply(*taking))
-    found = [next(remaining) if y is not None and y.requires_grad else y for y in outputs]
-    for y, x in zip(found, outputs, strict=True):
-        if x is not None and y is not x:
-            carrying(y, x)
+    found: list[Tensor | None] = []
+    for y in outputs:
+        is_leaf = y is not None and y.requires_grad
+        found.append(carrying(next(remaining), y) if y is not None and is_leaf else y)
     return tuple(found)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from torchgpipe.task.guards.attention import SlowAttention
-from torchgpipe.task.guards.autocast import UncachedAutocast
 from torchgpipe.task.guards.buffers import Buffers
 from torchgpipe.task.guards.gradients import OutputGradients
 from torchgpipe.task.guards.guard import Before, Context, Guard, GuardedTask, Nested
@@ -82,8 +81,6 @@ class StageGuards:
         )
         self.add(self.memory)
         self.add(ambient)
-        if ambient.casts:
-            self.add(UncachedAutocast(ambient))
         if ambient.watched:
             self.add(StatefulModes(index, ambient))
         if stage.attends:
@@ -96,7 +93,8 @@ class StageGuards:
 
     def add(self, guard: Guard) -> None:
         """Add a guard within the others: it is told last, and its contexts are the innermost."""
-        for moment in _moments_of(type(guard)):
+        kind: Any = type(guard)
+        for moment in _moments_of(kind):
             self._at[moment].append(getattr(guard, moment))
 
     def around(self, moment: Before, task: GuardedTask) -> Context:

@@ -41,7 +41,7 @@ let_gradients_go_forward: Callable[[bool], None] = torch._C._set_fwd_grad_enable
 """Switch forward-mode gradients on or off; they are off in an `autograd.Function`'s forward."""
 
 torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
-"""Return whether tensor subclasses see what is called; in the backward of such a loss, they do not."""
+"""Return whether tensor subclasses see what is called on them; not in such a loss's backward."""
 
 with_torch_function: Callable[[], AbstractContextManager[object]] = torch._C._EnableTorchFunction
 """Let tensor subclasses see the functions that are called on them."""

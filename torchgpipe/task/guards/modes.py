@@ -79,10 +79,6 @@ class AmbientModes(Guard):
         """Return a context with these modes, for another thread or a later time."""
         return self.before_recomputation() or NOTHING
 
-    def without_cached_casts(self) -> Context:
-        """Return a context with the same autocast, in which it keeps no copies of weights."""
-        return self._as_before([], turned_off=False)
-
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Enter all of the modes, in a worker thread."""
