@@ -58,7 +58,7 @@ class Partitioned(FixedDevices, ABC):
     _partitions: nn.ModuleList
     _stages: list[Stage]
     _steps: WorkersEngine
-    _schedule: str | Schedule = "GPipe"  # of pickles that have none
+    _schedule: str | Schedule
 
     def __init__(  # noqa: PLR0913 - those of `GPipe`
         self,
