@@ -130,12 +130,14 @@ class GPipe(Partitioned):
             raise ValueError(
                 f"engine={engine!r} is for CPU devices, but got {sorted({str(d) for d in chosen})}"
             )
-        self._switches = (engine, dependency, copy_streams, portals)
+        self._engine_name: EngineName = engine
+        self._of_graph_engine = {"dependency": dependency, "copy_streams": copy_streams}
+        self._portals = portals
         self._hold(chosen, chosen, init)
 
     def _build(self) -> None:
         super()._build()
-        engine, dependency, copy_streams, _ = self._switches
+        engine = self._engine_name
         on_cpu = [stage.device.type == "cpu" for stage in self._stages]
         threads = engine == "workers" or (engine == "auto" and len(on_cpu) > 1 and all(on_cpu))
         arrangement = arranged(self._schedule, len(self._stages), len(self.devices))
@@ -144,12 +146,11 @@ class GPipe(Partitioned):
         # would live forever.
         weakref.finalize(self, self._steps.workers.close)
         if not threads:
-            options = {"dependency": dependency, "copy_streams": copy_streams}
-            self._engine = GraphEngine(self._stages, arrangement, **options)
+            self._engine = GraphEngine(self._stages, arrangement, **self._of_graph_engine)
 
     def _layout(self) -> list[Crossing]:
         self._shared_buffers = shared_buffers(self.partitions, self.partitions)
-        return skip_layout(self.partitions, portals=self._switches[-1])
+        return skip_layout(self.partitions, portals=self._portals)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a mini-batch through the pipeline, as `forward` says.

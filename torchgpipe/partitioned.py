@@ -37,7 +37,7 @@ from torchgpipe.task.stage import OF_RUNS, Stage, locks_of
 from torchgpipe.tensors._autograd import averages_gradients, misses_steps
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors
-from torchgpipe.tensors.observe import Observer
+from torchgpipe.tensors.observe import NOTHING, Observer
 from torchgpipe.trace.layer import Layers, keep_names
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Partitioned(FixedDevices, ABC):
     _partitions: nn.ModuleList
     _stages: list[Stage]
     _steps: WorkersEngine
-    _schedule: str | Schedule = "GPipe"  # of pickles that have none
+    _schedule: str | Schedule
 
     def __init__(  # noqa: PLR0913 - those of `GPipe`
         self,
@@ -283,15 +283,14 @@ class Partitioned(FixedDevices, ABC):
 
     def _mini_batch(self, run: Callable[[], T]) -> T:
         """Call `run` for a whole mini-batch, which deferred batch norms commit, or else forget."""
-        norms: list[DeferredBatchNorm] = []
-        for stage in self._stages:
-            norms += stage.deferred_norms
+        norms = [norm for stage in self._stages for norm in stage.deferred_norms]
+        shared = self._shared_buffers
         # One micro-batch goes through one process in the layers' order.
         several = self.chunks > 1 or len(self._stages) < len(self.balance)
 
         def guarded() -> T:
             with SetBackOnFailure():
-                with unchanged(self._shared_buffers, copy=several):
+                with unchanged(shared, copy=several) if shared else NOTHING:
                     result = run()
                 commit(norms)
                 return result

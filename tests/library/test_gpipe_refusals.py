@@ -75,10 +75,9 @@ OF_RESIDUAL = "layers of Residual one after another, but it has a method"
 TWICE = "layers 'first' and 'again' are the same module; a layer "
 TOO_FEW = "2 partitions, but 1 devices; give a balance of at most 1 parti"
 NO_LIST = "a list of devices, one per partition, but got "
-NO_BALANCE = "balance must be a list, the layers of each partition, but got 2"
+NUMBERS = "balance must be a list of whole numbers, the layers of each partition, but got "
 WRONG_SUM = "the balance [1] sums up to 1 layers, but the module has 3"
 NONE_IN_ONE = "one layer or more, but got the balance [3, 0]"
-NO_INTEGERS = "one layer or more, but got the balance [1.5, 1.5]"
 # The call, the error's type, and its message.
 REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda _: made(engine="inline"), ValueError, AUTO),
@@ -101,10 +100,12 @@ REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda _: chosen(["cpu"], 2), IndexError, TOO_FEW),
     (lambda _: chosen("cuda:0", 2), TypeError, f"{NO_LIST}'cuda:0'"),
     (lambda _: chosen(0, 2), TypeError, f"{NO_LIST}0"),
-    (lambda _: parts(LAYERS, 2), TypeError, NO_BALANCE),
+    (lambda _: parts(LAYERS, 2), TypeError, NUMBERS + "2"),
     (lambda _: parts(LAYERS, [1]), ValueError, WRONG_SUM),
     (lambda _: parts(LAYERS, [3, 0]), ValueError, NONE_IN_ONE),
-    (lambda _: parts(LAYERS, [1.5, 1.5]), ValueError, NO_INTEGERS),
+    (lambda _: parts(LAYERS, [1.5, 1.5]), TypeError, NUMBERS + "[1.5, 1.5]"),
+    (lambda _: parts(LAYERS, "12"), TypeError, NUMBERS + "'12'"),
+    (lambda _: parts(LAYERS, torch.tensor([1, 2])), TypeError, NUMBERS + "tensor([1, 2])"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The models that revision 414bf55 wrote into `data`. The pickles there name this module.
+"""The model whose saves revision 414bf55 has written into `data`.
 
 The function that wrote the files is in this module at revision 438bf2e.
 """

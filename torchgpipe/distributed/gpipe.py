@@ -163,8 +163,6 @@ class DistributedGPipe(Partitioned):
         self._connections: Connections | None = None
         self._serial = 0
         self._warned = False  # whether this rank has warned that ranks have different samples
-        if "silence" in vars(self):  # this pipeline was pickled by a version with the old name
-            self.timeout = vars(self).pop("silence")
 
     def _layout(self) -> list[Crossing]:
         return self._crossings
@@ -307,8 +305,7 @@ class DistributedGPipe(Partitioned):
         if request is not None:
             call = "step()" if isinstance(request, StepRequest) else "loss()"
             target = request.target
-        checksum = getattr(self, "_alike", 0)  # pipelines that older versions have pickled lack it
-        settings = settings_of(self, self._order, self.timeout, checksum, call)
+        settings = settings_of(self, self._order, self.timeout, self._alike, call)
         given = checksums(self._serial, (args, kwargs), target)
         batch = RankBatch(connections, settings, micro_batches, given, owner=self)
         if batch.last and not self._warned:

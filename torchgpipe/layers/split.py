@@ -36,12 +36,18 @@ def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Seque
     """Split `module` into partitions of `balance[j]` consecutive layers, which keep their names."""
     if balance is None:
         raise ValueError("balance is required: the number of layers of each partition" + _ADVICE)
-    if not isinstance(balance, Iterable):
+    if not isinstance(balance, Iterable) or isinstance(balance, str | Tensor):
         raise TypeError(
-            f"balance must be a list, the layers of each partition, but got {balance!r}" + _ADVICE
+            "balance must be a list of whole numbers, the layers of each partition, but got "
+            f"{balance!r}" + _ADVICE
         )
     balance = list(balance)
-    if any(not isinstance(b, int) or isinstance(b, bool) or b <= 0 for b in balance):
+    if any(not isinstance(b, int) or isinstance(b, bool) for b in balance):
+        raise TypeError(
+            "balance must be a list of whole numbers, the layers of each partition, but got "
+            f"{balance}" + _ADVICE
+        )
+    if any(b <= 0 for b in balance):
         raise ValueError(
             f"every partition needs one layer or more, but got the balance {balance}" + _ADVICE
         )

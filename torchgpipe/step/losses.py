@@ -93,8 +93,23 @@ class Losses(BatchIO):
                 given = self._shown(together(output.form, handed(output.flat)))
                 return self._request.criterion(given, self._targets[i])
             except Exception as error:
-                note(error, f"the criterion, micro-batch {i}")
+                note(error, f"the criterion, micro-batch {i}{self._elsewhere(i)}")
                 raise
+
+    def _elsewhere(self, i: int) -> str:
+        """Return a hint if a target is on another device than the output."""
+        found: list[torch.device] = []
+
+        def look(x: Tensor) -> Tensor:
+            found.append(x.device)
+            return x
+
+        with_tensors(look, self._targets[i])
+        here = self._batch.devices[-1]
+        there = [device for device in found if device != here]
+        if not there:
+            return ""
+        return f"; the output is on {here}, but a tensor of the target on {there[0]}"
 
     def output_grads(self, i: int) -> Flat:
         """Return the gradients of micro-batch i's outputs; add up the gradients of other leaves."""
@@ -194,6 +209,11 @@ def run_step(
         request: What was asked for.
         shown: Makes of an output what the criterion gets.
     """
+    if batch.last and not callable(request.criterion):
+        raise TypeError(
+            "the criterion must be a function of an output and its target, but got "
+            f"{type(request.criterion).__name__}; call step(criterion, input, target)"
+        )
     if request.backward and not torch.is_grad_enabled():
         raise RuntimeError("step() goes backward, but gradients are off here; call evaluate()")
     io = BatchIO(inputs)

@@ -72,8 +72,9 @@ def check(value: object, what: str = "input") -> None:
     if isinstance(value, Tensor):
         return
     if not isinstance(value, tuple) or not value:
-        got = "an empty tuple" if value == () else type(value).__name__
-        raise TypeError(f"{what} must be a tensor or a tuple of tensors, but got {got}")
+        got = "an empty tuple" if isinstance(value, tuple) else type(value).__name__
+        advice = "; torch.from_numpy() makes a tensor of it" if got == "ndarray" else ""
+        raise TypeError(f"{what} must be a tensor or a tuple of tensors, but got {got}{advice}")
     for k, item in enumerate(value):
         if not isinstance(item, Tensor):
             raise TypeError(

@@ -1,7 +1,7 @@
 """The signature of a traced module: the structures around the tensors that it takes and returns."""
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from inspect import BoundArguments, Parameter
 from typing import Any
 
@@ -42,7 +42,8 @@ class Signature:
         self._given: ByName = {}
         self.names: list[str] = []
         args, kwargs = arguments(sample)
-        self._by_name = isinstance(sample, dict)
+        _check_sample(module, args, kwargs)
+        self._by_name = isinstance(sample, Mapping)
         self._passed = list(self._parameters.bind(*args, **kwargs).arguments)
         for name, value in self._bound(args, kwargs).arguments.items():
             self._given[name] = slots.taken(value)
@@ -134,8 +135,20 @@ class Signature:
 
 def arguments(sample: Any) -> Arguments:
     """Return the arguments that a sample stands for."""
-    if isinstance(sample, dict):
-        return (), sample
+    if isinstance(sample, Mapping):  # not only a dictionary: what a tokenizer returns is none
+        return (), dict(sample)
     if isinstance(sample, tuple):
         return sample, {}
     return (sample,), {}
+
+
+def _check_sample(module: nn.Module, args: tuple[Any, ...], kwargs: ByName) -> None:
+    """Raise `TypeError` if a sample has no tensor, such as a shape that was given in its place."""
+    slots = Slots()
+    slots.taken([*args, *kwargs.values()])
+    if not slots.tensors:
+        given = ", ".join([repr(x) for x in (*args, *kwargs.values())])
+        raise TypeError(
+            f"sample must have the tensors that {type(module).__name__} is called with, but has "
+            f"none: ({given}); give a small batch, such as torch.zeros(8, 64) for (8, 64)"
+        )
