@@ -1,0 +1,52 @@
+"""Gradients accumulated over several steps equal those of one step with all samples."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from torchgpipe import GPipe
+
+X = torch.randn(12, 6)
+TARGET = torch.randint(5, (12,))
+
+
+def pipeline(schedule: str) -> GPipe:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    return GPipe(layers, [2, 1], devices=["cpu", "cpu"], chunks=2, schedule=schedule)
+
+
+def check(found: GPipe, schedule: str) -> None:
+    expected = pipeline(schedule)
+    expected.step(cross_entropy, X, TARGET)
+    for p, q in zip(found.parameters(), expected.parameters(), strict=True):
+        # The order of summation is another one.
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_steps_of_one_size_divide_the_loss(schedule: str) -> None:
+    model, steps = pipeline(schedule), 3
+
+    def part(output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output, target) / steps
+
+    for x, target in zip(X.chunk(steps), TARGET.chunk(steps), strict=True):
+        model.step(part, x, target)
+    check(model, schedule)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_steps_of_other_sizes_add_and_divide_gradients(schedule: str) -> None:
+    model, sizes = pipeline(schedule), [5, 1, 6]
+
+    def total(output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output, target, reduction="sum")
+
+    for x, target in zip(X.split(sizes), TARGET.split(sizes), strict=True):
+        model.step(total, x, target, reduction="sum")
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad /= len(X)
+    check(model, schedule)
