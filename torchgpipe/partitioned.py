@@ -53,6 +53,7 @@ class Partitioned(FixedDevices, ABC):
     chunks: int
     checkpoint: Mode
     observer: Observer | None
+    logs: list[Any]
     rank: int = 0
     _traced_instead: ClassVar[str]
     _partitions: nn.ModuleList
@@ -81,7 +82,7 @@ class Partitioned(FixedDevices, ABC):
         # Past `__setattr__`, which would make the partitions children of this module.
         self.__dict__["_partitions"] = nn.ModuleList(partitions)
         self.balance = [len(partition) for partition in partitions]
-        self.chunks, self.checkpoint, self.observer = chunks, checkpoint, None
+        self.chunks, self.checkpoint, self.observer, self.logs = chunks, checkpoint, None, []
         self._schedule = schedule
         self.training = module.training
         self._signature = module.signature if isinstance(module, Layers) else None
@@ -171,7 +172,8 @@ class Partitioned(FixedDevices, ABC):
         target and the criterion; others may give `None`. The loss is the same on all ranks.
 
         Args:
-            criterion: Returns a scalar for a micro-batch's output and its part of the target.
+            criterion: Returns a scalar for a micro-batch's output and its part of the target, or
+                the scalar and anything that `model.logs` shall keep of the micro-batch.
                 Whatever else it uses gets its gradient, too: parameters of its own, of the layers,
                 or a tensor that it closes over. On ranks it finds the parameters of the last rank
                 only.
@@ -195,7 +197,8 @@ class Partitioned(FixedDevices, ABC):
             ValueError: The target is not of the input's batch size, or `reduction` is another.
             RankFailed: Another rank has failed.
         """
-        request = StepRequest(criterion, target, reduction, weight, scaler)
+        self.logs = []
+        request = StepRequest(criterion, target, reduction, weight, self.logs, scaler)
         return cast(Tensor, self._uncompiled(self._step, input, request))
 
     def _step(self, input: Any, request: StepRequest) -> Tensor:
@@ -218,8 +221,14 @@ class Partitioned(FixedDevices, ABC):
     ) -> Tensor:
         """Return what `step` would return, of forwards alone; the arguments are those of `step`."""
         with torch.no_grad():
-            request = StepRequest(criterion, target, reduction, weight, backward=False)
+            self.logs = []
+            request = StepRequest(criterion, target, reduction, weight, self.logs, backward=False)
             return cast(Tensor, self._uncompiled(self._hooked, input, request))
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the call of the pipeline returns, without gradients."""
+        with torch.no_grad():
+            return self(*args, **kwargs)
 
     def _uncompiled(self, run: Callable[..., Any], *args: Any) -> Any:
         """Call `run`, outside of what torch.compile compiles; refuse to be traced or exported."""
@@ -270,16 +279,11 @@ class Partitioned(FixedDevices, ABC):
 
     def _micro_batches(self, input: TensorOrTensors) -> list[TensorOrTensors]:
         """Return the micro-batches of a mini-batch, on the device of the first stage."""
-        return divided(input, self.chunks, self._stages[0], self._batched)
+        return divided(input, self.chunks, self._stages[0], self._signature)
 
     def _sizes(self, micro_batches: Iterable[TensorOrTensors]) -> list[int]:
         """Return how many samples each micro-batch has."""
-        return [samples(micro_batch, self._batched) for micro_batch in micro_batches]
-
-    @property
-    def _batched(self) -> Sequence[bool] | None:
-        """Which tensors of the input have a batch dimension; all, where that is not known."""
-        return None if self._signature is None else self._signature.batched
+        return [samples(micro_batch, self._signature) for micro_batch in micro_batches]
 
     def _mini_batch(self, run: Callable[[], T]) -> T:
         """Call `run` for a whole mini-batch, which deferred batch norms commit, or else forget."""

@@ -1,17 +1,16 @@
 """A mini-batch, divided for the first stage."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from torchgpipe.task.guards.memory import begins_in_place
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors.microbatch import TensorOrTensors, mapped, scatter, tensors_of
+from torchgpipe.trace.signature import Signature
 
 
 def divided(
-    input: TensorOrTensors, chunks: int, stage: Stage, batched: Sequence[bool] | None
+    input: TensorOrTensors, chunks: int, stage: Stage, signature: Signature | None
 ) -> list[TensorOrTensors]:
     """Return the micro-batches of a mini-batch, on the device of the first stage.
 
@@ -19,12 +18,12 @@ def divided(
         input: The mini-batch.
         chunks: How many micro-batches there are at most.
         stage: The first stage.
-        batched: Which tensors of the input have a batch dimension; by default all.
+        signature: Says, of a traced module, which tensors have a batch dimension; else all have.
     """
     device = stage.device
     # A copy to the host must be waited for: the host could read it before it has arrived.
     input = mapped(lambda x: x.to(device, non_blocking=device.type == "cuda"), input)
-    micro_batches = scatter(input, chunks, batched)
+    micro_batches = scatter(input, chunks, None if signature is None else signature.batched)
     one_tensor = len(micro_batches) > 1 and isinstance(input, Tensor)
     if one_tensor and begins_in_place(stage.partition):
         # Micro-batches are views of one tensor and share its version counter: a change of one
@@ -33,13 +32,11 @@ def divided(
     return micro_batches
 
 
-def samples(micro_batch: TensorOrTensors, batched: Sequence[bool] | None) -> int:
-    """Return how many samples a micro-batch has; 1 if that cannot be seen.
-
-    `batched` says which of its tensors have a batch dimension; by default all.
-    """
+def samples(micro_batch: TensorOrTensors, signature: Signature | None) -> int:
+    """Return how many samples a micro-batch has; 1 if that cannot be seen."""
     tensors = tensors_of(micro_batch)
-    for x, split in zip(tensors, batched or [True] * len(tensors), strict=True):
+    batched = [True] * len(tensors) if signature is None else signature.batched
+    for x, split in zip(tensors, batched, strict=True):
         if split and x.dim():
             return len(x)
     return 1

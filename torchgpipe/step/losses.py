@@ -52,6 +52,7 @@ class Losses(BatchIO):
         self._shares = Shares(request.reduction, request.weight, sizes, self._targets)
         self._under_way: dict[int, tuple[Flat, Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
+        self._logs: dict[int, Any] = {}
         self._has_graph = False  # whether the loss of any micro-batch has one
         self._sums: dict[Tensor, Tensor] = {}
 
@@ -69,7 +70,10 @@ class Losses(BatchIO):
 
     def leave(self, i: int, output: Item) -> None:
         """Work out the loss of micro-batch i."""
-        loss = self._shares.of(scalar(self._loss_of(i, output)), i)
+        result = self._loss_of(i, output)
+        if isinstance(result, tuple) and len(result) == 2:
+            result, self._logs[i] = result
+        loss = self._shares.of(scalar(result), i)
         self._losses[i] = loss.detach()
         if torch.is_grad_enabled():
             self._under_way[i] = output.flat, loss
@@ -82,6 +86,7 @@ class Losses(BatchIO):
                 "nothing to go backward through; compute it from the output, without detach(), "
                 "item() or no_grad()"
             )
+        self._request.logs[:] = [self._logs[i] for i in sorted(self._logs)]
         losses = [loss for _, loss in sorted(self._losses.items())]
         apart = self._request.reduction == "none"
         self._batch.tell(torch.stack(losses) if apart else cast(Tensor, sum(losses)))

@@ -104,3 +104,23 @@ def test_a_criterion_that(name: str, schedule: str) -> None:
     found = pipeline(module, schedule, "workers").step(criterion, x, target)
     torch.testing.assert_close(found, loss.detach())
     check_gradients(parameters, list(expected))
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "ZBVZeroBubble"])
+def test_a_criterion_may_log(schedule: str) -> None:
+    balance = [1, 1, 1, 1] if schedule == "ZBVZeroBubble" else [2, 2]
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh())
+    devices = ["cpu", "cpu"]
+    model = GPipe(module, balance, devices=devices, chunks=4, schedule=schedule)
+    x, target = torch.randn(8, 6), torch.randint(5, (8,))
+
+    def criterion(output: Tensor, target: Tensor) -> tuple[Tensor, list[int]]:
+        return cross_entropy(output, target), target.tolist()
+
+    loss = model.step(criterion, x, target)
+    torch.testing.assert_close(loss, model.step(cross_entropy, x, target))
+    assert model.logs == []
+    model.evaluate(criterion, x, target)
+    assert model.logs == [part.tolist() for part in target.chunk(4)]
+    torch.testing.assert_close(model.predict(x), module(x).detach())
+    assert not model.predict(x).requires_grad
