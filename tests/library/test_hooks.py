@@ -1,4 +1,4 @@
-"""Hooks on the pipeline itself see in a step what they see in `model(x)`, for each micro-batch."""
+"""Test hooks on the pipeline itself: a step and `model(x)` call them for each micro-batch alike."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ def test_a_backward_hook_is_refused() -> None:
 
 
 class Both(Module):
-    """A module of two arguments."""
+    """A module that takes two arguments."""
 
     def __init__(self) -> None:
         super().__init__()

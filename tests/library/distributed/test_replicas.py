@@ -1,4 +1,4 @@
-"""Data parallelism beside a pipeline over ranks: what would not average gradients is refused."""
+"""Test that data parallelism is refused where a pipeline's gradients are not averaged."""
 
 import gc
 from collections.abc import Callable

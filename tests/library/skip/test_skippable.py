@@ -1,6 +1,6 @@
-"""`@skippable`, `stash`, `pop` and `isolate`: a layer's skips, their boundaries, and refusals.
+"""Test `@skippable`, `stash`, `pop` and `isolate`: a layer's skips, their copies, and misuse.
 
-tests/behaviours tests whether skips reach their layers, in partitions and in a plain sequence.
+tests/behaviours tests that skips reach their layers, in partitions and in a plain sequence.
 """
 
 import pickle
@@ -52,7 +52,7 @@ def test_a_subclass_stashes_by_itself_or_by_its_parent() -> None:
 
 
 def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
-    """A copied layer still has the same skips as the original."""
+    """Isolate single skips of a layer. A pickled copy of the layer keeps the same skips."""
     one, other = Namespace(), Namespace()
     layer = Several()
     isolated = layer.isolate(one, only=["b"])  # type: ignore[operator]
@@ -65,7 +65,7 @@ def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
 
 
 def yielding(names: dict[str, list[str]], *steps: object) -> Callable[[], object]:
-    """Return a function that runs a layer which declares these names and yields these objects."""
+    """Return a function that runs a layer with these declared skips, which yields these objects."""
 
     def forward(self: Module, x: Tensor) -> Any:
         yield from steps
@@ -99,7 +99,7 @@ def isolated_in_part(only: object) -> None:
 A = {"stash": ["a"]}
 POP_A = {"pop": ["a"]}
 
-# The call, the error's type, its message.
+# A call, the error's type, and a part of the error's message.
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "stash undeclared": (
         yielding(A, stash("z", X)),
@@ -157,7 +157,7 @@ def test_refused(do: Callable[[], object], error: type[Exception], message: str)
 
 
 def layer(word: str) -> Module:
-    """Make a layer that stashes ("+ab") or pops ("-a") skips of one letter, or neither (".")."""
+    """Make a layer that stashes ("+ab") or pops ("-a") skips of one letter, or an identity (".")."""
     if word == ".":
         return Identity()
     verb = {"+": "stash", "-": "pop"}[word[0]]
@@ -167,8 +167,9 @@ def layer(word: str) -> Module:
     return made
 
 
-# Partitions, as strings of layers. A copy is written as the skip's name, its source and its target.
-# The first list has the copies with portals; the second, those without.
+# Partitions, as strings of layers. A copy between partitions is written as the name of the skip,
+# the source and the target. The first list has the copies with portals, the second list those
+# without portals.
 CASES = {
     "inside a partition": (["+a -a", "."], [], []),
     "past two": (["+a", ".", ".", "-a"], ["a03"], ["a01", "a12", "a23"]),
@@ -191,7 +192,7 @@ def test_crossings(text: list[str], straight: list[str], through: list[str], por
     assert sorted(found) == sorted(straight if portals else through)
 
 
-# The layers of a model, named by their index, and the faults reported.
+# The layers of a model, named by their index, and the reported faults.
 FAULTS = {
     "+a .": ["layer '0' stashes 'a', which no later layer pops"],
     ". -a": ["layer '1' pops 'a', which no earlier layer stashes"],
