@@ -157,7 +157,7 @@ def test_refused(do: Callable[[], object], error: type[Exception], message: str)
 
 
 def layer(word: str) -> Module:
-    """Make a layer that stashes ("+ab") or pops ("-a") skips of one letter, or an identity (".")."""
+    """Make a layer that stashes ("+ab") or pops ("-a") skips of one letter, or neither (".")."""
     if word == ".":
         return Identity()
     verb = {"+": "stash", "-": "pop"}[word[0]]
