@@ -1,4 +1,4 @@
-"""Build layers from functions, with and without skips, and linear layers."""
+"""Provide small layers for tests: linear layers, and layers made of functions, also with skips."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain

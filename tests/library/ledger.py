@@ -1,4 +1,4 @@
-"""Provide a count of the bytes that tasks keep alive, assertions that wait, and threads at once."""
+"""Provide a count of live bytes, assertions that wait for a condition, and concurrent threads."""
 
 import gc
 import threading
@@ -43,7 +43,7 @@ class _Made(LiveBytesMode):
 def assert_eventually(
     condition: Callable[[], bool], message: Callable[[], object], seconds: float = 120
 ) -> None:
-    """Wait until a condition holds, for example what a worker does shortly after its last report.
+    """Wait until a condition holds, such as a change that a worker makes after its last report.
 
     Only a condition that fails takes all of `seconds`.
     """

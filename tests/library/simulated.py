@@ -84,8 +84,8 @@ def backward_by_threads(
 ) -> Callable[[Tensor], None]:
     """Return a backward function for `n` partitions, with a simulated thread for each CUDA device.
 
-    It follows PyTorch's documentation. For CUDA, autograd has one thread for each device. A CPU
-    node runs in the thread that called backward, here number `n`. One thread may be ahead of
+    The function follows PyTorch's documentation. For CUDA, autograd has one thread for each device.
+    A CPU node runs in the thread that called backward, here number `n`. One thread may be ahead of
     another: among the threads with ready nodes, `turns` chooses the thread that runs next. A thread
     runs its ready node with the highest sequence number. A node runs on the stream that was current
     in its forward. Before a node runs, its stream waits for the streams of the nodes that computed

@@ -169,7 +169,7 @@ print("done")
 def test_steps_in_anomaly_mode_end() -> None:
     """Run steps in anomaly mode, in another process with a timeout.
 
-    In a deadlock between two threads of that process, no Python code runs any more.
+    If two threads of that process deadlock, no Python code runs in the process any more.
     """
     command = [sys.executable, "-W", "ignore", "-c", STEPS_IN_ANOMALY_MODE]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)

@@ -36,7 +36,7 @@ def test_any_mapping_a_dataclass_and_arrays_are_parted(sizes: list[int]) -> None
 def test_a_list_with_an_entry_for_each_sample_is_parted_by_entries() -> None:
     """Split a list of three images by its entries, as two images and one image.
 
-    Each image has three boxes. So the length of the tensors also equals the length of the list.
+    Each image has three boxes. So the length of each tensor also equals the length of the list.
     """
     images = [{"boxes": torch.full((3, 4), float(i))} for i in range(3)]
     first, last = parted(images, [2, 1])

@@ -105,7 +105,7 @@ class Masked(Net):
 
 
 class Square(Net):
-    """A module with a mask of tokens x tokens. Batch size and number of tokens may be equal."""
+    """A module whose mask has the shape (tokens, tokens). `tokens` may equal the batch size."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.a(x)
@@ -242,7 +242,7 @@ def rows(*shape: int) -> Tensor:
 
 
 def does(function: Callable[[Any, Tensor], Any], **more: Any) -> Module:
-    """Return a module whose forward is this function, with layers and attributes for its use."""
+    """Return a module whose forward calls `function`, and whose attributes the function may use."""
     a, b, c, hidden = [Linear(WIDTH, WIDTH) for _ in range(4)]
     holds: dict[str, Any] = {
         "count": torch.zeros(()),
@@ -303,7 +303,7 @@ def choosing_in_the_middle() -> Module:
 
 
 # A module, batch sizes for which it runs the operators that were recorded, and batch sizes for
-# which it runs others.
+# which it runs other operators.
 BATCHES: dict[str, tuple[Callable[[], Module], list[int], list[int]]] = {
     "one sample": (lambda: does(without_a_for_one), [2, 9], [1]),
     "blocks": (lambda: does(in_blocks), [1, 8], [9]),

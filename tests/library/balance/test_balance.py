@@ -148,7 +148,7 @@ def test_lazy_layers_stay_lazy(balance_by: Callable[..., list[int]]) -> None:
 
 
 class Look(Module):
-    """A layer that records its training mode and grad mode, and allows one living copy at most."""
+    """A layer that records its training and grad modes. Only one copy may be alive at a time."""
 
     def __init__(self, copies: weakref.WeakSet[Module]) -> None:
         super().__init__()

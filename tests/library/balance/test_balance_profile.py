@@ -153,7 +153,7 @@ def test_the_first_micro_batch_counts_and_stashed_tensors_where_they_are_made() 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the calls of `synchronize`, of the clock and of the layers, in order."""
+    """Return a list that records calls of `synchronize`, of the clock and of layers, in order."""
     calls: list[str] = []
 
     def note(name: str, answer: Any = None) -> Callable[..., Any]:
@@ -220,8 +220,8 @@ CASES: list[tuple[list[float | Fraction], int, list[int]]] = [
     ([1, 1, 1, 1, 100], 3, [2, 2, 1]),
     ([100, 1, 1, 1, 1], 3, [1, 2, 2]),
     ([1] * 7, 4, [1, 2, 2, 2]),
-    # Half of the total cost of 3 is not an integer. If it was rounded down, cuts at costs 0 and 2
-    # would be equally near.
+    # Half of the total cost is 1.5, and the nearest cut is after cost 2. If 1.5 was rounded down,
+    # cuts after cost 0 and after cost 2 would be equally near.
     ([0, 2, 1], 2, [2, 1]),
     # Layers of cost 0 are split by their number, even if all layers have cost 0.
     ([0] * 6, 3, [2, 2, 2]),

@@ -281,9 +281,9 @@ def test_where_the_host_would_wait_for_nccl_it_is_not_used(
 def test_a_message_that_is_lost_as_a_rank_ends_is_noticed(
     streams: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lose a message while the connection breaks.
+    """Simulate that Gloo loses a message while the connection breaks.
 
-    In this situation, Gloo may lose the message, and the wait for its sending may never end.
+    The sender's wait for such a message may never end.
     """
     world = simulate_ranks(streams, GPUS[:2])
     closed = threading.Event()

@@ -106,7 +106,7 @@ def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]
 def test_equal_to_threads() -> None:
     cases = [*product((1, 2, 5), MODES, (False, True), [1], ["GPipe"])]
     # In these cases, some tensors are so large that they are sent separately from their
-    # description. They are received into the memory of earlier tensors.
+    # description. A large tensor is received into memory that an earlier one has used.
     cases += product([4], MODES, [False], [3_000], ["GPipe"])
     for chunks in (5, 1):
         for name, mode in zip(NAMED, 2 * MODES, strict=True):
@@ -199,7 +199,7 @@ def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_last_ranks_end_first() -> None:
     """Close the last ranks' connections while the first rank still runs its backward.
 
-    The last ranks need nothing from earlier ranks by then. Closed connections are freed.
+    The last ranks need nothing from earlier ranks any more. Closed connections are freed.
     """
     rank = dist.get_rank()
     layer = Fails()

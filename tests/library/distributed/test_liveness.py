@@ -77,9 +77,10 @@ def test_a_rank_says_what_it_waits_for_and_ends() -> None:
 
 
 class Look(NamedTuple):
-    """What one look at a rank finds, and the idle seconds that `Idle.look` then returns.
+    """A simulated look at a rank, and the idle seconds that `Idle.look` has to return for it.
 
-    `seconds`, `cpu` and `descendants` are the times that have passed since the last look.
+    `seconds` is the time since the last look. `cpu` and `descendants` are the CPU times of the
+    process and of its child processes since then.
     """
 
     seconds: float
@@ -152,8 +153,8 @@ def test_cpu_time_counts_who_works_and_still_does_when_they_have_ended() -> None
         assert child.stdout is not None
         child.stdout.readline()
         meanwhile = cpu_time_of_descendants()
-        assert meanwhile - before >= 0.3 - 0.05  # the system counts hundredths of a second
-    # A sum of hundredths may differ in its last bit.
+        assert meanwhile - before >= 0.3 - 0.05  # measured in hundredths of a second
+    # Sums of such CPU times may differ in their last bit.
     assert cpu_time_of_descendants() > meanwhile - 0.005
 
 

@@ -1,4 +1,4 @@
-"""Test that data parallelism is refused where a pipeline's gradients are not averaged."""
+"""Test that a pipeline over ranks refuses data parallelism that does not average its gradients."""
 
 import gc
 from collections.abc import Callable

@@ -138,7 +138,7 @@ def test_placeholders_are_no_other_data(name: str) -> None:
 
 
 def test_inputs_may_be_augmented_on_each_rank() -> None:
-    """Give ranks different inputs and equal targets. Equal targets show that samples are equal."""
+    """Give ranks differently augmented inputs and equal targets, which causes no warning."""
     x, target = batch(0)
     with warned() as said:
         by_step(made(), x + dist.get_rank(), target)

@@ -1,4 +1,4 @@
-"""Test that messages arrive as they were sent, and that each tensor is received into enough memory.
+"""Test that messages arrive as they were sent, and that each tensor gets memory of the right size.
 
 threads.py replaces Gloo. A message also carries plain values, which arrive unchanged.
 """
@@ -113,7 +113,7 @@ def test_a_message_arrives_as_it_was_sent(name: str, wire: Wire) -> None:
 
 
 def test_nobody_waits_for_the_last_message(wire: Wire) -> None:
-    """Send a last message that nobody receives. The sender's thread ends without a wait.
+    """Send a last message that nobody receives. The sender's thread ends without waiting.
 
     With Gloo, such a wait never ends if the connection closes before the sending begins.
     """

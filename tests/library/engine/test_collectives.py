@@ -95,7 +95,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def plainly(plain: nn.Module, x: Tensor, target: Tensor, m: int = 4) -> Tensor:
-    """Return the loss of a step of plain layers, one micro-batch after another."""
+    """Run a step of plain layers, one micro-batch after another; return the loss."""
     losses = []
     for part, t in zip(x.chunk(m), target.chunk(m), strict=True):
         loss = mse_loss(plain(part), t) / m
@@ -249,7 +249,7 @@ def test_tensor_parallelism_on_ranks(schedule: str) -> None:
 @pytest.mark.parametrize("wrap", [fully_shard, DistributedDataParallel])
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 def test_a_criterion_whose_gradients_are_exchanged(engine: Any, wrap: Any) -> None:
-    """Give each rank its own pipeline, and a data-parallel criterion over both ranks."""
+    """Give each rank its own pipeline, and a criterion that is wrapped by FSDP or DDP."""
 
     class Head(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Test engines: which engine runs a pipeline, the workers' threads, and when a task starts at most.
+"""Test engines: which engine runs a pipeline, its threads, and that no task starts too early.
 
 tests/benchmarks/gates/test_meeting.py tests that tasks overlap. tests/failures tests errors,
 tests/library/test_leaks.py tests that threads end, and tests/behaviours/rows/tools tests forks.

@@ -35,7 +35,7 @@ class OnMeta(LiveBytes):
 
 
 class Copies(LiveBytesMode):
-    """A mode that counts each copy on its target device."""
+    """A mode that counts the bytes of each copy on the copy's target device."""
 
     counter: OnMeta
 

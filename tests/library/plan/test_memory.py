@@ -261,10 +261,11 @@ def stages(count: int) -> Sequential:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_step_keeps_the_micro_batches_that_its_schedule_has_in_flight(name: str) -> None:
-    """Compare the memory of a step with the number of micro-batches that the schedule keeps.
+    """Compare the live memory of a step with the number of micro-batches that its schedule keeps.
 
-    This also holds for backwards in two halves: until the second half, a task keeps no more memory
-    than its layers have saved.
+    Some schedules split a backward into two halves: the gradients of inputs, and later the
+    gradients of weights. Between the halves, a task keeps no more memory than its layers saved in
+    forward.
     """
     n, m, samples = 4, 16, 512
     v = NAMED[name][1] or 2

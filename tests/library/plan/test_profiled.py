@@ -57,9 +57,9 @@ def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None
     ("seconds", "at"),
     [
         ([3.0, 5.0], {1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0, 8: 9.0}),
-        ([2.0, 4.0], {1: 1.0, 8: 8.0}),  # no fixed part
-        ([3.0, 3.0], {1: 3.0, 8: 3.0}),  # only a fixed part
-        ([5.0, 3.0], {1: 4.0, 8: 4.0}),  # noise: more samples are never faster
+        ([2.0, 4.0], {1: 1.0, 8: 8.0}),  # no fixed time for a micro-batch
+        ([3.0, 3.0], {1: 3.0, 8: 3.0}),  # only a fixed time for a micro-batch
+        ([5.0, 3.0], {1: 4.0, 8: 4.0}),  # noise: more samples never take less time
         # Outside of the measured sizes, the seconds are not negative, and grow at most in
         # proportion to the samples.
         ([1.0, 4.0], {1: 0.5, 3: 2.5, 4: 4.0, 8: 8.0}),

@@ -102,8 +102,8 @@ def test_against_every_setup(
 ) -> None:
     """Search with enough memory for all setups, for half of the setups, and for few setups.
 
-    With memory for few setups, a setup that fits seldom has a neighbour that fits, where one layer
-    is in another partition.
+    If few setups fit in memory, moving one layer to another partition seldom gives a setup that
+    fits.
     """
     model, sample = build()
     predictor = Predictor(count(model, sample, device=device), load_hardware(hardware))

@@ -1,4 +1,4 @@
-"""Test schedules as pictures, as files in PyTorch's format, in changed orders, and if invalid."""
+"""Test schedules as pictures and as files in PyTorch's format, changes of order, and errors."""
 
 import csv
 import graphlib
@@ -88,7 +88,7 @@ def test_what_is_refused(bad: Any, message: str) -> None:
 
 
 def swapped(schedule: Schedule) -> Iterator[list[list[Action]]]:
-    """Yield the schedule's lists once for each two neighbouring actions, with these exchanged."""
+    """For each two neighbouring actions, yield the schedule's lists with these two exchanged."""
     for d, actions in enumerate(schedule.lists):
         for k in range(len(actions) - 1):
             lists = [list(each) for each in schedule.lists]

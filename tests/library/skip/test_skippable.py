@@ -65,7 +65,7 @@ def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
 
 
 def yielding(names: dict[str, list[str]], *steps: object) -> Callable[[], object]:
-    """Return a function that runs a layer with these declared skips, which yields these objects."""
+    """Return a function that runs a layer with these declared skips and these yielded objects."""
 
     def forward(self: Module, x: Tensor) -> Any:
         yield from steps

@@ -92,7 +92,10 @@ NOT_ITS_OWN = {
 
 
 def test_the_newest_stay(tmp_path: Path) -> None:
-    """Check that the newest states stay, in the order of saving, and that PyTorch can load them."""
+    """Check that only the newest states are kept, and that PyTorch's own functions can load them.
+
+    The newest states are those that were saved last, whatever their step numbers.
+    """
     model = piped(1)
     optimizer = adam(model)
     saves = Saves(tmp_path, keep=2)

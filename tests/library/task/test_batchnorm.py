@@ -78,7 +78,7 @@ def test_statistics_of_the_mini_batch(
     splits: list[list[int]],
     mean: float,
 ) -> None:
-    """Compare running statistics; a variance from sums of squares near 1e8 would be too inexact."""
+    """Compare running statistics, also for means so large that sums of squares lose precision."""
     plain = kind(3, dtype=torch.double, device=device, **options)
     for p in plain.parameters():
         nn.init.normal_(p)
@@ -197,12 +197,12 @@ def test_what_was_tracked_stays_and_nothing_twice(
 
 @pytest.mark.parametrize("chunks", [2, 7, 100, None])
 def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
-    """Commit repeatedly; `chunk(8)` splits the fourteen samples into seven micro-batches."""
+    """Commit repeatedly a mini-batch whose 14 samples make 7 micro-batches, even with 8 chunks."""
     plain = BatchNorm1d(3, momentum=None)
     deferred = convert(copy.deepcopy(plain), chunks)
     commit([])
     deferred(torch.empty(0, 3))  # an empty micro-batch does not count
-    deferred.commit()  # there is no micro-batch to commit
+    deferred.commit()  # without a micro-batch, `commit` changes nothing
     assert_same_statistics(deferred, plain)
     for seed in range(3):
         x = batch(14, 3, seed=seed)
@@ -215,7 +215,7 @@ def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
 
 
 class Launches(TorchDispatchMode):
-    """A count of operators that launch kernels: of all operators that do not only make views."""
+    """A count of kernel launches: of all operators except those that only make views."""
 
     count = 0
 
@@ -256,8 +256,8 @@ def test_commit_launches_as_much_for_many_layers_and_waits_for_none(
 def test_conversion_shares_everything_with_the_original() -> None:
     """Convert layers. A converted layer shares tensors, hooks and mode with the original layer.
 
-    Each layer has its own dictionaries of tensors. A layer that occurs twice is converted to one
-    layer.
+    The two layers have separate dictionaries of tensors. A layer that occurs twice is converted to
+    one layer.
     """
     seen: list[type] = []
     first, other = BatchNorm1d(3), BatchNorm1d(3, affine=False)

@@ -82,7 +82,7 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
     set_state = seeded._set_default
 
     def set_and_wait(state: Any) -> None:
-        """Make threads switch while the default generator has another state."""
+        """Set the state of the default generator, and wait so that another thread can run."""
         set_state(state)
         time.sleep(1e-3)
 

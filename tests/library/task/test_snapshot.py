@@ -1,4 +1,4 @@
-"""Test what other threads see during a recomputation: the real buffers, modes and parameters."""
+"""Test that other threads see the current buffers while a recomputation uses earlier values."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -70,7 +70,7 @@ def test_a_copy_that_another_thread_makes_meanwhile_is_as_the_layers_are() -> No
 
 
 class Elsewhere:
-    """Access to another thread. A copy of the layer shares this object."""
+    """A handle of another thread for a layer. Copies of the layer share this handle."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.submit = pool.submit

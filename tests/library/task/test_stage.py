@@ -76,7 +76,7 @@ def test_in_anomaly_mode_the_nodes_of_stand_ins_are_made_before_threads_run() ->
 
 
 class Place(dict[str, Any]):
-    """A module's attributes. The `count`-th assignment raises KeyboardInterrupt."""
+    """A dictionary of attributes. The `count`-th assignment from now raises KeyboardInterrupt."""
 
     count = 0
 

@@ -86,8 +86,8 @@ def clock_stamps(values: list[list[tuple[float, float]]]) -> list[Tensor]:
     return [torch.tensor(each, dtype=torch.float64) for each in values]
 
 
-# By how many seconds rank 1's clock is ahead; for each round, the times when ranks 0 and 1 send,
-# and the delays of both messages; and the error of the synchronization.
+# By how many seconds rank 1's clock is ahead. For each round, the times when ranks 0 and 1 send a
+# message, and the delays of both messages. The error of the synchronization.
 
 
 @pytest.mark.parametrize(

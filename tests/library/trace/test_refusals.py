@@ -53,8 +53,8 @@ class Pairs(traced.Net):
 def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
     """Trace a module that scores all pairs of rows of `x` and `y`.
 
-    Scores of micro-batches of both tensors differ from scores of micro-batches of `x` with the
-    whole `y`.
+    If both tensors are split into micro-batches, the scores differ from those of micro-batches of
+    `x` with the whole `y`.
     """
     sample = (rows(), rows())
     with pytest.raises(Untraceable, match=r"shape \(3, 3\) for 3 samples(?s:.*)shared=\[…\]"):
@@ -70,7 +70,7 @@ def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
 
 
 class Experts(nn.Module):
-    """A layer with one expert of limited capacity, which leaves all other rows unchanged."""
+    """A layer with one expert, which takes a limited number of rows and leaves the others as is."""
 
     def __init__(self) -> None:
         super().__init__()

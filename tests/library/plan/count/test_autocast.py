@@ -36,7 +36,7 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]
 
 @pytest.mark.parametrize(("run", "given", "on_gpu"), OPERATORS.values(), ids=OPERATORS)
 def test_types(run: Callable[[Tensor], Tensor], given: torch.dtype, on_gpu: torch.dtype) -> None:
-    """Check dtypes: on a CPU against a real run, on a GPU against the table."""
+    """Compare dtypes: for a CPU with a real run, and for a GPU with the table `OPERATORS`."""
     x = torch.ones(8, 8, dtype=given)
     on_meta = x.to("meta")
     with torch.autocast("cpu", torch.bfloat16):

@@ -138,7 +138,7 @@ def test_attention(
     assert of_forward.dtype == dtype_name
     assert of_backward.dtype == dtype_name
     if kernel == FLASH:
-        log_sums = 4 * samples * heads * tokens  # a log-sum-exp for each row
+        log_sums = 4 * samples * heads * tokens  # bytes of a log-sum-exp for each row
         # The kernel also reads and writes the state of the random number generator.
         assert of_forward.bytes == pytest.approx(4 * x.nbytes + log_sums, abs=64)
         assert of_backward.bytes == pytest.approx(8 * x.nbytes + log_sums, abs=64)
@@ -203,7 +203,7 @@ OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
 def test_convolutions(
     kind: Any, size: int, options: dict[str, Any], winograd: bool, plain: bool, needs: bool
 ) -> None:
-    """Check that each of the two gradients has as many flops as the forward, and its own grid."""
+    """Check the flops and the matrix sizes of a convolution's forward and of its two gradients."""
     layer = kind(C, K, **{"bias": False, **options}, device="meta")
     x = torch.empty(N, C, size, size, device="meta", requires_grad=needs)
 

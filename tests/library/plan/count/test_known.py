@@ -108,9 +108,9 @@ def test_layers_that_behave_alike_are_copied_once(
     layers = [Copied(a, b) for a, b in pairwise(widths)]
     counts = count(Sequential(*layers), torch.empty(1, 8))
     assert len(counts) == 40
-    # For each of two batch sizes, different layers are copied once to count operators and once to
-    # count bytes. For operators, the first layer differs from its equals. For bytes, the first and
-    # the last layer differ from their equals.
+    # For each of two batch sizes, a layer is copied once to count its operators and once to count
+    # its bytes, unless an equal layer was counted before. The first layer always counts as
+    # different, and the last layer counts as different for its bytes.
     assert Copied.copies == 2 * (2 * different + 3)
 
 
