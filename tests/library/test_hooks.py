@@ -1,4 +1,8 @@
-"""Test hooks on the pipeline itself: a step and `model(x)` call them for each micro-batch alike."""
+"""Test hooks on the pipeline itself.
+
+`model(x)` runs the hooks once, on the whole mini-batch. A step runs the hooks on each micro-batch,
+with the same results.
+"""
 
 from typing import Any
 

@@ -43,7 +43,7 @@ def batch() -> Tensor:
 
 
 def watched(model: GPipe) -> Ledger:
-    """Let a new ledger observe the model, give parameters zero gradients, and return the ledger.
+    """Return a `Ledger` that counts the model's live bytes, and give the parameters gradients.
 
     With existing gradients, a step accumulates in place and makes no tensor that stays alive.
     """

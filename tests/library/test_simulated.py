@@ -55,7 +55,7 @@ COPIES: dict[str, tuple[float, dict[tuple[int, int], float]]] = {
 }
 
 # How the backward runs in one process. `None` means in the calling thread. A function means one
-# thread for each device, and the function chooses the device that continues. Each rank is its own
+# thread for each device, and the function chooses the device that continues. Each rank has its own
 # process.
 ENGINES: dict[str, Callable[[list[int]], int] | None] = {
     "graph": None,
@@ -98,7 +98,7 @@ for _case in product(ENGINES, (1, 2, 4), (1, 2, 5), TIMES, COPIES, MODES):
 
 
 def cost(n: int, m: int, mode: Mode, times: str, copies: str) -> Costs:
-    """Return costs: a recomputation takes as long as a forward, and a backward twice as long."""
+    """Return task times: a recomputation takes as long as a forward, a backward twice as long."""
     forward, backward, recompute = [], [], []
     recomputed = checkpointed(mode, m)
     for i in range(m):

@@ -102,7 +102,7 @@ def test_results_are_those_of_one_process(
         together |= found
     assert differences(together, expected) == []
     if n == 4:
-        wires = 2 * (3 + len({*skips}))  # each has a wire in each direction
+        wires = 2 * (3 + len({*skips}))  # each takes one connection in each direction
         assert len(world.pairs) == (2 * wires if way == "NCCL" else 0)
     for pair in world.pairs:
         assert pair.aborted, "groups are given back when the pipeline is closed"
@@ -193,7 +193,7 @@ def test_any_tensor_travels(x: Tensor, way: str, streams: Any) -> None:
 
 
 def ends(way: str, streams: Any) -> tuple[Transfer, Transfer]:
-    """Return the sending end and the receiving end of a wire from rank 0 to rank 1."""
+    """Return the sender's end and the receiver's end of the connection from rank 0 to rank 1."""
     world = simulate_ranks(streams, GPUS[:2])
     here: Any = None
     there: Any = None

@@ -1,4 +1,4 @@
-"""Test the liveness of ranks: missing ranks, idle ranks, where a thread hangs, and the monitor.
+"""Test how ranks notice that other ranks are missing, idle or hanging.
 
 The tests set the clocks that measure idleness. tests/failures tests real processes.
 """
@@ -94,7 +94,7 @@ TASK = "forward of micro-batch 0"
 
 
 def looks(cpu: float, *idle: float) -> list[Look]:
-    """Return looks at the same task, with one second between looks."""
+    """Return simulated looks at one task, a second apart, with these CPU and idle seconds."""
     return [Look(1, cpu, TASK, seconds) for seconds in idle]
 
 

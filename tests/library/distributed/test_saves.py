@@ -1,6 +1,7 @@
-"""Test states that ranks save: training goes on to the same numbers, on the same or on other ranks.
+"""Test training states that ranks save: training goes on to the same numbers.
 
-If one rank fails, all ranks raise.
+The state is loaded on the same ranks, on fewer ranks, and in one process. If one rank fails, all
+ranks raise.
 """
 
 import tempfile

@@ -23,7 +23,7 @@ from torchgpipe.plain import packed, unpacked
 
 from .threads import Group, World
 
-LARGE = SLOT // 4 + 1  # number of floats, one more than the slot for small tensors can hold
+LARGE = SLOT // 4 + 1  # so many floats do not fit into the slot for small tensors
 Wire = tuple[Sender, Receiver]
 
 

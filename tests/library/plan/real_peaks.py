@@ -17,7 +17,7 @@ class OnMeta(LiveBytes):
     """A count of live bytes that leaves out the host's tensors, such as optimizers' step counts."""
 
     last = 0
-    """The device of the latest tensor. A tensor that is made from no known tensor counts there."""
+    """The device of the latest tensor, and of new tensors that are made from no known tensor."""
 
     def add(self, tensors: Iterable[Tensor], device: int) -> None:
         on_meta = [x for x in tensors if x.is_meta]

@@ -1,4 +1,4 @@
-"""Test that plans fit in memory and describe themselves, and that errors say what is impossible."""
+"""Test the planner: plans fit in memory and describe themselves, and errors say why none fits."""
 
 from dataclasses import replace
 from itertools import pairwise

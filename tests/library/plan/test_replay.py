@@ -1,4 +1,7 @@
-"""Test the replay of a schedule against its rules, and predictions for a CPU and for GPUs."""
+"""Test the replay of a schedule against its rules, and predictions for a CPU and for GPUs.
+
+A replay works out when each task starts, given the seconds of all tasks and copies.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence

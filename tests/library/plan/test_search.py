@@ -1,7 +1,7 @@
 """Test the search for a setup against all possible setups of small models.
 
-No setup is faster than the computed lower bound, and the result of the search is near the best
-setup.
+A setup is a balance, a number of micro-batches and a checkpoint mode. No setup is faster than the
+computed lower bound, and the result of the search is near the best setup.
 """
 
 from collections.abc import Callable, Sequence

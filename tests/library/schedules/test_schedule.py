@@ -88,7 +88,7 @@ def test_what_is_refused(bad: Any, message: str) -> None:
 
 
 def swapped(schedule: Schedule) -> Iterator[list[list[Action]]]:
-    """For each two neighbouring actions, yield the schedule's lists with these two exchanged."""
+    """For each pair of neighbouring actions, yield the schedule's lists with this pair swapped."""
     for d, actions in enumerate(schedule.lists):
         for k in range(len(actions) - 1):
             lists = [list(each) for each in schedule.lists]

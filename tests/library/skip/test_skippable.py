@@ -1,6 +1,7 @@
 """Test `@skippable`, `stash`, `pop` and `isolate`: a layer's skips, their copies, and misuse.
 
-tests/behaviours tests that skips reach their layers, in partitions and in a plain sequence.
+A skip is a tensor that one layer stashes and a later layer pops. tests/behaviours tests that skips
+reach their layers, in partitions and in a plain sequence.
 """
 
 import pickle
@@ -167,9 +168,9 @@ def layer(word: str) -> Module:
     return made
 
 
-# Partitions, as strings of layers. A copy between partitions is written as the name of the skip,
-# the source and the target. The first list has the copies with portals, the second list those
-# without portals.
+# Partitions, as strings of layers. A copy of a skip is written as the skip's name, the source
+# partition and the target partition. The first list has the copies with portals, which go straight
+# to the target. The second list has the copies without portals, from each partition to the next.
 CASES = {
     "inside a partition": (["+a -a", "."], [], []),
     "past two": (["+a", ".", ".", "-a"], ["a03"], ["a01", "a12", "a23"]),

@@ -80,7 +80,7 @@ def a_second_job_is_refused(tmp_path: Path) -> None:
 
 
 def dies_at(operation: int, folder: Path) -> None:
-    """Kill this process before the file operation with this number, counted from 0, in a folder."""
+    """Kill this process before file operation number `operation` (counted from 0) in a folder."""
     left = operation
 
     def count(name: str, *_: object) -> None:

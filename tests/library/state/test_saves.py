@@ -1,4 +1,4 @@
-"""Test states that one process saves: training goes on to the same numbers, and misuse raises."""
+"""Test training states that one process saves: training goes on unchanged, and misuse raises."""
 
 import json
 import math

@@ -1,4 +1,7 @@
-"""Test that docs/how-it-works.md lists all guards, and the methods that each guard overrides."""
+"""Test that docs/how-it-works.md lists all guards, and the methods that each guard overrides.
+
+A guard keeps one thing equal in a forward and in its recomputation, such as random numbers.
+"""
 
 import importlib
 from pathlib import Path
@@ -27,7 +30,7 @@ MOMENTS = [
 
 
 def rows() -> dict[str, list[str]]:
-    """Return the cells of each guard's row in the table, by the name of the guard's file."""
+    """Return the cells of each guard's row in the page's table, by the name of the guard's file."""
     page = (ROOT / "docs/how-it-works.md").read_text()
     found = {}
     for line in page.splitlines():

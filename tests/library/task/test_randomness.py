@@ -1,6 +1,7 @@
-"""Test random numbers: the generators of tasks, and their seeds.
+"""Test the random generators of tasks, and their seeds.
 
-tests/behaviours tests what layers draw.
+A task is a forward or a recomputation of one partition on one micro-batch. tests/behaviours tests
+what layers draw.
 """
 
 import threading
@@ -158,8 +159,8 @@ def test_mini_batches_under_way_at_once_draw_different_numbers() -> None:
 def test_within_an_outer_pipelines_task() -> None:
     """Run inner mini-batches within a task of an outer pipeline, and within its recomputation.
 
-    The outer task draws one seed for each inner mini-batch, and nothing else for it. So the
-    recomputation gives the same numbers.
+    The outer task draws one seed for each inner mini-batch, and no other number. So its
+    recomputation leads to the same inner numbers.
     """
     before = torch.get_rng_state()
     found = []

@@ -1,4 +1,4 @@
-"""Test stages: locks, layers that work in place, modes, and stand-ins of parameters.
+"""Test stages (partitions on a device): locks, in-place layers, modes and stand-ins.
 
 A stand-in is the tensor that tasks use in place of a parameter. tests/behaviours tests what layers
 see.

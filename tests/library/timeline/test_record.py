@@ -1,4 +1,4 @@
-"""Test recordings: separate mini-batches, synchronized clocks, bubbles, and files for Perfetto."""
+"""Test recordings of pipelines: mini-batches, synchronized clocks, bubbles, Perfetto files."""
 
 import json
 import time

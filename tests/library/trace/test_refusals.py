@@ -161,7 +161,7 @@ def cut_residual_with_another_width() -> None:
 
 
 def run_under_another_autocast() -> None:
-    """Run layers under autocast that were recorded without autocast and contain a fixed dtype."""
+    """Run layers under autocast that were recorded without autocast and cast to a fixed dtype."""
     module = does(lambda net, x: net.b(x).to(net.a(x).dtype))
     layers = sequential(module, rows())
     with AUTOCAST:

@@ -153,7 +153,8 @@ def compiled_around(module: Module) -> Module:
     return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
 
 
-# torch.compile reads all attributes of a layer's input. So it warns also when plain layers run.
+# torch.compile reads all attributes of a layer's input, also `.grad`. So it warns also when plain
+# layers run.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", [compiled_call, traced.compiled_forward, compiled_around])
 def test_compiled_parts_are_layers_and_stay_compiled(

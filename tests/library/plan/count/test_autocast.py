@@ -1,4 +1,4 @@
-"""Test counts under autocast: operators have the dtypes that autocast chooses, and casts count."""
+"""Test counted operators under autocast: they have autocast's dtypes, and casts are counted."""
 
 import re
 from collections.abc import Callable

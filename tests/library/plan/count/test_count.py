@@ -1,4 +1,4 @@
-"""Test counts of layers, against real steps and against counts for another batch size.
+"""Test the counts of layers' operators against real steps, and against another batch size.
 
 If a layer cannot be counted, the error names the layer in one line.
 """

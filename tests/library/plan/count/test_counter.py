@@ -1,4 +1,4 @@
-"""Test counts of single operators against counts that were made by hand."""
+"""Test the counted flops and bytes of single operators against numbers worked out by hand."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -104,7 +104,7 @@ EFFICIENT = "_scaled_dot_product_efficient_attention"
 def test_attention(
     device: str, dtype: torch.dtype, options: dict[str, Any], kernel: str | None
 ) -> None:
-    """Check that the device's fused attention kernel is counted, with the flops of its scores."""
+    """Check that the device's fused attention kernel is counted, with the right flops and bytes."""
     samples, heads, tokens, channels = 2, 4, 64, 32
     x = meta(samples, heads, tokens, channels, dtype=dtype, grad=True)
     results: list[Tensor] = []
