@@ -169,8 +169,8 @@ class Look(Module):
         return twin
 
 
-# A function that sets the modes of layers, and whether each of the two layers is then profiled in
-# training mode.
+# Each row has a function that sets the modes of layers, and whether each of the two layers is then
+# profiled in training mode.
 @either
 @pytest.mark.parametrize(
     "mode, training",
@@ -231,7 +231,7 @@ POP_ALONE = Sequential(Pop())
 LOCKED = Sequential(ReLU(), Do(lambda _, x: x, lock=threading.Lock()))
 LIST_OUT = Sequential(ReLU(), Lambda(lambda x: [x]))
 NAN = float("nan")
-# Arguments that both functions refuse, the error's type, and a part of its message.
+# Each row has arguments that both functions refuse, the error's type, and a part of its message.
 MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((0, RELUS, X), ValueError, "partitions must be at least 1, got 0"),
     ((3, RELUS, X), ValueError, "cannot fill 3 partitions with 2 layer.s.: .* at most 2"),
@@ -243,8 +243,8 @@ MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((1, LOCKED, X), TypeError, r"layer 1 \(Do\) cannot be copied .*lock"),
     ((1, LIST_OUT, X), TypeError, "output of layer 1 must be a tensor"),
 ]
-# A function, and a sample and options that only this function refuses, with a part of the error's
-# message.
+# Each row has a function, a sample and options that only this function refuses, and a part of the
+# error's message.
 OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] = [
     (balance_by_time, X, {"timeout": -1.0}, "timeout must be .* got -1.0"),
     (balance_by_time, X, {"timeout": NAN}, "timeout must be .* got nan"),

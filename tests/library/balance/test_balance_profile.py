@@ -85,7 +85,7 @@ GROWING = [parameters(scale * KiB) for scale in range(1, 7)]
 BOTH = [expand(KiB)] * 6 + [parameters(32 * KiB)]
 
 
-# Layers, the number of samples, options, and the expected balance by size for two partitions.
+# Each value has layers, the number of samples, options, and the expected balance by size.
 SIZES: dict[str, tuple[list[Module], int, dict[str, Any], list[int]]] = {
     "activations": (EXPANDING, 64, {"param_scale": 0}, [4, 2]),
     "parameters": (GROWING, 1, {"param_scale": 100}, [4, 2]),
@@ -106,8 +106,8 @@ def test_balance_by_size(
 
 
 LINEAR_AND_NORM = Sequential(Linear(8, 8), BatchNorm1d(8))
-# A layer for a (4, 8) input, whether the input requires grad, and the bytes that forward keeps, as
-# a multiple of the input's bytes.
+# Each value has a layer for a (4, 8) input, whether the input requires grad, and the bytes that
+# forward keeps, as a multiple of the input's bytes.
 KEPT: dict[str, tuple[Module, bool, float]] = {
     "nothing made": (Identity(), True, 0),
     "a view": (Flatten(), True, 0),
@@ -211,7 +211,7 @@ def least_heaviest(costs: Sequence[float | Fraction], partitions: int) -> Fracti
 THIRD = Fraction(1, 3)
 
 
-# The costs of layers, the number of partitions, and the best balance.
+# Each row has the costs of layers, the number of partitions, and the best balance.
 CASES: list[tuple[list[float | Fraction], int, list[int]]] = [
     ([1, 2, 3, 4, 5, 6], 2, [4, 2]),
     # Partitions that are filled up to the average cost, 4, would leave a partition of cost 8.

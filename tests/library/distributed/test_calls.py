@@ -77,7 +77,7 @@ def test_calls_in_any_order() -> None:
 
 
 def test_a_parameter_hook_that_raises_is_told_to_all_ranks() -> None:
-    """Raise in a parameter's hook, which runs when a step writes gradients at its end.
+    """Raise an error in a parameter's hook, which a step calls at its end.
 
     At that time, other ranks may have ended their steps already.
     """

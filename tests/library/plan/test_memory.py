@@ -129,8 +129,8 @@ def by_a_copy(it: Any, x: Tensor) -> Tensor:
 
 # In the last one of these balances, the partition on device 1 has no parameters to update.
 OF_WIDE = [[7], [2, 3, 2], [2, 1, 1, 3], [2, 1, 4]]
-# A model, the shape of its input, and balances. With few samples, the update of the parameters
-# needs the most memory.
+# Each row has a function that makes a model, the shape of its input, and balances. With few
+# samples, the update of the parameters needs the most memory.
 CASES: list[tuple[Callable[[], Sequential], tuple[int, ...], list[list[int]]]] = [
     (mixed, (24, 8), [[8], [3, 5], [1, 1, 6]]),
     (partial(freeze, mixed, 3), (24, 8), [[3, 5]]),
@@ -212,8 +212,8 @@ def test_the_parts_add_up() -> None:
     assert device.peak == sum(model) + sum(parts)
 
 
-# An optimizer's name, and the size of its state as a multiple of the parameters' bytes. The copy in
-# float32 has twice as many bytes as the 16-bit parameters.
+# Each row has an optimizer's name, and the size of its state as a multiple of the parameters'
+# bytes. The copy in float32 has twice as many bytes as the 16-bit parameters.
 @pytest.mark.parametrize(
     ("name", "state"), [("sgd", 2), ("momentum", 2 + 2), ("adam", 2 + 2 * 2), ("none", 0)]
 )

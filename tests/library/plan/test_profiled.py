@@ -51,8 +51,8 @@ def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(profiled, "sharing", lambda works: 0.0)
 
 
-# The measured seconds for 2, 4, 8, … samples, and the seconds that the curve then has for other
-# sizes.
+# Each row has the measured seconds for 2, 4, 8, … samples, and the seconds that the fitted curve
+# has for other numbers of samples.
 @pytest.mark.parametrize(
     ("seconds", "at"),
     [
@@ -103,7 +103,7 @@ def test_layers_are_timed_for_the_sample_and_by_halves(
 
 
 class Wide(Layer):
-    """A layer that raises OutOfMemoryError when two copies of such layers exist at once."""
+    """A layer that raises OutOfMemoryError when two copies of it exist at once."""
 
     alive = 0
 

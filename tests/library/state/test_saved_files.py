@@ -22,7 +22,7 @@ PATIENCE = 300  # seconds; a test takes as long only if it hangs
 
 
 def forked(run: Callable[[], object]) -> int:
-    """Run a function in a forked process; return its exit code, or minus its ending signal."""
+    """Run a function in a forked process; return its exit code, or -n if signal n ended it."""
     with warnings.catch_warnings():
         # Python warns about forks in processes with threads. The threads of this process do no
         # harm.

@@ -51,7 +51,7 @@ def run(layer: Module, parts: Iterable[Tensor]) -> Tensor:
     return torch.cat(outputs)
 
 
-# A type of layer, the shape of one channel of a sample, and options.
+# Each row has a type of layer, the shape of one channel of a sample, and options.
 LAYERS: list[tuple[type[Module], tuple[int, ...], dict[str, Any]]] = [
     (BatchNorm1d, (), {}),
     (BatchNorm1d, (5,), {"momentum": 0.0}),
@@ -100,8 +100,8 @@ def test_statistics_of_the_mini_batch(
     assert_close(deferred.eval()(x), plain.eval()(x))
 
 
-# Layers that are committed together: momentum, dtype, whether the layer counts mini-batches, and
-# the sizes of its micro-batches.
+# Each row describes a layer: its momentum, its dtype, whether it counts mini-batches, and the sizes
+# of its micro-batches.
 SIZES: list[tuple[int, ...]] = [(4, 4), (3, 2, 5), (9, 9), ()]
 DTYPES = [torch.float, torch.double]
 TOGETHER = list(product([0.1, None, 0.7], DTYPES, [True, False], SIZES))
@@ -166,8 +166,8 @@ def switched_off(layer: Any) -> Any:
     return rest(layer)
 
 
-# What happens to a layer between its first and its last micro-batch, and the tolerance of the
-# comparison.
+# Each value has what happens to a layer between its first and its last micro-batch, and the
+# tolerance of the comparison.
 BETWEEN: dict[str, tuple[Callable[[Any], Any], float]] = {
     "evaluation": (evaluated, 1e-6),
     "tracking switched off": (switched_off, 1e-6),

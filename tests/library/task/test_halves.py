@@ -135,8 +135,8 @@ def checkpointed(module: Any, x: Tensor) -> Any:
 BY_CHANNEL = [Conv2d(4, 8, 3, groups=4), GroupNorm(2, 8), Conv2d(8, 4, 1, bias=False)]
 GATES = [Conv1d(5, 8, 3, dilation=2), GLU(1), Conv1d(4, 4, 1)]
 
-# The layers, their input, and the stage's description of its halves. A number stands for the matrix
-# products whose weights get their gradients in the second half.
+# Each value has layers, their input, and the stage's description of its backward. A number means:
+# so many matrix products compute the gradients of their weights in the second half.
 ROWS: dict[str, tuple[Module, Tensor, int | str]] = {
     "linear": (CHAIN, VECTORS, 2),
     "float64": (copy.deepcopy(CHAIN).double(), VECTORS.double(), 2),

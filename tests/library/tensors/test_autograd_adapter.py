@@ -82,7 +82,7 @@ def test_still_there(name: str) -> None:
 
 
 def names_in(node: ast.AST) -> list[str]:
-    """Return the full names in a node of a syntax tree: of an import, or of a dotted expression."""
+    """Return the names that a syntax node imports, or the dotted name that the node stands for."""
     if isinstance(node, ast.ImportFrom) and node.module:
         return [f"{node.module}.{alias.name}" for alias in node.names]
     if isinstance(node, ast.Import):

@@ -86,8 +86,8 @@ def clock_stamps(values: list[list[tuple[float, float]]]) -> list[Tensor]:
     return [torch.tensor(each, dtype=torch.float64) for each in values]
 
 
-# By how many seconds rank 1's clock is ahead. For each round, the times when ranks 0 and 1 send a
-# message, and the delays of both messages. The error of the synchronization.
+# Each row has the seconds by which rank 1's clock is ahead of rank 0's clock; for each round, the
+# times when both ranks send a message, and the delays of the messages; and the expected error.
 
 
 @pytest.mark.parametrize(

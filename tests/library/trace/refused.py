@@ -73,8 +73,8 @@ def after(change: Callable[[Module], object]) -> Module:
     return module
 
 
-# Forwards that cannot be recorded. The expected texts of the error messages are in `SAID` and not
-# here. A message may quote a whole line of this table, and would then contain any text of the line.
+# Forwards that cannot be recorded. The expected texts of the error messages are in `SAID`, because
+# a message may quote a whole line of this table, and a text in that line would always be found.
 FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a branch": lambda net, x: net.b(x) if net.a(x).sum() > 0 else x,
     "a number": lambda net, x: net.b(x) * net.a(x).mean().item(),
@@ -201,8 +201,8 @@ def branching_in_a_submodule() -> Module:
     return Sequential(branching)
 
 
-# How a module is made, whether the message quotes its line in `FORWARDS`, and other texts that the
-# message contains.
+# Each value has a function that makes a module, whether the error message quotes its line in
+# `FORWARDS`, and other texts that the message contains.
 OTHERS: dict[str, tuple[Callable[[], Any], bool, list[str]]] = {
     "a branch, in a submodule": (branching_in_a_submodule, True, ["whole=[Do]"]),
     "a buffer that is replaced, in a submodule": (replacing_in_a_submodule, False, REPLACES),

@@ -1,4 +1,4 @@
-"""Test the errors for modules that `sequential` cannot convert: line, reason and advice."""
+"""Test that errors of `sequential` name a line that cannot be converted, the reason and advice."""
 
 import weakref
 from collections.abc import Callable

@@ -42,8 +42,8 @@ def drawing() -> Module:
 BY_HAND = CASES["attention by hand"]
 
 
-# A module, and its layers. For each layer: where it begins, a + for each skip that it stashes, and
-# a - for each skip that it pops.
+# Each value has a module and a description of its layers: for each layer, the submodule that it
+# begins with, a + for each skip that it stashes, and a - for each skip that it pops.
 CUTS: dict[str, tuple[Case, list[str]]] = {
     "a tensor that is used twice": (CASES["residual"], ["a", "b", "c"]),
     "a tensor for a later layer": (CASES["branches from one input"], ["a +", "b", "c -"]),

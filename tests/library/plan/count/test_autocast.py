@@ -20,8 +20,8 @@ def attention(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(tokens, tokens, tokens)
 
 
-# An operator, the dtype of its input, and the dtype of its output on a GPU under autocast to
-# float16.
+# Each value has an operator, the dtype of its input, and the dtype of its output on a GPU under
+# autocast to float16.
 OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]] = {
     "linear": (lambda x: F.linear(x, x), FLOAT32, FLOAT16),
     "einsum": (lambda x: torch.einsum("ij,jk->ik", x, x), FLOAT32, FLOAT16),

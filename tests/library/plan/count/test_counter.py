@@ -42,7 +42,7 @@ LOOKED_UP = 2 * 4 * 3 * 8 + 8 * 3
 """Three rows of the table are read and written, and three row indices are read."""
 WITH_BYTE_MASK = 4 * 24 + 4 * 24 + 24
 
-# A call, and for each of its operators the kind, the flops and the bytes.
+# Each row has a call, and for each of its operators the kind, the flops and the bytes.
 OPERATORS: list[tuple[Callable[[], object], list[tuple[str, float, float]]]] = [
     (
         lambda: F.linear(meta(5, 8), meta(16, 8), meta(16)),
@@ -183,8 +183,8 @@ def test_tf32_as_pytorch_is_set(precision: str, dtype: str) -> None:
 
 N, C, K = 2, 8, 16
 
-# A type of convolution, the size of its images, its options, whether Winograd's algorithm applies,
-# and whether the convolution is a single matrix product.
+# Each row has a type of convolution, the size of its images, its options, whether Winograd's
+# algorithm applies, and whether the convolution is a single matrix product.
 OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
     (Conv2d, 6, {"kernel_size": 3, "padding": 1}, True, True),
     (Conv2d, 6, {"kernel_size": 3}, True, True),
