@@ -66,7 +66,7 @@ def test_one_disturbed_run_does_not_count(clock: Clock, monkeypatch: pytest.Monk
     assert balance == [2, 2]
 
 
-# bytes
+# Tests of layers' bytes
 
 
 def expand(numbers: int) -> Module:

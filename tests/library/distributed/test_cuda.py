@@ -145,7 +145,7 @@ def test_a_failure_ends_all_that_streams_wait_for(
             for pair in world.pairs:
                 assert pair.aborted
         ready.wait()
-        if phase != "forward":  # after a forward, all ranks are in the same mini-batch
+        if phase != "forward":  # after a failed forward, all ranks are in the same mini-batch
             model.close()
             ready.wait()
         train(model, x, target)  # after the failure, the pipeline works again

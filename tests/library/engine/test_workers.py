@@ -96,8 +96,8 @@ class Slow(SimpleQueue[Any]):
 def test_two_callers_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Call a pipeline from four threads at once.
 
-    To avoid a deadlock, all workers have to get one caller's programs before those of the next
-    caller.
+    Each worker thread receives programs, which are lists of tasks. To avoid a deadlock, all workers
+    have to receive one caller's programs before the programs of the next caller.
     """
     monkeypatch.setattr("torchgpipe.engine.pool.SimpleQueue", Slow)
     model = pipeline(3, chunks=3)

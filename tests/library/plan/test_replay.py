@@ -70,7 +70,7 @@ def assert_each_task_is_there_once(costs: Costs, events: Sequence[Event]) -> Non
 
 
 class Progress:
-    """When each device is free and when each input has arrived, after the tasks so far."""
+    """The times when devices become free and when tasks' inputs arrive, updated after each task."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -81,7 +81,7 @@ class Progress:
         self.backward = False
 
     def begin_backward(self) -> None:
-        """Make all devices free when the loss is computed."""
+        """Let the backward begin: all devices are free as soon as the loss is computed."""
         self.backward = True
         forward_ends = max(self.free) if self.costs.blocking else self.free[-1]
         begin = forward_ends + (self.costs.loss or 0.0)

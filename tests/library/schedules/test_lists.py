@@ -1,7 +1,7 @@
 """Test every named schedule, for many numbers of devices, micro-batches and stages.
 
-The bubbles, the memory and the buffers are compared with published values, or with formulas that
-are derived here.
+The bubbles (shares of idle time), the memory and the buffers are compared with published values, or
+with formulas that are derived here.
 """
 
 from collections.abc import Iterable
@@ -135,7 +135,8 @@ PUBLISHED = Path(__file__).with_name("zero_bubble.txt").read_text().splitlines()
 def test_published_bubbles(line: str) -> None:
     """Compare bubbles with three columns of table 5 of the Zero Bubble paper (arXiv:2401.10241).
 
-    The bubbles are computed from the times in table 9 of that paper.
+    A bubble is the share of time in which a device is idle. The bubbles are computed from the times
+    in table 9 of that paper.
     """
     _, n_text, m_text, *numbers = line.split()
     n, m = int(n_text), int(m_text)

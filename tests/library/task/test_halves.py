@@ -200,7 +200,7 @@ ROWS: dict[str, tuple[Module, Tensor, int | str]] = {
 
 
 class Tasks:
-    """The tasks of two micro-batches on one stage, which has a copy of the layers."""
+    """Forward and backward of two micro-batches on one stage, which has a copy of the layers."""
 
     def __init__(
         self,

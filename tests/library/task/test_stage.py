@@ -112,7 +112,7 @@ def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it
 
 
 def test_the_last_thread_to_leave_takes_changes_back() -> None:
-    """Let the caller leave first; the changes are undone when the last thread leaves.
+    """Check that a context undoes its changes to layers only when the last thread leaves it.
 
     After a second Ctrl-C, the caller leaves while a program still runs in another thread.
     """

@@ -60,8 +60,7 @@ def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
     with pytest.raises(Untraceable, match=r"shape \(3, 3\) for 3 samples(?s:.*)shared=\[…\]"):
         sequential(Pairs(), sample)
     module = Pairs()
-    # Without `shared`, the batch tensor is told by its length if the other tensor is shorter or
-    # longer.
+    # Without `shared`, lengths tell which tensor has the batch dimension, if the lengths differ.
     another_length = (rows(), torch.randn(3, WIDTH))
     for shared, (x, y) in ((["y"], sample), (None, another_length)):
         layers = sequential(module, (x, y), shared=shared)
