@@ -1,4 +1,4 @@
-"""Fixtures for simulated time and GPUs (simulated.py)."""
+"""Provide fixtures for simulated time and simulated GPUs (simulated.py)."""
 
 import pytest
 
@@ -11,13 +11,13 @@ from .simulated import CLOCK, Clock
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    """Give `cpu:0`, `cpu:1`, … simulated streams with clocks."""
+    """Replace the streams of `cpu:0`, `cpu:1`, … by simulated streams with clocks."""
     return Streams(monkeypatch)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Make profiles use a clock that only layers advance."""
+    """Make profiles read a clock that advances only when layers run."""
     CLOCK.start()
     for module in (profile, timing):
         monkeypatch.setattr(module, "perf_counter", lambda: CLOCK.now)

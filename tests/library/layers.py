@@ -1,4 +1,4 @@
-"""Layers made of functions, with and without a skip."""
+"""Provide small layers for tests: linear layers, and layers made of functions, also with skips."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -27,7 +27,7 @@ def Lambda(function: Callable[[Any], Any]) -> nn.Module:
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """Stash `skip(input)` and return `output(input)`."""
+    """A layer that stashes `skip(input)` and returns `output(input)`."""
 
     def __init__(
         self, skip: Callable[[Any], Any] = same, output: Callable[[Any], Any] = same
@@ -43,7 +43,7 @@ class Stash(nn.Module):
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    """Return `join(input, skip)`."""
+    """A layer that pops the skip and returns `join(input, skip)`."""
 
     def __init__(self, join: Callable[[Any, Any], Any] = torch.add) -> None:
         super().__init__()
@@ -59,7 +59,11 @@ def partitions(
     skips: Iterable[tuple[int, int]],
     stashed: Callable[[Any], Any] = same,
 ) -> tuple[nn.Sequential, list[int]]:
-    """Return layers with skips of `stashed(input)`, and the balance that makes each a partition."""
+    """Return layers with these skips, and the balance that makes each given layer one partition.
+
+    For each pair (source, target) in `skips`, a layer after the source stashes `stashed(x)`, and a
+    layer before the target pops and adds the skip.
+    """
     found = [[layer] for layer in layers]
     for source, target in skips:
         namespace = Namespace()

@@ -1,4 +1,4 @@
-"""`Ledger`, which observes live bytes of tasks; assertions that wait for a moment; and threads."""
+"""Provide a count of live bytes, assertions that wait for a condition, and concurrent threads."""
 
 import gc
 import threading
@@ -15,7 +15,7 @@ from torchgpipe.trace.parts import tensors_in
 
 
 class Ledger(LiveBytes):
-    """Count the live bytes of tensors that tasks make, not of tensors that tasks are given."""
+    """A count of live bytes of tensors that tasks make, without the tensors that tasks receive."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -43,9 +43,9 @@ class _Made(LiveBytesMode):
 def assert_eventually(
     condition: Callable[[], bool], message: Callable[[], object], seconds: float = 120
 ) -> None:
-    """Wait for what a worker does shortly after it has reported its end.
+    """Wait until a condition holds, such as a change that a worker makes after its last report.
 
-    Only a failure takes `seconds`.
+    Only a condition that fails takes all of `seconds`.
     """
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -62,8 +62,8 @@ def assert_no_thread_more(threads: set[threading.Thread]) -> None:
 
 def assert_gone(refs: Sequence[ref[Any]]) -> None:
     """Wait until the garbage collector has freed all referenced objects."""
-    # After an exception PyTorch's own queue keeps nodes that have not run, until the thread's next
-    # backward.
+    # After an exception, PyTorch's autograd engine keeps the nodes that have not run, until the
+    # next backward of this thread.
     torch.ones((), requires_grad=True).mul(2).backward()
 
     def gone() -> bool:
@@ -74,7 +74,7 @@ def assert_gone(refs: Sequence[ref[Any]]) -> None:
 
 
 def at_once(count: int, program: Callable[[int], Any], seconds: float = 120) -> list[Any]:
-    """Run a program in so many threads at once; return what each run returns, or its exception."""
+    """Run a program in `count` threads at once; return each thread's result or exception."""
     results: list[Any] = [None] * count
 
     def run(k: int) -> None:

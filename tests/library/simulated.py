@@ -1,6 +1,7 @@
-"""A clock for profiles, and autograd's threads on simulated devices (benchmarks/simulated.py).
+"""Provide a clock for profiles, and autograd's threads on simulated devices.
 
-distributed/threads.py simulates NCCL on them. tests/test_cuda.py runs real streams.
+benchmarks/simulated.py simulates the devices' streams. distributed/threads.py simulates NCCL on
+these streams, and tests/test_cuda.py runs real streams.
 """
 
 from collections import defaultdict
@@ -17,7 +18,7 @@ from .layers import same
 
 
 class Clock:
-    """A clock that only `spend` advances, and the history of its calls."""
+    """A clock that advances only when `spend` is called, and the history of these calls."""
 
     def start(self) -> None:
         self.now = 0.0
@@ -33,7 +34,7 @@ CLOCK = Clock()
 
 
 def spend(x: Tensor, forward: float, backward: float, name: str = "") -> Tensor:
-    """Return `x`; spend `forward` seconds now, and `backward` seconds in backward."""
+    """Return a copy of `x`; advance the clock by `forward` now, and by `backward` in backward."""
     CLOCK.spend(forward, f"{name} forward")
     y: Tensor = _Spent.apply(x, backward, f"{name} backward")
     return y
@@ -52,9 +53,9 @@ class _Spent(torch.autograd.Function):
 
 
 class Spend(nn.Module):
-    """Spend seconds in forward and in backward.
+    """A layer that advances the clock in its forward and in its backward.
 
-    `before` and `after` are applied to the input and to the output.
+    `before` is applied to the input, and `after` to the output.
     """
 
     def __init__(
@@ -81,14 +82,14 @@ class Spend(nn.Module):
 def backward_by_threads(
     streams: Streams, n: int, turns: Callable[[list[int]], int]
 ) -> Callable[[Tensor], None]:
-    """Return a backward function for `n` partitions that works as PyTorch documents it for CUDA.
+    """Return a backward function for `n` partitions, with a simulated thread for each CUDA device.
 
-    On CUDA autograd has a thread for each device, and on the CPU only one. A thread may submit work
-    ahead of another: `turns` chooses the next thread among the threads with ready nodes. A node
-    runs in the thread of its device. A CPU node runs in the thread that called backward (here
-    number `n`). A thread runs the ready node with the highest sequence number. A node runs on the
-    stream that was current in its forward. That stream first waits for the streams of the nodes
-    that its gradients come from, for all work that they had when these nodes had run.
+    The function follows PyTorch's documentation. For CUDA, autograd has one thread for each device.
+    A CPU node runs in the thread that called backward, here number `n`. One thread may be ahead of
+    another: among the threads with ready nodes, `turns` chooses the thread that runs next. A thread
+    runs its ready node with the highest sequence number. A node runs on the stream that was current
+    in its forward. Before a node runs, its stream waits for the streams of the nodes that computed
+    its gradients.
     """
     nodes = _Nodes(streams)
 
@@ -100,7 +101,7 @@ def backward_by_threads(
 
 
 class _Nodes:
-    """The streams of autograd's nodes, noted while the nodes are made."""
+    """A record of the stream of each autograd node, made while the forward creates the nodes."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
@@ -141,7 +142,7 @@ class _Nodes:
 
 
 def _uses(root: Any) -> dict[Any, int]:
-    """Return how many nodes of a graph hand a gradient on to each node."""
+    """Return, for each node of a graph, how many gradients the node receives."""
     uses: dict[Any, int] = defaultdict(int)
     unseen = [root]
     while unseen:
@@ -153,7 +154,7 @@ def _uses(root: Any) -> dict[Any, int]:
 
 
 class _Backward:
-    """A backward pass: the gradients so far, and the ready nodes of each thread."""
+    """A simulated backward pass: the gradients so far, and the ready nodes of each thread."""
 
     def __init__(self, streams: Streams, n: int, nodes: _Nodes, root: Any) -> None:
         self.streams = streams
@@ -162,7 +163,7 @@ class _Backward:
         self.missing = _uses(root)
         # The current streams of the thread that calls backward.
         self.callers = [streams.new(torch.device("cpu", j)) for j in range(n)]
-        # Nodes after the pipeline run on the last device.
+        # Nodes that come after the pipeline in forward, such as the loss, run on the last device.
         self.last = (streams.of(torch.device("cpu", n - 1)), [0])
         self.grads: dict[Any, dict[int, Tensor]] = defaultdict(dict)
         self.grads[root][0] = torch.ones(())
@@ -184,7 +185,7 @@ class _Backward:
         return stream
 
     def apply(self, node: Any) -> tuple[Tensor | None, ...]:
-        """Run a node on its stream; return the gradients that it hands on."""
+        """Run a node on its stream; return the gradients for the nodes that follow."""
         stream = self.stream_of(node)
         for event in self.events[node]:
             stream.wait_event(event)
@@ -199,7 +200,7 @@ class _Backward:
         return grads
 
     def hand_on(self, node: Any, following: Any, position: int, grad: Tensor | None) -> None:
-        """Give a gradient to the node that follows. It is ready when no gradient is missing."""
+        """Pass a gradient to the next node, which is ready when it has all its gradients."""
         stream = self.stream_of(node)
         home = self.stream_of(following)
         if grad is not None:

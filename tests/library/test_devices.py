@@ -1,4 +1,4 @@
-"""A pipeline stays on its devices, and may be told where it is."""
+"""Test that a pipeline cannot be moved to other devices, and accepts the devices that it is on."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ STAYS: dict[str, Callable[[GPipe], GPipe]] = {
 
 @pytest.mark.parametrize("way", STAYS)
 def test_where_it_is_already(way: str) -> None:
-    """As programs for training do with every model."""
+    """Move a pipeline to its own device, like training scripts do with every model."""
     model = pipeline()
     assert STAYS[way](model) is model
 

@@ -1,7 +1,7 @@
-"""`GPipe` as a module: its construction, attributes, partitions and devices.
+"""Test `GPipe` as a module: its construction, attributes, partitions and devices.
 
-What it refuses is tested in test_gpipe_refusals.py, its results and names in state dicts in
-tests/behaviours, and errors while it runs in tests/failures.
+test_gpipe_refusals.py tests what `GPipe` refuses. tests/behaviours tests results and the names in
+state dicts, and tests/failures tests errors at run time.
 """
 
 import threading
@@ -27,7 +27,7 @@ CUDA = [torch.device("cuda", k) for k in range(3)]
 
 
 def made(module: Any = None, balance: Any = (1, 1), **options: Any) -> GPipe:
-    """Make a pipeline of two layers, with valid defaults for all arguments."""
+    """Make a pipeline, by default of two layers on two CPU devices."""
     layers = linears(2) if module is None else module
     options = {"devices": ["cpu"] * 2, **options}
     return GPipe(layers, balance, **options)
@@ -101,7 +101,7 @@ def test_it_is_a_sequence() -> None:
         assert isinstance(found, Sequential)
         assert list(found.named_children()) == list(module[part].named_children())
 
-    # Layers may have names of attributes.
+    # A layer may have the name of an attribute of `Sequential`.
     module = Sequential()
     module._modules.update(forward=ReLU(), append=Tanh(), pop=ReLU())
     one, other = split(module, [1, 2])
@@ -125,8 +125,8 @@ def in_a_generator() -> bool:
     return PrivateGenerator.present() is not None or mode_stacks() != ([], [])
 
 
-# A context that is never left, since Ctrl-C comes just before its exit, and whether this thread is
-# still in the context.
+# Each value has a context whose exit is skipped because of Ctrl-C, and a function that returns
+# whether this thread is still in the context.
 LEFT: dict[str, tuple[Any, Callable[[], bool]]] = {
     "no gradients": (torch.no_grad, lambda: not torch.is_grad_enabled()),
     "a pass": (CheckpointPhase, lambda: is_checkpointing() or is_recomputing()),
@@ -139,7 +139,10 @@ FORWARDS = [(name, False) for name in LEFT]
 def test_an_interrupt_before_a_context_is_left(
     name: str, backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interrupt comes in this thread, which runs the last partition."""
+    """Raise KeyboardInterrupt in this thread, just before a context is left.
+
+    This thread is the caller, which runs the last partition.
+    """
     kind, within = LEFT[name]
     layers = Sequential(Linear(2, 2), Dropout())
     model = made(layers, chunks=2, checkpoint="always", engine="workers")
@@ -165,8 +168,8 @@ def test_an_interrupt_before_a_context_is_left(
     model(torch.rand(4, 2)).sum().backward()
 
 
-# The argument `devices`, the number of partitions, and the devices that are chosen if there are
-# three CUDA devices.
+# Each row has the argument `devices`, the number of partitions, and the chosen devices if there are
+# three CUDA devices and device 2 is the current one.
 DEVICES: list[tuple[Any, int, list[torch.device]]] = [
     (None, 2, [CUDA[0], CUDA[1]]),
     (["meta", "cpu"], 2, [META, CPU]),
@@ -201,7 +204,7 @@ def test_a_list_of_more_devices_than_there_are_partitions_warns() -> None:
 
 
 def test_the_advice_works() -> None:
-    """The code in the message runs unchanged, given the caller's own variables."""
+    """Run the code that the error message suggests, with the caller's variables."""
     with pytest.raises(ValueError, match="balance is required") as caught:
         split(linears(3), None)
     _, code = str(caught.value).split(":\n\n", 1)

@@ -1,4 +1,4 @@
-"""What `GPipe` refuses, with a message that says what was given and what to do."""
+"""Test what `GPipe` refuses. Each error message says what was given and what to do."""
 
 import re
 from collections import OrderedDict
@@ -28,7 +28,7 @@ MOVED = (
 
 
 def checked(change: Callable[[Any], object]) -> None:
-    """Change a sequence of layers, and then check it."""
+    """Change a sequence of layers, and then call `check_module` on the sequence."""
     module = linears(1)
     change(module)
     check_module(module)
@@ -56,7 +56,7 @@ def add_buffer_and_hook(module: Module) -> None:
 
 
 class Residual(Sequential):
-    """A sequence with a forward of its own."""
+    """An `nn.Sequential` that overrides `forward`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return input + super().forward(input)
@@ -78,7 +78,7 @@ NO_LIST = "a list of devices, one per partition, but got "
 NUMBERS = "balance must be a list of whole numbers, the layers of each partition, but got "
 WRONG_SUM = "the balance [1] sums up to 1 layers, but the module has 3"
 NONE_IN_ONE = "one layer or more, but got the balance [3, 0]"
-# The call, the error's type, and its message.
+# A call, the error's type, and a part of the error's message.
 REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda _: made(engine="inline"), ValueError, AUTO),
     (lambda _: made(engine="workers", devices=["cpu", "meta"]), ValueError, ON_CPUS),

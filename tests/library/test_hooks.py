@@ -1,4 +1,8 @@
-"""Hooks on the pipeline itself see in a step what they see in `model(x)`, for each micro-batch."""
+"""Test hooks on the pipeline itself.
+
+`model(x)` runs the hooks once, on the whole mini-batch. A step runs the hooks on each micro-batch,
+with the same results.
+"""
 
 from typing import Any
 
@@ -83,7 +87,7 @@ def test_a_backward_hook_is_refused() -> None:
 
 
 class Both(Module):
-    """A module of two arguments."""
+    """A module that takes two arguments."""
 
     def __init__(self) -> None:
         super().__init__()

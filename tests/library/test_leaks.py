@@ -1,7 +1,7 @@
-"""Leaks: between forward and backward a pipeline keeps only what it needs.
+"""Test for memory leaks: what a pipeline keeps between forward and backward, and after a step.
 
-After a step, and when it is deleted, it keeps nothing. Peaks within a step are compared with
-predictions in plan/test_memory.py. Memory after a failure is tested in failures.
+After a step, and when it is deleted, a pipeline keeps nothing. plan/test_memory.py compares the
+peaks within a step with predictions, and tests/failures tests memory after a failure.
 """
 
 import gc
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("only_what_the_tests_make")
 WIDTH, CHUNKS = 8, 4
 linear = partial(nn.Linear, WIDTH, WIDTH)
 BATCH = 16 * CHUNKS
-# Bytes of a tensor with the samples of a micro-batch and WIDTH features.
+# The bytes of a tensor with the samples of one micro-batch and WIDTH features.
 UNIT = BATCH // CHUNKS * WIDTH * torch.float32.itemsize
 
 
@@ -43,9 +43,9 @@ def batch() -> Tensor:
 
 
 def watched(model: GPipe) -> Ledger:
-    """Let a ledger observe the model, and give its parameters gradients.
+    """Return a `Ledger` that counts the model's live bytes, and give the parameters gradients.
 
-    Gradients accumulate in place. So a step makes no tensor that stays alive.
+    With existing gradients, a step accumulates in place and makes no tensor that stays alive.
     """
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -61,9 +61,9 @@ def test_only_inputs_of_tasks_are_kept_for_backward(way: dict[str, Any]) -> None
         y = model(batch())
     ledger.assert_comes_to(0)
     y = model(batch())
-    # A checkpointed micro-batch keeps the inputs of the second and the third partition. Other
-    # micro-batches keep the outputs of tanh and sigmoid. Inputs are no new tensors: they are the
-    # outputs of the partition before, or the caller's.
+    # A checkpointed micro-batch keeps the inputs of the second and of the third partition. Any
+    # other micro-batch keeps the outputs of tanh and sigmoid. An input needs no new memory, because
+    # it is the output of the partition before, or belongs to the caller.
     recomputed = checkpointed(way["checkpoint"], CHUNKS)
     kept = recomputed * 2 + (CHUNKS - recomputed) * 3 * 2
     ledger.assert_comes_to(kept * UNIT)
@@ -77,7 +77,7 @@ def test_a_skip_is_kept_by_those_who_need_it(portals: bool, engine: str) -> None
     model = piped(module, [1, 1, 1, 1], CHUNKS, portals=portals, checkpoint="always", engine=engine)
     ledger = watched(model)
     y = model(batch().requires_grad_())
-    # Three boundary tensors, and the skip once, although it passes several partitions.
+    # Three boundary tensors are kept. The skip is kept once, although it passes several partitions.
     ledger.assert_comes_to(CHUNKS * (3 + 1) * UNIT)
     y.sum().backward()
     ledger.assert_comes_to(0)
@@ -153,7 +153,7 @@ USES: dict[str, Callable[[GPipe], object]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Using backward")  # PyTorch's own, on create_graph
+@pytest.mark.filterwarnings("ignore:Using backward")  # PyTorch's warning of create_graph
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_dropping_a_pipeline_frees_all_of_it(
     use: Callable[[GPipe], object], way: dict[str, Any]

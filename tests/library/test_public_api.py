@@ -1,4 +1,4 @@
-"""The public API: the names and signatures of torchgpipe 0.0.7.
+"""Test that the public names and signatures of torchgpipe 0.0.7 still work.
 
 Ruff checks that everything public has a docstring (ruff.toml).
 """
@@ -14,7 +14,7 @@ from torch import nn
 
 from torchgpipe.skip import skippable
 
-# The names that torchgpipe 0.0.7 exports.
+# The modules that torchgpipe 0.0.7 exports names from.
 MODULES = ("torchgpipe.skip", "torchgpipe.balance", "torchgpipe.batchnorm", "torchgpipe")
 GPIPE = (
     "module, balance=None, *, devices=None, chunks=1, checkpoint='except_last', "
@@ -23,7 +23,7 @@ GPIPE = (
 BY_TIME = "partitions, module, sample, *, timeout=1.0, device=…"
 BY_SIZE = "partitions, module, input, *, chunks=1, param_scale=2.0, device=…"
 BATCH_NORM = "num_features, eps=1e-05, momentum=0.1, affine=True, chunks=1"
-# The signatures of 0.0.7; "…" stands for any default.
+# The signatures of torchgpipe 0.0.7; "…" stands for any default.
 SIGNATURES = {
     "torchgpipe.GPipe": GPIPE,
     "torchgpipe.GPipe.forward": "self, input",
@@ -48,7 +48,7 @@ SIGNATURES = {
 
 
 def find(name: str) -> Any:
-    """Return an exported object of a module, or a method of it."""
+    """Return the object with this dotted name: an exported object of a module, or its method."""
     module_name = next(m for m in MODULES if name.startswith(f"{m}."))
     module = importlib.import_module(module_name)
     names = name.removeprefix(f"{module_name}.").split(".")

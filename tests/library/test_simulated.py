@@ -1,10 +1,10 @@
-"""Engines on simulated devices: each task starts when the replay says.
+"""Test engines on simulated devices: each task starts when the replayed schedule predicts it.
 
-So no stream waits without need. The engines, their waits, copies, links and wires are real. Streams
-and NCCL are stand-ins with clocks (simulated.py). A layer occupies its partition's compute stream
-for the given time of its task. So this tests which work is submitted to the streams, and in which
-order, by a host that takes no time. Only GPUs can show how real streams behave, how long the host
-takes to submit work, and whether copies slow each other down.
+Then no stream waits without need. The engines, their waits, copies and connections are real. The
+streams and NCCL are simulated with clocks (simulated.py). A layer occupies the compute stream of
+its partition for the given seconds. The tests check which work is submitted to the streams and in
+which order, by a host that takes no time. Only GPUs can show how real streams behave, how long the
+host takes to submit work, and whether copies slow each other down.
 """
 
 import threading
@@ -31,7 +31,8 @@ from .distributed.threads import GPUS, World, simulate_ranks
 from .layers import partitions
 from .simulated import backward_by_threads
 
-# Seconds of a forward, by micro-batch and partition. Whole numbers have exact sums.
+# The seconds of a forward, given the micro-batch and the partition. Sums of whole numbers are
+# exact.
 TIMES: dict[str, Callable[[int, int], int]] = {
     "equal": lambda i, j: 1,
     "first slow": lambda i, j: 3 if j == 0 else 1,
@@ -40,8 +41,8 @@ TIMES: dict[str, Callable[[int, int], int]] = {
     "any": lambda i, j: Random(10 * i + j).randint(1, 5),
 }
 
-# Seconds of each copy to the next partition, and of skips. No copy takes longer than a task: it
-# would have to queue.
+# The seconds of each copy to the next partition, and the seconds of skips. No copy takes longer
+# than a task, because copies would otherwise wait for each other.
 COPIES: dict[str, tuple[float, dict[tuple[int, int], float]]] = {
     "no time": (0.0, {}),
     "some time": (0.25, {}),
@@ -53,8 +54,9 @@ COPIES: dict[str, tuple[float, dict[tuple[int, int], float]]] = {
     "skips in time": (0.25, {(0, 2): 0.5, (0, 3): 0.75, (1, 3): 0.5}),
 }
 
-# How backward runs in one process. `None`: in the calling thread. A function: in a thread for each
-# device, and the function chooses the next device. Each rank has its own process.
+# How the backward runs in one process. `None` means in the calling thread. A function means one
+# thread for each device, and the function chooses the device that continues. Each rank has its own
+# process.
 ENGINES: dict[str, Callable[[list[int]], int] | None] = {
     "graph": None,
     "graph, first device ahead": min,
@@ -65,18 +67,21 @@ ENGINES: dict[str, Callable[[list[int]], int] | None] = {
 
 
 def is_case(engine: str, n: int, m: int, mode: Mode, times: str, copies: str) -> bool:
-    """Return whether to run this case.
+    """Return whether to test this combination of settings.
 
-    Ranks send skips late. Skips are in time only if they take no longer than other tensors.
+    Ranks send skips late, so a skip arrives in time only if its copy takes no longer than the
+    copies of other tensors.
     """
     _, skips = COPIES[copies]
     if ENGINES[engine] is not None:
         return n == 4 and m == 5
     if engine == "ranks" and m == 1:
-        # A single micro-batch also carries the state of the generator, here as if from a GPU.
+        # With a single micro-batch, a rank also sends the state of the random generator, here as if
+        # from a GPU.
         return False
     if engine == "ranks" and skips:
-        # With recomputation, p - s - 1 tasks take longer than the path of the gradient.
+        # With recomputation, a skip from s to p is late in backward: its gradient is sent after p -
+        # s - 1 more tasks, which take longer than the other gradient's way from p to s.
         in_time = copies in ("a skip, no time", "skips in time")
         return n == 4 and mode == "never" and times == "equal" and in_time
     if n == 1:
@@ -93,7 +98,7 @@ for _case in product(ENGINES, (1, 2, 4), (1, 2, 5), TIMES, COPIES, MODES):
 
 
 def cost(n: int, m: int, mode: Mode, times: str, copies: str) -> Costs:
-    """Return costs: backward takes twice as long as forward, recomputation as long as forward."""
+    """Return task times: a recomputation takes as long as a forward, a backward twice as long."""
     forward, backward, recompute = [], [], []
     recomputed = checkpointed(mode, m)
     for i in range(m):
@@ -132,9 +137,10 @@ def test_without_dependency_threads_may_go_backward_in_another_order(streams: An
 def test_copies_that_take_longer_than_tasks_go_one_after_another(
     seconds: float, m: int, streams: Any
 ) -> None:
-    """Copies queue on the streams, in both directions, because two devices have one link.
+    """Check that long copies wait for each other on the simulated streams.
 
-    In the replay they do not queue.
+    Copies wait in forward and in backward, because the two devices have one link. In the replay,
+    copies do not wait for each other.
     """
     once = [[1.0, 1.0]] * m
     costs = Costs(forward=once, backward=once, recompute=[[0.0, 0.0]] * m, copy=[seconds])
@@ -155,7 +161,7 @@ def test_a_skip_leaves_a_rank_late_and_with_all_others_for_its_target(
     costs = cost(4, m, checkpoint, "equal", "no time")
     step(costs, checkpoint, streams, over=world, skips=skips)
 
-    # For every wire, the number of tasks issued before each tensor.
+    # For each kind, source and target of messages, the number of tasks issued before each tensor.
     found = defaultdict[Any, list[int]](list)
     for issued in world.issued:
         tasks_before: Counter[str] = Counter()
@@ -180,7 +186,7 @@ def test_a_skip_leaves_a_rank_late_and_with_all_others_for_its_target(
             late += [tasks] * skips.count((s, p))
         for wire in (("forward skips", s, p), ("backward skips", p, s)):
             expected[wire] = late
-            # All skips of a micro-batch to one rank are one gloo message.
+            # All skips of a micro-batch that go to the same rank travel in one gloo message.
             skip_messages[wire] = m
     assert found == expected
     assert {wire: n for wire, n in world.sent.items() if "skips" in wire[0]} == skip_messages
@@ -196,16 +202,13 @@ def step(
     skips: Iterable[tuple[int, int]] | None = None,
     **options: Any,
 ) -> list[Event]:
-    """Run one step of a pipeline with these costs, in one process or over ranks.
-
-    Return the events of its tasks.
-    """
+    """Run a step with these costs, in one process or over ranks; return the events of its tasks."""
     m, n = len(costs.forward), len(costs.forward[0])
     devices = [torch.device("cpu", j) for j in range(n)]
     events: list[Event] = []
 
     def observer(task: Task) -> AbstractContextManager[object]:
-        """Occupy the partition's stream."""
+        """Occupy the partition's stream for the seconds of the task."""
         if task.kind != "copy":
             kind, i, j = task
             stream = streams.of(devices[j])
@@ -229,8 +232,9 @@ def step(
     for j, seconds in enumerate(costs.copy):
         streams.seconds[j, j + 1] = seconds
     x = torch.arange(m).float()
-    # Synchronize before backward, as printing the loss would. In the replay, recomputation starts
-    # only after the loss; a fast host would submit it earlier.
+    # Synchronize before the backward, like a program that prints the loss. In the replay,
+    # recomputation starts only after the loss. A fast host without this wait submits recomputation
+    # earlier.
     how: dict[str, Any] = {"chunks": m, "checkpoint": mode}
     if over is None:
         made, balance = layers()

@@ -1,7 +1,7 @@
-"""How a step puts losses together.
+"""Test how `step` combines the losses of micro-batches.
 
-That a step trains as plain layers do is tested in tests/behaviours, and what a step refuses, in
-test_step_refusals.py.
+tests/behaviours tests that a step trains like plain layers, and test_step_refusals.py tests what a
+step refuses.
 """
 
 import subprocess
@@ -24,7 +24,7 @@ from .layers import linears
 
 X = torch.rand(7, 2)
 CLASSES = torch.tensor([0, 0, 1, 0, 1, 0, 0])
-# In the last micro-batch, nothing counts.
+# The last micro-batch has only ignored targets.
 T = torch.tensor([0, -100, 1, -100, 1, 0, -100])
 SCHEDULES: list[Any] = ["GPipe", "1F1B", make("1F1B", 2, 9), "ZBH1"]
 NAMES = ["GPipe", "1F1B", "a longer one", "ZBH1"]
@@ -46,7 +46,7 @@ def copies_of_grads(model: Module) -> list[Tensor | None]:
 
 
 def assert_equal(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
-    """Assert that gradients are equal to the bit, and that there are all of them."""
+    """Assert that no gradient is missing, and that all gradients are equal to the bit."""
     for grad, expected_grad in zip(found, expected, strict=True):
         assert grad is not None
         assert expected_grad is not None
@@ -54,7 +54,7 @@ def assert_equal(found: Sequence[Tensor | None], expected: Sequence[Tensor | Non
 
 
 def crossed(y: Tensor, t: Tensor) -> Tensor:
-    """Return a mean over the targets that are not ignored."""
+    """Return the cross entropy, a mean over the targets that are not ignored."""
     return nn.functional.cross_entropy(y, t)
 
 
@@ -94,12 +94,12 @@ def test_a_weight_makes_a_mean_and_a_criterion_that_learns_gets_its_gradients_on
 
 
 def masked(y: Tensor, mask: Tensor) -> Tensor:
-    """Return a mean over the samples that count, which is NaN where none counts."""
+    """Return a mean over the samples with a mask of 1, or NaN if all samples have a mask of 0."""
     return counted(y, mask) / mask.sum()
 
 
 def counted(y: Tensor, mask: Tensor) -> Tensor:
-    """Return a sum over the samples that count."""
+    """Return a sum over the samples with a mask of 1."""
     of_samples = y.square().mean(1)
     return (of_samples * mask).sum()
 
@@ -167,9 +167,9 @@ print("done")
 
 
 def test_steps_in_anomaly_mode_end() -> None:
-    """Steps run in another process.
+    """Run steps in anomaly mode, in another process with a timeout.
 
-    Once two threads wait for each other there, no Python code runs any more.
+    If two threads of that process deadlock, no Python code runs in the process any more.
     """
     command = [sys.executable, "-W", "ignore", "-c", STEPS_IN_ANOMALY_MODE]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
@@ -256,7 +256,7 @@ def test_backwards_may_be_in_halves_on_some_stages(first: str, second: str, reta
 
 
 class Draws(Module):
-    """A layer that draws a number where it sees a nine."""
+    """A layer that draws a random number if its input contains a nine."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand(()) if (x == 9).any() else x
@@ -272,7 +272,7 @@ def test_a_draw_that_the_first_micro_batch_does_not_make_is_refused_before_forwa
 
 
 class Pair(NamedTuple):
-    """A target of two parts."""
+    """A target that is a named tuple of two fields."""
 
     one: Any
     other: Any

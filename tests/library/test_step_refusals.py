@@ -1,4 +1,4 @@
-"""What a step refuses, and of which criteria it warns."""
+"""Test what a step refuses, and which criteria it warns about."""
 
 import re
 import warnings
@@ -22,7 +22,7 @@ WEIGHT = r"weight=lambda target: \(target != {}\).sum\(\)"
 OTHER = torch.tensor([0, 1, 1, 1, 1, 0, 1])
 SAME_SHARES = torch.tensor([0, 1, 1, 0, 0, 1])
 CE, ce = nn.CrossEntropyLoss, nn.functional.cross_entropy
-# A criterion, a target, options of a step, and what is warned of.
+# A criterion, a target, options of `step`, and the text of the warning, or "" for no warning.
 MEANS: list[tuple[Any, Tensor, dict[str, Any], str]] = [
     (CE(reduction="sum"), CLASSES, {}, SUM),
     (partial(ce, reduction="sum"), CLASSES, {}, SUM),
@@ -36,7 +36,7 @@ MEANS: list[tuple[Any, Tensor, dict[str, Any], str]] = [
     (CE(), CLASSES, {}, ""),
     (CE(ignore_index=0), SAME_SHARES, {}, ""),
     (nn.MSELoss(), X, {}, ""),
-    (crossed, T, {}, ""),  # what a function of one's own ignores cannot be seen
+    (crossed, T, {}, ""),  # the library cannot see what this function ignores
 ]
 
 
@@ -52,7 +52,7 @@ def test_a_criterion_that_is_no_mean_over_samples_warns(
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         act(criterion, x, target, **options)
-        alone(criterion, x, target, **options)  # one micro-batch is the mini-batch
+        alone(criterion, x, target, **options)  # no warning with a single micro-batch
 
     if not said:
         assert len(warned) == 0

@@ -1,4 +1,4 @@
-"""Small modules that are no `nn.Sequential`, each with a sample, for tests of tracing."""
+"""Define small modules that are not `nn.Sequential`, with sample inputs, for tests of tracing."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,7 @@ BATCH, WIDTH = 5, 6
 
 
 class Net(Module):
-    """Three linear layers, for subclasses to use in forward."""
+    """A base class with three linear layers, which subclasses use in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def filling(net: Any, x: Tensor) -> Tensor:
 
 
 class Tokens(Net):
-    """A module with a class token, position embeddings, and attention written out."""
+    """A module with a class token, position embeddings, and attention made of single operators."""
 
     inner: Any
     positions: Tensor
@@ -105,7 +105,7 @@ class Masked(Net):
 
 
 class Square(Net):
-    """A module with a mask of tokens x tokens. The number of tokens may equal the batch size."""
+    """A module whose mask has the shape (tokens, tokens). `tokens` may equal the batch size."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.a(x)
@@ -150,7 +150,7 @@ class Squared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        # The gradient is wrong on purpose: it shows that this backward ran.
+        # The gradient is wrong on purpose, to show that this backward ran.
         (x,) = ctx.saved_tensors
         return 3 * grad * x
 
@@ -183,7 +183,7 @@ def add_noise(layer: Any, x: Tensor) -> Tensor:
 
 
 class Counting(Net):
-    """A module whose forward changes a counter of calls, statistics, and a generator."""
+    """A module whose forward changes a buffer, batch norm's statistics, and a random generator."""
 
     seen: Tensor
     noise: Any
@@ -204,7 +204,7 @@ def drop_half(layer: Any, x: Tensor) -> Tensor:
 
 
 class Dropping(Net):
-    """A module with a part that reads `training`, and one that does nothing in eval mode."""
+    """A module with a layer that reads `training`, and with a dropout layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Dropping(Net):
 
 
 class Choosing(Net):
-    """A module whose forward depends on values of its input."""
+    """A module that chooses its operators by the values of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) if x.sum() > 0 else self.b(x)
@@ -230,7 +230,7 @@ def in_blocks(net: Any, x: Tensor) -> Tensor:
 
 
 class Case(NamedTuple):
-    """A module, a sample of its arguments, and options of `sequential`."""
+    """How to make a module and its sample arguments, and the options of `sequential`."""
 
     make: Callable[[], Module]
     sample: Callable[[], Any]
@@ -242,7 +242,7 @@ def rows(*shape: int) -> Tensor:
 
 
 def does(function: Callable[[Any, Tensor], Any], **more: Any) -> Module:
-    """Return a module with this forward, which may use the attributes that the module has."""
+    """Return a module whose forward calls `function`, and whose attributes the function may use."""
     a, b, c, hidden = [Linear(WIDTH, WIDTH) for _ in range(4)]
     holds: dict[str, Any] = {
         "count": torch.zeros(()),
@@ -302,7 +302,8 @@ def choosing_in_the_middle() -> Module:
     return Sequential(Linear(WIDTH, WIDTH), Choosing(), Linear(WIDTH, WIDTH))
 
 
-# A module, batch sizes for which it does what it did when it was recorded, and other batch sizes.
+# Each value has a function that makes a module, batch sizes for which the module runs the operators
+# that were recorded, and batch sizes for which it runs other operators.
 BATCHES: dict[str, tuple[Callable[[], Module], list[int], list[int]]] = {
     "one sample": (lambda: does(without_a_for_one), [2, 9], [1]),
     "blocks": (lambda: does(in_blocks), [1, 8], [9]),

@@ -1,4 +1,7 @@
-"""`balance_by_time` and `balance_by_size` accept any model, do not change it, and report misuse."""
+"""Test that `balance_by_time` and `balance_by_size` accept all models and leave them unchanged.
+
+Wrong arguments raise errors.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ either = pytest.mark.parametrize("balance_by", BALANCES.values(), ids=BALANCES)
 
 
 def pair(skip: Callable[[Any], Any], join: Callable[[Any, Any], Any]) -> tuple[Module, Module]:
-    """Return a layer that stashes `skip(input)`, and a layer that pops it."""
+    """Return a layer that stashes `skip(input)`, and a layer that pops it and calls `join`."""
     namespace = Namespace()
     stash = Stash(skip, Linear(4, 4))
     stash.isolate(namespace)  # type: ignore[operator]
@@ -75,9 +78,11 @@ def swapping() -> Sequential:
 X = torch.rand(6, 4)
 X_GRAD = torch.rand(6, 4, requires_grad=True)
 INTEGERS = torch.randint(5, (6,))
-# PyTorch itself refuses these kinds: they change in place what its backward needs.
+# PyTorch itself refuses these kinds of layers, because they change in place a tensor that their
+# backward needs.
 REFUSED = {"buffer in place", "parameter in place", "and its buffer in place"}
-# Models with a layer of each kind, and other models, each with a sample.
+# Functions that make models, each with a sample. For each kind of layer there is a model that ends
+# with it.
 MODELS: dict[str, tuple[Callable[[], Sequential], Any]] = {
     name: (last(name), X) for name in KINDS if name not in REFUSED
 }
@@ -95,7 +100,7 @@ MODELS |= {
 
 
 def state(module: Module, sample: Any) -> list[object]:
-    """Return copies of everything that profiling could change."""
+    """Return copies of everything that profiling may change by mistake."""
     parameters = [*module.parameters()]
     samples = [sample] if isinstance(sample, Tensor) else [*sample]
     random = [torch.get_rng_state()]
@@ -143,7 +148,7 @@ def test_lazy_layers_stay_lazy(balance_by: Callable[..., list[int]]) -> None:
 
 
 class Look(Module):
-    """Record training mode and grad mode. Check that at most one copy of a layer is alive."""
+    """A layer that records its training and grad modes. Only one copy may be alive at a time."""
 
     def __init__(self, copies: weakref.WeakSet[Module]) -> None:
         super().__init__()
@@ -164,7 +169,8 @@ class Look(Module):
         return twin
 
 
-# A function that sets modes before, and whether each of the two layers then runs in training mode.
+# Each row has a function that sets the modes of layers, and whether each of the two layers is then
+# profiled in training mode.
 @either
 @pytest.mark.parametrize(
     "mode, training",
@@ -225,7 +231,7 @@ POP_ALONE = Sequential(Pop())
 LOCKED = Sequential(ReLU(), Do(lambda _, x: x, lock=threading.Lock()))
 LIST_OUT = Sequential(ReLU(), Lambda(lambda x: [x]))
 NAN = float("nan")
-# Arguments that both functions refuse, the error's type, and its message of one line.
+# Each row has arguments that both functions refuse, the error's type, and a part of its message.
 MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((0, RELUS, X), ValueError, "partitions must be at least 1, got 0"),
     ((3, RELUS, X), ValueError, "cannot fill 3 partitions with 2 layer.s.: .* at most 2"),
@@ -237,7 +243,8 @@ MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((1, LOCKED, X), TypeError, r"layer 1 \(Do\) cannot be copied .*lock"),
     ((1, LIST_OUT, X), TypeError, "output of layer 1 must be a tensor"),
 ]
-# A sample and options that only one of the functions refuses.
+# Each row has a function, a sample and options that only this function refuses, and a part of the
+# error's message.
 OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] = [
     (balance_by_time, X, {"timeout": -1.0}, "timeout must be .* got -1.0"),
     (balance_by_time, X, {"timeout": NAN}, "timeout must be .* got nan"),
@@ -256,7 +263,7 @@ COSTS = [
 
 
 def misuses() -> list[tuple[Any, Any, Any, type[Exception], str]]:
-    """Return rows of a function, arguments and options that it refuses, and its error."""
+    """Return rows: a function, its wrong arguments and options, the error's type and message."""
     rows: list[tuple[Any, Any, Any, type[Exception], str]] = []
     on_cpu = {"device": "cpu"}
     for arguments, error, message in MISUSE:

@@ -1,8 +1,7 @@
-"""Profiles: what counts as a layer's time and as its bytes.
+"""Test profiles: what counts as a layer's time, and what counts as its bytes.
 
-`minimise_heaviest` is exact, also where several balances are best.
-
-Misuse is in test_balance.py.
+The tests also compare `minimise_heaviest` with all possible balances. test_balance.py tests wrong
+arguments.
 """
 
 import random
@@ -35,7 +34,7 @@ from ..layers import Lambda, Pop, Stash
 from ..simulated import CLOCK, Clock, Spend
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-KiB = 256  # numbers of float32
+KiB = 256  # KiB in float32 numbers
 
 X = torch.zeros(2, 2, requires_grad=True)
 
@@ -45,7 +44,8 @@ def test_layers_take_turns_until_the_timeout(clock: Clock) -> None:
     balance_by_time(2, model, X, timeout=65.0, device="cpu")
     a, b = ["a forward", "a backward"], ["b forward", "b backward"]
     runs = 1 + profile.RUNS_PER_COPY
-    # A round takes 3 + 7 seconds a run. The second round ends early, after b's first timed run.
+    # In a round, each run of both layers takes 3 + 7 seconds. The second round ends early, after
+    # the first timed run of b.
     assert clock.history == runs * a + runs * b + runs * a + 2 * b
     assert clock.now == 66.0
 
@@ -66,11 +66,11 @@ def test_one_disturbed_run_does_not_count(clock: Clock, monkeypatch: pytest.Monk
     assert balance == [2, 2]
 
 
-# bytes
+# Tests of layers' bytes
 
 
 def expand(numbers: int) -> Module:
-    """Return a layer that saves so many numbers per sample for its backward."""
+    """Return a layer that saves this many numbers per sample for its backward."""
     return Lambda(lambda x: x.repeat(1, numbers).square().mean(1, keepdim=True))
 
 
@@ -81,11 +81,11 @@ def parameters(size: int) -> Module:
 
 EXPANDING = [expand(scale * KiB) for scale in range(1, 7)]
 GROWING = [parameters(scale * KiB) for scale in range(1, 7)]
-# Six layers that save at most 64 KiB each, and one with a parameter of 32 KiB.
+# Six layers that save at most 64 KiB each, and one layer with a parameter of 32 KiB.
 BOTH = [expand(KiB)] * 6 + [parameters(32 * KiB)]
 
 
-# Layers, the number of samples, options, and the balance by size over two partitions.
+# Each value has layers, the number of samples, options, and the expected balance by size.
 SIZES: dict[str, tuple[list[Module], int, dict[str, Any], list[int]]] = {
     "activations": (EXPANDING, 64, {"param_scale": 0}, [4, 2]),
     "parameters": (GROWING, 1, {"param_scale": 100}, [4, 2]),
@@ -106,8 +106,8 @@ def test_balance_by_size(
 
 
 LINEAR_AND_NORM = Sequential(Linear(8, 8), BatchNorm1d(8))
-# A function of a (4, 8) input, whether the input requires grad, and how many times as many bytes
-# as the input has are saved.
+# Each value has a layer for a (4, 8) input, whether the input requires grad, and the bytes that
+# forward keeps, as a multiple of the input's bytes.
 KEPT: dict[str, tuple[Module, bool, float]] = {
     "nothing made": (Identity(), True, 0),
     "a view": (Flatten(), True, 0),
@@ -118,7 +118,8 @@ KEPT: dict[str, tuple[Module, bool, float]] = {
     "input saved twice": (Lambda(lambda x: x * x), True, 1),
     "between": (Lambda(lambda x: (x + 1).exp().sin()), True, 2),
     "between, without gradient": (Lambda(lambda x: (x + 1).exp().sin()), False, 1),
-    # Two outputs, and each channel's mean and deviation, but no weight and no running statistics.
+    # The outputs of both layers count, and the mean and the deviation of each channel. The weights
+    # and the running statistics do not count.
     "no parameters, no buffers": (LINEAR_AND_NORM, False, 2 + 2 / 4),
     "views of one storage": (Lambda(lambda x: tuple((x + 1).unbind())), True, 1),
     "a part keeps the whole": (Lambda(lambda x: (x + 1)[:1]), True, 1),
@@ -137,7 +138,7 @@ def test_kept_bytes(layer: Module, requires_grad: bool, times: float, device: st
 def test_the_first_micro_batch_counts_and_stashed_tensors_where_they_are_made() -> None:
     device = torch.device("cpu")
     sigmoid = Sequential(Sigmoid())
-    # Of 13 samples in 8 micro-batches, the first micro-batch has 2.
+    # If 13 samples are split into 8 micro-batches, the first micro-batch has 2 samples.
     sizes = profile.profile_sizes(sigmoid, torch.rand(13, 5), 8, 0, device)
     assert sizes == [2 * 5 * 4]
 
@@ -147,16 +148,16 @@ def test_the_first_micro_batch_counts_and_stashed_tensors_where_they_are_made() 
     assert sizes == [sample.nbytes, 0]
 
 
-# CUDA, as far as it can be tested without a GPU
+# Tests for CUDA that need no GPU
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record calls in order."""
+    """Return a list that records calls of `synchronize`, of the clock and of layers, in order."""
     calls: list[str] = []
 
     def note(name: str, answer: Any = None) -> Callable[..., Any]:
-        """Return a function that notes its call and returns `answer`."""
+        """Return a function that records its name on each call and returns `answer`."""
 
         def noted(*args: Any) -> Any:
             calls.append(name)
@@ -186,7 +187,7 @@ def test_the_clock_is_read_when_the_device_is_idle(calls: list[str]) -> None:
 
 
 def heaviest(costs: Sequence[float | Fraction], balance: Sequence[int]) -> Fraction:
-    """Return the exact cost of the heaviest partition."""
+    """Return the exact cost of the partition with the highest cost."""
     assert sum(balance) == len(costs)
     partitions = []
     begin = 0
@@ -198,7 +199,7 @@ def heaviest(costs: Sequence[float | Fraction], balance: Sequence[int]) -> Fract
 
 
 def least_heaviest(costs: Sequence[float | Fraction], partitions: int) -> Fraction:
-    """Return the smallest cost of a heaviest partition, by trying every balance."""
+    """Return the cost of the heaviest partition in the best balance, by trying all balances."""
     found = []
     for cuts in combinations(range(1, len(costs)), partitions - 1):
         bounds = [0, *cuts, len(costs)]
@@ -210,18 +211,19 @@ def least_heaviest(costs: Sequence[float | Fraction], partitions: int) -> Fracti
 THIRD = Fraction(1, 3)
 
 
-# Costs of layers, a number of partitions, and the best balance.
+# Each row has the costs of layers, the number of partitions, and the best balance.
 CASES: list[tuple[list[float | Fraction], int, list[int]]] = [
     ([1, 2, 3, 4, 5, 6], 2, [4, 2]),
-    # Cutting at the average, 4, would make a partition of cost 8.
+    # Partitions that are filled up to the average cost, 4, would leave a partition of cost 8.
     ([1, 4, 4, 1, 1, 1], 3, [2, 1, 3]),
-    # One layer is the heaviest partition; the other layers are split evenly.
+    # One layer is the heaviest partition. The remaining layers are split evenly.
     ([1, 1, 1, 1, 100], 3, [2, 2, 1]),
     ([100, 1, 1, 1, 1], 3, [1, 2, 2]),
     ([1] * 7, 4, [1, 2, 2, 2]),
-    # The middle of 3 is no integer. If it was rounded down, cuts at 0 and 2 would be equally near.
+    # Half of the total cost is 1.5, and the nearest cut is after cost 2. If 1.5 was rounded down,
+    # cuts after cost 0 and after cost 2 would be equally near.
     ([0, 2, 1], 2, [2, 1]),
-    # Layers of cost 0 are split by their number, also if there are no other layers.
+    # Layers of cost 0 are split by their number, even if all layers have cost 0.
     ([0] * 6, 3, [2, 2, 2]),
     ([0, 0, 0, 5, 0, 0, 0], 7, [1] * 7),
     ([5, 0, 0, 0, 5], 2, [2, 3]),
@@ -255,10 +257,10 @@ def test_no_balance_is_lighter(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("decades", [0, 1, 12, 300], ids="decades={}".format)
 def test_thousands_of_layers(decades: int) -> None:
-    """Balance the largest promised size.
+    """Balance 5000 layers over 64 partitions.
 
-    Filling partitions greedily below the cost of the heaviest one would need more than 64
-    partitions. So no balance is lighter.
+    The test proves that no balance is lighter: if partitions are filled up to just below the cost
+    of the heaviest partition, more than 64 partitions are needed.
     """
     generator = random.Random(decades)
     costs = []

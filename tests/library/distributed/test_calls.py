@@ -1,6 +1,7 @@
-"""Calls of a pipeline over processes.
+"""Test calls of a pipeline over processes: their order, their checks and their errors.
 
-Any order of calls works that is the same on all ranks. Errors are one line.
+Ranks may make calls in any order, if the order is the same on all ranks. Each error message is a
+single line.
 """
 
 import gc
@@ -34,7 +35,7 @@ def linears(
 
 
 def small(**options: Any) -> Any:
-    """Return a pipeline over ranks, and one over threads with the same parameters."""
+    """Return a pipeline over ranks, and a pipeline over threads with the same parameters."""
     pair = []
     for make in (DistributedGPipe, partial(GPipe, devices=["cpu"] * WORLD, engine="workers")):
         torch.manual_seed(6)
@@ -58,7 +59,7 @@ def assert_same_gradients(ours: Any, threads: Any) -> None:
 
 
 def test_calls_in_any_order() -> None:
-    """Two pipelines run at once, with evaluation, unused losses, and two backwards of one loss."""
+    """Interleave calls of two pipelines: losses, evaluation, an unused loss, repeated backwards."""
     ours, threads = small()
     others = small()
     for first, second in ((ours, others[0]), (threads, others[1])):
@@ -76,7 +77,10 @@ def test_calls_in_any_order() -> None:
 
 
 def test_a_parameter_hook_that_raises_is_told_to_all_ranks() -> None:
-    """Gradients are handed on in the end of a step, when other ranks may have ended their steps."""
+    """Raise an error in a parameter's hook, which a step calls at its end.
+
+    At that time, other ranks may have ended their steps already.
+    """
     model, _ = small(schedule="1F1B")
 
     def fail(grad: Tensor) -> None:
@@ -131,7 +135,7 @@ def assert_a_second_backward_is_refused(ours: Any) -> None:
     loss = loss_of(ours)
     loss.backward()
     ours.zero_grad()
-    dist.barrier()  # the next failure must not happen before another rank's backward has ended
+    dist.barrier()  # fail only after the backward of all ranks has ended
     with pytest.raises(RuntimeError, match="the pipeline was already gone through backward"):
         if ours.rank == 1:
             loss.backward()
@@ -197,7 +201,7 @@ def assert_settings_are_compared(ours: Any) -> None:
 
 
 def test_errors_between_calls() -> None:
-    """An error is raised at once, the same on all ranks."""
+    """Check that a wrong call raises the same error on all ranks at once."""
     rank = dist.get_rank()
     ours, threads = small()
     assert_refused_after_close(ours)
@@ -218,7 +222,7 @@ def test_errors_between_calls() -> None:
     with pytest.raises(RuntimeError, match="a pipeline over ranks cannot run within a backward"):
         checkpoint(ours, X, use_reentrant=False).sum().backward()
     ours.close()
-    ours.rank = (rank + 1) % WORLD  # as if this part had been saved on another rank
+    ours.rank = (rank + 1) % WORLD  # as if it had been saved on another rank
     another_rank = f"this is the part of rank {ours.rank}, and runs on that rank only"
     with pytest.raises(RuntimeError, match=another_rank):
         loss_of(ours)

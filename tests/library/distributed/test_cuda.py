@@ -1,8 +1,8 @@
-"""Ranks on GPUs: results, failures, and what wires submit to streams and to NCCL.
+"""Test ranks on simulated GPUs: results, failures, and what is submitted to streams and to NCCL.
 
-../test_simulated.py tests times. Streams (../simulated.py), NCCL and processes (threads.py) are
-stand-ins, so no GPU is needed. The GPUs are `cpu:0`, `cpu:1`, …. tests/test_cuda.py runs on real
-GPUs.
+No GPU is needed: simulated.py simulates streams, and threads.py simulates NCCL and processes. The
+GPUs are named `cpu:0`, `cpu:1` and so on. tests/library/test_simulated.py tests times, and
+tests/test_cuda.py runs on real GPUs.
 """
 
 import threading
@@ -40,14 +40,14 @@ WAYS = {
 
 
 def layers(*skips: tuple[int, int]) -> tuple[nn.Sequential, list[int]]:
-    """Return four layers with these skips, and the balance that puts a layer on each rank."""
+    """Return four layers with these skips, and the balance that puts one layer on each rank."""
     torch.manual_seed(0)
     each = [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Fails()) for _ in range(4)]
     return partitions(each, skips, torch.cos)
 
 
 def train(model: Any, x: Tensor, target: Tensor) -> dict[str, Any]:
-    """Run a step; return the gradients."""
+    """Run a step and return the gradients."""
     model.zero_grad()
     model.loss(nn.functional.mse_loss, x, target).backward()
     return {name: p.grad for name, p in model.named_parameters()}
@@ -73,7 +73,7 @@ LISTS: list[tuple[str, int, tuple[tuple[int, int], ...]]] = [
 def test_results_are_those_of_one_process(
     way: str, name: str, n: int, skips: Any, checkpoint: Any, streams: Any
 ) -> None:
-    """Results are the same, also if no skip leaves a tensor for which others would have to wait."""
+    """Compare the results of ranks with those of one process, for several schedules and skips."""
     x = torch.rand(7, 3)
     target = torch.rand(7, 3)
     options = {"chunks": 4, "checkpoint": checkpoint, "schedule": name}
@@ -102,13 +102,13 @@ def test_results_are_those_of_one_process(
         together |= found
     assert differences(together, expected) == []
     if n == 4:
-        wires = 2 * (3 + len({*skips}))  # forward and backward, over each boundary and each skip
+        wires = 2 * (3 + len({*skips}))  # each takes one connection in each direction
         assert len(world.pairs) == (2 * wires if way == "NCCL" else 0)
     for pair in world.pairs:
         assert pair.aborted, "groups are given back when the pipeline is closed"
 
 
-# Each is the third task of its kind.
+# For each kind of task, its third task on a rank.
 TASKS = {
     "forward": "forward of micro-batch 2",
     "recompute": "recomputation of micro-batch 1",
@@ -136,7 +136,7 @@ def test_a_failure_ends_all_that_streams_wait_for(
             (fails,) = [each for each in model.partition.modules() if isinstance(each, Fails)]
             fails.fail(phase, ValueError("on purpose"), calls_before=2)
         with pytest.raises((ValueError, RankFailed)) as caught:
-            for _ in range(2):  # twice, because the last rank may have ended its backward by then
+            for _ in range(2):  # the last rank may hear of a failure only in its next step
                 train(model, x, target)
         assert str(caught.value) == ("on purpose" if rank == victim else told)
         lost.append(weakref.ref(model._connections))
@@ -145,15 +145,16 @@ def test_a_failure_ends_all_that_streams_wait_for(
             for pair in world.pairs:
                 assert pair.aborted
         ready.wait()
-        if phase != "forward":  # else all ranks are in the same mini-batch
+        if phase != "forward":  # after a failed forward, all ranks are in the same mini-batch
             model.close()
             ready.wait()
-        train(model, x, target)  # it works again
+        train(model, x, target)  # after the failure, the pipeline works again
         model.close()
 
     assert world.run(program) == [None] * 4
     assert len(world.pairs) == (2 * 2 * 8 if way == "NCCL" else 0)
-    # Keep no error: its frames hold a loss, whose graph holds all sent and expected tensors.
+    # Keep no reference to the error. The frames of its traceback hold a loss, and the loss's graph
+    # holds all tensors that were sent or expected.
     assert_gone(lost)
 
 
@@ -171,7 +172,7 @@ TENSORS |= {
 @pytest.mark.parametrize("x", TENSORS.values(), ids=TENSORS)
 def test_any_tensor_travels(x: Tensor, way: str, streams: Any) -> None:
     there, back = ends(way, streams)
-    streams.patch.setattr(Tensor, "to", lambda x, *_, **__: x)  # there is really only one device
+    streams.patch.setattr(Tensor, "to", lambda x, *_, **__: x)  # `cpu:1` does not really exist
     by_nccl = way == "NCCL"
 
     first, second, third = there.depart((x, None, x)).tensors
@@ -192,7 +193,7 @@ def test_any_tensor_travels(x: Tensor, way: str, streams: Any) -> None:
 
 
 def ends(way: str, streams: Any) -> tuple[Transfer, Transfer]:
-    """Return both ends of a wire from rank 0 to rank 1."""
+    """Return the sender's end and the receiver's end of the connection from rank 0 to rank 1."""
     world = simulate_ranks(streams, GPUS[:2])
     here: Any = None
     there: Any = None
@@ -224,12 +225,12 @@ def test_waits(way: str, streams: Any) -> None:
     streams.patch.setattr(Tensor, "copy_", noted)
     streams.log.clear()
     departure = there.depart((X,))
-    # Host memory must be filled before it is sent. NCCL holds its memory until the transfer ends.
+    # Host memory has to be filled before it is sent. NCCL uses the memory until the transfer ends.
     assert (departure.before is None) == (way == "NCCL")
     assert (departure.after is None) == (way == "staging")
     back.arrive(departure.tensors)
     assert streams.log == WAITS[way]
-    on_host = torch.rand(3, device="meta")  # another kind of device than the GPUs here
+    on_host = torch.rand(3, device="meta")  # not on one of the simulated GPUs
     for nothing in ((), (None, on_host)):
         assert there.depart(nothing) == Departure(nothing)
     assert back.arrive((None,)) == (None,)
@@ -238,7 +239,7 @@ def test_waits(way: str, streams: Any) -> None:
 
 def test_a_wire_waits_before_it_sends_memory_of_the_host_and_after_it_has_told_of_nccl() -> None:
     began: list[str] = []
-    # A group, a transfer, and what the transfer says is to be waited for.
+    # A mock that stands for a group, for a transfer, and for the events to wait for.
     noted: Any = Mock(late=1)
     noted.begin.side_effect = lambda: began.append(threading.current_thread().name)
     noted.depart.side_effect = lambda tensors: Departure(tensors, noted.before, noted.after)
@@ -280,7 +281,10 @@ def test_where_the_host_would_wait_for_nccl_it_is_not_used(
 def test_a_message_that_is_lost_as_a_rank_ends_is_noticed(
     streams: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gloo may lose what is sent as the connection breaks, and never end the wait for it."""
+    """Simulate that Gloo loses a message while the connection breaks.
+
+    The sender's wait for such a message may never end.
+    """
     world = simulate_ranks(streams, GPUS[:2])
     closed = threading.Event()
     over = threading.Event()

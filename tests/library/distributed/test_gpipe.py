@@ -1,7 +1,7 @@
-"""A pipeline over processes equals a pipeline over threads to the bit.
+"""Test that a pipeline over processes gives the same bits as a pipeline over threads.
 
-It sends no more than necessary, and leaves nothing behind. What other ranks see when one rank fails
-is tested in test_cuda.py and in failures.
+It sends no more data than necessary, and frees its connections when it is closed. test_cuda.py and
+tests/failures test what other ranks see when one rank fails.
 """
 
 import gc
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.ranks(WORLD)
 
 
 def layers(times: int = 1) -> nn.Sequential:
-    """Return layers on `meta`, with a skip over a rank, dropout, batch norm and a pair of tensors.
+    """Return layers on `meta`, with a skip past a rank, dropout, batch norm and a pair of tensors.
 
     `times` scales the width.
     """
@@ -69,7 +69,7 @@ def reset(k: int, layer: nn.Module) -> None:
 
 
 def seen(model: Any, *sizes: int) -> dict[str, Any]:
-    """Train on mini-batches of these sizes; return all visible results."""
+    """Train on mini-batches of these sizes; return all results, including the generator's state."""
     torch.manual_seed(3)
     results = trained(model, adam(model), 5, sizes)
     results["generator"] = torch.get_rng_state()
@@ -81,7 +81,7 @@ def drawing(y: Tensor, target: Tensor) -> Tensor:
 
 
 def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]:
-    """Evaluate, step, and call `loss`, with a criterion that draws; return all visible results."""
+    """Evaluate, step and call `loss` with a criterion that uses dropout; return all results."""
     more: dict[str, Any] = {}
 
     def loss_of(x: Tensor, target: Tensor) -> Tensor:
@@ -105,8 +105,8 @@ def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]
 
 def test_equal_to_threads() -> None:
     cases = [*product((1, 2, 5), MODES, (False, True), [1], ["GPipe"])]
-    # Some tensors are so large that they are sent separately from their description, into the
-    # memory of earlier tensors.
+    # In these cases, some tensors are so large that they are sent separately from their
+    # description. A large tensor is received into memory that an earlier one has used.
     cases += product([4], MODES, [False], [3_000], ["GPipe"])
     for chunks in (5, 1):
         for name, mode in zip(NAMED, 2 * MODES, strict=True):
@@ -159,7 +159,10 @@ def test_skips_may_be_fetched_in_another_order_than_they_are_left() -> None:
 
 
 def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boundary tensors and skips are sent once in each direction; only new shapes are described."""
+    """Check that each boundary tensor and each skip is sent once in each direction.
+
+    The shapes of tensors are sent only when they are new.
+    """
     give = Sender.give
     counted = Counter[tuple[str, int]]()
 
@@ -194,15 +197,15 @@ def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_last_ranks_end_first() -> None:
-    """The last ranks need nothing from earlier ranks, which go on.
+    """Close the last ranks' connections while the first rank still runs its backward.
 
-    Closed connections leave nothing behind.
+    The last ranks need nothing from earlier ranks any more. Closed connections are freed.
     """
     rank = dist.get_rank()
     layer = Fails()
     each = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4), nn.Linear(4, 4))
     ours = DistributedGPipe(each, [2, 1, 1], chunks=2, checkpoint="never")
-    layer.at("backward", dist.barrier)  # wait until all other ranks have closed their connections
+    layer.at("backward", dist.barrier)  # until the other ranks are closed
     loss_of(ours).backward()
     connections: weakref.ref[Any] = weakref.ref(ours._connections)
     if rank != 0:
@@ -221,7 +224,7 @@ def test_the_last_ranks_end_first() -> None:
 
 
 def test_a_process_forks_after_connections_were_closed() -> None:
-    gc.collect()  # free process groups of other tests: PyTorch cannot destroy them in a fork
+    gc.collect()  # free other tests' process groups, which PyTorch cannot destroy in a fork
     pipelines = [small()[0]]
     for _ in range(2):
         loss_of(pipelines[0]).backward()
@@ -235,7 +238,10 @@ def test_a_process_forks_after_connections_were_closed() -> None:
 
 
 def test_a_fork_leaves_connections_to_the_process_that_has_them() -> None:
-    """A worker of a data loader may close the pipeline that it was forked with."""
+    """Close the pipeline in a forked process, such as a worker of a data loader.
+
+    The parent process keeps its connections.
+    """
     gc.collect()
     model, _ = small()
     with torch.no_grad():
@@ -245,7 +251,7 @@ def test_a_fork_leaves_connections_to_the_process_that_has_them() -> None:
     model.close()
 
 
-# Functions of the model, its layers on this rank, and the mesh.
+# How to spread layers over a mesh, given the model, its layers on this rank, and the mesh.
 SPREAD: dict[str, Callable[[nn.Module, nn.Module, DeviceMesh], object]] = {
     "sharded": lambda model, layers, mesh: fully_shard(layers, mesh=mesh),
     "replicated": lambda model, layers, mesh: replicate(model, device_mesh=mesh),
@@ -255,12 +261,12 @@ SPREAD: dict[str, Callable[[nn.Module, nn.Module, DeviceMesh], object]] = {
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("how", SPREAD)
 def test_over_a_mesh_it_equals_plain_layers_that_are_spread_alike(how: str) -> None:
-    """Over 2 x 2 ranks, results are those of plain layers.
+    """Compare a pipeline over 2 x 2 ranks with plain layers that are spread by the same function.
 
-    Plain layers run forward on each micro-batch, and backward in the opposite order. FSDP adds up
-    replicas' gradients after the backward of each micro-batch. So the plain layers run a backward
-    for each micro-batch. `replicate` adds them up once in the end. So the plain layers run a single
-    backward.
+    The plain layers run forward on each micro-batch, and backward in the opposite order. FSDP adds
+    up the replicas' gradients after the backward of each micro-batch, so the sharded plain layers
+    run one backward for each micro-batch. `replicate` adds up the replicas' gradients once at the
+    end, so the replicated plain layers run a single backward.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     replica = mesh["dp"].get_local_rank()
@@ -288,7 +294,8 @@ def test_over_a_mesh_it_equals_plain_layers_that_are_spread_alike(how: str) -> N
         assert_same(trained(model, adam(model), replica), expected)
         model.close()
 
-    # A step is the same up to rounding: the schedule adds micro-batches up in its own order.
+    # The results of a step are equal up to rounding, because the schedule adds up the gradients of
+    # micro-batches in its own order.
     model = DistributedGPipe(training.layers(), [1, 2, 2, 3], schedule="ZBVZeroBubble", **over)
     if how == "sharded":
         for partition in model.partitions:

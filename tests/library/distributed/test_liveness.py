@@ -1,6 +1,6 @@
-"""Liveness of ranks: who does not come, who is idle, where a thread is, and whom a monitor names.
+"""Test how ranks notice that other ranks are missing, idle or hanging.
 
-Idleness is told by a clock of the test's own. What becomes of real processes is tested in failures.
+The tests set the clocks that measure idleness. tests/failures tests real processes.
 """
 
 import re
@@ -29,7 +29,7 @@ from ...parts import Fails
 from ...start import python
 from ..ledger import assert_eventually
 
-PATIENCE = 120  # seconds; only a hang takes as long
+PATIENCE = 120  # seconds; a test takes as long only if it hangs
 BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()\n"
 RUNS_BURN = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BURN!r}])"
 GRANDCHILD = [sys.executable, "-c", RUNS_BURN]
@@ -77,7 +77,11 @@ def test_a_rank_says_what_it_waits_for_and_ends() -> None:
 
 
 class Look(NamedTuple):
-    """What there is to see some seconds after the last look, and the idle seconds to return."""
+    """A simulated look at a rank, and the idle seconds that `Idle.look` has to return for it.
+
+    `seconds` is the time since the last look. `cpu` and `descendants` are the CPU times of the
+    process and of its child processes since then.
+    """
 
     seconds: float
     cpu: float
@@ -90,7 +94,7 @@ TASK = "forward of micro-batch 0"
 
 
 def looks(cpu: float, *idle: float) -> list[Look]:
-    """Return looks at one task, one second after another."""
+    """Return simulated looks at one task, a second apart, with these CPU and idle seconds."""
     return [Look(1, cpu, TASK, seconds) for seconds in idle]
 
 
@@ -119,7 +123,7 @@ LOOKS: dict[str, list[Look]] = {
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Set the clocks of real time, of this process, of a thread that looks, and of descendants."""
+    """Replace clocks: real time, and CPU time of the process, of one thread and of descendants."""
     now = SimpleNamespace(time=1000.0, process=1000.0, thread=0.0, descendants=1000.0)
     monkeypatch.setattr(time, "process_time", lambda: now.process)
     monkeypatch.setattr(time, "thread_time", lambda: now.thread)
@@ -134,7 +138,8 @@ def test_how_long_a_task_has_been_idle(name: str, clocks: SimpleNamespace) -> No
     for look in LOOKS[name]:
         clocks.time += look.seconds
         clocks.process += look.cpu
-        # What looking itself takes does not count, as if two threads looked, for two pipelines.
+        # CPU time that looking itself takes does not count. Here two threads look, for two
+        # pipelines, and each look takes half a second.
         clocks.thread += 0.5
         clocks.descendants += look.descendants
         for each in both:
@@ -148,8 +153,8 @@ def test_cpu_time_counts_who_works_and_still_does_when_they_have_ended() -> None
         assert child.stdout is not None
         child.stdout.readline()
         meanwhile = cpu_time_of_descendants()
-        assert meanwhile - before >= 0.3 - 0.05  # the system counts hundredths of a second
-    # Hundredths sum up to another last bit.
+        assert meanwhile - before >= 0.3 - 0.05  # measured in hundredths of a second
+    # Sums of such CPU times may differ in their last bit.
     assert cpu_time_of_descendants() > meanwhile - 0.005
 
 
@@ -165,13 +170,13 @@ REACH = r"reach of Fails, parts.py:\d+"
 
 
 def hooked(wait: Callable[[], object]) -> nn.Module:
-    """Return layers, of which one has a hook that waits."""
+    """Return layers with a forward hook that calls `wait`."""
     layer = nn.Tanh()
     layer.register_forward_hook(lambda *_: wait())
     return nn.Sequential(layer)
 
 
-# What a thread runs, and the place that is named.
+# A function that a thread runs and that waits, and the place that is then reported.
 PLACES: dict[str, tuple[Callable[[Callable[[], object]], object], str]] = {
     "a layer": (lambda wait: failing(wait)(X), REACH),
     "a hook": (
@@ -204,7 +209,7 @@ def test_where_a_thread_is(run: Callable[[Callable[[], object]], object], said: 
 def monitoring(
     timeout: float | None, heard: tuple[int, ...] = (), *, waits: bool = False
 ) -> Iterator[tuple[RankMonitor, Activity, SimpleQueue[str]]]:
-    """Let rank 0 monitor three other ranks, of which some are heard all the time."""
+    """Let rank 0 monitor three other ranks. Messages of the ranks in `heard` keep arriving."""
     wrong = SimpleQueue[str]()
     activity = Activity(wrong.put, [])
     label = Label(1, waits, "at home")
@@ -232,7 +237,7 @@ def test_ranks_that_have_ended_are_named_where_all_others_wait() -> None:
         activity.call(4, "the call", None),
     ):
         beside = SimpleQueue[str]()
-        Activity(beside.put, activity.beside)  # of another pipeline, in which other ranks may wait
+        Activity(beside.put, activity.beside)  # another pipeline's activity, where ranks may wait
         activity.hears = True
         monitor.forget(3)
         expected = "ranks 1, 2 were at home; rank 3 had ended. Has a rank left out"
@@ -246,11 +251,11 @@ def test_ranks_that_have_ended_are_named_where_all_others_wait() -> None:
 def test_who_may_be_silent(
     timeout: float | None, ended: tuple[int, ...], task: str, monkeypatch: Any
 ) -> None:
-    """A rank may be silent that has ended, that has no timeout, or that runs sharded layers.
+    """Check that a rank may be silent if it has ended, has no timeout, or runs sharded layers.
 
-    The task of sharded layers is for a rank of another pipeline.
+    A task of sharded layers may wait for a slow rank of another pipeline.
     """
-    # Ranks of other tests wake up all the time.
+    # The processes of other tests' ranks use CPU time now and then.
     monkeypatch.setattr(idle, "cpu_time_of_descendants", lambda: 0.0)
     monkeypatch.setattr("torchgpipe.distributed.liveness.monitor.sharded", set)
     stages = {0: SimpleNamespace(partition=nn.Linear(1, 1))}
@@ -288,7 +293,7 @@ connected = Connected()
 end_with_process(connected)
 threading.Thread(target=wait).start()
 """
-# What the main thread does in the end, and what is printed first.
+# What the main thread does at its end, and what is printed first.
 
 
 ENDINGS = {

@@ -1,4 +1,4 @@
-"""Data parallelism beside a pipeline over ranks: what would not average gradients is refused."""
+"""Test that a pipeline over ranks refuses data parallelism that does not average its gradients."""
 
 import gc
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Ranks that are given different samples get one warning, on the last rank.
+"""Test that the last rank warns once if ranks are given different samples.
 
-What docs/data.md says on data for ranks is right.
+The tests also check what docs/data.md says on data for ranks.
 """
 
 import warnings
@@ -42,7 +42,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """Collect the messages of warnings within. The list is filled in the end."""
+    """Yield a list that gets the messages of warnings when the context is left."""
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         said: list[str] = []
@@ -76,7 +76,7 @@ def assert_one_warning_on_the_last_rank(said: list[str], what: str) -> None:
 
 @pytest.mark.parametrize("call", [by_step, by_loss, by_evaluating])
 def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tensor]) -> None:
-    """The loss is that of rank 0's input and the last rank's target."""
+    """Check that a loss is computed from rank 0's input and the last rank's target."""
     rank = dist.get_rank()
     model = made()
     with warned() as said:
@@ -91,7 +91,10 @@ def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tens
 
 
 def test_an_input_alone_may_differ() -> None:
-    """The input is compared where a rank has no target: in `model(x)`, or if it gives `None`."""
+    """Check that inputs are compared if a rank has no target.
+
+    A rank has no target in `model(x)`, or if it gives `None` as its target.
+    """
     rank = dist.get_rank()
     x, _ = batch(rank)
     _, target = batch(0)
@@ -135,7 +138,7 @@ def test_placeholders_are_no_other_data(name: str) -> None:
 
 
 def test_inputs_may_be_augmented_on_each_rank() -> None:
-    """The targets say that the samples are the same."""
+    """Give ranks differently augmented inputs and equal targets, which causes no warning."""
     x, target = batch(0)
     with warned() as said:
         by_step(made(), x + dist.get_rank(), target)
@@ -143,7 +146,7 @@ def test_inputs_may_be_augmented_on_each_rank() -> None:
 
 
 def test_data_of_one_rank() -> None:
-    """A rank that has the first stage and the last stage uses its own input and its own target."""
+    """Check that a rank with the first stage and the last stage uses its own input and target."""
     model = DistributedGPipe(layers(6), [1] * 6, chunks=2, schedule="ZBVZeroBubble")
     with warned() as said:
         by_step(model, *batch(dist.get_rank()))
@@ -158,7 +161,7 @@ def test_only_some_mini_batches_are_compared() -> None:
             compared.add(serial)
     assert compared == {1, 2, 3, EVERY, 2 * EVERY}
     model = made()
-    model._serial = EVERY - 2  # the next mini-batches are the one before `EVERY`, and that one
+    model._serial = EVERY - 2  # the next numbers are EVERY - 1, EVERY and EVERY + 1
     for expected in (0, dist.get_rank() == LAST, 0):
         with warned() as said:
             by_step(model, *batch(dist.get_rank()))
@@ -178,7 +181,10 @@ def test_ranks_that_need_no_data_load_none() -> None:
 
 
 def test_a_penalty_of_all_ranks_is_added_after_the_step() -> None:
-    """In the criterion, it would count the last rank's parameters alone."""
+    """Add a penalty on all parameters after the step, and compare with a penalty in the criterion.
+
+    A penalty that the criterion computes includes only the last rank's parameters.
+    """
 
     def penalty(model: nn.Module) -> Tensor:
         squares = [p.square().sum() for p in model.parameters()]

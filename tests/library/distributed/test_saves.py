@@ -1,6 +1,7 @@
-"""States saved over ranks: training goes on to the same numbers, on as many or on other ranks.
+"""Test training states that ranks save: training goes on to the same numbers.
 
-If one rank fails, all ranks raise.
+The state is loaded on the same ranks, on fewer ranks, and in one process. If one rank fails, all
+ranks raise.
 """
 
 import tempfile
@@ -38,7 +39,7 @@ def shared_folder() -> Path:
 
 @pytest.mark.parametrize("chunks", [3, 1])
 def test_going_on(chunks: int) -> None:
-    """Training goes on over as many ranks, dropout included."""
+    """Load a state on the same number of ranks, and check that training with dropout goes on."""
     options: dict[str, Any] = {"chunks": chunks, "deferred_batch_norm": True}
 
     def make(seed: int) -> tuple[DistributedGPipe, torch.optim.Optimizer]:
@@ -60,7 +61,7 @@ def load_by_pytorch(folder: Path, model: Model, optimizer: torch.optim.Optimizer
     set_state_dict(model, optimizer, **parts, options=OPTIONS)
 
 
-# How a model and an optimizer are saved in a folder, and how they are loaded from there.
+# A function that saves a model and an optimizer in a folder, and a function that loads them.
 WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
     "Saves": (
         lambda folder, *both: Saves(folder).save(1, *both),
@@ -72,9 +73,9 @@ WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 
 @pytest.mark.parametrize("write, read", WAYS.values(), ids=WAYS)
 def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object]) -> None:
-    """Training goes on over 2 ranks and in one process.
+    """Save on four ranks, and go on over two ranks and in one process.
 
-    There are no random numbers here, because they depend on the balance.
+    The layers draw no random numbers, because random numbers depend on the balance.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))["pp"]
     model = DistributedGPipe(layers(), [2, 2, 2, 2], chunks=3)
@@ -96,7 +97,7 @@ def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object
 
 
 def test_failures() -> None:
-    """If a rank does not see the folder, or gives other values, all ranks raise."""
+    """Check that all ranks raise if one rank does not see the folder or gives other values."""
     rank = dist.get_rank()
     folder = shared_folder()
     model = DistributedGPipe(layers(), [2, 2, 2, 2])
@@ -133,7 +134,7 @@ def test_failures() -> None:
 
     linears = [nn.Linear(5, 5) for _ in range(5)]
     another_model = DistributedGPipe(nn.Sequential(*linears), [1, 1, 1, 2])
-    # Every rank finds it out, and may hear before that another rank has.
+    # Every rank finds the error. A rank may hear of another rank's error before it raises its own.
     told = r"is of another model: it lacks model\.\d\.weight"
     with pytest.raises((ValueError, RankFailed), match=told) as caught:
         Saves(folder).load(another_model, None)

@@ -1,6 +1,6 @@
-"""Messages arrive as sent, in any sequence, and no tensor is received into memory of another size.
+"""Test that messages arrive as they were sent, and that each tensor gets memory of the right size.
 
-threads.py replaces Gloo. What messages are about are plain values, which come back as they were.
+threads.py replaces Gloo. A message also carries plain values, which arrive unchanged.
 """
 
 import random
@@ -23,7 +23,7 @@ from torchgpipe.plain import packed, unpacked
 
 from .threads import Group, World
 
-LARGE = SLOT // 4 + 1  # of these floats, a tensor does not fit into the slot
+LARGE = SLOT // 4 + 1  # so many floats do not fit into the slot for small tensors
 Wire = tuple[Sender, Receiver]
 
 
@@ -55,7 +55,7 @@ def assert_arrives(
             continue
         assert torch.equal(x, y)
         assert x.dtype == y.dtype
-        # PyTorch sums in another order if a tensor has other strides.
+        # The strides have to be equal, because PyTorch's order of summation depends on the strides.
         expected = x.contiguous() if x is SHARED else x
         assert y.stride() == expected.stride()
     return message
@@ -113,7 +113,10 @@ def test_a_message_arrives_as_it_was_sent(name: str, wire: Wire) -> None:
 
 
 def test_nobody_waits_for_the_last_message(wire: Wire) -> None:
-    """Gloo never ends this wait if the connection is already closed when Gloo begins to send."""
+    """Send a last message that nobody receives. The sender's thread ends without waiting.
+
+    With Gloo, such a wait never ends if the connection closes before the sending begins.
+    """
     sender, _ = wire
     sender.give_last(Message(0, None, ()))
     sender.stop()

@@ -1,8 +1,8 @@
-"""Ranks as threads of this process, with stand-ins for what needs processes or GPUs.
+"""Simulate ranks as threads of this process, so that tests need no other processes and no GPUs.
 
-Queues in memory replace Gloo. Operations that take time on simulated streams (../simulated.py)
-replace NCCL. The pipeline, its links, its wires and their threads are real. Only GPUs can show how
-the real NCCL behaves.
+Queues in memory replace Gloo. Operations that take time on simulated streams (simulated.py) replace
+NCCL. The pipeline, its connections and their threads are real. Only tests on GPUs can show how the
+real NCCL behaves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GPUS = ["one", "two", "three", "four"]
 
 @dataclass(eq=False)
 class Parcel:
-    """A tensor on its way."""
+    """A tensor that was posted to be sent or received."""
 
     tensor: Tensor
     taken: bool = False
@@ -55,7 +55,7 @@ class Work(NamedTuple):
         with world.changed:
             in_time = world.changed.wait_for(ended, patience)
             if not in_time:
-                world.closed.add((group.name, group.own))  # gloo closes the group's connections
+                world.closed.add((group.name, group.own))  # as gloo does after a timeout
                 world.changed.notify_all()
         if not self.parcel.taken:
             raise RuntimeError("Connection closed by peer")
@@ -85,7 +85,7 @@ class Group:
         return (self.name, self.own) in closed or (self.name, peer) in closed
 
     def _posted(self, tensor: Tensor, peer: int, wire: tuple[Any, ...], end: int) -> Work:
-        """Post a send or a receive. Sends match receives in the order in which they were posted."""
+        """Post a send or a receive, and match sends with receives in the order of posting."""
         parcel = Parcel(tensor)
         with self.world.changed:
             if self.lost(peer):
@@ -97,7 +97,7 @@ class Group:
                 here = sent.popleft()
                 there = expected.popleft()
                 given, room = len(here.tensor), len(there.tensor)
-                # With different sizes, gloo would abort the process or give wrong data.
+                # If the sizes differed, gloo would abort the process or give wrong data.
                 assert given in (0, room) or given <= room == SLOT
                 there.tensor[:given] = here.tensor
                 here.taken = True
@@ -108,9 +108,10 @@ class Group:
 
 @dataclass(eq=False)
 class Move(Parcel):
-    """A tensor in transit by NCCL.
+    """A tensor that NCCL transfers.
 
-    `ready` is when the sender's stream reaches the transfer, and `end` is when the tensor arrives.
+    `ready` is the time at which the sender's stream reaches the transfer, and `end` is the time at
+    which the tensor arrives.
     """
 
     pair: Pair | None = None
@@ -119,7 +120,7 @@ class Move(Parcel):
     end: float = 0.0
 
     def wait(self) -> None:
-        """Wait on the host."""
+        """Wait on the host until the transfer is done."""
         thread = threading.current_thread().name
         assert thread.startswith("gpipe-to-"), "a program waits for a stream"
         assert self.pair is not None
@@ -130,9 +131,9 @@ class Move(Parcel):
 
 @dataclass(eq=False)
 class Pair:
-    """One rank's handle of an NCCL group of a sender and a receiver.
+    """One rank's handle of an NCCL group that has one sender and one receiver.
 
-    The first transfer takes no time.
+    The first transfer of a group takes no time.
     """
 
     world: World
@@ -157,7 +158,7 @@ class Pair:
         with world.changed:
             world.box(self.name).append(move)
             world.changed.notify_all()
-        return Mock()  # the current stream waits, and its clock says so already
+        return Mock()  # nothing to wait for: the stream's clock already includes the transfer
 
     def recv(self, tensors: list[Tensor], *_: int) -> Mock:
         self._check()
@@ -196,11 +197,11 @@ class Pair:
 
 @dataclass
 class World:
-    """All ranks.
+    """All simulated ranks, with their connections.
 
     `streams` has the seconds of NCCL transfers between ranks. `issued` lists the operations that
-    each rank has submitted. `sent` counts the gloo messages of each wire, and `bytes` is the sum of
-    their sizes.
+    each rank has submitted. `sent` counts the gloo messages of each sender and receiver, and
+    `bytes` is the sum of the messages' sizes.
     """
 
     n: int
@@ -217,18 +218,18 @@ class World:
         self.issued: list[list[tuple[Any, ...]]] = [[] for _ in range(self.n)]
 
     def box(self, *key: Any) -> deque[Any]:
-        """Return the queue of this key. Either end may be the first to ask."""
+        """Return the queue of this key; make it when sender or receiver first asks for it."""
         return self.boxes.setdefault(key, deque())
 
     def pair(self, store: str, own: int, *_: Any) -> Pair:
-        """Make a group of NCCL."""
+        """Return a new handle of an NCCL group."""
         pair = Pair(self, store)
         self.pairs.append(pair)
         assert own == (self.here.rank == pair.target)
         return pair
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
-        """Run a program on every rank; return what each rank returns, or its exception."""
+        """Run a program on every rank; return a list with each rank's result or exception."""
 
         def rank(index: int) -> Any:
             self.here.rank = index
@@ -238,7 +239,7 @@ class World:
 
 
 class OfEach(threading.local, UserDict[Any, int]):
-    """Counters of how often ranks have met. Each rank (a thread) has its own."""
+    """Counts of how often ranks have connected, separately for each rank (a thread)."""
 
     def __missing__(self, key: Any) -> int:
         return 0
@@ -264,7 +265,7 @@ def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
     patch.setattr(connections, "_made", OfEach())
 
     def seeds_of_one_generator(*given: Any, distributed: Any, **options: Any) -> Seeds:
-        """Leave out `distributed`: these ranks share one default generator."""
+        """Leave out `distributed`, because the simulated ranks share one default generator."""
         return Seeds(*given, **options)
 
     patch.setattr(batch, "Seeds", seeds_of_one_generator)

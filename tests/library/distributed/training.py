@@ -1,4 +1,4 @@
-"""A model that ranks train, the visible results of a training, and a check that saves go on."""
+"""Build a model for ranks, train it and return all results, and check saved states."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +15,7 @@ from ...behaviours.compare import differences
 
 
 def layers(seed: int = 4, *, draws: bool = False) -> Sequential:
-    """Return eight layers; with `draws`, they draw random numbers."""
+    """Return eight layers, with dropout if `draws` is true."""
     torch.manual_seed(seed)
     between = partial(Dropout, 0.3) if draws else Tanh
     return Sequential(
@@ -41,9 +41,10 @@ def trained(
     sizes: Sequence[int] = (8, 8, 8),
     loss_of: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Train on mini-batches of these sizes, from the seed `data`; return all visible results.
+    """Train on mini-batches of these sizes, drawn from the seed `data`; return all results by name.
 
-    `loss_of` returns the loss of an input and a target, and runs backward.
+    The results are losses, gradient norms, gradients, and the states of the optimizer and the
+    model. `loss_of` takes an input and a target, runs backward and returns the loss.
     """
     draw = torch.Generator().manual_seed(data)
     seen: dict[str, Any] = {}
@@ -76,7 +77,7 @@ def trained(
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], prefix: str = "") -> None:
-    """Assert that results with this prefix, of one rank, equal those of the whole model."""
+    """Assert that one rank's results with this prefix equal the whole model's results."""
     differ = []
     for name, x in found.items():
         if name.startswith(prefix) and not torch.equal(x, expected[name]):
@@ -85,9 +86,9 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], prefix: str = "
 
 
 def assert_goes_on(folder: Path, make: Callable[[int], tuple[Any, torch.optim.Optimizer]]) -> None:
-    """Assert that a new pipeline trains on from a save to the same results.
+    """Assert that a new pipeline that loads a saved state goes on to the same results.
 
-    The new pipeline is made with seed 2 in place of 1.
+    The first pipelines are made with seed 1, and the pipeline that loads the state with seed 2.
     """
     given = {"data": torch.arange(3), "plain": {"a": [1, (2.5,)]}}
     seen = []
@@ -95,7 +96,8 @@ def assert_goes_on(folder: Path, make: Callable[[int], tuple[Any, torch.optim.Op
         saves = Saves(folder)
         model, optimizer = make(2 if run == "loaded" else 1)
         if run == "loaded":
-            # Neither its settings nor the gradients of a mini-batch that failed must stay.
+            # Loading must replace the optimizer's own settings and drop the gradients of an earlier
+            # mini-batch.
             optimizer.param_groups[0]["lr"] *= 3
             x = torch.ones(8, 5, dtype=next(model.parameters()).dtype)
             model.loss(lambda y, _: y.sum(), x, None).backward()

@@ -1,4 +1,4 @@
-"""Collectives in layers: workers refuse them. In one thread, and on ranks, they are right."""
+"""Test collectives in layers: the workers engine refuses them; one thread and ranks run them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,13 +23,13 @@ from torchgpipe.schedules.named import NAMED
 
 from ..layers import Lambda
 
-# Newer versions of PyTorch deprecate `all_gather`, and layers still call it.
+# Newer versions of PyTorch deprecate `all_gather`, but layers may still call it.
 DEPRECATED = "ignore:torch.distributed.nn.functional.all_gather is deprecated"
 pytestmark = pytest.mark.filterwarnings(DEPRECATED)
 
 
 def reduced(x: Tensor, *, later: bool = False) -> Tensor:
-    """Return x minus its mean over processes and samples, as a synchronized norm does."""
+    """Return x minus its mean over processes and samples, like a synchronized batch norm."""
     mean = x.detach().mean(0)
     work = dist.all_reduce(mean, async_op=later)
     if work is not None:
@@ -38,7 +38,7 @@ def reduced(x: Tensor, *, later: bool = False) -> Tensor:
 
 
 def swapped(x: Tensor) -> Tensor:
-    """Return x plus the x of the other process. The two processes send them to each other."""
+    """Return x plus the x of the other process, after two processes exchange their x."""
     other = 1 - dist.get_rank()
     received = torch.empty_like(x)
     sends = dist.P2POp(dist.isend, x.detach().contiguous(), other)
@@ -49,13 +49,13 @@ def swapped(x: Tensor) -> Tensor:
 
 
 def functionally(x: Tensor) -> Tensor:
-    """Return x plus its sum over processes, of a collective that `torch.compile` can follow."""
+    """Return x plus its sum over processes, by a collective that `torch.compile` supports."""
     world: Any = dist.group.WORLD
     return x + functional.all_reduce(x.detach(), "sum", world)
 
 
 def summed(x: Tensor) -> Tensor:
-    """Return x plus a result of DTensors, which exchange their parts within an operator."""
+    """Return x plus the result of a DTensor operator that exchanges data between processes."""
     world: Any = dist.group.WORLD
     mesh = DeviceMesh.from_group(world, "cpu")
     part: Any = DTensor.from_local(x.detach(), mesh, [Partial()])
@@ -87,7 +87,7 @@ def piped(made: nn.Sequential, engine: Any = "workers", **options: Any) -> GPipe
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Return samples of this process alone."""
+    """Return an input and a target that only this process gets."""
     drawn = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(8, 6, generator=drawn)
     target = torch.randn(8, 3, generator=drawn)
@@ -95,7 +95,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def plainly(plain: nn.Module, x: Tensor, target: Tensor, m: int = 4) -> Tensor:
-    """Return the loss of a step of plain layers: micro-batches run forward and backward in turn."""
+    """Run a step of plain layers, one micro-batch after another; return the loss."""
     losses = []
     for part, t in zip(x.chunk(m), target.chunk(m), strict=True):
         loss = mse_loss(plain(part), t) / m
@@ -133,7 +133,7 @@ def test_one_thread_keeps_collectives_in_one_order(kind: str) -> None:
 
 @pytest.mark.ranks(2)
 def test_workers_allow_what_one_thread_calls() -> None:
-    """One thread calls a criterion, which may be contrastive, and hooks of parameters."""
+    """Call collectives in the criterion and in parameters' hooks, which run in one thread only."""
 
     def contrasting(y: Tensor, target: Tensor) -> Tensor:
         samples = torch.cat(all_gather(y))
@@ -156,7 +156,7 @@ def test_workers_allow_what_one_thread_calls() -> None:
 
 @pytest.mark.ranks(1)
 def test_workers_allow_collectives_of_a_process_alone() -> None:
-    """A script for many processes may be tried with one."""
+    """Run a layer with a collective in one process, like a trial run of a distributed script."""
     model = piped(layers(reduced))
     x, target = batch()
     plain = layers(reduced)
@@ -165,7 +165,7 @@ def test_workers_allow_collectives_of_a_process_alone() -> None:
 
 
 class Block(nn.Module):
-    """Two linear layers, of which each process has a half under tensor parallelism."""
+    """Two linear layers. With tensor parallelism, each process has a half of their weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def parallelize(block: nn.Module, mesh: Any) -> None:
 
 
 def blocks(mesh: DeviceMesh | None = None) -> nn.Sequential:
-    """Return blocks, and a last layer that every process has as a whole."""
+    """Return blocks that may be parallelized, and a last layer that every process holds in full."""
     torch.manual_seed(0)
     parts = [Block(), Block(), Block()]
     made = nn.Sequential(*parts, nn.Linear(6, 3))
@@ -198,7 +198,7 @@ def whole(x: Any) -> Tensor:
 
 
 def assert_trains_as_plain(model: Any, plain: nn.Module) -> None:
-    """Assert that steps with clipping are those of plain layers, up to the order of additions."""
+    """Assert that steps with gradient clipping equal steps of plain layers, up to rounding."""
     x = torch.randn(8, 6)
     target = torch.randn(8, 3)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
@@ -207,7 +207,7 @@ def assert_trains_as_plain(model: Any, plain: nn.Module) -> None:
         loss = model.step(mse_loss, x, target)
         torch.testing.assert_close(loss, plainly(plain, x, target))
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        assert norm > 0.1  # or nothing would be clipped
+        assert norm > 0.1  # make sure that gradients are clipped
         torch.testing.assert_close(model.clip_grad_norm_(0.1), norm)
         for name, p in model.named_parameters():
             torch.testing.assert_close(whole(p.grad), expected[name].grad, msg=name)
@@ -220,7 +220,7 @@ def assert_trains_as_plain(model: Any, plain: nn.Module) -> None:
 
 @pytest.mark.ranks(2)
 def test_tensor_parallelism_in_one_thread() -> None:
-    """Gradients that are DTensors are clipped together with plain gradients."""
+    """Clip gradients that are DTensors together with plain gradients."""
     layers = blocks(init_device_mesh("cpu", (2,)))
     model = GPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=4, schedule="1F1B", engine="graph")
     assert_trains_as_plain(model, blocks())
@@ -229,7 +229,7 @@ def test_tensor_parallelism_in_one_thread() -> None:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", NAMED)
 def test_tensor_parallelism_on_ranks(schedule: str) -> None:
-    """Over 2 x 2 ranks, layers are parallelized before they are wrapped, or after that."""
+    """Parallelize layers over 2 x 2 ranks, before they are in a pipeline and afterwards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     twice = schedule in ("Interleaved1F1B", "ZBVZeroBubble")
     balance = [1] * 4 if twice else [2, 2]
@@ -249,7 +249,7 @@ def test_tensor_parallelism_on_ranks(schedule: str) -> None:
 @pytest.mark.parametrize("wrap", [fully_shard, DistributedDataParallel])
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 def test_a_criterion_whose_gradients_are_exchanged(engine: Any, wrap: Any) -> None:
-    """Each rank has a pipeline of its own, whose criterion is one model on both ranks."""
+    """Give each rank its own pipeline, and a criterion that is wrapped by FSDP or DDP."""
 
     class Head(nn.Module):
         def __init__(self) -> None:

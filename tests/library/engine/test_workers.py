@@ -1,8 +1,7 @@
-"""Engines: which engine runs a pipeline, the threads of workers, and that no task comes too early.
+"""Test engines: which engine runs a pipeline, its threads, and that no task starts too early.
 
-That tasks run at once, as early as they may, is tested in tests/benchmarks/gates/test_meeting.py.
-Errors are tested in tests/failures, the end of threads in tests/library/test_leaks.py, and forked
-processes in tests/behaviours/rows/tools.py.
+tests/benchmarks/gates/test_meeting.py tests that tasks overlap. tests/failures tests errors,
+tests/library/test_leaks.py tests that threads end, and tests/behaviours/rows/tools tests forks.
 """
 
 import pickle
@@ -28,7 +27,7 @@ from ...plain import piped
 from ..layers import linears
 from ..ledger import at_once
 
-# Seconds: long enough for a busy machine. A wait ends only when the other side has come.
+# Seconds, enough for a busy machine. A wait ends earlier, when the other thread arrives.
 WAIT = 120
 
 
@@ -38,9 +37,9 @@ def pipeline(n: int, *, chunks: int, checkpoint: Any = "never") -> GPipe:
 
 
 def step(model: GPipe, observer: Callable[[Task], AbstractContextManager[object] | None]) -> None:
-    """Run a mini-batch of one sample for each micro-batch.
+    """Run forward and backward of a mini-batch with one sample in each micro-batch.
 
-    The observer may return a context.
+    The observer may return a context, in which the task then runs.
     """
     model.observer = lambda task: observer(task) or nullcontext()
     model(torch.ones(model.chunks, 2)).sum().backward()
@@ -48,9 +47,10 @@ def step(model: GPipe, observer: Callable[[Task], AbstractContextManager[object]
 
 @pytest.mark.parametrize("chunks, n, workers", [(3, 3, 2), (1, 3, 0), (4, 1, 0)])
 def test_each_partition_has_a_thread_of_its_own_for_good(chunks: int, n: int, workers: int) -> None:
-    """The caller, which would only wait, runs the last partition.
+    """Check that each partition always runs in the same thread.
 
-    Where nothing can overlap, the caller runs all partitions.
+    The calling thread, which otherwise only waits, runs the last partition. If no tasks can
+    overlap, the calling thread runs all partitions.
     """
     before = set(threading.enumerate())
     threads = [set[threading.Thread]() for _ in range(n)]
@@ -66,7 +66,10 @@ def test_each_partition_has_a_thread_of_its_own_for_good(chunks: int, n: int, wo
 
 
 def test_no_partition_is_far_ahead_of_the_next() -> None:
-    """A result that is made before it is needed only takes memory."""
+    """Check that no partition runs far ahead of the next one.
+
+    Outputs that are made long before they are needed only take memory.
+    """
     seen: list[Task] = []
     ahead = threading.Event()
 
@@ -83,7 +86,7 @@ def test_no_partition_is_far_ahead_of_the_next() -> None:
 
 
 class Slow(SimpleQueue[Any]):
-    """A queue that lets callers overtake each other between their puts to two workers."""
+    """A queue that pauses after each put, so that callers can overtake each other."""
 
     def put(self, *item: Any) -> None:
         super().put(*item)
@@ -91,7 +94,11 @@ class Slow(SimpleQueue[Any]):
 
 
 def test_two_callers_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All workers must get one caller's programs before another's, or there is a deadlock."""
+    """Call a pipeline from four threads at once.
+
+    Each worker thread receives programs, which are lists of tasks. To avoid a deadlock, all workers
+    have to receive one caller's programs before the programs of the next caller.
+    """
     monkeypatch.setattr("torchgpipe.engine.pool.SimpleQueue", Slow)
     model = pipeline(3, chunks=3)
 
@@ -125,7 +132,7 @@ def test_a_thread_that_did_not_start_is_started_by_the_next_call(
     assert output.shape == (2, 2)
 
 
-# The argument `engine`, the devices, the engine that is used.
+# The argument `engine`, the devices, and the name of the engine that is chosen.
 CASES: list[tuple[EngineName, list[str], str]] = [
     ("auto", ["cpu"], "GraphEngine"),
     ("auto", ["cpu", "cpu"], "WorkersEngine"),

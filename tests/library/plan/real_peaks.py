@@ -1,4 +1,4 @@
-"""The peaks of a real pipeline on `meta`, by the live bytes of its tensors."""
+"""Measure the peaks of a real pipeline on `meta`, by the live bytes of its tensors."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,10 +14,10 @@ from torchgpipe.tensors.microbatch import mapped
 
 
 class OnMeta(LiveBytes):
-    """Count only tensors on `meta`: an optimizer's step counters are on the host."""
+    """A count of live bytes that leaves out the host's tensors, such as optimizers' step counts."""
 
     last = 0
-    """The device of the latest tensor. A tensor that is made from no known tensor counts there."""
+    """The device of the latest tensor, and of new tensors that are made from no known tensor."""
 
     def add(self, tensors: Iterable[Tensor], device: int) -> None:
         on_meta = [x for x in tensors if x.is_meta]
@@ -35,7 +35,7 @@ class OnMeta(LiveBytes):
 
 
 class Copies(LiveBytesMode):
-    """Count a copy on its target device."""
+    """A mode that counts the bytes of each copy on the copy's target device."""
 
     counter: OnMeta
 
@@ -60,13 +60,14 @@ def real_peaks(
     make: Any,
     zeroed: bool = False,
 ) -> list[int]:
-    """Return each device's peak in the second of two steps, with the optimizer's update.
+    """Return each device's peak of live bytes in the second of two steps with the optimizer.
 
-    The mini-batch stays alive on the first device. The output is alive until the update is done.
+    The mini-batch stays alive on the first device. The output stays alive until the update of
+    parameters has ended.
     """
 
     def mapped_if_cloned(change: Any, x: Any) -> Any:
-        """Copy micro-batches where they are cloned, but not to a device: all are on `meta`."""
+        """Clone micro-batches, but copy none to a device, because all tensors are on `meta`."""
         return mapped(change, x) if change is torch.clone else x
 
     n = len(balance)
@@ -75,7 +76,7 @@ def real_peaks(
         devices = [f"meta:{j}" for j in range(n)]
         model = model.to("meta")
         pipeline = GPipe(model, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
-        # Each device has a parameter group of its own, so that it is updated separately.
+        # Each device has its own parameter group, so that its parameters are updated separately.
         groups = []
         for partition in pipeline.partitions:
             trained = [p for p in partition.parameters() if p.requires_grad]
@@ -86,7 +87,7 @@ def real_peaks(
         for j, partition in enumerate(pipeline.partitions):
             live.add([*partition.parameters(), *partition.buffers()], j)
             for parameter in partition.parameters():
-                # Some optimizers have their state from the start.
+                # Some optimizers create their state before the first step.
                 state = optimizer.state.get(parameter, {})
                 live.add(filter(torch.is_tensor, state.values()), j)
         x = x.to("meta")

@@ -1,4 +1,7 @@
-"""Predicted bytes equal the live bytes of a real pipeline on `meta`, for many models and setups."""
+"""Test that predicted bytes equal the live bytes of a real pipeline on `meta`.
+
+Many models, balances, optimizers and settings are compared.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,7 +67,7 @@ def mixed() -> Sequential:
 def wide() -> Sequential:
     """Return layers with parameters of many sizes.
 
-    The largest comes after a small one, in the middle, or before a large one.
+    The largest parameter comes after a small one, in the middle, or before a large one.
     """
     return Sequential(
         Linear(8, 200, bias=False),
@@ -78,9 +81,9 @@ def wide() -> Sequential:
 
 
 def twice() -> Sequential:
-    """Return layers of four kinds, each twice in sequence.
+    """Return two layers of each of four kinds, one after the other.
 
-    For their backwards, the kinds save their output, their input, or nothing.
+    For its backward, a layer saves its output, its input, or nothing.
     """
     layers: list[Module] = []
     for kind in (ReLU, Sigmoid, Identity, lambda: BatchNorm1d(8)):
@@ -100,32 +103,34 @@ def in_place() -> Sequential:
 
 
 def pairs() -> Sequential:
-    """Return layers that pass pairs of tensors on."""
+    """Return layers that pass pairs of tensors to each other."""
     kinds = ("linear", "and its input", "swap", "swap", "sum", "linear")
     return Sequential(*[KINDS[kind](None) for kind in kinds])
 
 
 def weighted(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], Sequential]:
-    """Return a maker of layers with this function of a parameter, `w`, between two others.
+    """Return a function that makes three layers; the middle one applies this function to its input.
 
-    Whether autograd copies the parameter's gradient depends on what else refers to that gradient.
+    The function uses a parameter, `w`. Whether autograd copies the gradient of `w` depends on
+    whether anything else refers to that gradient.
     """
     return lambda: Sequential(Linear(8, 8), Do(function, w=Parameter(torch.empty(8))), Linear(8, 8))
 
 
 def by_a_view(it: Any, x: Tensor) -> Tensor:
-    """Make autograd's gradient of the parameter a view."""
+    """Use the parameter in such a way that its gradient is a view."""
     return (x.sum(0).cos() + it.w.view(2, 4).view(8)) * x
 
 
 def by_a_copy(it: Any, x: Tensor) -> Tensor:
-    """Make autograd copy the gradient for the parameter."""
+    """Use the parameter in such a way that autograd copies its gradient."""
     return (x.sin().sum(0) + it.w).cos() + x
 
 
-# In the last of these balances, the partition on device 1 has nothing to update.
+# In the last one of these balances, the partition on device 1 has no parameters to update.
 OF_WIDE = [[7], [2, 3, 2], [2, 1, 1, 3], [2, 1, 4]]
-# A model, the shape of its input, and balances. With few samples, the peak is in the update.
+# Each row has a function that makes a model, the shape of its input, and balances. With few
+# samples, the update of the parameters needs the most memory.
 CASES: list[tuple[Callable[[], Sequential], tuple[int, ...], list[list[int]]]] = [
     (mixed, (24, 8), [[8], [3, 5], [1, 1, 6]]),
     (partial(freeze, mixed, 3), (24, 8), [[3, 5]]),
@@ -174,9 +179,10 @@ def test_as_counted_on_a_real_run(
 
 
 def test_an_output_that_its_layer_saves_counts_twice() -> None:
-    """The user and the autograd graph share the output's storage.
+    """Predict a model whose last layer saves its output for the backward.
 
-    The prediction counts it twice, as if tasks had separate graphs.
+    The caller's output and the saved tensor share one storage. The prediction counts the output
+    twice, as if each task had a separate copy.
     """
     model = Sequential(Linear(6, 6), ReLU())
     x = torch.empty(12, 6)
@@ -206,8 +212,8 @@ def test_the_parts_add_up() -> None:
     assert device.peak == sum(model) + sum(parts)
 
 
-# An optimizer's rule, and its state in units of the parameters' bytes. The float32 copy has twice
-# as many bytes as the parameters.
+# Each row has an optimizer's name, and the size of its state as a multiple of the parameters'
+# bytes. The copy in float32 has twice as many bytes as the 16-bit parameters.
 @pytest.mark.parametrize(
     ("name", "state"), [("sgd", 2), ("momentum", 2 + 2), ("adam", 2 + 2 * 2), ("none", 0)]
 )
@@ -223,7 +229,7 @@ def test_master_weights_are_in_float32_and_so_is_the_state(name: str, state: flo
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_a_steps_peak_is_within_five_percent_of_a_real_run(autocast: torch.dtype | None) -> None:
-    """Compare with a run on a CPU, which has a fused attention."""
+    """Compare a predicted peak with a real run on a CPU, with PyTorch's fused attention kernel."""
     block = partial(TransformerEncoderLayer, 64, 4, 256, dropout=0.0, batch_first=True)
     model = Sequential(block(), block(), block(), block())
     x = torch.randn(8, 64, 64)
@@ -246,7 +252,7 @@ STAGE_LAYERS = 3
 
 
 def stages(count: int) -> Sequential:
-    """Return layers of so many stages. What a stage hands on is small."""
+    """Return the layers of `count` stages, which have small outputs."""
     layers: list[Module] = []
     for _ in range(count):
         layers += [Linear(8, 256), GELU(), Linear(256, 8)]
@@ -255,7 +261,12 @@ def stages(count: int) -> Sequential:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_step_keeps_the_micro_batches_that_its_schedule_has_in_flight(name: str) -> None:
-    """Until its second half, a backward in halves keeps no more than what the layers have saved."""
+    """Compare the live memory of a step with the number of micro-batches that its schedule keeps.
+
+    Some schedules split a backward into two halves: the gradients of inputs, and later the
+    gradients of weights. Between the halves, a task keeps no more memory than its layers saved in
+    forward.
+    """
     n, m, samples = 4, 16, 512
     v = NAMED[name][1] or 2
     model = stages(n * v)
@@ -274,7 +285,7 @@ def test_a_step_keeps_the_micro_batches_that_its_schedule_has_in_flight(name: st
 
     @contextmanager
     def look(task: Task) -> Iterator[None]:
-        """Note the live bytes before the first task, and the most bytes after a forward."""
+        """Record the live bytes before the first task, and the most live bytes after forwards."""
         if not before:
             before.extend(live.live)
         yield

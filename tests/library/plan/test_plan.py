@@ -1,4 +1,4 @@
-"""Plans fit in memory and describe themselves; where there is no plan, the error is clear."""
+"""Test the planner: plans fit in memory and describe themselves, and errors say why none fits."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -27,7 +27,7 @@ ASKED = {"memory": "4MiB", "chunks": [1], "checkpoint": ["never"]}
 
 
 def out_of_memory(x: Tensor) -> Tensor:
-    """Return `x` on `meta`, and run out of memory on a device."""
+    """Return `x` if it is on `meta`; on any other device, run out of memory."""
     if not x.is_meta:
         explode(torch.OutOfMemoryError())
     return x
@@ -109,7 +109,10 @@ def test_describes_a_pipeline_and_itself() -> None:
 
 
 def test_chooses_a_schedule_that_needs_less_memory() -> None:
-    """With 1F1B devices keep fewer micro-batches, so that none has to be recomputed."""
+    """Give a plan so little memory that it chooses the 1F1B schedule.
+
+    With 1F1B, devices keep fewer micro-batches than with GPipe, so no forward has to be recomputed.
+    """
     how: dict[str, Any] = {"batch_size": 4096, "devices": 4, "headroom": 0, "hardware": NODE}
     how["chunks"] = 16
     names = ["GPipe", "1F1B", "ZBH1", "Interleaved1F1B"]
@@ -130,7 +133,11 @@ def test_chooses_a_schedule_that_needs_less_memory() -> None:
 
 
 def test_a_layer_fits_whose_gradients_are_made_once() -> None:
-    """Parameters and gradients take 2 P; a second micro-batch would add P."""
+    """Plan a layer with P bytes of parameters on a device with 2.5 P bytes.
+
+    Parameters and gradients take 2 P bytes. With a second micro-batch, gradients would take P bytes
+    more.
+    """
     layer = Sequential(Linear(4096, 4096))
     sample = torch.empty(1, 4096)
     room = 2.5 * sum(p.nbytes for p in layer.parameters())

@@ -1,6 +1,6 @@
-"""Profiles: layers' seconds are fitted by lines, and plans are made from the lines.
+"""Test profiles: lines are fitted to the measured seconds of layers, and plans use these lines.
 
-Only layers advance the clock.
+The clock advances only when layers run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class Layer(Module):
-    """A layer that takes `fixed` seconds and `each` seconds per sample.
+    """A layer that takes `fixed` seconds for a micro-batch and `each` seconds for each sample.
 
     Its backward takes twice as long as its forward.
     """
@@ -46,19 +46,22 @@ class Layer(Module):
 @pytest.fixture(autouse=True)
 def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here, "seconds_of", lambda *given: 2**-20 + seconds_of(*given))
-    # All threads share one clock here, so parallel work would seem to take the sum of its times.
+    # All threads share one simulated clock, so parallel work would seem to take the sum of its
+    # times.
     monkeypatch.setattr(profiled, "sharing", lambda works: 0.0)
 
 
-# Seconds of measurements with 2, 4, 8, … samples, and seconds on the curve through them.
+# Each row has the measured seconds for 2, 4, 8, … samples, and the seconds that the fitted curve
+# has for other numbers of samples.
 @pytest.mark.parametrize(
     ("seconds", "at"),
     [
         ([3.0, 5.0], {1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0, 8: 9.0}),
-        ([2.0, 4.0], {1: 1.0, 8: 8.0}),  # no fixed part
-        ([3.0, 3.0], {1: 3.0, 8: 3.0}),  # only a fixed part
-        ([5.0, 3.0], {1: 4.0, 8: 4.0}),  # noise: more samples are never faster
-        # The seconds are never negative, and never more than proportional to the samples.
+        ([2.0, 4.0], {1: 1.0, 8: 8.0}),  # no fixed time for a micro-batch
+        ([3.0, 3.0], {1: 3.0, 8: 3.0}),  # only a fixed time for a micro-batch
+        ([5.0, 3.0], {1: 4.0, 8: 4.0}),  # noise: more samples never take less time
+        # Outside of the measured sizes, the seconds are not negative, and grow at most in
+        # proportion to the samples.
         ([1.0, 4.0], {1: 0.5, 3: 2.5, 4: 4.0, 8: 8.0}),
         (
             [2.0, 3.0, 7.0, 8.0],
@@ -74,7 +77,7 @@ def test_the_curve_through_measurements(seconds: list[float], at: dict[int, floa
         assert curve.at(size) == expected
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])  # of layers, which may have no memory yet
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # a layer may be on meta, without memory
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(
     ("samples", "sizes"),
@@ -90,7 +93,7 @@ def test_layers_are_timed_for_the_sample_and_by_halves(
 
     assert found.sizes == sizes
     assert found.whole == whole
-    # Of forwards, of recomputations, and of backwards.
+    # The seconds of forwards, of recomputations, and of backwards, for 8 samples.
     expected = [[5, 0, 16], [5, 0, 16], [10, 0, 32]]
     for curves, seconds in zip(found.curves, expected, strict=True):
         assert [curve.at(8) for curve in curves] == seconds
@@ -100,7 +103,7 @@ def test_layers_are_timed_for_the_sample_and_by_halves(
 
 
 class Wide(Layer):
-    """A layer of which only one copy fits in memory."""
+    """A layer that raises OutOfMemoryError when two copies of it exist at once."""
 
     alive = 0
 
@@ -129,7 +132,10 @@ class Wide(Layer):
 def test_a_model_that_does_not_fit_is_timed_layer_by_layer(
     layer: type[Layer], memory: str, how: str
 ) -> None:
-    """A whole step is predicted not to fit, or it runs out of memory."""
+    """Check that layers are timed one by one if a step of the whole model does not fit in memory.
+
+    Either the prediction says that the step does not fit, or the step runs out of memory.
+    """
     layers = [layer(0, 1) for _ in range(4)]
     model = Sequential(*layers)
     arguments: dict[str, Any] = {"batch_size": 8, "devices": 4, "chunks": 4}
@@ -138,7 +144,8 @@ def test_a_model_that_does_not_fit_is_timed_layer_by_layer(
 
     assert f"{how}, in micro-batches of 2, 4 and 8" in found.source
     assert found.balance == [1, 1, 1, 1]
-    # Of a micro-batch of two samples. Three recomputations are hidden.
+    # The seconds for a micro-batch of two samples. Three recomputations run while a device waits,
+    # and cost no time.
     forward, recomputation, backward = 2, 2, 4
     cycle = forward + recomputation + backward
     expected = cycle * (4 + 4 - 1) - 3 * recomputation
@@ -156,8 +163,8 @@ def test_a_plan_from_a_profile() -> None:
 
     assert torch.equal(torch.get_rng_state(), random)
     assert found.balance == [4, 2]
-    # Two equal partitions, four micro-batches of 16. Adding up gradients and the optimizer are the
-    # small rest.
+    # Two partitions take equal time for each of four micro-batches of 16. The small remainder is
+    # for adding up gradients and for the optimizer.
     assert found.seconds == pytest.approx((4 + 1) * 16 * 4 * 3, rel=1e-3)
     text = str(found)
     one_line = text.replace("\n" + " " * 12, " ")
@@ -165,7 +172,7 @@ def test_a_plan_from_a_profile() -> None:
     assert "hardware description" not in text
     assert max(len(line) for line in text.splitlines()) <= 80
     assert found.gpipe(devices=["cpu", "cpu"]).balance == [4, 2]
-    # `predictor_here`, which validation uses, predicts the same.
+    # `predictor_here` predicts the same seconds as the plan.
     predictor = predictor_here(model, x, count(model, x), devices=2, memory=2**30)
     setup = found.candidates[0].setup
     assert predictor.step(setup).seconds == found.seconds

@@ -1,4 +1,7 @@
-"""The replay follows its rules; predictions depend on the kind of hardware."""
+"""Test the replay of a schedule against its rules, and predictions for a CPU and for GPUs.
+
+A replay works out when each task starts, given the seconds of all tasks and copies.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -42,9 +45,9 @@ def any_costs(draw: st.DrawFn) -> Costs:
 
 
 def routes_of(costs: Costs) -> list[tuple[int, int, float]]:
-    """List the forward copies of a micro-batch: source, target, seconds.
+    """List the forward copies of a micro-batch, as source partition, target partition and seconds.
 
-    Copies to the next partition come first.
+    The copies to the next partition come first.
     """
     n = len(costs.forward[0])
     copies = [costs.copy] * (n - 1) if isinstance(costs.copy, float) else costs.copy
@@ -67,7 +70,7 @@ def assert_each_task_is_there_once(costs: Costs, events: Sequence[Event]) -> Non
 
 
 class Progress:
-    """The times at which devices are free and inputs are there, after the tasks so far."""
+    """The times when devices become free and when tasks' inputs arrive, updated after each task."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -78,7 +81,7 @@ class Progress:
         self.backward = False
 
     def begin_backward(self) -> None:
-        """Let all devices start again when the loss is computed."""
+        """Let the backward begin: all devices are free as soon as the loss is computed."""
         self.backward = True
         forward_ends = max(self.free) if self.costs.blocking else self.free[-1]
         begin = forward_ends + (self.costs.loss or 0.0)
@@ -86,13 +89,13 @@ class Progress:
         self.there = defaultdict(lambda: begin)
 
     def copy(self, e: Event) -> None:
-        """Copy a task's outputs to the partitions that need them."""
+        """Copy the outputs of a task to the partitions that need them, and update the times."""
         for a, b, seconds in self.routes:
             source, target = (b, a) if self.backward else (a, b)
             if source != e.partition:
                 continue
             arrival = e.end + seconds
-            if self.costs.blocking and seconds:  # both devices are busy until the copy is done
+            if self.costs.blocking and seconds:  # the copy occupies both devices
                 arrival = max(self.free[source], self.free[target]) + seconds
                 self.free[source] = self.free[target] = arrival
             task = e.micro_batch, target
@@ -126,7 +129,7 @@ def test_time_is_stretched_where_several_devices_work() -> None:
     def tasks(*times: tuple[float, float]) -> list[Event]:
         return [Event("forward", 0, j, start, end) for j, (start, end) in enumerate(times)]
 
-    # Devices at work: one from 0 to 1, two until 2, three until 3, one until 4; then copies.
+    # One device works from 0 to 1, two work until 2, three until 3, one until 4. Then copies run.
     given = Timeline(tasks((0, 2), (1, 4), (2, 3), (2, 3)), 5.0, 4)
     assert shared(given, 0.5) == Timeline(tasks((0, 2.5), (1, 5.5), (2.5, 4.5), (2.5, 4.5)), 6.5, 4)
 
@@ -157,9 +160,10 @@ def of_partition(j: int, tasks: Sequence[tuple[str, int, int]]) -> list[tuple[st
 def test_tasks_come_in_the_order_in_which_a_cpu_runs_them(
     balance: tuple[int, ...], chunks: int
 ) -> None:
-    """In one thread, recomputation comes right before its backward.
+    """Compare the predicted order of tasks with the order on a CPU.
 
-    With several threads, recomputation may come earlier.
+    In one thread, a recomputation comes just before its backward. With several threads, a
+    recomputation may come earlier.
     """
     n = len(balance)
     ran: list[tuple[str, int, int]] = []
@@ -194,12 +198,12 @@ def test_tasks_come_in_the_order_in_which_a_cpu_runs_them(
 @pytest.mark.parametrize(
     ("node", "balance", "name", "zeroed", "times"),
     [
-        (GPU, (4,), "sgd", False, 3),  # parameters and gradients are read, parameters are written
-        (GPU, (4,), "sgd", True, 3 + 1),  # setting to zero only writes
+        (GPU, (4,), "sgd", False, 3),  # reads two tensors and writes one for each parameter
+        (GPU, (4,), "sgd", True, 3 + 1),  # setting gradients to zero writes one tensor more
         (GPU, (4,), "none", False, 0),
         (GPU, (4,), "adam", False, 3 + 4),
         (GPU, (2, 2), "adam", False, (3 + 4) / 2),
-        (CPU, (2, 2), "adam", False, 3 + 4),  # one thread updates the parameters of all partitions
+        (CPU, (2, 2), "adam", False, 3 + 4),  # one thread updates all partitions
     ],
 )
 def test_seconds_of_an_update(
@@ -214,7 +218,10 @@ def test_seconds_of_an_update(
 
 
 def test_gradients_that_stay_are_added_to_by_every_micro_batch() -> None:
-    """Adding reads two tensors and writes one."""
+    """Compare a step that adds to zeroed gradients with a step that creates the gradients anew.
+
+    The addition reads two tensors and writes one.
+    """
     predictor = Predictor(count(model(), X), replace(GPU, launch=0.0))
     optimizer = optimizer_named("sgd", foreach=False)
     dropped = Setup(len(X), (4,), 2, "never", optimizer)

@@ -1,6 +1,7 @@
-"""The search against all setups of small models.
+"""Test the search for a setup against all possible setups of small models.
 
-No setup is below the bound, and the result of the search is near the best setup.
+A setup is a balance, a number of micro-batches and a checkpoint mode. No setup is faster than the
+computed lower bound, and the result of the search is near the best setup.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ def features() -> tuple[nn.Sequential, Tensor]:
 
 
 def images() -> tuple[nn.Sequential, Tensor]:
-    """Return layers with a skip over several layers, and with shrinking tensors."""
+    """Return layers with a skip over several layers, and with outputs that get smaller."""
     layers = (
         nn.Conv2d(3, 16, 3, padding=1),
         Stash(),
@@ -50,13 +51,16 @@ def images() -> tuple[nn.Sequential, Tensor]:
 
 
 def balance_between(cuts: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    """Return the numbers of layers of partitions, from the first layers of all but the first."""
+    """Return the number of layers of each partition.
+
+    `cuts` are the indices at which the second and all later partitions begin.
+    """
     bounds = (0, *cuts, layers)
     return tuple(end - begin for begin, end in pairwise(bounds))
 
 
 def every(predictor: Predictor, name: str) -> list[Candidate]:
-    """Return every setup of the model, as it is predicted."""
+    """Return the predictions for every setup of the model."""
     layers = len(predictor.counts)
     optimizer = optimizer_named(name, foreach=True)
     found = []
@@ -70,7 +74,7 @@ def every(predictor: Predictor, name: str) -> list[Candidate]:
 
 
 def even(predictor: Predictor, setup: Setup) -> tuple[int, ...]:
-    """Return the balance whose heaviest partition is least, by seconds of forward and backward."""
+    """Return the balance whose slowest partition has the shortest forward and backward."""
     seconds = predictor.layers(setup.sizes[0])
     costs = [f + b for f, b in zip(seconds.forward, seconds.backward, strict=True)]
     return tuple(minimise_heaviest(costs, len(setup.balance)))
@@ -96,9 +100,10 @@ def test_against_every_setup(
     device: str,
     optimizer: str,
 ) -> None:
-    """Search with memory for all setups, for half of them, and for few.
+    """Search with enough memory for all setups, for half of the setups, and for few setups.
 
-    With the least memory, moving one layer seldom gives another setup that fits.
+    If few setups fit in memory, moving one layer to another partition seldom gives a setup that
+    fits.
     """
     model, sample = build()
     predictor = Predictor(count(model, sample, device=device), load_hardware(hardware))
@@ -135,8 +140,8 @@ def test_against_every_setup(
                 assert each.best.peak <= memory
             least = min(least, each.limit)
         assert fastest <= least <= fastest * near
-        # The result is never slower than the time-balanced setups, with any number of
-        # micro-batches and any mode.
+        # For any number of micro-batches and any checkpoint mode, the result is no slower than the
+        # setup that is balanced by time.
         for x in time_balanced:
             if x.peak <= memory:
                 assert least <= x.seconds * (1 + 1e-9)

@@ -1,6 +1,6 @@
-"""Read a picture of a schedule, so that tests are written as pictures.
+"""Read a schedule from a text picture, so that tests can show schedules as pictures.
 
-`torchgpipe.schedules.texts` describes what a picture looks like.
+`torchgpipe.schedules.texts` describes the format of a picture.
 """
 
 import re
@@ -15,9 +15,9 @@ ENTRY = re.compile(r"([RBIW]?)(\d+)([a-z]?)")
 def pictured(
     picture: str, placement: Sequence[int] | None = None, name: str = "picture"
 ) -> Schedule:
-    """Return the schedule of a picture. A row may come without its heading.
+    """Return the schedule that a picture shows. The heading of a row may be left out.
 
-    By default each row has one stage.
+    By default each row is a device with one stage.
     """
     rows = picture.strip().splitlines()
     placement = range(len(rows)) if placement is None else placement

@@ -1,6 +1,7 @@
-"""Lists of every named schedule, for many numbers of devices, micro-batches and stages.
+"""Test every named schedule, for many numbers of devices, micro-batches and stages.
 
-Their bubbles, their memory and their buffers are as published or as computed here by hand.
+The bubbles (shares of idle time), the memory and the buffers are compared with published values, or
+with formulas that are derived here.
 """
 
 from collections.abc import Iterable
@@ -41,7 +42,7 @@ def test_one_stage_on_each_device(n: int, most: int) -> None:
             of_zero_bubble = (n - 1) / (3 * m + n - 1)
             assert of_h1.bubble_of_longest == pytest.approx(of_zero_bubble, abs=1e-9)
         if m <= n:
-            published = 2 * (m + n - 1) + 1  # (m + n - 1) (F + B) + W
+            published = 2 * (m + n - 1) + 1  # (m + n - 1) (F + B) + W, where F = B = W = 1
             assert of_h1.seconds == published
             assert of_h2.seconds == published
         if m >= 2 * n - 1:
@@ -63,7 +64,7 @@ def test_several_stages_on_each_device(n: int, most: int) -> None:
                     ahead = (v - 1) * n + 2 * (n - 1 - d)
                 assert in_flight == min(v * m, 1 + ahead)
         if m <= n:
-            # The way of one micro-batch, and the other micro-batches behind it.
+            # The seconds of one micro-batch through all stages, and of the others behind it.
             assert played.seconds == 3 * (v * n + m - 1)
         of_1f1b = v * 3 * (m + n - 1)
         assert played.seconds <= of_1f1b, "longer than 1F1B with the same layers"
@@ -76,7 +77,7 @@ def test_down_the_devices_and_up_again(n: int, most: int) -> None:
         played = schedule.replay()
         of_h1 = make("ZBH1", n, m).replay()
         of_h2 = make("ZBH2", n, m).replay()
-        # ZB-V has the same layers in stages of half the size.
+        # ZB-V has the same layers, but in stages of half the size.
         assert played.seconds <= 2 * of_h1.seconds, "longer than ZB-H1 with the same layers"
         assert played.bubble_of_longest <= of_h2.bubble_of_longest + 1e-9
         assert max(schedule.in_flight) <= 2 * min(m, n), "more than 1F1B"
@@ -104,9 +105,9 @@ def starts(spans: Iterable[Event]) -> list[float]:
 
 
 def test_what_finds_no_room_waits() -> None:
-    """The second device takes 3 seconds for a forward.
+    """Limit the outputs that may wait for the second device, which takes 3 seconds for a forward.
 
-    If the next output is sent to it before it is ready, the first device stops.
+    The first device stops if it has another output and the buffer is full.
     """
     schedule = make("GPipe", 2, 4)
 
@@ -132,9 +133,10 @@ PUBLISHED = Path(__file__).with_name("zero_bubble.txt").read_text().splitlines()
 
 @pytest.mark.parametrize("line", PUBLISHED)
 def test_published_bubbles(line: str) -> None:
-    """All cells of three columns of table 5 of the Zero Bubble paper (arXiv:2401.10241).
+    """Compare bubbles with three columns of table 5 of the Zero Bubble paper (arXiv:2401.10241).
 
-    They are computed from the times in its table 9.
+    A bubble is the share of time in which a device is idle. The bubbles are computed from the times
+    in table 9 of that paper.
     """
     _, n_text, m_text, *numbers = line.split()
     n, m = int(n_text), int(m_text)
@@ -166,5 +168,5 @@ def test_any_number_of_micro_batches_is_part_of_a_longer_list(name: str) -> None
                     recomputed.add(action.micro_batch)
             assert micro_batches == {*range(m)}
             assert recomputed == {*range(m - without)}
-            if not name.startswith("ZB"):  # the order of these schedules depends on m
+            if not name.startswith("ZB"):  # these schedules depend on m
                 assert fewer == make(name, n, m, checkpoint=checkpoint)

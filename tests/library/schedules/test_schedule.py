@@ -1,4 +1,4 @@
-"""Schedules: as pictures, as PyTorch's files, in any order that works, and what is refused."""
+"""Test schedules as pictures and as files in PyTorch's format, changes of order, and errors."""
 
 import csv
 import graphlib
@@ -88,7 +88,7 @@ def test_what_is_refused(bad: Any, message: str) -> None:
 
 
 def swapped(schedule: Schedule) -> Iterator[list[list[Action]]]:
-    """Yield the schedule's lists with each pair of neighbours in the other order."""
+    """For each pair of neighbouring actions, yield the schedule's lists with this pair swapped."""
     for d, actions in enumerate(schedule.lists):
         for k in range(len(actions) - 1):
             lists = [list(each) for each in schedule.lists]
@@ -99,9 +99,9 @@ def swapped(schedule: Schedule) -> Iterator[list[list[Action]]]:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_order(name: str) -> None:
-    """Neighbours that change places are refused just where that makes a circle.
+    """Exchange two neighbouring actions; expect an error if, and only if, the order deadlocks.
 
-    One thread can do what is replayed.
+    All other orders can be replayed, so that each action comes after the actions that it needs.
     """
     schedule = make(name, 3, 4)
     verdicts = set()

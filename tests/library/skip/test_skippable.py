@@ -1,6 +1,7 @@
-"""`@skippable`, `stash`, `pop` and `isolate`: a layer's skips, their boundaries, and refusals.
+"""Test `@skippable`, `stash`, `pop` and `isolate`: a layer's skips, their copies, and misuse.
 
-tests/behaviours tests whether skips reach their layers, in partitions and in a plain sequence.
+A skip is a tensor that one layer stashes and a later layer pops. tests/behaviours tests that skips
+reach their layers, in partitions and in a plain sequence.
 """
 
 import pickle
@@ -52,7 +53,7 @@ def test_a_subclass_stashes_by_itself_or_by_its_parent() -> None:
 
 
 def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
-    """A copied layer still has the same skips as the original."""
+    """Isolate single skips of a layer. A pickled copy of the layer keeps the same skips."""
     one, other = Namespace(), Namespace()
     layer = Several()
     isolated = layer.isolate(one, only=["b"])  # type: ignore[operator]
@@ -65,7 +66,7 @@ def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
 
 
 def yielding(names: dict[str, list[str]], *steps: object) -> Callable[[], object]:
-    """Return a function that runs a layer which declares these names and yields these objects."""
+    """Return a function that runs a layer with these declared skips and these yielded objects."""
 
     def forward(self: Module, x: Tensor) -> Any:
         yield from steps
@@ -99,7 +100,7 @@ def isolated_in_part(only: object) -> None:
 A = {"stash": ["a"]}
 POP_A = {"pop": ["a"]}
 
-# The call, the error's type, its message.
+# A call, the error's type, and a part of the error's message.
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "stash undeclared": (
         yielding(A, stash("z", X)),
@@ -167,8 +168,9 @@ def layer(word: str) -> Module:
     return made
 
 
-# Partitions, as strings of layers. A copy is written as the skip's name, its source and its target.
-# The first list has the copies with portals; the second, those without.
+# Partitions, as strings of layers. A copy of a skip is written as the skip's name, the source
+# partition and the target partition. The first list has the copies with portals, which go straight
+# to the target. The second list has the copies without portals, from each partition to the next.
 CASES = {
     "inside a partition": (["+a -a", "."], [], []),
     "past two": (["+a", ".", ".", "-a"], ["a03"], ["a01", "a12", "a23"]),
@@ -191,7 +193,7 @@ def test_crossings(text: list[str], straight: list[str], through: list[str], por
     assert sorted(found) == sorted(straight if portals else through)
 
 
-# The layers of a model, named by their index, and the faults reported.
+# The layers of a model, named by their index, and the reported faults.
 FAULTS = {
     "+a .": ["layer '0' stashes 'a', which no later layer pops"],
     ". -a": ["layer '1' pops 'a', which no earlier layer stashes"],

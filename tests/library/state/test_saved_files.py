@@ -1,4 +1,4 @@
-"""Saved states are whole or not there, wherever the saving process dies, and of one job only."""
+"""Test that a saved state is complete or absent after a crash, and that one job saves at a time."""
 
 import os
 import shutil
@@ -18,13 +18,14 @@ from ...behaviours.compare import differences
 from ..distributed.training import adam, trained
 from .test_saves import piped
 
-PATIENCE = 300  # seconds; only a hang takes as long
+PATIENCE = 300  # seconds; a test takes as long only if it hangs
 
 
 def forked(run: Callable[[], object]) -> int:
-    """Run something in a process of its own. Return its exit code, or minus the ending signal."""
+    """Run a function in a forked process; return its exit code, or -n if signal n ended it."""
     with warnings.catch_warnings():
-        # Python warns of a fork where there are threads. The threads here do not matter.
+        # Python warns about forks in processes with threads. The threads of this process do no
+        # harm.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -71,7 +72,7 @@ def a_second_job_is_refused(tmp_path: Path) -> None:
         saves.save(2, model, optimizer)
         if os.fork() == 0:
             os.close(writing)
-            os.read(reading, 1)  # until the other end is closed
+            os.read(reading, 1)  # wait until the parent closes its end
 
     assert forked(leaves_a_process) == 0
     assert forked(again) == 0, "a process that a job has left holds its lock"
@@ -79,7 +80,7 @@ def a_second_job_is_refused(tmp_path: Path) -> None:
 
 
 def dies_at(operation: int, folder: Path) -> None:
-    """Kill this process before the given file operation in a folder, counted from 0."""
+    """Kill this process before file operation number `operation` (counted from 0) in a folder."""
     left = operation
 
     def count(name: str, *_: object) -> None:
@@ -106,8 +107,8 @@ def dies_at(operation: int, folder: Path) -> None:
 
 
 def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
-    """Wherever a process dies while it saves, the earlier or the new state is there, as a whole."""
-    os.fsync = lambda fd: None  # it is only needed where the machine crashes
+    """Kill a process at each step of a save. The earlier or the new state is complete then."""
+    os.fsync = lambda fd: None  # only matters if the machine crashes
     saved = []
     for seed in (1, 2):
         model = piped(seed)
@@ -135,7 +136,7 @@ def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
         assert differences(optimizer.state_dict(), expected_optimizer.state_dict()) == []
         found.add((ended, step))
         Saves(folder, keep=1).save(2, loaded, optimizer)
-        assert len([*folder.iterdir()]) == 2  # the state and the lock
+        assert len([*folder.iterdir()]) == 2  # the state and the lock file
         if ended:
             break
     assert found == {(False, 0), (False, 1), (True, 1)}
@@ -143,7 +144,10 @@ def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", [a_second_job_is_refused, a_state_is_whole_or_not_there])
 def test_in_a_new_process(run: Callable[[Path], None], tmp_path: Path) -> None:
-    """A new process may fork. In this process, threads of other tests may hold locks."""
+    """Run the test in a new process, where forks are safe.
+
+    In this process, threads of other tests may hold locks while it forks.
+    """
     process = get_context("spawn").Process(target=run, args=(tmp_path,))
     process.start()
     process.join(PATIENCE)

@@ -1,4 +1,4 @@
-"""States saved in one process: training goes on to the same numbers, and what is refused."""
+"""Test training states that one process saves: training goes on unchanged, and misuse raises."""
 
 import json
 import math
@@ -71,7 +71,7 @@ def in_groups(model: GPipe) -> torch.optim.Optimizer:
     ids=["adam", "groups", "nadam, whose state is of float32"],
 )
 def test_going_on(make: Optimizers, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Training goes on to the same numbers: of layers, optimizer and generators."""
+    """Check that training from a loaded state gives the same numbers as without an interruption."""
 
     def make_both(seed: int) -> tuple[GPipe, torch.optim.Optimizer]:
         model = piped(seed, dtype=dtype, balance=(2, 4))
@@ -92,7 +92,10 @@ NOT_ITS_OWN = {
 
 
 def test_the_newest_stay(tmp_path: Path) -> None:
-    """States are in the order in which they were saved. PyTorch's own functions read them."""
+    """Check that only the newest states are kept, and that PyTorch's own functions can load them.
+
+    The newest states are those that were saved last, whatever their step numbers.
+    """
     model = piped(1)
     optimizer = adam(model)
     saves = Saves(tmp_path, keep=2)
@@ -122,7 +125,7 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     assert saves.load(model, None) == {"step": 4}
     state = {"model": piped(2).state_dict()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that ranks have not met
+        warnings.simplefilter("ignore", UserWarning)  # as there is no process group
         load(state, checkpoint_id=tmp_path / "000006-step-4")
     assert differences(state["model"], model.state_dict()) == []
 
@@ -164,8 +167,8 @@ def adam_with_another_parameter(model: GPipe) -> torch.optim.Optimizer:
 
 ANOTHER_SHAPE = r"model.0.weight \(float32 \[4, 5\], here float32 \[5, 5\]\)"
 ANOTHER_DTYPE = r"model.0.weight \(float32 .*, here float64 .*\) .* more"
-# The optimizer with which a state was saved, the model and the optimizer that would load it, and
-# what the error says.
+# Each row has the optimizer of the saved state, the model and the optimizer that try to load it,
+# and a part of the error's message.
 REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
     (adam, lambda: piped(1, width=5), adam, ANOTHER_SHAPE),
     (adam, lambda: piped(1, dtype=torch.float64), adam, ANOTHER_DTYPE),
@@ -197,7 +200,7 @@ REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
 def test_refused(
     saved_with: Optimizers, make: Callable[[], GPipe], optimizers: Any, message: str, tmp_path: Path
 ) -> None:
-    """The error is of one line, and comes before anything is changed."""
+    """Check that an error has one line and is raised before anything is changed."""
     saved = piped(0)
     Saves(tmp_path).save(0, saved, saved_with(saved))
     model = make()
@@ -246,7 +249,8 @@ def test_what_is_said_without_a_message_or_a_folder(tmp_path: Path) -> None:
     gone = r"rank 0 does not see .*000001-step-1, which was there just now"
     with pytest.raises(RuntimeError, match=gone):
         Saves(tmp_path).load(piped(0), None)
-    # Whoever says to be rank 0 must not lead others to what they unpickle.
+    # A process that pretends to be rank 0 must not make other ranks unpickle files from another
+    # folder.
     for elsewhere in ("..", "/tmp"):
         told = torch.tensor([*json.dumps(elsewhere).encode()], dtype=torch.uint8)
         meeting = Meeting(1, partial(lambda told, own: [told, own], told))
@@ -286,7 +290,7 @@ NOT_SAVED = r"step 0 cannot be saved .*; nothing was saved"
         (saving(0, slow), ValueError, "the optimizer holds 'slow' beside the states"),
         (saving(0, counting), ValueError, "the optimizer holds 'steps' beside the states"),
         (lambda folder: saving(0)(folder / "file"), OSError, NOT_SAVED),
-        # Known before the training.
+        # This error is raised when a state is loaded, before the training.
         (
             lambda folder: load_from_a_file(folder),
             OSError,

@@ -1,4 +1,4 @@
-"""Targets of a step: how they are split, and what a criterion may do with them and with outputs."""
+"""Test how `step` splits targets, and what a criterion may do with targets and outputs."""
 
 from collections import UserDict
 from collections.abc import Callable
@@ -34,7 +34,10 @@ def test_any_mapping_a_dataclass_and_arrays_are_parted(sizes: list[int]) -> None
 
 
 def test_a_list_with_an_entry_for_each_sample_is_parted_by_entries() -> None:
-    """As of detection: an image may have as many boxes as there are images."""
+    """Split a list of three images by its entries, as two images and one image.
+
+    Each image has three boxes. So the length of each tensor also equals the length of the list.
+    """
     images = [{"boxes": torch.full((3, 4), float(i))} for i in range(3)]
     first, last = parted(images, [2, 1])
     assert first == images[:2] and last == images[2:]
@@ -57,14 +60,14 @@ def pipeline(module: nn.Sequential, schedule: str, engine: Any) -> GPipe:
 def check_gradients(parameters: list[nn.Parameter], expected: list[Tensor]) -> None:
     for p, grad in zip(parameters, expected, strict=True):
         assert p.grad is not None
-        # The order of summation is another one.
+        # The gradients were added up in another order.
         torch.testing.assert_close(p.grad, grad)
 
 
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_target_may_have_a_graph_which_goes_backward_once(schedule: str, engine: str) -> None:
-    """As the second of two towers has."""
+    """Use a target that a second trained network computes."""
     module, tower = layers(), nn.Linear(6, 5)
     parameters = [*module.parameters(), *tower.parameters()]
     x = torch.randn(8, 6)

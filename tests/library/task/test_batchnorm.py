@@ -1,4 +1,4 @@
-"""Deferred batch norm: its running statistics are those of `nn.BatchNorm` over the mini-batch."""
+"""Test deferred batch norm: its statistics equal those of `nn.BatchNorm` for the mini-batch."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ convert: Callable[..., Any] = DeferredBatchNorm.convert_deferred_batch_norm
 def batch(
     *shape: int, mean: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Draw a mini-batch whose samples drift, so that micro-batches differ in mean and variance."""
+    """Draw a mini-batch of drifting samples, so that micro-batches differ in mean and variance."""
     generator = torch.Generator().manual_seed(seed)
     samples, *others = shape
     drift = torch.linspace(0.5, 2, samples, dtype=torch.float64)
@@ -51,7 +51,7 @@ def run(layer: Module, parts: Iterable[Tensor]) -> Tensor:
     return torch.cat(outputs)
 
 
-# A layer, the shape of a sample's channel, and options.
+# Each row has a type of layer, the shape of one channel of a sample, and options.
 LAYERS: list[tuple[type[Module], tuple[int, ...], dict[str, Any]]] = [
     (BatchNorm1d, (), {}),
     (BatchNorm1d, (5,), {"momentum": 0.0}),
@@ -78,7 +78,7 @@ def test_statistics_of_the_mini_batch(
     splits: list[list[int]],
     mean: float,
 ) -> None:
-    """A difference of sums of squares near 1e8 would give a variance beyond the tolerance."""
+    """Compare running statistics, also for means so large that sums of squares lose precision."""
     plain = kind(3, dtype=torch.double, device=device, **options)
     for p in plain.parameters():
         nn.init.normal_(p)
@@ -88,8 +88,8 @@ def test_statistics_of_the_mini_batch(
         x = batch(sum(sizes), 3, *shape, mean=mean, seed=seed, dtype=torch.double).to(device)
         before = statistics(deferred)
         for part in x.split(sizes):
-            # A micro-batch is normalized by its own statistics. Running statistics do not change
-            # before `commit`.
+            # Each micro-batch is normalized by its own statistics. Running statistics stay
+            # unchanged until `commit`.
             assert_close(deferred(part), fresh(part))
             with CheckpointPhase(recomputing=True):
                 assert_close(deferred(part), fresh(part))
@@ -100,17 +100,17 @@ def test_statistics_of_the_mini_batch(
     assert_close(deferred.eval()(x), plain.eval()(x))
 
 
-# Layers that commit together: momentum, dtype, whether they count mini-batches, and the sizes of
-# micro-batches.
+# Each row describes a layer: its momentum, its dtype, whether it counts mini-batches, and the sizes
+# of its micro-batches.
 SIZES: list[tuple[int, ...]] = [(4, 4), (3, 2, 5), (9, 9), ()]
 DTYPES = [torch.float, torch.double]
 TOGETHER = list(product([0.1, None, 0.7], DTYPES, [True, False], SIZES))
 
 
 def test_layers_commit_together() -> None:
-    """A layer keeps its precision, whatever the other layers have.
+    """Commit layers of several dtypes together; each layer keeps its own precision.
 
-    Layers that share statistics are updated in turn.
+    Layers that share their statistics are updated one after another.
     """
     plain = []
     for k, (momentum, dtype, counts, _) in enumerate(TOGETHER):
@@ -146,33 +146,34 @@ def rest(
     context: AbstractContextManager[Any] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Run a layer on all micro-batches but the first; return the layer."""
+    """Run a layer on all micro-batches except the first one; return the layer."""
     with context or nullcontext():
         run(layer, [part.to(dtype) for part in REST])
     return layer
 
 
 def evaluated(layer: Any) -> Any:
-    """Run the other micro-batches in evaluation mode, and then in training mode."""
+    """Run the remaining micro-batches in evaluation mode, and then again in training mode."""
     rest(layer.eval())
     return rest(layer.train())
 
 
 def switched_off(layer: Any) -> Any:
-    """Run the other micro-batches while nothing is tracked, and then once more."""
+    """Run the remaining micro-batches without tracking statistics, and then again with tracking."""
     layer.track_running_stats = False
     rest(layer)
     layer.track_running_stats = True
     return rest(layer)
 
 
-# What happens to a layer between its first micro-batch and its last, and the tolerance.
+# Each value has what happens to a layer between its first and its last micro-batch, and the
+# tolerance of the comparison.
 BETWEEN: dict[str, tuple[Callable[[Any], Any], float]] = {
     "evaluation": (evaluated, 1e-6),
     "tracking switched off": (switched_off, 1e-6),
     "inference": (lambda layer: rest(layer, torch.inference_mode()), 1e-6),
     "another default device": (lambda layer: rest(layer, torch.device("meta")), 1e-6),
-    # A sum over 60,000 squares of 2 would overflow in half precision; the variance does not.
+    # A sum of 60,000 squares would overflow in half precision, but the variance does not.
     "half": (lambda layer: rest(layer.half(), dtype=torch.half), 1e-3),
     "double": (lambda layer: rest(layer.double(), dtype=torch.double), 1e-6),
     "pickle": (lambda layer: rest(pickle.loads(pickle.dumps(layer))), 1e-6),
@@ -196,25 +197,25 @@ def test_what_was_tracked_stays_and_nothing_twice(
 
 @pytest.mark.parametrize("chunks", [2, 7, 100, None])
 def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
-    """Fourteen samples in eight chunks make seven micro-batches."""
+    """Commit repeatedly a mini-batch whose 14 samples make 7 micro-batches, even with 8 chunks."""
     plain = BatchNorm1d(3, momentum=None)
     deferred = convert(copy.deepcopy(plain), chunks)
     commit([])
     deferred(torch.empty(0, 3))  # an empty micro-batch does not count
-    deferred.commit()  # no micro-batch came before
+    deferred.commit()  # without a micro-batch, `commit` changes nothing
     assert_same_statistics(deferred, plain)
     for seed in range(3):
         x = batch(14, 3, seed=seed)
         run(deferred, x.chunk(2 if chunks == 2 else 8))
         plain(x)
         for again in range(3):
-            if again or chunks not in (2, 7):  # else the last chunk has committed already
+            if again or chunks not in (2, 7):  # otherwise the last chunk has committed
                 deferred.commit()
             assert_same_statistics(deferred, plain)
 
 
 class Launches(TorchDispatchMode):
-    """Count operators that launch kernels: all operators but those that only make views."""
+    """A count of kernel launches: of all operators except those that only make views."""
 
     count = 0
 
@@ -231,7 +232,7 @@ class Launches(TorchDispatchMode):
 def test_commit_launches_as_much_for_many_layers_and_waits_for_none(
     arguments: dict[str, Any], device: str
 ) -> None:
-    """On `meta`, reading a value raises. On CUDA, the sync debug mode raises if the host waits."""
+    """Count kernels; on `meta` and in CUDA's sync debug mode, waiting for the device raises."""
     dtype = arguments.get("dtype")
     counts = []
     for number in (1, 10, 100):
@@ -253,9 +254,10 @@ def test_commit_launches_as_much_for_many_layers_and_waits_for_none(
 
 
 def test_conversion_shares_everything_with_the_original() -> None:
-    """Hooks and the mode are shared, too, but not the dicts of tensors.
+    """Convert layers. A converted layer shares tensors, hooks and mode with the original layer.
 
-    A layer that occurs twice is converted to one layer.
+    The two layers have separate dictionaries of tensors. A layer that occurs twice is converted to
+    one layer.
     """
     seen: list[type] = []
     first, other = BatchNorm1d(3), BatchNorm1d(3, affine=False)
@@ -330,7 +332,7 @@ LAZY = "cannot defer LazyBatchNorm1d before its first input"
 ONE_VALUE = r"more than 1 value .* \(1, 3\): use fewer chunks"
 ONE_DIMENSION = r"expected an input of shape \(N, C\) .* got \(4,\)"
 
-# The call, the error's type, its one-line message.
+# A call, the error's type, and a part of its message.
 MISUSE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: convert(nn.ReLU(), 0), ValueError, "chunks must be a positive int, or None .* got 0"),
     (lambda: convert(nn.LazyBatchNorm1d()), ValueError, LAZY),

@@ -1,4 +1,7 @@
-"""The table of guards and moments in docs/how-it-works.md is that of the code."""
+"""Test that docs/how-it-works.md lists all guards, and the methods that each guard overrides.
+
+A guard keeps one thing equal in a forward and in its recomputation, such as random numbers.
+"""
 
 import importlib
 from pathlib import Path
@@ -10,9 +13,9 @@ from torchgpipe.task.guards.guard import Guard
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = Path(torchgpipe.task.guards.__file__ or "").parent
-# What guards have in common, or one of them needs.
+# Files in the folder that define no guard, but what guards use.
 BESIDE = {"__init__", "guard", "contents", "seeded"}
-# The columns of the table.
+# The columns of the table in docs/how-it-works.md.
 MOMENTS = [
     "before_single_pass",
     "before_first_pass",
@@ -27,7 +30,7 @@ MOMENTS = [
 
 
 def rows() -> dict[str, list[str]]:
-    """Return the cells of each guard's row, by the name of its file."""
+    """Return the cells of each guard's row in the page's table, by the name of the guard's file."""
     page = (ROOT / "docs/how-it-works.md").read_text()
     found = {}
     for line in page.splitlines():
@@ -38,7 +41,7 @@ def rows() -> dict[str, list[str]]:
 
 
 def guard_of(file: str) -> type[Guard]:
-    """Return the only guard of a file."""
+    """Return the only guard that a file defines."""
     module = importlib.import_module(f"torchgpipe.task.guards.{file}")
     guards = []
     for value in vars(module).values():

@@ -1,6 +1,7 @@
-"""A backward in two halves: it equals a whole backward to the bit.
+"""Test that a backward in two halves gives the same bits as a whole backward.
 
-Between the halves a task keeps only what its second half needs. A stage says what it splits.
+Between its two halves, a task keeps only what the second half needs. A stage describes which
+weights it leaves for the second half.
 """
 
 import copy
@@ -66,7 +67,7 @@ class Scale(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w = ctx.saved_tensors
         grad_w = (g * x).sum((0, 1))
-        if w.dim() == 0:  # a number has no gradient to hand on
+        if w.dim() == 0:  # with a 0-dimensional w, x gets no gradient
             return None, grad_w
         return g * w, grad_w
 
@@ -134,8 +135,8 @@ def checkpointed(module: Any, x: Tensor) -> Any:
 BY_CHANNEL = [Conv2d(4, 8, 3, groups=4), GroupNorm(2, 8), Conv2d(8, 4, 1, bias=False)]
 GATES = [Conv1d(5, 8, 3, dilation=2), GLU(1), Conv1d(4, 4, 1)]
 
-# The layers, their input, and what the stage then says.
-# A number is the number of products whose weights get their gradients later.
+# Each value has layers, their input, and the stage's description of its backward. A number means:
+# so many matrix products compute the gradients of their weights in the second half.
 ROWS: dict[str, tuple[Module, Tensor, int | str]] = {
     "linear": (CHAIN, VECTORS, 2),
     "float64": (copy.deepcopy(CHAIN).double(), VECTORS.double(), 2),
@@ -199,7 +200,7 @@ ROWS: dict[str, tuple[Module, Tensor, int | str]] = {
 
 
 class Tasks:
-    """The tasks of two micro-batches on one stage, of a copy of the layers."""
+    """Forward and backward of two micro-batches on one stage, which has a copy of the layers."""
 
     def __init__(
         self,
@@ -227,7 +228,8 @@ class Tasks:
                 outputs, _ = task.forward((given,), Tensor, ())
             grads: list[Tensor | None] = []
             for k, y in enumerate(outputs):
-                # Of several outputs of the second micro-batch, only the first has a gradient.
+                # If the second micro-batch has several outputs, only its first output has a
+                # gradient.
                 without = i > 0 and k > 0
                 if y is None or not y.requires_grad or without:
                     grads.append(None)
@@ -236,7 +238,7 @@ class Tasks:
             self.each.append((task, tuple(grads)))
 
     def backward(self, *, split: bool, keep: bool = False) -> list[Tensor | None]:
-        """Return all gradients, of the inputs and then of the parameters."""
+        """Return all gradients: first those of the inputs, then those of the parameters."""
         kind: Kind = "backward_inputs" if split else "backward"
         found: list[Tensor | None] = []
         for task, grads in self.each:
@@ -248,7 +250,7 @@ class Tasks:
 
 
 def same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
-    """Return whether gradients are the same to the bit, in the same layout."""
+    """Return whether all gradients are equal to the bit and have equal strides."""
     for x, y in zip(found, expected, strict=True):
         if x is None or y is None:
             if x is not y:
@@ -287,7 +289,8 @@ def test_only_inputs_and_gradients_of_products_are_kept_between_the_halves(again
     linear_grads = (16 + 1) * vector_bytes
 
     task.backward(grads, kind="backward_inputs")
-    # One input was made by the task, and two gradients; the norm's gradients are complete.
+    # Kept are one input of a layer, the gradients of two outputs, and the norm's finished
+    # gradients.
     ledger.assert_comes_to(3 * 50 * vector_bytes + norm_grads)
 
     task.backward_weights()
@@ -295,7 +298,10 @@ def test_only_inputs_and_gradients_of_products_are_kept_between_the_halves(again
 
 
 def once_or_twice(module: Any, x: Tensor) -> Tensor:
-    """Apply a layer; apply it twice in the second micro-batch, whose first number is not 0."""
+    """Apply a layer once, or twice if the first number of the input is not 0.
+
+    In the tests, only the second micro-batch has such a number.
+    """
     if x[0, 0] != 0:
         x = module.a(x)
     return module.a(x)
@@ -324,7 +330,7 @@ def test_a_change_between_the_halves_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeError, match=refusal):
         task.backward_weights()
 
-    # An average needs all gradients of the parameters at once.
+    # A layer that averages gradients needs the gradients of all its parameters at once.
     monkeypatch.setattr(halves, "averages_gradients", lambda modules: True)
     stage = Tasks(linear(), VECTORS).stage
     assert str(stage.halves) == WHOLE.format(halves.EXCHANGES)

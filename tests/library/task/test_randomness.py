@@ -1,6 +1,7 @@
-"""Randomness: the generators of tasks, and their seeds.
+"""Test the random generators of tasks, and their seeds.
 
-What layers draw is tested in tests/behaviours.
+A task is a forward or a recomputation of one partition on one micro-batch. tests/behaviours tests
+what layers draw.
 """
 
 import threading
@@ -76,13 +77,13 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
             drawn = [DRAWS[name](X) for _ in range(10)]
         return torch.stack(drawn)
 
-    names = ("several", "poisson")  # both use the default generator
+    names = ("several", "poisson")  # both draw from the default generator
     expected = [several(name) for name in names]
     before = torch.get_rng_state()
     set_state = seeded._set_default
 
     def set_and_wait(state: Any) -> None:
-        """Make threads switch while the default generator has another state."""
+        """Set the state of the default generator, and wait so that another thread can run."""
         set_state(state)
         time.sleep(1e-3)
 
@@ -95,7 +96,10 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
-    """The workers of a pipeline within a layer of another pipeline do so."""
+    """Draw in another thread while a recomputation waits for that thread.
+
+    A pipeline inside a layer of another pipeline does this with its workers.
+    """
     randomness = Randomness([torch.default_generator])
     drawn: list[Tensor] = []
     task: Any = None
@@ -119,7 +123,7 @@ def numbers(
 ) -> list[list[float]]:
     """Return the numbers that the tasks of a mini-batch draw.
 
-    Of two partitions, only the first draws.
+    Of the two partitions, only the first one draws.
     """
     seeds = Seeds(2, recomputed=True, grad=True, distributed=alone)
     drawn: list[list[float]] = []
@@ -153,9 +157,10 @@ def test_mini_batches_under_way_at_once_draw_different_numbers() -> None:
 
 
 def test_within_an_outer_pipelines_task() -> None:
-    """The outer task draws an inner mini-batch's seed. So its recomputation has the same seed.
+    """Run inner mini-batches within a task of an outer pipeline, and within its recomputation.
 
-    No other inner number comes from the outer task's generator.
+    The outer task draws one seed for each inner mini-batch, and no other number. So its
+    recomputation leads to the same inner numbers.
     """
     before = torch.get_rng_state()
     found = []

@@ -1,6 +1,7 @@
-"""Stages: locks, in-place layers, stand-in parameters and modes.
+"""Test stages (partitions on a device): locks, in-place layers, modes and stand-ins.
 
-What layers see is tested in tests/behaviours.
+A stand-in is the tensor that tasks use in place of a parameter. tests/behaviours tests what layers
+see.
 """
 
 import gc
@@ -25,7 +26,7 @@ RELU = nn.ReLU(inplace=True)
 BOTH = nn.Sequential(LAYER, OTHER, nn.Linear(2, 2))
 PIPELINE = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])
 
-# The layers of two partitions, and whether they must run one at a time.
+# The layers of two partitions, and whether the partitions have to run one at a time.
 TOGETHER: dict[str, tuple[list[nn.Module], list[nn.Module], bool]] = {
     "nothing in common": ([nn.Linear(2, 2)], [nn.Linear(2, 2)], False),
     "a layer in common": ([LAYER], [nn.ReLU(), nn.Sequential(LAYER)], True),
@@ -40,7 +41,7 @@ TOGETHER: dict[str, tuple[list[nn.Module], list[nn.Module], bool]] = {
 def test_which_partitions_run_one_at_a_time(
     ours: list[nn.Module], theirs: list[nn.Module], waits: bool
 ) -> None:
-    # Some of these layers are also in an earlier partition, which has its own lock.
+    # Some of these layers also belong to an earlier partition, which has its own lock.
     stages = []
     for layers in ([LAYER], [OTHER], [THIRD], ours, theirs):
         stage = Stage(0, nn.Sequential(*layers), DEVICES[0])
@@ -53,7 +54,7 @@ def test_which_partitions_run_one_at_a_time(
     *_, one, other = stages
     in_common = locks(one) & locks(other)
     assert bool(in_common) == waits
-    # If a stage has several locks, all stages take them in the same order.
+    # A stage with several locks takes them in the same order as all other stages.
     for lock in locks(one) | locks(other):
         assert not hasattr(lock, "_locks")
     with one.lock, one.lock, other.lock:
@@ -61,7 +62,10 @@ def test_which_partitions_run_one_at_a_time(
 
 
 def test_in_anomaly_mode_the_nodes_of_stand_ins_are_made_before_threads_run() -> None:
-    """Two threads that make such a node at once can wait for each other for ever."""
+    """Check that autograd's accumulation nodes exist before threads run in anomaly mode.
+
+    Two threads that create such a node at the same time can deadlock.
+    """
     assert StandInParameters(0, [LAYER])._nodes == []
     with torch.autograd.set_detect_anomaly(True):
         parameters = StandInParameters(0, [LAYER])
@@ -72,7 +76,7 @@ def test_in_anomaly_mode_the_nodes_of_stand_ins_are_made_before_threads_run() ->
 
 
 class Place(dict[str, Any]):
-    """A module's attributes. The `count`-th assignment from now raises KeyboardInterrupt."""
+    """A dictionary of attributes. The `count`-th assignment from now raises KeyboardInterrupt."""
 
     count = 0
 
@@ -99,7 +103,7 @@ def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it
     before = dict(layer._parameters)
     with InPlace(StandInParameters(0, [layer]).changes):
         inner = dict(layer._parameters)
-        # This is so when a pipeline is called within its own layers.
+        # A pipeline that is called within its own layers does this.
         with InPlace(StandInParameters(0, [layer]).changes):
             layer.register_parameter("more", nn.Parameter(torch.zeros(2)))
         assert layer._parameters == inner
@@ -108,7 +112,10 @@ def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it
 
 
 def test_the_last_thread_to_leave_takes_changes_back() -> None:
-    """After a second Ctrl-C, the caller is gone while a program still runs."""
+    """Check that a context undoes its changes to layers only when the last thread leaves it.
+
+    After a second Ctrl-C, the caller leaves while a program still runs in another thread.
+    """
     place = {"held": "parameter"}
     change = Change(place, "held", "stand-in")
     in_place = InPlaceForRun([(threading.Lock(), InPlace([change]))])
@@ -141,7 +148,7 @@ def test_runs_through_the_same_layers_take_turns_and_a_run_within_a_run_does_not
         thread.start()
         assert not outer_turns()
         assert in_its_turn(turn, outer_turns)
-        time.sleep(0.1)  # for the other thread, if it does not wait
+        time.sleep(0.1)  # time for the other thread to run, if it does not wait
         order.append("first")
         return bool(outer_turns())
 
@@ -151,7 +158,7 @@ def test_runs_through_the_same_layers_take_turns_and_a_run_within_a_run_does_not
     assert not outer_turns()
 
 
-# They are only inspected, not used.
+# Devices that are compared with each other, but not used.
 DEVICES = [torch.device("cpu"), torch.device("meta"), torch.device("cuda")]
 
 
@@ -170,7 +177,10 @@ def test_a_pipeline_among_the_layers_of_another_knows_its_pass(which: str) -> No
 
 
 def test_autocast_keeps_no_casts_of_weights_in_other_threads_and_recomputations() -> None:
-    """A cast that several tasks have in common would have one graph for all."""
+    """Check that autocast does not cache casts of weights in other threads and in recomputations.
+
+    If several tasks used the same cast, they would share one autograd graph.
+    """
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ambient = AmbientModes(DEVICES)
         for context in (ambient.again, ambient.entered):

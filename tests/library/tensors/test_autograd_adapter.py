@@ -1,6 +1,7 @@
-"""The private API of PyTorch that the library uses. A failure here names what has changed.
+"""Test that PyTorch still has the private API that the library uses.
 
-This file imports torchgpipe only within tests. So it works even if torchgpipe cannot be imported.
+An error names what is missing. This file imports torchgpipe only within tests, so that it works
+even if torchgpipe cannot be imported.
 """
 
 import ast
@@ -12,7 +13,7 @@ import torch
 
 LIBRARY = Path(__file__).parents[3] / "torchgpipe"
 
-# The name, and the file that uses it.
+# A private name, and the file of the library that uses it.
 PRIVATE = [
     ("torch.autograd.Variable._execution_engine", "tensors/_autograd.py"),
     ("torch._C._autograd._get_current_graph_task_keep_graph", "tensors/_autograd.py"),
@@ -52,7 +53,7 @@ PRIVATE = [
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/known.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "task/guards/seeded.py"),
 ]
-# Attributes that the library accesses on objects.
+# Attributes of PyTorch's objects that the library uses.
 OF_OBJECTS = [
     "torch.autograd.Variable._execution_engine.run_backward",
     "torch.autograd.graph.get_gradient_edge",
@@ -81,7 +82,7 @@ def test_still_there(name: str) -> None:
 
 
 def names_in(node: ast.AST) -> list[str]:
-    """Return the names that a statement imports, or the dotted name that an expression is."""
+    """Return the names that a syntax node imports, or the dotted name that the node stands for."""
     if isinstance(node, ast.ImportFrom) and node.module:
         return [f"{node.module}.{alias.name}" for alias in node.names]
     if isinstance(node, ast.Import):
@@ -92,7 +93,7 @@ def names_in(node: ast.AST) -> list[str]:
 
 
 def is_private(name: str) -> bool:
-    """Return whether a name is of torch and has a part that begins with one underscore."""
+    """Return whether a name is of torch and has a part that begins with a single underscore."""
     parts = name.split(".")
     if parts[0] != "torch" or not all(map(str.isidentifier, parts)):
         return False
@@ -100,7 +101,11 @@ def is_private(name: str) -> bool:
 
 
 def private_names(source: str) -> set[str]:
-    """Return the private names of torch in a source text, without the beginnings of longer ones."""
+    """Return the private names of torch in a source text.
+
+    If a name is the beginning of another one, such as `torch._C` of `torch._C._nn`, only the longer
+    one is returned.
+    """
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         for name in names_in(node):

@@ -1,7 +1,7 @@
-"""Copies between devices: which stream waits for which stream, in both directions.
+"""Test copies between devices: which stream waits for which stream, in forward and in backward.
 
-Streams are stand-ins that log their calls (simulated.py), and the devices are `cpu:0` and `cpu:1`.
-So no GPU is needed. test_simulated.py tests whole steps, and tests/test_cuda.py runs on real GPUs.
+The streams are simulated and log their calls (simulated.py). The devices are `cpu:0` and `cpu:1`,
+so no GPU is needed. test_simulated.py tests whole steps, and tests/test_cuda.py runs on real GPUs.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +24,7 @@ SOURCE, TARGET = torch.device("cpu", 0), torch.device("cpu", 1)
 
 
 class Passage:
-    """A copy between two tasks, without the tasks."""
+    """The copy of tensors between two tasks on two devices, without the tasks themselves."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.path = CopyPath([SOURCE, TARGET], 0, 1, own=enabled)
@@ -44,7 +44,7 @@ class Passage:
 
 
 def log_of_a_copy(source: str, target: str) -> list[str]:
-    """Return what copy streams log of a copy."""
+    """Return the expected log of a copy that runs on copy streams."""
     return [
         f"{source} copies waits for {source} compute",
         f"memory is used by {source} copies",
@@ -54,7 +54,7 @@ def log_of_a_copy(source: str, target: str) -> list[str]:
     ]
 
 
-# With copy streams, and without: the log of forward, and the log of backward.
+# With copy streams and without: the expected log of forward, and the expected log of backward.
 WAITS = {
     True: (log_of_a_copy("cpu:0", "cpu:1"), log_of_a_copy("cpu:1", "cpu:0")),
     False: (
@@ -83,9 +83,9 @@ def test_waits(streams: Any, enabled: bool) -> None:
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 def test_tensors_of_a_task_go_together(streams: Any, grad: bool) -> None:
-    """Tensors share one node.
+    """Copy several tensors of a task, which have one autograd node in common.
 
-    So in backward all gradients are sent before a stream waits for one of them.
+    So the backward sends all gradients before a stream waits for one of them.
     """
     first = torch.rand(3, requires_grad=True)
     last = torch.rand(2, requires_grad=True)
@@ -165,7 +165,7 @@ def test_a_recomputation_does_not_wait_for_its_gradient_where_only_a_skip_has_on
 def test_steps_are_those_of_plain_layers(
     streams: Any, checkpoint: str, options: dict[str, bool]
 ) -> None:
-    """All gradients are right, also those of skips."""
+    """Train plain layers and a pipeline with skips between devices, and compare all gradients."""
     layers = partial(paired, PATTERN)
     row = Row("skips between devices", layers, balance=(2, 2, 3), use=steps, options=options)
     assert unlike(row, "", "graph", checkpoint, ["cpu:0", "cpu:1", "cpu:2"]) == []

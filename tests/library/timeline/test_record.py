@@ -1,7 +1,4 @@
-"""Recordings: mini-batches are separated, clocks are synchronized, and bubbles are right.
-
-Files for Perfetto are valid.
-"""
+"""Test recordings of pipelines: mini-batches, synchronized clocks, bubbles, Perfetto files."""
 
 import json
 import time
@@ -29,9 +26,9 @@ def pipeline(n: int) -> Any:
 
 
 def test_the_bubble_of_whole_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading the clock takes a second.
+    """Record steps with a clock that advances by a second whenever it is read.
 
-    So each of the 8 tasks takes a second, with a second between tasks.
+    So each of the 8 tasks takes a second, and there is a second between two tasks.
     """
     model = pipeline(2)
     ticks = count()
@@ -89,8 +86,8 @@ def clock_stamps(values: list[list[tuple[float, float]]]) -> list[Tensor]:
     return [torch.tensor(each, dtype=torch.float64) for each in values]
 
 
-# The seconds that rank 1's clock is ahead; for each round, the times when ranks 0 and 1 send, and
-# the delays of their messages; and the error.
+# Each row has the seconds by which rank 1's clock is ahead of rank 0's clock; for each round, the
+# times when both ranks send a message, and the delays of the messages; and the expected error.
 
 
 @pytest.mark.parametrize(
@@ -183,7 +180,7 @@ def test_arrows_lead_to_the_task_that_needs_the_result() -> None:
         if event["ph"] == "X":
             span = event
         elif event["ph"] in "sf":
-            # An arrow begins and ends at the place of the task before it in the list.
+            # In the list of events, an arrow follows its task and has the task's place and time.
             for key in ("tid", "ts", "cat"):
                 assert event[key] == span[key]
             ends = sources if event["ph"] == "s" else targets

@@ -1,4 +1,4 @@
-"""Modules that `sequential` refuses, and what the message about each of them says."""
+"""List modules that `sequential` refuses, and what the error message about each module says."""
 
 import random
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def reading_the_seed(net: Any, x: Tensor) -> Any:
 
 
 def seeded(x: Tensor) -> Tensor:
-    """Return `x` after the default generator is seeded."""
+    """Seed PyTorch's default generator and return `x`."""
     torch.default_generator.manual_seed(3)
     return x
 
@@ -73,8 +73,8 @@ def after(change: Callable[[Module], object]) -> Module:
     return module
 
 
-# Forwards that cannot be recorded. `SAID` has the expected texts of the messages. The texts are not
-# here, because a message may quote its whole line, and would then hold any text of the line.
+# Forwards that cannot be recorded. The expected texts of the error messages are in `SAID`, because
+# a message may quote a whole line of this table, and a text in that line would always be found.
 FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a branch": lambda net, x: net.b(x) if net.a(x).sum() > 0 else x,
     "a number": lambda net, x: net.b(x) * net.a(x).mean().item(),
@@ -127,8 +127,9 @@ def asks_for(name: str) -> list[str]:
     return [f"it sets or asks for {name},", "do that in a submodule"]
 
 
-# Whether the message quotes the forward's line in `FORWARDS`, and other texts that it holds. The
-# message about a forward that is not listed here quotes the line, and holds `asks_for(name)`.
+# For each name in `FORWARDS`: whether the error message quotes the forward's line, and other texts
+# that the message contains. If a name is missing here, the message quotes the line and contains
+# `asks_for(name)`.
 SAID: dict[str, tuple[bool, list[str]]] = {
     "a branch": (True, ["depends on what is in a tensor", "put that part into a submodule"]),
     "a number": (True, []),
@@ -200,7 +201,8 @@ def branching_in_a_submodule() -> Module:
     return Sequential(branching)
 
 
-# How a module is made, whether the message quotes its line in `FORWARDS`, and other texts in it.
+# Each value has a function that makes a module, whether the error message quotes its line in
+# `FORWARDS`, and other texts that the message contains.
 OTHERS: dict[str, tuple[Callable[[], Any], bool, list[str]]] = {
     "a branch, in a submodule": (branching_in_a_submodule, True, ["whole=[Do]"]),
     "a buffer that is replaced, in a submodule": (replacing_in_a_submodule, False, REPLACES),

@@ -1,4 +1,4 @@
-"""What cannot become a sequence of layers is refused, with the line, the reason and what to do."""
+"""Test that errors of `sequential` name a line that cannot be converted, the reason and advice."""
 
 import weakref
 from collections.abc import Callable
@@ -37,12 +37,12 @@ def test_refused(name: str) -> None:
         assert part in message
     freed = weakref.ref(module)
     del module, caught
-    # A compiled module refers to itself.
+    # A compiled module is not freed at once, because it refers to itself.
     assert freed() is None or name.startswith("compiled")
 
 
 def each_with_each(net: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Return the scores of every image with every text."""
+    """Return a matrix of scores: of each row of `x` (an image) with each row of `y` (a text)."""
     return net.a(x) @ net.b(y).t()
 
 
@@ -51,12 +51,16 @@ class Pairs(traced.Net):
 
 
 def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
-    """Micro-batches of both tensors give other scores than those of `x` with the whole `y`."""
+    """Trace a module that scores all pairs of rows of `x` and `y`.
+
+    If both tensors are split into micro-batches, the scores differ from those of micro-batches of
+    `x` with the whole `y`.
+    """
     sample = (rows(), rows())
     with pytest.raises(Untraceable, match=r"shape \(3, 3\) for 3 samples(?s:.*)shared=\[…\]"):
         sequential(Pairs(), sample)
     module = Pairs()
-    # Without `shared`, other lengths tell which tensor has the batch.
+    # Without `shared`, lengths tell which tensor has the batch dimension, if the lengths differ.
     another_length = (rows(), torch.randn(3, WIDTH))
     for shared, (x, y) in ((["y"], sample), (None, another_length)):
         layers = sequential(module, (x, y), shared=shared)
@@ -65,7 +69,7 @@ def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
 
 
 class Experts(nn.Module):
-    """An expert takes no more rows than its capacity, and leaves the other rows as they are."""
+    """A layer with one expert, which takes a limited number of rows and leaves the others as is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,12 +125,12 @@ def test_what_compares_samples_for_a_known_reason_is_let_be(name: str) -> None:
 
 
 def masked(**given: Any) -> dict[str, Any]:
-    """Return arguments of `Masked`, some of them as given."""
+    """Return arguments of `traced.Masked`, where `given` replaces some of the defaults."""
     mask = torch.arange(WIDTH) > 2
     return {"x": rows(), "mask": mask, "double": True, **given}
 
 
-# The arguments in which a call differs from the sample, and what the message says.
+# The arguments of a call that differ from the sample, and a part of the error message.
 CALLS: list[tuple[dict[str, Any], str]] = [
     ({"double": False}, "double is False, but was True in the sample"),
     ({"mask": None}, "mask is None, but was Tensor in the sample"),
@@ -156,7 +160,7 @@ def cut_residual_with_another_width() -> None:
 
 
 def run_under_another_autocast() -> None:
-    """Run layers under autocast that were recorded without it and hold a dtype."""
+    """Run layers under autocast that were recorded without autocast and cast to a fixed dtype."""
     module = does(lambda net, x: net.b(x).to(net.a(x).dtype))
     layers = sequential(module, rows())
     with AUTOCAST:

@@ -1,8 +1,7 @@
-"""`sequential`: where it cuts a module, and what it leaves as it was.
+"""Test where `sequential` cuts a module into layers, and that the module itself stays unchanged.
 
-`pipeline`: a module goes in, a planned pipeline comes out.
-
-That the layers do what the module does is in tests/behaviours/test_any_model.py.
+The tests also turn a module into a planned pipeline with `pipeline`.
+tests/behaviours/test_any_model.py tests that the layers compute the same as the module.
 """
 
 import copy
@@ -43,7 +42,8 @@ def drawing() -> Module:
 BY_HAND = CASES["attention by hand"]
 
 
-# A module, and its layers: what each begins with, and the skips that it stashes (+) and pops (-).
+# Each value has a module and a description of its layers: for each layer, the submodule that it
+# begins with, a + for each skip that it stashes, and a - for each skip that it pops.
 CUTS: dict[str, tuple[Case, list[str]]] = {
     "a tensor that is used twice": (CASES["residual"], ["a", "b", "c"]),
     "a tensor for a later layer": (CASES["branches from one input"], ["a +", "b", "c -"]),
@@ -153,7 +153,8 @@ def compiled_around(module: Module) -> Module:
     return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
 
 
-# torch.compile looks at all attributes of what a layer gets, and warns also with plain layers.
+# torch.compile reads all attributes of a layer's input, also `.grad`. So it warns also when plain
+# layers run.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", [compiled_call, traced.compiled_forward, compiled_around])
 def test_compiled_parts_are_layers_and_stay_compiled(
@@ -233,7 +234,7 @@ def test_deferred_batch_norm() -> None:
 
 
 class Mixed(Module):
-    """A module that uses its parameters in an order that is not that of their names."""
+    """A module that uses its parameters in another order than the order of their names."""
 
     ORDER = "chafdbge"
 
@@ -249,7 +250,10 @@ class Mixed(Module):
 
 
 def test_parameters_are_in_the_order_of_use_and_the_sample_as_it_was() -> None:
-    """An optimizer's state goes by that order, so the order has to be the same in every process."""
+    """Check that parameters are in the order of their use, and that the sample does not change.
+
+    The order has to be the same in every process, because an optimizer's state depends on it.
+    """
     sample = -torch.ones(5, traced.WIDTH)
     changing = Sequential(ReLU(inplace=True), Mixed())
     sequential(changing, sample)

@@ -1,4 +1,4 @@
-"""Counts under autocast: operators have the dtypes that autocast chooses, and casts are counted."""
+"""Test counted operators under autocast: they have autocast's dtypes, and casts are counted."""
 
 import re
 from collections.abc import Callable
@@ -16,11 +16,12 @@ FLOAT32, FLOAT16, DOUBLE = torch.float32, torch.float16, torch.float64
 
 
 def attention(x: Tensor) -> Tensor:
-    tokens = x[None, None]  # of one sample and one head
+    tokens = x[None, None]  # one sample and one head
     return F.scaled_dot_product_attention(tokens, tokens, tokens)
 
 
-# An operator on tensors of a dtype, and the dtype in which a GPU runs it under autocast to float16.
+# Each value has an operator, the dtype of its input, and the dtype of its output on a GPU under
+# autocast to float16.
 OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]] = {
     "linear": (lambda x: F.linear(x, x), FLOAT32, FLOAT16),
     "einsum": (lambda x: torch.einsum("ij,jk->ik", x, x), FLOAT32, FLOAT16),
@@ -35,7 +36,7 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]
 
 @pytest.mark.parametrize(("run", "given", "on_gpu"), OPERATORS.values(), ids=OPERATORS)
 def test_types(run: Callable[[Tensor], Tensor], given: torch.dtype, on_gpu: torch.dtype) -> None:
-    """On a CPU, a counted operator has the dtype of a real run."""
+    """Compare dtypes: for a CPU with a real run, and for a GPU with the table `OPERATORS`."""
     x = torch.ones(8, 8, dtype=given)
     on_meta = x.to("meta")
     with torch.autocast("cpu", torch.bfloat16):
@@ -53,7 +54,7 @@ NAME = re.compile(r'^ +\("(\w+)"', re.MULTILINE)
 
 
 def names_in(source: str, *lists: str) -> set[str]:
-    """Return the names of operators in the given lists of a class of PyTorch's tests."""
+    """Return the names of operators in these lists of a class that PyTorch's tests use."""
     names: set[str] = set()
     for list_name, rows in LIST.findall(source):
         if list_name in lists:
@@ -62,9 +63,9 @@ def names_in(source: str, *lists: str) -> set[str]:
 
 
 def test_lists_are_those_of_pytorch() -> None:
-    """PyTorch's own tests hold the lists.
+    """Compare the library's lists of autocast operators with the lists in PyTorch's own tests.
 
-    The file is parsed, not imported: the modules that it imports are not always installed.
+    PyTorch's file is parsed and not imported, because the modules that it imports may be missing.
     """
     file = Path(torch.__file__).parent / "testing" / "_internal" / "autocast_test_lists.py"
     cuda, cpu = file.read_text().split("class AutocastCPUTestLists")

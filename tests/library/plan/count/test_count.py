@@ -1,6 +1,6 @@
-"""Counts of layers, against real steps and against another batch size.
+"""Test the counts of layers' operators against real steps, and against another batch size.
 
-A layer that cannot be counted is named in an error of one line.
+If a layer cannot be counted, the error names the layer in one line.
 """
 
 import warnings
@@ -51,7 +51,7 @@ def test_the_line_through_two_sizes(size: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def of(*kinds: str) -> Callable[[], Sequential]:
-    """Return a maker of a model with layers of these kinds between linear layers."""
+    """Return a function that makes a model with layers of these kinds between two linear layers."""
 
     def build() -> Sequential:
         layers = [KINDS[kind](None) for kind in kinds]
@@ -65,7 +65,8 @@ def of(*kinds: str) -> Callable[[], Sequential]:
     [
         (resnet101, (3, 64, 64), 0),
         (lambda: unet(3, 2, 8), (3, 32, 32), 0),
-        # Layers are counted as if all outputs were used. The classifier ignores the second state.
+        # Layers are counted as if all their outputs were used. AmoebaNet-D's classifier ignores one
+        # of its two inputs.
         (lambda: amoebanetd(3, 32, 10), (3, 224, 224), 1),
         (of("and its input", "swap", "sum", "and a view", "sum", "identity"), (4,), 0),
         (of("checkpointed, reentrant"), (4,), 0),
@@ -76,9 +77,10 @@ def of(*kinds: str) -> Callable[[], Sequential]:
 def test_counted_layer_by_layer_as_in_a_step_of_gpipe(
     build: Callable[[], Sequential], shape: tuple[int, ...], more: int
 ) -> None:
-    """The order of operators in backward may differ.
+    """Compare the counts of all layers with the operators that a step of GPipe runs.
 
-    PyTorch does not specify when autograd adds up the gradients of a tensor that is used again.
+    The order of operators in backward may differ, because PyTorch does not specify when autograd
+    adds up the gradients of a tensor that is used twice.
     """
     with torch.device("meta"):
         model = build()
@@ -168,7 +170,7 @@ def test_refused(layer: Callable[[], Module], message: str) -> None:
         assert freed() is None, "what the error's frames hold waits for the garbage collector"
 
 
-MIX = Lambda(lambda x: torch.softmax(x @ x.T, dim=1) @ x)  # samples attend to each other
+MIX = Lambda(lambda x: torch.softmax(x @ x.T, dim=1) @ x)  # each sample attends to all samples
 DISTANCES = Lambda(lambda x: x * (x[:, None] - x[None]).abs().sum(1))
 OF_IMAGES = [Conv2d(3, 8, 3), BatchNorm2d(8), MaxPool2d(2), Upsample(scale_factor=2)]
 

@@ -1,4 +1,4 @@
-"""Counts of single operators, against counts made by hand."""
+"""Test the counted flops and bytes of single operators against numbers worked out by hand."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ LOOKED_UP = 2 * 4 * 3 * 8 + 8 * 3
 """Three rows of the table are read and written, and three row indices are read."""
 WITH_BYTE_MASK = 4 * 24 + 4 * 24 + 24
 
-# A call, and the kind, flops and bytes of each of its operators.
+# Each row has a call, and for each of its operators the kind, the flops and the bytes.
 OPERATORS: list[tuple[Callable[[], object], list[tuple[str, float, float]]]] = [
     (
         lambda: F.linear(meta(5, 8), meta(16, 8), meta(16)),
@@ -104,7 +104,7 @@ EFFICIENT = "_scaled_dot_product_efficient_attention"
 def test_attention(
     device: str, dtype: torch.dtype, options: dict[str, Any], kernel: str | None
 ) -> None:
-    """The device's fused kernel is counted. Its flops are those of the scores that it computes."""
+    """Check that the device's fused attention kernel is counted, with the right flops and bytes."""
     samples, heads, tokens, channels = 2, 4, 64, 32
     x = meta(samples, heads, tokens, channels, dtype=dtype, grad=True)
     results: list[Tensor] = []
@@ -138,8 +138,8 @@ def test_attention(
     assert of_forward.dtype == dtype_name
     assert of_backward.dtype == dtype_name
     if kernel == FLASH:
-        log_sums = 4 * samples * heads * tokens  # a log-sum-exp for each row
-        # The state of the random number generator is moved, too.
+        log_sums = 4 * samples * heads * tokens  # bytes of a log-sum-exp for each row
+        # The kernel also reads and writes the state of the random number generator.
         assert of_forward.bytes == pytest.approx(4 * x.nbytes + log_sums, abs=64)
         assert of_backward.bytes == pytest.approx(8 * x.nbytes + log_sums, abs=64)
 
@@ -183,8 +183,8 @@ def test_tf32_as_pytorch_is_set(precision: str, dtype: str) -> None:
 
 N, C, K = 2, 8, 16
 
-# A convolution, the size of its images, its options, whether Winograd's algorithm applies, and
-# whether the convolution is a single matrix product.
+# Each row has a type of convolution, the size of its images, its options, whether Winograd's
+# algorithm applies, and whether the convolution is a single matrix product.
 OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
     (Conv2d, 6, {"kernel_size": 3, "padding": 1}, True, True),
     (Conv2d, 6, {"kernel_size": 3}, True, True),
@@ -203,7 +203,7 @@ OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
 def test_convolutions(
     kind: Any, size: int, options: dict[str, Any], winograd: bool, plain: bool, needs: bool
 ) -> None:
-    """Each of the two gradients has as many flops as the forward, with its own grid."""
+    """Check the flops and the matrix sizes of a convolution's forward and of its two gradients."""
     layer = kind(C, K, **{"bias": False, **options}, device="meta")
     x = torch.empty(N, C, size, size, device="meta", requires_grad=needs)
 
@@ -215,7 +215,7 @@ def test_convolutions(
     groups = options.get("groups", 1)
     out = y.shape[-1]
     weights = side**2 * C * K
-    # Of the forward, of the input's gradient and of the weight's gradient.
+    # The grids of the forward, of the input's gradient and of the weight's gradient.
     grids = [Grid(K, N * out**2), Grid(C, N * size**2), Grid(K, side**2 * C, divisible=True)]
     tiles = [N * math.ceil(edge / 4) ** 2 for edge in (out, size, out)]
     tiled = [Grid(K, tiles[0], 36), Grid(C, tiles[1], 36), Grid(K, C, 36, divisible=True)]

@@ -1,4 +1,4 @@
-"""Caches: layers that behave alike, and operators on tensors of the same layout, run only once."""
+"""Test caches: equal layers run only once, and so do operators on tensors of equal layouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ X = torch.empty(4, 6)
 
 
 class Pair(Module):
-    """Two parameters of one shape. They are views of two storages of 12 numbers, or of one."""
+    """A module with two parameters of one shape, which are views of one storage or of two."""
 
     def __init__(self, cut: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Pair(Module):
         self.b = Parameter(b)
 
 
-# No two of these behave alike.
+# Each of these layers behaves differently from all others.
 LAYERS: list[Callable[[], Module]] = [
     lambda: Linear(6, 6),
     lambda: Linear(6, 7),
@@ -49,7 +49,7 @@ LAYERS: list[Callable[[], Module]] = [
     lambda: Pair(lambda a, b: (a[:6], a[:6])),
     lambda: Pair(lambda a, b: (a[:6], a[6:])),
 ]
-# No two of these inputs make a layer behave alike.
+# A layer behaves differently for each of these inputs.
 VALUES: list[Any] = [
     X,
     (X,),
@@ -91,7 +91,7 @@ def test_unknown_for_skips_and_what_cannot_be_pickled() -> None:
 
 
 class Copied(Linear):
-    """A layer that counts its copies."""
+    """A linear layer that counts how often it is copied."""
 
     copies = 0
 
@@ -108,7 +108,9 @@ def test_layers_that_behave_alike_are_copied_once(
     layers = [Copied(a, b) for a, b in pairwise(widths)]
     counts = count(Sequential(*layers), torch.empty(1, 8))
     assert len(counts) == 40
-    # Each of two sizes needs copies. The first layer differs, and the last layer differs in bytes.
+    # For each of two batch sizes, a layer is copied once to count its operators and once to count
+    # its bytes, unless an equal layer was counted before. The first layer always counts as
+    # different, and the last layer counts as different for its bytes.
     assert Copied.copies == 2 * (2 * different + 3)
 
 
@@ -120,7 +122,7 @@ def test_layers_that_behave_alike_are_copied_once(
         ([lambda: meta(2, 3).view(6)] * 2, "view", 2),
         ([lambda: torch.max(meta(2, 3), 1)] * 2, "max", 1),
         ([lambda: torch.cat([meta(2, 3), meta(1, 3)])] * 2, "cat", 1),
-        ([lambda: torch.ones(3) + 1] * 2, "add", 2),  # not on meta, so never cached
+        ([lambda: torch.ones(3) + 1] * 2, "add", 2),  # not on meta, so it is not cached
         ([lambda: meta(2, 3) + 1, lambda: meta(2, 1) + 1], "add", 2),
         ([lambda: meta(2, 3) + 1, lambda: meta(2, 3).t() + 1], "add", 2),
         ([lambda: meta(2, 3) + 1, lambda: meta(2, 3) + 1.5], "add", 2),
@@ -150,7 +152,7 @@ def no_answer(_: Remembered, func: Any, __: Any, args: Any = (), kwargs: Any = N
     return func(*args, **(kwargs or {}))
 
 
-# The caches of operators and of layers, and what disables each.
+# The class of each cache, and the method and its replacement that disable the cache.
 SHORTCUTS: list[tuple[type, str, Callable[..., object]]] = [
     (Remembered, "__torch_dispatch__", no_answer),
     (Alike, "behaviour", lambda *_: None),
@@ -188,7 +190,7 @@ def test_counts_are_the_same_without(
         fast = count(model, meta(1, *shape))
         monkeypatch.setattr(owner, name, replacement)
         again = count(model, meta(1, *shape))
-    if owner is not Alike:  # without it, storages are numbered differently
+    if owner is not Alike:  # without it, storages get other numbers
         assert again == fast
     assert again.at(3) == fast.at(3)
     balance = (3, len(model) - 3)

@@ -1,7 +1,4 @@
-"""Hardware descriptions are complete and name their sources.
-
-The efficiencies of the P40 fit published measurements.
-"""
+"""Test that hardware descriptions are complete, name their sources, and predict seconds."""
 
 import json
 from collections.abc import Callable
@@ -44,7 +41,7 @@ KERNEL = P40.memory_efficiency["elementwise"]
 CONV_OF_A100 = A100.compute_efficiency["conv"]
 TF32_OF_A100 = A100.compute_efficiency["conv.tf32"]
 ATTENTION_OF_A100 = A100.compute_efficiency["attention"]
-# It launches, computes and moves bytes one after another.
+# This hardware launches, computes and moves bytes one after another.
 CORE = replace(P40, launch_overlaps=False)
 FOUR_PROCESSORS = replace(P40, processors=4)
 
@@ -58,12 +55,12 @@ def elementwise(moved: float) -> Operator:
 
 
 def conv(other: tuple[Operator, ...] = (), grid: Grid | None = None) -> Operator:
-    """Return a convolution that takes the P40 a second at its peak rate."""
+    """Return a convolution that takes a second at the peak rate of the P40."""
     return Operator("conv", "float32", 12e12, 0, other, grid)
 
 
 def tiled(*grid: Any, **options: Any) -> Operator:
-    """Return a convolution whose product has this grid."""
+    """Return a convolution whose matrix product has these sizes."""
     return conv((), Grid(*grid, **options))
 
 
@@ -79,16 +76,16 @@ READ = winograd(0, 346e8)
         (P40, elementwise(346e9), 1 / KERNEL),
         (P40, elementwise(4), 1e-5),
         (P40, Operator("conv", "float32", 1, 346e9), 1 / COPY),
-        # Products are in whole tiles, on whole rounds of 30 processors.
+        # A matrix product is computed in whole tiles, in whole rounds of 30 processors.
         (P40, tiled(128, 128 * 30), 1 / CONV),
-        (P40, tiled(64, 128 * 30), 1 / CONV),  # in tiles of 64 x 128
-        (FOUR_PROCESSORS, tiled(128, 128), 1 / CONV),  # in four tiles of 32 x 128
-        (P40, tiled(32, 128), 30 / CONV),  # one processor works, the others wait
+        (P40, tiled(64, 128 * 30), 1 / CONV),  # in tiles of 64 x 128 numbers
+        (FOUR_PROCESSORS, tiled(128, 128), 1 / CONV),  # in four tiles of 32 x 128 numbers
+        (P40, tiled(32, 128), 30 / CONV),  # in one tile, so 29 of 30 processors wait
         (P40, tiled(32, 128, divisible=True), 1 / CONV),
         (P40, tiled(32, 128, 60), 1 / CONV),
         (P40, tiled(3, 128, divisible=True), 32 / 3 / CONV),  # 29 of 32 rows are padding
         (P40, tiled(128, 3, divisible=True), 32 / 3 / CONV),
-        # Of 31 of the smallest tiles, the last needs a second round.
+        # Of 31 tiles of the smallest size, the last one needs a second round.
         (P40, tiled(128, 32 * 31), 60 / 31 / CONV),
         (CORE, elementwise(346e9), 1 / KERNEL + 1e-5),
         (CORE, Operator("conv", "float32", 12e12, 346e9), 1 / CONV + 1 / COPY + 1e-5),
@@ -98,7 +95,7 @@ READ = winograd(0, 346e8)
         (A100, Operator("attention", "float16", 312e12, 0), 1 / ATTENTION_OF_A100),
         (P40, Operator("conv", "tf32", 12e12, 0), 1 / CONV),
         (P40, Operator("attention", "float32", 12e12, 0), 1 / MATMUL),
-        # The faster algorithm counts, if there is one.
+        # If there is a second algorithm, the faster one counts.
         (P40, conv((SLOW,)), 1 / 1.1 / CONV),
         (P40, conv((FAST, READ)), 0.05 / FASTER + 0.1 / COPY),
         (P40, conv((SLOW, SLOW)), 1 / CONV),
@@ -114,7 +111,7 @@ def test_seconds(node: Hardware, operator: Operator, seconds: float) -> None:
 
 
 FIGURE = {"value": 1, "source": "x"}
-# What is written into a description, and what the error says.
+# A change of a description, and what the error says.
 BROKEN: list[tuple[Any, str]] = [
     ([], "expected an object"),
     ({"memory": 3}, "memory has to be an object with value and source|devices has to be"),

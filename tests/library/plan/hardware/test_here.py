@@ -1,4 +1,4 @@
-"""The description of this machine: what this process may use of it, and the times of layers."""
+"""Test the description of this machine: the resources of this process, and the times of layers."""
 
 import contextlib
 import math
@@ -92,7 +92,7 @@ pytestmark = pytest.mark.usefixtures("clock")
 
 
 def pair(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `x` and a tensor that does not require grad."""
+    """Return `x` and a tensor that does not require a gradient."""
     return x, torch.ones(1)
 
 
@@ -108,8 +108,8 @@ STASH, POP = Sequential(Stash(), Spend(1, 2)), Sequential(Pop(), Spend(7, 4))
 FIRST_OF_TWO = Spend(3, 5, before=lambda pair: pair[0])
 TWO_TENSORS: list[Module] = [Spend(2, 1), Spend(1, 2, after=pair), FIRST_OF_TWO]
 FIRST_FROZEN: list[Module] = [frozen(1, 2), frozen(2, 3), Spend(3, 5), Spend(7, 4)]
-# Layers, the seconds of their forwards, and the seconds of their backwards for a sample that does
-# not require grad.
+# Each value has layers, the seconds of each forward, and the seconds of each backward for a sample
+# that does not require a gradient.
 CASES: dict[str, tuple[list[Module], list[float], list[float]]] = {
     "plain": ([Spend(1, 2), Spend(3, 5), Spend(7, 4)], [1, 3, 7], [2, 5, 4]),
     "a skip": ([Spend(2, 1), STASH, Spend(3, 5), POP], [2, 1, 3, 7], [1, 2, 5, 4]),
@@ -142,7 +142,7 @@ def test_each_layer_has_its_own_seconds(
 
 
 class Cold(Spend):
-    """A layer whose copies take other seconds in their first run."""
+    """A layer whose copies take another time in their first run than in later runs."""
 
     def forward(self, x: Tensor) -> Tensor:
         seconds = self.seconds
@@ -158,7 +158,11 @@ def test_the_first_run_of_a_copy_does_not_count() -> None:
 
 
 def test_no_backward_takes_less_than_nothing(monkeypatch: MonkeyPatch) -> None:
-    """A layer that returns its input gets its gradient when the layer before it does, or later."""
+    """Check that the measured backward of an identity takes no negative time.
+
+    An identity returns its input, so its gradient may arrive after the gradient of the layer before
+    it.
+    """
 
     def ticking() -> float:
         CLOCK.now += 1 / 1024
