@@ -1,4 +1,4 @@
-"""Fixtures of behaviours. They also run on the engine `ranks`, a pipeline over processes."""
+"""Fixtures for tests of behaviours, which also run on the engine `ranks` (one process per partition)."""
 
 import pytest
 

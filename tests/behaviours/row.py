@@ -1,6 +1,6 @@
-"""`Row`, a behaviour: something that is done with a small model.
+"""`Row`, a behaviour to test: a small model, and a function that uses the model.
 
-`unlike` does it with a pipeline and with `Plain`, and compares the results.
+`unlike` calls the function with a pipeline and with plain layers (`Plain`), and compares results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ def tensors(value: Tensors) -> tuple[Tensor, ...]:
 
 
 def total(outputs: Tensors) -> Tensor:
-    """Reduce all outputs that require grad to a scalar, with another weight for each element."""
+    """Reduce all outputs that require grad to a scalar, with different weights for the elements."""
     result: Any = 0
     for y in tensors(outputs):
         if y.requires_grad:
@@ -49,7 +49,7 @@ def total(outputs: Tensors) -> Tensor:
 def step(run: nn.Module, value: Tensors, loss: Callable[[Any], Tensor] = total) -> list[Tensor]:
     """Run forward and backward, and return copies of the outputs.
 
-    The copies are made before backward, and require grad if the outputs do.
+    The copies are made before backward. A copy requires grad if its output requires grad.
     """
     run.zero_grad()
     outputs = run(value)
@@ -74,9 +74,9 @@ def loss_of(run: nn.Module, x: Tensor | None = None) -> Tensor:
 
 
 def amid(change: Callable[[Any, Tensor], object]) -> Callable[[Any, Tensor], list[Tensor | None]]:
-    """Return a use that changes something between forward and backward.
+    """Return a use (a function of a model and an input) with a change between forward and backward.
 
-    It returns the gradients of the parameters that the model had before the change.
+    The use returns the gradients of the parameters that the model had before the change.
     """
 
     def use(run: Any, x: Tensor) -> list[Tensor | None]:
@@ -91,7 +91,7 @@ def amid(change: Callable[[Any, Tensor], object]) -> Callable[[Any, Tensor], lis
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A behaviour.
+    """A behaviour to test with a pipeline and with plain layers.
 
     Args:
         name: The name of the behaviour.
@@ -99,15 +99,15 @@ class Row:
         given: A function that makes the input.
         balance: The number of layers in each partition. By default, each of the last two layers is
             a partition.
-        use: A function of model and input. Its result must be the same with a pipeline, and so
-            must input, parameters, gradients and buffers afterwards.
-        refused: The pattern of the error that is raised instead, by engine, mode, both, or `""`
-            for all.
+        use: A function of model and input. With a pipeline and with plain layers, it must return
+            equal results, and leave equal inputs, parameters, gradients and buffers.
+        refused: Patterns of the errors that pipelines must raise instead. A key is an engine, a
+            mode of checkpointing, "engine mode", or `""` for every pipeline.
         without: Engines, modes and variations that the row does not run with, and the reasons.
         tolerance: The tolerance, as in compare.py, with a reason beside the row.
         chunks: The number of micro-batches.
         options: Further options of the pipeline.
-        note: What users should know. Rows that have a note are in docs/works-with.md.
+        note: What users need to know. docs/works-with.md lists the rows that have a note.
     """
 
     name: str
@@ -132,7 +132,8 @@ class Row:
     def left_out(self, variation: str, engine: str, checkpoint: str) -> bool:
         """Return whether to skip this combination.
 
-        Rows with refusals have no variations, because a refusal may depend on boundaries.
+        Rows that expect an error run without variations of the balance, devices or options. Whether the
+        error is raised can depend on the boundaries between partitions.
         """
         if variation and self.refused:
             return True
@@ -140,7 +141,7 @@ class Row:
 
 
 class Case(NamedTuple):
-    """A row with a variation, on an engine, in a mode."""
+    """A row to run in one variation, on one engine, in one mode of checkpointing."""
 
     row: Row
     variation: str
@@ -151,7 +152,8 @@ class Case(NamedTuple):
 def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
     """Return a few cases of each row.
 
-    They have every variation, engine and mode, or with `pairs` every pair of these.
+    The cases of a row cover every variation, engine and mode. With `pairs`, they cover every pair of
+    a variation, an engine and a mode.
     """
     found = []
     for r, row in enumerate(rows):
@@ -167,7 +169,7 @@ def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
 
 
 def made(row: Row) -> tuple[nn.Sequential, Any]:
-    """Return the model and the input of a row, the same each time."""
+    """Return the model and the input of a row, with the same numbers at every call."""
     torch.manual_seed(0)
     return row.layers(), row.given()
 
@@ -175,10 +177,10 @@ def made(row: Row) -> tuple[nn.Sequential, Any]:
 def unlike(
     row: Row, variation: str, engine: str, checkpoint: str, devices: Sequence[str] = ("cpu",)
 ) -> list[str]:
-    """Return the differences of a pipeline from plain layers.
+    """Run a row with a pipeline and with plain layers, and return the differences.
 
-    If the pipeline must refuse, return the names of gradients that it left. Partitions are placed
-    on the devices in turn, the plain layers on the first.
+    If the pipeline must raise an error, return the names of gradients that are left after the error.
+    Partitions are placed on the given devices in turn. The plain layers are on the first device.
     """
     with nullcontext() if devices[0] == "cpu" else torch.device(devices[0]):
         layers, value = made(row)

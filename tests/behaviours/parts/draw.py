@@ -1,4 +1,4 @@
-"""`Draw`, a layer that records its random numbers, so that plain layers can use the same ones."""
+"""`Draw`, a layer that records its random numbers, so that plain layers can use the same numbers."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,11 +15,11 @@ def dropout(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 class Draw(nn.Module):
-    """In training, multiply the input by `draw(input)`, or by the next numbers of `recorded`.
+    """A layer that multiplies by `draw(input)`, or by the next numbers of `recorded` if it is given.
 
-    The list `first` keeps the numbers drawn in first passes, and `second` those drawn in
-    recomputations. With `use_reentrant`, the layer draws within `torch.utils.checkpoint`, which
-    gets this flag.
+    The layer does so in training only. The list `first` keeps the numbers drawn in first forward
+    passes, and the list `second` keeps the numbers drawn in recomputations. If `use_reentrant` is
+    not `None`, the layer draws within `torch.utils.checkpoint`, which gets this flag.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ def drawing(model: nn.Module) -> list[Draw]:
 
 
 def reuse_draws(model: nn.Module, plain: nn.Module) -> None:
-    """Let the plain layers use the numbers that the pipeline drew in first passes."""
+    """Let the plain layers use the numbers that the pipeline drew in its first forward passes."""
     for layer, twin in zip(drawing(model), drawing(plain), strict=True):
         twin.recorded = iter(layer.first)
 
 
 def check_redraws(model: nn.Module) -> None:
-    """Assert that recomputations drew the same numbers as first passes, and clear both lists."""
+    """Assert that recomputations drew the numbers of the first forward passes, and clear the lists."""
     for layer in drawing(model):
         for numbers in layer.second:
             assert any(map(numbers.equal, layer.first)), "a recomputation drew anew"

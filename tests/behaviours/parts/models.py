@@ -1,4 +1,4 @@
-"""`Case`, a generated model and how it is run."""
+"""`Case`, which describes a generated model and how the model is run."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -44,7 +44,7 @@ INPUTS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
 """Kinds of input, each made from a leaf tensor."""
 
 
-# More kinds of layers: layers of rows, for numbers of 64 bits, and for a single sample.
+# More kinds of layers: layers of test rows, changed for 64-bit numbers and for a single sample.
 
 
 def by_numpy(layer: Any) -> None:
@@ -57,7 +57,7 @@ def drawn_in_float32(x: Tensor) -> Tensor:
 
 
 def norm_of_more(self: Any, x: Tensor) -> Tensor:
-    """Apply a norm to more than one sample."""
+    """Apply a norm to the input and a scaled copy, so that the norm never gets a single sample."""
     more = torch.cat([x, 2 * x])
     y: Tensor = self.norm(more)
     return y[: len(x)]
@@ -68,7 +68,7 @@ def times_taking(self: Any, x: Tensor) -> Tensor:
 
 
 def with_gradient(size: int, _: Any) -> nn.Module:
-    """Return a layer with a buffer that takes a gradient."""
+    """Return a layer with a buffer that requires grad."""
     buffer = torch.ones(size).double().requires_grad_()
     return Do(times_taking, taking=buffer)
 
@@ -86,7 +86,7 @@ for size in (2, LARGE):
 
 
 class Watching(Functions):
-    """A mode that may run in several threads, because its class says that it only watches."""
+    """A mode that is allowed in several threads, because its class declares `only_watches`."""
 
     only_watches = True
 
@@ -119,7 +119,7 @@ USE_TWICE = {
 
 @dataclass(frozen=True)
 class Skip:
-    """A skip from layer `source` to layer `target`: what is stashed, and how the target uses it."""
+    """A skip connection from layer `source` to layer `target`, with what is stashed and how it is used."""
 
     source: int
     target: int
@@ -132,11 +132,12 @@ class Step:
     """A step of training or evaluation.
 
     Attributes:
-        run: How forward and backward run: a key of `strategy.RUNS`.
-        after: What follows: one of `strategy.AFTER`.
+        run: The way to run forward and backward, a key of `strategy.RUNS`.
+            after: What follows the backward, one of `strategy.AFTER`.
         training: Whether the model is in training mode.
-        every: Parameters whose number is a multiple of this are frozen, or no longer frozen.
-        modes: The modes around forward and around backward, keys of `AROUND`.
+        every: Whether a step that freezes flips `requires_grad` of every parameter (1), of every
+                second parameter (2), and so on.
+            modes: The mode that surrounds forward and the mode that surrounds backward, keys of `AROUND`.
     """
 
     run: str = "backward"
@@ -148,7 +149,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Case:
-    """A model (kinds of layers, skips), a kind of input, options of `GPipe`, and steps to run."""
+    """A generated test case: a model, a kind of input, options of `GPipe`, and steps to run.
+
+    The model is given by kinds of layers and by skip connections.
+    """
 
     kinds: tuple[str, ...]
     balance: tuple[int, ...]
@@ -166,7 +170,7 @@ class Case:
     seed: int = 0
 
     def build(self) -> nn.Sequential:
-        """Build the layers, each time with the same parameters."""
+        """Build the layers, with the same parameters at every call."""
         torch.manual_seed(self.seed)
         parts = shared_parts().double()
         several = self.input in ("with integers", "twice")
@@ -196,7 +200,7 @@ class Case:
         return stashes, pops
 
     def _returns_a_skip(self, k: int) -> bool:
-        """Return whether layer `k` returns a skip beside its output."""
+        """Return whether layer `k` returns a popped skip in addition to its output."""
         for skip in self.skips:
             if skip.target == k and skip.pop == "return both" and skip.stash != "nothing":
                 return True
@@ -213,9 +217,9 @@ class Case:
         return {name: getattr(self, name) for name in names}
 
     def has(self, *what: str) -> bool:
-        """Return whether the case has one of these kinds of layers or of steps.
+        """Return whether the case contains any of the given kinds of layers, runs or modes.
 
-        "in place" means any kind of layer, or use of a skip, that changes something in place.
+        "in place" matches every kind of layer, and every use of a skip, that changes a tensor in place.
         """
         there = {*self.kinds}
         for step in self.steps:
@@ -227,9 +231,9 @@ class Case:
 
     @property
     def reorders(self) -> bool:
-        """Whether sums of more than two terms may have another order.
+        """Whether a pipeline can add up more than two terms in another order than plain layers.
 
-        Such sums are gradients of one tensor, or batch statistics.
+        The terms are several gradients of one tensor, or parts of batch statistics.
         """
         forks = sum(kind in FORKS for kind in self.kinds) + len(self.skips)
         if self.input == "twice":

@@ -1,4 +1,4 @@
-"""`cases()`, the hypothesis strategy that draws generated models and the ways to run them."""
+"""`cases()`, the hypothesis strategy that draws models, and the ways in which the models are run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -92,7 +92,7 @@ parameters that a forward changes. And `Everywhere` runs the part of each rank b
 
 
 def _lists_of_kinds(ranks: int | None) -> Any:
-    """Return the strategy for the kinds of layers of a model."""
+    """Return the hypothesis strategy for the kinds of layers in a model."""
     # Draw few in-place layers: PyTorch refuses many of their uses.
     apart = [kind for kind in KINDS if "in place" not in kind]
     strategies = []
@@ -104,7 +104,7 @@ def _lists_of_kinds(ranks: int | None) -> Any:
 
 
 def _skips(n: int) -> Any:
-    """Return the strategy for skips between `n` layers."""
+    """Return the hypothesis strategy for skip connections between `n` layers."""
     pairs: list[tuple[int, int]] = []
     for target in range(n):
         for source in range(target):
@@ -121,7 +121,7 @@ def _skips(n: int) -> Any:
 
 
 def _steps(kinds: list[str]) -> Any:
-    """Return the strategy for the steps of a model with these kinds of layers."""
+    """Return the hypothesis strategy for the steps of a model with these kinds of layers."""
     runs = ["backward", "backward"]
     runs += [run for run, unfit in RUNS.items() if unfit.isdisjoint(kinds)]
     modes = [""] * 6
@@ -137,7 +137,7 @@ def _steps(kinds: list[str]) -> Any:
 
 @st.composite
 def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
-    """Draw a case for one process, or for so many ranks."""
+    """Draw a test case for one process, or for a pipeline over `ranks` processes."""
     kinds = draw(_lists_of_kinds(ranks))
     n = len(kinds)
     cuts: set[int] = set()
@@ -155,8 +155,8 @@ def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
     engine = draw(st.sampled_from(["graph", "workers"])) if ranks is None else "ranks"
     checkpoint = draw(st.sampled_from(CHECKPOINT))
     deferred = draw(st.booleans())
-    # A bias before a norm by its input has no gradient but rounding, and deferred statistics are
-    # rounded in another way.
+    # If a norm follows a bias and normalizes by its input, the bias has a gradient of zero, up to
+    # rounding. Deferred statistics are rounded differently.
     if not {"batch norm, no statistics", "own norm"}.isdisjoint(kinds):
         deferred = False
     return Case(

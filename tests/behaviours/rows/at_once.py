@@ -1,4 +1,4 @@
-"""Several pipelines or several threads at once: each computes what it computes alone, or raises."""
+"""Rows (test cases) with several pipelines or threads at once: results are as if alone, or errors."""
 
 import copy
 import random
@@ -32,7 +32,7 @@ TURNS = 12
 
 
 def pause(x: Tensor) -> Tensor:
-    """Let threads take turns in another order each time."""
+    """Return the input after a random pause, so that threads run in a different order each time."""
     time.sleep(3e-3 * random.random())
     return x
 
@@ -42,12 +42,12 @@ def draw_after_pause(x: Tensor) -> Tensor:
 
 
 def norm() -> nn.Module:
-    """Return a norm with momentum 0, because threads count mini-batches in any order."""
+    """Return a batch norm with momentum 0, whose statistics do not depend on the order of threads."""
     return nn.BatchNorm1d(4, momentum=0.0)
 
 
 def normed(*last: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds layers."""
+    """Return a function that builds layers with a batch norm."""
     return made(linear, norm, nn.ReLU, linear, nn.Tanh, *last)
 
 
@@ -59,7 +59,7 @@ def inner(engine: Any, checkpoint: Any) -> nn.Module:
 
 
 def drawing_meanwhile(x: Tensor) -> Tensor:
-    """Drop out, while another thread draws numbers in the first pass."""
+    """Apply dropout, after another thread has drawn random numbers during the first forward pass."""
     if not is_recomputing():
         thread = threading.Thread(target=torch.rand, args=(5,))
         thread.start()
@@ -89,7 +89,7 @@ def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
 
 
 def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> Any:
-    """Train a model and another one, or itself, each in a thread. Plain layers train in turn."""
+    """Train `run` and `also(run)` at once, each in its own thread. Plain layers train in one thread."""
     runs = [run, also(run)]
     xs = torch.randn(2, TURNS, 9, 4)
     outputs: list[list[Tensor]] = [[], []]
@@ -112,7 +112,7 @@ def itself(run: Any) -> Any:
 
 
 def sharing_layers(run: Any) -> Any:
-    """Return a pipeline of the same layers on another engine."""
+    """Return a second pipeline with the layers of `run`, on the engine "graph"."""
     if isinstance(run, Plain):
         return run
     return GPipe(
@@ -130,9 +130,9 @@ def evaluating_copy(run: nn.Module) -> nn.Module:
 
 
 def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
-    """Train two models in threads, of which one draws random numbers.
+    """Train a model that draws random numbers, while another thread runs a copy in eval mode.
 
-    Threads that share a generator may disturb each other. Then an error says so.
+    Threads that share a generator can disturb each other. The pipeline must then raise an error.
     """
     try:
         in_threads(run, x, evaluating_copy)
@@ -144,7 +144,10 @@ def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
 
 
 def the_same_bits(run: nn.Module, x: Tensor) -> list[str]:
-    """Run steps with one seed, whose numbers must not depend on threads, also for the caller."""
+    """Run steps with the same seed, and return the differences between their results.
+
+    Neither the layers' random numbers nor the caller's next numbers must depend on threads.
+    """
     found = []
     for _ in range(10):
         torch.manual_seed(7)
@@ -156,10 +159,10 @@ def the_same_bits(run: nn.Module, x: Tensor) -> list[str]:
 
 
 def hooks_draw(run: Any, x: Tensor) -> bool:
-    """Return whether the hooks and the caller have drawn different numbers.
+    """Draw random numbers in hooks and in the caller, and return whether all numbers are different.
 
-    If no layer draws, a recomputation restores no generator, and the caller's thread keeps its
-    numbers.
+    If no layer draws random numbers, a recomputation does not restore the state of a generator. So
+    the caller's thread does not draw the same numbers again.
     """
     drawn: list[float] = []
 
@@ -176,7 +179,7 @@ def hooks_draw(run: Any, x: Tensor) -> bool:
 
 
 def two_backwards(run: Any, x: Tensor) -> None:
-    """Go backward while another thread is in the middle of a backward of the same mini-batch."""
+    """Run a backward while another thread is in the middle of a backward of the same mini-batch."""
     started, go_on = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -209,8 +212,8 @@ NOTICED_IN_RECOMPUTATION = {
     "ranks except_last": NOTICED,
 }
 
-# The other model is used twice. Plain parameters add both uses up before `.grad`, and those of a
-# pipeline add up each use.
+# The loss uses the other model twice. With plain layers, autograd adds up the gradients of both
+# uses before it adds them to `.grad`. A pipeline adds the gradient of each use separately.
 ROWS = [Row("two pipelines in one loss", normed(linear), use=in_one_loss, tolerance=REORDERED)]
 # Both engines go backward for each inner micro-batch: gradients are added up in another order.
 for engine in ("graph", "workers"):

@@ -1,4 +1,4 @@
-"""Rows about what changes between forward and backward: some of it is harmless, some is refused."""
+"""Rows (test cases) with a change between forward and backward: a harmless one, or a refused one."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ def norm_then_linear(self: Any, x: Tensor) -> Tensor:
 
 
 def block() -> nn.Module:
-    """Return a layer with something inside that may be replaced."""
+    """Return a layer with a norm and a linear layer inside, which a test can replace."""
     return Do(norm_then_linear, norm=nn.LayerNorm(WIDTH), linear=linear())
 
 
@@ -54,7 +54,7 @@ def times_constant(self: Any, x: Tensor) -> Tensor:
 
 
 def scale() -> nn.Module:
-    """Return a layer that scales by a constant buffer."""
+    """Return a layer that multiplies its input by a constant buffer."""
     return Do(times_constant, by=torch.full((1,), 2.0))
 
 

@@ -1,4 +1,4 @@
-"""Backward through frozen layers and hooks, from parts of the outputs, twice, and in any order."""
+"""Rows (test cases) about gradients: of frozen layers, with hooks, and of unusual backward passes."""
 
 from . import backwards, layers
 
