@@ -94,7 +94,7 @@ def dropout_step(pipe: Pipe) -> Pipe:
 
 
 def as_with(**changes: Any) -> Callable[[Pipe], Found]:
-    """Return an action that compares a row's losses and gradients with the ones of a changed row."""
+    """Return an action that compares losses and gradients of a row with those of a changed row."""
 
     def action(pipe: Pipe) -> Found:
         ours = dropout_step(pipe).found()
@@ -121,7 +121,7 @@ def masks(pipe: Pipe) -> Found:
 
 
 def of_the_mini_batch(pipe: Pipe) -> Found:
-    """Check that batch norm in the first layer has the running statistics of the whole mini-batch."""
+    """Check that the first layer, a batch norm, has the statistics of the whole mini-batch."""
     found = pipe.step().found()
     norm = nn.BatchNorm1d(4)
     x, _ = pipe.row.given()
@@ -158,7 +158,7 @@ def going_on(pipe: Pipe) -> Pipe:
 
 
 def evaluated(*given: Any) -> Callable[[Pipe], Pipe]:
-    """Return an action that evaluates the given mini-batch, or by default the row's own mini-batch."""
+    """Return an action that evaluates the given mini-batch, or by default the row's mini-batch."""
     return lambda pipe: pipe.evaluate(*given)
 
 
@@ -184,7 +184,7 @@ def between_steps(pipe: Pipe) -> Pipe:
 
 
 def heard(pipe: Pipe) -> list[BaseException]:
-    """Run a step, and return the error that the step raises, followed by its chain of `__cause__`."""
+    """Run a step that raises. Return the error, followed by its chain of `__cause__`."""
     errors: list[BaseException] = []
     try:
         pipe.step()
@@ -196,7 +196,7 @@ def heard(pipe: Pipe) -> list[BaseException]:
 
 
 def raised(pipe: Pipe) -> Found:
-    """Check that a step raises on this rank, and whether the layer's own error is among the causes."""
+    """Check that a step raises on this rank, and whether the layer's own error is in the chain."""
     errors = heard(pipe)
     found = {"every rank raises": bool(errors)}
     if any(isinstance(error, ValueError) and str(error) == ON_PURPOSE for error in errors):

@@ -61,7 +61,7 @@ def differences(ours: Any, plain: Any, tolerance: float = 0.0) -> list[str]:
 
 
 def difference(y: Any, x: Any, tolerance: float = 0.0) -> str:
-    """Return how a result `y` differs from the plain layers' result `x`, or "" if they are equal."""
+    """Return how a result `y` differs from the plain layers' result `x`; "" if both are equal."""
     if y is None:
         return "" if x is None else "missing"
     if x is None:

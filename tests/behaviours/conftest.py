@@ -1,4 +1,4 @@
-"""Fixtures for tests of behaviours, which also run on the engine `ranks` (one process per partition)."""
+"""Fixtures for tests of behaviours. The tests also run on the engine `ranks` (several processes)."""
 
 import pytest
 

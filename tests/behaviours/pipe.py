@@ -1,4 +1,4 @@
-"""`Training`, a behaviour that is tested with any pipeline, and `Pipe`, the interface to a pipeline.
+"""`Training`, a behaviour to test with any pipeline, and `Pipe`, the interface to a pipeline.
 
 The same behaviours are tested with pipelines of other projects, by adapters that subclass `Pipe`
 (benchmarks/others). Therefore this module imports only torch.
@@ -41,7 +41,7 @@ def mlp(*between: nn.Module) -> nn.Sequential:
 
 
 def squares(output: Tensor, target: Tensor) -> Tensor:
-    """Return the summed squared error. The sum over micro-batches equals that over the mini-batch."""
+    """Return the summed squared error, so that losses of micro-batches add up to the total loss."""
     return ((output - target) ** 2).sum()
 
 
@@ -49,9 +49,9 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 class Training:
     """A behaviour of training that is tested with a pipeline; by default, a training step.
 
-    After `action`, all results of the pipeline must equal the results of the plain layers, which run
-    on one micro-batch after another. If `action` returns results itself, the test compares these
-    results instead.
+    After `action`, all results of the pipeline must equal the results of the plain layers, which
+    run on one micro-batch after another. If `action` returns results itself, the test compares
+    these results instead.
 
     Args:
         name: The name of the behaviour.
@@ -108,7 +108,9 @@ class Pipe(ABC):
     """
 
     package = ""
-    """The folder of the pipeline's code. An error with a message that is raised there is a refusal."""
+    """The folder of the pipeline's code. An error with a message counts as a refusal if it comes
+    from there.
+    """
     ranks = False
     """Whether each partition runs in a separate process."""
 
@@ -150,7 +152,7 @@ class Pipe(ABC):
         return self.module(x)
 
     def evaluate(self, *given: Any) -> Pipe:
-        """Run forward in eval mode without gradients. Record the output if this rank has the output."""
+        """Run forward in eval mode without gradients. Record the output on the rank that has it."""
         x, _ = given or self.row.given()
         self.module.eval()
         with torch.no_grad():

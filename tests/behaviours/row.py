@@ -132,8 +132,8 @@ class Row:
     def left_out(self, variation: str, engine: str, checkpoint: str) -> bool:
         """Return whether to skip this combination.
 
-        Rows that expect an error run without variations of the balance, devices or options. Whether the
-        error is raised can depend on the boundaries between partitions.
+        A row that expects an error runs without variations. Whether a pipeline raises the error can
+        depend on the boundaries between partitions.
         """
         if variation and self.refused:
             return True
@@ -152,8 +152,8 @@ class Case(NamedTuple):
 def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
     """Return a few cases of each row.
 
-    The cases of a row cover every variation, engine and mode. With `pairs`, they cover every pair of
-    a variation, an engine and a mode.
+    The cases of a row cover every variation, every engine and every mode. With `pairs`, the cases
+    cover every combination of two of them.
     """
     found = []
     for r, row in enumerate(rows):
@@ -179,7 +179,7 @@ def unlike(
 ) -> list[str]:
     """Run a row with a pipeline and with plain layers, and return the differences.
 
-    If the pipeline must raise an error, return the names of gradients that are left after the error.
+    If the pipeline must raise an error, return the names of gradients that exist after the error.
     Partitions are placed on the given devices in turn. The plain layers are on the first device.
     """
     with nullcontext() if devices[0] == "cpu" else torch.device(devices[0]):

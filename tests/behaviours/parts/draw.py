@@ -1,4 +1,4 @@
-"""`Draw`, a layer that records its random numbers, so that plain layers can use the same numbers."""
+"""`Draw`, a layer that records its random numbers, so that plain layers can use the numbers, too."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,7 +15,7 @@ def dropout(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 class Draw(nn.Module):
-    """A layer that multiplies by `draw(input)`, or by the next numbers of `recorded` if it is given.
+    """A layer that multiplies by `draw(input)`, or by the next numbers of `recorded` if given.
 
     The layer does so in training only. The list `first` keeps the numbers drawn in first forward
     passes, and the list `second` keeps the numbers drawn in recomputations. If `use_reentrant` is
@@ -67,7 +67,7 @@ def reuse_draws(model: nn.Module, plain: nn.Module) -> None:
 
 
 def check_redraws(model: nn.Module) -> None:
-    """Assert that recomputations drew the numbers of the first forward passes, and clear the lists."""
+    """Assert that recomputations drew the numbers of first forward passes; clear the lists."""
     for layer in drawing(model):
         for numbers in layer.second:
             assert any(map(numbers.equal, layer.first)), "a recomputation drew anew"

@@ -115,7 +115,7 @@ def as_weights(self: Any, x: Tensor) -> Tensor:
 
 
 def as_things_are(_: Any, x: Tensor) -> Tensor:
-    """Return a value that depends on an attribute, `requires_grad`, and the default device and dtype."""
+    """Return a value that depends on an attribute, `requires_grad`, and PyTorch's defaults."""
     given = getattr(x, "scale", 2) * (3 if x.requires_grad else 4)
     device = torch.get_default_device().type
     default = len(device) * torch.finfo(torch.get_default_dtype()).bits

@@ -1,4 +1,4 @@
-"""Layers for the models of tests: `Do`, which makes a layer of a function, and layers for any model.
+"""Layers for the models of tests: `Do`, which makes a function a layer, and many small layers.
 
 Inputs and outputs have the shape `(N, WIDTH)`.
 """
@@ -24,8 +24,8 @@ Pair = namedtuple("Pair", "one other")
 class Do(nn.Module):
     """A layer whose forward is `function(self, input)`.
 
-    A tensor that is given by name becomes a buffer, and a `Parameter` becomes a parameter. Any other
-    value becomes an attribute.
+    A tensor that is given by name becomes a buffer, and a `Parameter` becomes a parameter. Any
+    other value becomes an attribute.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any], **holds: Any) -> None:
@@ -53,7 +53,7 @@ def layer(given: Any) -> nn.Module:
 
 
 def made(*layers: Callable[[], Any]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds a model. Each of `layers` builds a module or returns a function."""
+    """Return a function that builds a model. Each of `layers` returns a module or a function."""
     return lambda: nn.Sequential(*(layer(make()) for make in layers))
 
 

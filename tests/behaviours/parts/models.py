@@ -119,7 +119,7 @@ USE_TWICE = {
 
 @dataclass(frozen=True)
 class Skip:
-    """A skip connection from layer `source` to layer `target`, with what is stashed and how it is used."""
+    """A skip connection from layer `source` to layer `target`. `stash` and `pop` say what they do."""
 
     source: int
     target: int
@@ -137,7 +137,7 @@ class Step:
         training: Whether the model is in training mode.
         every: Whether a step that freezes flips `requires_grad` of every parameter (1), of every
                 second parameter (2), and so on.
-            modes: The mode that surrounds forward and the mode that surrounds backward, keys of `AROUND`.
+            modes: The mode around forward and the mode around backward, keys of `AROUND`.
     """
 
     run: str = "backward"
@@ -219,7 +219,7 @@ class Case:
     def has(self, *what: str) -> bool:
         """Return whether the case contains any of the given kinds of layers, runs or modes.
 
-        "in place" matches every kind of layer, and every use of a skip, that changes a tensor in place.
+        "in place" matches all kinds of layers and all uses of skips that change a tensor in place.
         """
         there = {*self.kinds}
         for step in self.steps:

@@ -1,4 +1,4 @@
-"""`cases()`, the hypothesis strategy that draws models, and the ways in which the models are run."""
+"""`cases()`, the hypothesis strategy that draws models and the ways to run the models."""
 
 from collections.abc import Callable
 from typing import Any

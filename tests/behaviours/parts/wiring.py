@@ -1,4 +1,4 @@
-"""Connections between layers: skips, and tuples of tensors of which a layer uses the first tensor."""
+"""Connections between layers: skips, and tuples of tensors where a layer uses the first tensor."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -104,7 +104,7 @@ POPS: Pops = {
 
 
 class OnFirst(nn.Module):
-    """A layer that runs another layer on the first tensor of a tuple, and keeps the other tensors."""
+    """A layer that runs another layer on the first tensor of a tuple, and passes the others on."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class OnFirst(nn.Module):
 
 
 def with_skips(layer: nn.Module, stashes: Stashes, pops: Pops) -> Any:
-    """Make a layer stash and pop skips, by a function in `STASHES` or `POPS` for each skip's name."""
+    """Make a layer stash and pop skips, by one function like in `STASHES` or `POPS` for each skip."""
 
     @skippable(stash=stashes, pop=pops)
     class Skipping(nn.Module):

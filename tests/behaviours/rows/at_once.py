@@ -1,4 +1,7 @@
-"""Rows (test cases) with several pipelines or threads at once: results are as if alone, or errors."""
+"""Rows (test cases) with several pipelines or threads at once.
+
+Each pipeline computes the results that it computes alone, or raises an error.
+"""
 
 import copy
 import random
@@ -42,7 +45,7 @@ def draw_after_pause(x: Tensor) -> Tensor:
 
 
 def norm() -> nn.Module:
-    """Return a batch norm with momentum 0, whose statistics do not depend on the order of threads."""
+    """Return a batch norm with momentum 0, so that the order of threads changes no statistics."""
     return nn.BatchNorm1d(4, momentum=0.0)
 
 
@@ -59,7 +62,7 @@ def inner(engine: Any, checkpoint: Any) -> nn.Module:
 
 
 def drawing_meanwhile(x: Tensor) -> Tensor:
-    """Apply dropout, after another thread has drawn random numbers during the first forward pass."""
+    """Apply dropout. In the first forward pass, another thread draws random numbers before."""
     if not is_recomputing():
         thread = threading.Thread(target=torch.rand, args=(5,))
         thread.start()
@@ -89,7 +92,7 @@ def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
 
 
 def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> Any:
-    """Train `run` and `also(run)` at once, each in its own thread. Plain layers train in one thread."""
+    """Train `run` and `also(run)` in two threads. Plain layers train in one thread, in turn."""
     runs = [run, also(run)]
     xs = torch.randn(2, TURNS, 9, 4)
     outputs: list[list[Tensor]] = [[], []]

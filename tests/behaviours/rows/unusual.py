@@ -65,7 +65,7 @@ def norm_checkpointed() -> nn.Module:
 
 
 class OwnCheckpoint(torch.autograd.Function):
-    """A dropout that saves no mask, but draws the mask again in backward from a saved generator state."""
+    """A dropout that saves the generator's state, and draws its mask again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

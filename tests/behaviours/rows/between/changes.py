@@ -1,4 +1,4 @@
-"""Rows (test cases) with a change between forward and backward: a harmless one, or a refused one."""
+"""Rows (test cases) with a change between forward and backward, harmless or refused."""
 
 from collections.abc import Callable
 from functools import partial

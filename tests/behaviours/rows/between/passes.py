@@ -23,7 +23,7 @@ ON_META = partial(torch.device, "meta")
 
 
 class Loss(Tensor):
-    """A tensor subclass. PyTorch disables `__torch_function__` while it runs this tensor's backward."""
+    """A tensor subclass. PyTorch disables `__torch_function__` during this tensor's backward."""
 
 
 def scale_by_subclasses(_: Any, x: Tensor) -> Tensor:

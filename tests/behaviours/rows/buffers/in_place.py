@@ -72,8 +72,9 @@ def summed() -> nn.Module:
 def at_the_start(run: Any, x: Tensor) -> list[Tensor]:
     """Run a step with an in-place first layer, and return the input, which must be unchanged.
 
-    The first of the plain layers is replaced by a layer that does not work in place. The micro-batches
-    of plain layers are views of one split tensor, and PyTorch does not allow in-place changes of them.
+    The first of the plain layers is replaced by a ReLU that does not work in place. The
+    micro-batches of plain layers are views of a split tensor. PyTorch does not allow changes of
+    such views in place.
     """
     if isinstance(run, Plain):
         run[0] = nn.ReLU()
@@ -110,8 +111,8 @@ ROWS = [
     ),
     Row("relu within a partition", twice(relu), balance=(2, 3), use=steps),
     Row("add within a partition", twice(adding), balance=(2, 3), use=steps),
-    # A layer with the attribute `inplace` gets a copy of its input. It also gets a copy if the layers
-    # before it return their input.
+    # A layer with the attribute `inplace` gets a copy of its input. It also gets a copy if earlier
+    # layers return their input.
     Row("relu at a partition's start", twice(relu), balance=(1, 2, 2), use=steps),
     Row(
         "relu within others at a partition's start",

@@ -19,7 +19,7 @@ class Kind(Parameter):
 
 
 class Looks(nn.Module):
-    """A layer that checks its parameters' types and attributes, and which of the parameters are tied."""
+    """A layer that checks its parameters: their types, their attributes, and which are tied."""
 
     def __init__(self) -> None:
         super().__init__()

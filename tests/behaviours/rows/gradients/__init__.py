@@ -1,4 +1,4 @@
-"""Rows (test cases) about gradients: of frozen layers, with hooks, and of unusual backward passes."""
+"""Rows (test cases) about gradients: frozen layers, hooks, and unusual backward passes."""
 
 from . import backwards, layers
 

@@ -63,7 +63,7 @@ def with_a_marked_skip() -> nn.Sequential:
 def handing_on(make: Any, take: Any) -> Any:
     """Return a function that builds a model in which one partition passes a named tuple on.
 
-    `make` builds the named tuple from two tensors, and `take` computes a tensor from the named tuple.
+    `make` builds the named tuple from two tensors. `take` computes a tensor from the named tuple.
     """
 
     def hand_on(_: Any, x: Tensor) -> Any:
@@ -91,7 +91,7 @@ def to_a_pair(_: Any, x: Tensor) -> Pair:
 
 
 def named_out(run: nn.Module, x: Tensor) -> Any:
-    """Return whether a pipeline's output has the type of the named tuple, and the first tensor in it."""
+    """Return whether a pipeline's output is a `Pair` (a named tuple), and the first tensor in it."""
     y = run(x)
     kept = isinstance(run, Plain) or type(y) is Pair
     return kept, y[0]

@@ -23,7 +23,7 @@ def cast(x: Tensor, to: torch.dtype) -> Tensor:
 
 
 def typed(*types: torch.dtype) -> Any:
-    """Return a function that builds a model that casts to the first dtype, then the second, and so on."""
+    """Return a function that builds a model with layers of the given dtypes, one after another."""
     factories: list[Any] = []
     for dtype in types:
         to_dtype = partial(cast, to=dtype)

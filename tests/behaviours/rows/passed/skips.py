@@ -68,7 +68,7 @@ def constant(x: Tensor, _: Tensor) -> Tensor:
 
 
 def stashing(names: str = "a", stashed: Stashed = of_input, *, pops: str = "") -> Any:
-    """Return a linear layer that stashes and pops skips. Each letter in `names` or `pops` is a skip."""
+    """Return a linear layer that stashes and pops skips. Each letter is the name of one skip."""
     return with_skips(linear(), dict.fromkeys(names, stashed), dict.fromkeys(pops, torch.mul))
 
 
@@ -106,7 +106,7 @@ def popped_and_stashed() -> nn.Sequential:
 
 
 def output_changed(*between: nn.Module) -> nn.Sequential:
-    """Build layers where a layer's output is stashed, and a later layer changes the output in place."""
+    """Build layers that stash an output as a skip, and later change the output in place."""
     stashes = stashing("a", the_output)
     return nn.Sequential(stashes, *between, nn.ReLU(inplace=True), linear(), popping())
 

@@ -181,7 +181,7 @@ def layers(draw: Drawn = uniform_in_place) -> nn.Sequential:
 
 
 def alone(layer: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds layers. Only `layer`, in the second partition, draws numbers."""
+    """Return a function that builds layers. Only `layer`, in the second partition, can draw."""
     return made(linear, nn.Tanh, layer, nn.Tanh, linear)
 
 
@@ -209,7 +209,7 @@ def assert_apart(run: nn.Module) -> None:
 
 
 def all_differ(run: nn.Module, x: Tensor) -> Any:
-    """Run a step, and assert that all micro-batches and partitions drew different random numbers."""
+    """Run a step, and assert that micro-batches and partitions drew different random numbers."""
     shown = step(run, x)
     assert_apart(run)
     return shown

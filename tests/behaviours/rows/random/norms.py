@@ -1,4 +1,7 @@
-"""Rows (test cases) with norms, which count each micro-batch once, or if deferred each mini-batch."""
+"""Rows (test cases) with norms, whose running statistics count each micro-batch only once.
+
+Deferred batch norms count each mini-batch once.
+"""
 
 from collections.abc import Callable
 from functools import partial

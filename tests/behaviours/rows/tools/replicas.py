@@ -61,7 +61,7 @@ def taken_branch(self: Any, x: Tensor) -> Tensor:
 
 
 def put_two_branches(layers: Any) -> None:
-    """Replace a layer by a layer with two branches, which uses only the branch with number `taken`."""
+    """Replace a layer by a layer with two branches. It uses the branch with the number `taken`."""
     branches = nn.ModuleList([Block(), Block()])
     layers[1] = Do(taken_branch, branches=branches, taken=0)
 

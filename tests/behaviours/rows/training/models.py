@@ -15,7 +15,7 @@ adam = partial(torch.optim.Adam, lr=0.01)
 
 
 def with_functions(*functions: Callable[..., Any]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds the usual model, with the given functions as layers in the middle."""
+    """Return a function that builds the usual model, with functions as layers in the middle."""
     return lambda: mlp(*map(layer, functions))
 
 
