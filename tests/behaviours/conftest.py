@@ -1,4 +1,4 @@
-"""Fixtures for tests of behaviours. The tests also run on the engine `ranks` (several processes)."""
+"""Fixtures for tests of behaviours. The tests also run on the engine `ranks` (over processes)."""
 
 import pytest
 

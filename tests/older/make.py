@@ -1,6 +1,7 @@
-"""The models that revision 414bf55 wrote into `data`. The pickles there name this module.
+"""The models in the files in `data`, which revision 414bf55 of this library wrote.
 
-The function that wrote the files is in this module at revision 438bf2e.
+The pickle files refer to this module by name. The function that wrote the files is in this module
+at revision 438bf2e.
 """
 
 from pathlib import Path
@@ -41,7 +42,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def drawn(engine: Any) -> Tensor:
-    """Return which numbers a pipeline's dropouts keep. They are the same on every machine."""
+    """Return the output of a pipeline of dropouts, which is the same on every machine."""
     torch.manual_seed(5)
     dropouts = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5), nn.Dropout(0.5))
     model = GPipe(dropouts, [1, 2], devices=["cpu", "cpu"], chunks=3, engine=engine)

@@ -19,7 +19,7 @@ RETURNED: dict[str, Any] = torch.load(DATA / "returned.pt")
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """Make a process group of this process only."""
+    """Make a process group that consists of this process only."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

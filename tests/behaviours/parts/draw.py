@@ -1,4 +1,4 @@
-"""`Draw`, a layer that records its random numbers, so that plain layers can use the numbers, too."""
+"""`Draw`, a layer that records its random numbers, so that plain layers can reuse the numbers."""
 
 from collections.abc import Callable, Iterator
 

@@ -119,7 +119,10 @@ USE_TWICE = {
 
 @dataclass(frozen=True)
 class Skip:
-    """A skip connection from layer `source` to layer `target`. `stash` and `pop` say what they do."""
+    """A skip connection from layer `source` to layer `target`.
+
+    `stash` names what the source stashes, and `pop` names how the target uses the skip.
+    """
 
     source: int
     target: int

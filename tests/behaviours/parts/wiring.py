@@ -115,7 +115,7 @@ class OnFirst(nn.Module):
 
 
 def with_skips(layer: nn.Module, stashes: Stashes, pops: Pops) -> Any:
-    """Make a layer stash and pop skips, by one function like in `STASHES` or `POPS` for each skip."""
+    """Make a layer stash and pop skips. `STASHES` and `POPS` have functions to use for a skip."""
 
     @skippable(stash=stashes, pop=pops)
     class Skipping(nn.Module):

@@ -1,4 +1,4 @@
-"""Errors of commands: one line and exit code 2, before a command runs or writes anything."""
+"""Wrong options are refused with one line and exit code 2, before a command runs or writes anything."""
 
 import shlex
 import shutil

@@ -1,4 +1,7 @@
-"""`match`: rows with the same configuration share a line, whatever their order, name or record."""
+"""Tests of `match`, which puts rows of several records with the same configuration on one line.
+
+The order, the names and the records of the rows do not matter.
+"""
 
 from typing import Any
 
@@ -40,9 +43,9 @@ def published(row: str, experiment: str = "tg-amoebanetd-speed", **config: Any) 
 
 
 def reproducing(name: str, **changes: Any) -> Record:
-    """Make a record of a row that reproduces a published one.
+    """Make a record with a row that reproduces a published row.
 
-    Its configuration is the published one with the given changes.
+    The configuration of the row is the published configuration with the given changes.
     """
     config = {**CONFIG, **changes}
     return record(row(name, 1.0, experiment="amoebanet-speed", published=N2M4, config=config))
@@ -51,19 +54,22 @@ def reproducing(name: str, **changes: Any) -> Record:
 PUBLISHED = published("n2m4", **CONFIG, parameters_exact=1)
 
 
-# Two configurations, and whether rows with these share a line.
+# Two configurations, and whether rows with these configurations share a line.
 ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({"L": 6, "m": 4}, {"L": 6, "m": 4}, True),
     ({"L": 6, "m": 4}, {"L": 6, "m": 8}, False),
-    ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # chosen by the run
-    ({"L": 6}, {"L": 6, "components": []}, True),  # an older record lacks a field
+    ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # a run chooses its balance
+    ({"L": 6}, {"L": 6, "components": []}, True),  # an older record lacks this field
     ({"checkpoint": None}, {"checkpoint": "always"}, False),
     ({"L": 6}, {"benchmark": "x"}, False),  # nothing in common, and other names
 ]
 
 
 def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
-    """If rows differ only in scale or device, the label names the scale or the device."""
+    """If several rows have one configuration, a row is matched with the most similar row.
+
+    If rows differ only in scale or device, the label names the scale or the device.
+    """
     small, paper = row("x", 1.0, scale="small"), row("x", 1.0, scale="paper", device="meta")
 
     found = lines([record(small, paper)], [record(paper, small)])
@@ -76,7 +82,7 @@ def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
 
 
 def predicted(name: str, in_row: bool) -> Record:
-    """Make a prediction whose hardware is named in the row, or in the record for all rows."""
+    """Make a record of a prediction. The hardware is named in the row, or in the record."""
     if in_row:
         result = row("x", status="predicted", hardware=name)
         return Record(f"x-{name}", "T", "predicted", {}, [result])
@@ -92,8 +98,8 @@ BOTH = record(N2, emulated(N2))
 ENGINES = record(X, row("x", 1.0, engine="ranks"))
 SHARED = {0: "x", 1: "x"}
 WITH_PUBLISHED = {0: "x", 1: "n2m4"}
-# The sides, and the rows on each line. One side may have run a published row, and another side a
-# smaller row like it.
+# The sides, and the rows on each line. One side can have run a published row, and another side a
+# smaller version of that row.
 PLACED: dict[str, tuple[list[list[Record]], Shape]] = {}
 for ours, theirs, same in ALIKE:
     sides = [[record(replace(row("one"), config=ours))]]

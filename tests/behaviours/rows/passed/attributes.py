@@ -91,7 +91,7 @@ def to_a_pair(_: Any, x: Tensor) -> Pair:
 
 
 def named_out(run: nn.Module, x: Tensor) -> Any:
-    """Return whether a pipeline's output is a `Pair` (a named tuple), and the first tensor in it."""
+    """Return whether the output is a `Pair` (a named tuple), and the first tensor of the output."""
     y = run(x)
     kept = isinstance(run, Plain) or type(y) is Pair
     return kept, y[0]

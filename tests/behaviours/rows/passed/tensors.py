@@ -221,8 +221,8 @@ def undivided(run: Any, x: Tensor) -> Any:
 def at_last(run: Any, x: Tensor) -> Any:
     """Run three steps, and return the outputs of the third step.
 
-    From the second step on, a layer detaches its output. The layers of a pipeline do not see this
-    change in the second step.
+    From the second step on, a layer detaches its output. In a pipeline, the next partition does
+    not see this change before the third step.
     """
     for number in range(3):
         run[1].detach = number > 0

@@ -58,7 +58,7 @@ def batches(rank: int = 0) -> Batches:
 
 
 def then(change: Change) -> Use:
-    """Return a use (a function of a model and mini-batches) that trains before and after a change."""
+    """Return a use (a function of model and mini-batches) that trains before and after a change."""
 
     def use(run: Any, batches: Batches) -> Any:
         losses = train(run, batches)
