@@ -1,4 +1,4 @@
-"""Folders have few files side by side, and files are short, so that a place is found quickly."""
+"""Folders contain few files, and files are short, so that a reader finds a place quickly."""
 
 from collections import Counter
 from pathlib import Path
@@ -11,7 +11,7 @@ LONGEST = 350
 
 
 def files() -> list[Path]:
-    """Return all Python files, without those of environments and builds beside the packages."""
+    """Return all Python files of the project, without files of virtual environments and builds."""
     found = [ROOT / "setup.py"]
     for top in ("torchgpipe", "reproduce", "benchmarks", "tests", "examples"):
         found += (ROOT / top).rglob("*.py")

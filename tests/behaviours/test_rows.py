@@ -130,7 +130,7 @@ def assert_as_plain(
 
 
 class Stepping(Threads):
-    """An adapter that trains by `model.step`, with two stages on a device if the schedule has two."""
+    """An adapter that trains by `model.step`, with two stages per device if the schedule says so."""
 
     schedule = "GPipe"
 

@@ -157,7 +157,7 @@ def test_a_planted_loss_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_missed_once_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scene fails if an overlap is missing even after many looks. The first failure is printed."""
+    """A scene fails if an overlap is missing even after many looks. One failure is printed."""
 
     class Slow:
         def run(self, scene: Scene, looks: int) -> str | None:

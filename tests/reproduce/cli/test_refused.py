@@ -1,4 +1,4 @@
-"""Wrong options are refused with one line and exit code 2, before a command runs or writes anything."""
+"""Commands refuse wrong options with one line and exit code 2, before they run and write anything."""
 
 import shlex
 import shutil

@@ -69,7 +69,7 @@ def emulated_too(x: float, **more: Any) -> Record:
 
 
 def drifting(factor: float) -> Record:
-    """Make one side of a comparison: y is faster than x by `factor`, and both slow down over time."""
+    """Make a side of a comparison: y is faster than x by `factor`, and both slow down over time."""
     slow = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     fast = [seconds / factor for seconds in slow]
     return record(row("x", slow, over="x"), row("y", fast, over="x"))

@@ -64,7 +64,7 @@ ONE = timed([1], [0])
 @pytest.mark.parametrize(
     ("ratio", "ours", "base", "ratios"),
     [
-        # The machine becomes four times slower in each round, but ratios within rounds do not change.
+        # The machine gets four times slower in each round. Ratios within rounds do not change.
         (speed_up, timed([1, 4, 16], [0, 1, 2]), timed([2, 8, 32], [0, 1, 2]), [2, 2, 2]),
         # Only rounds that both rows have count.
         (speed_up, timed([9, 1, 1], [0, 1, 2]), timed([3, 3], [1, 2]), [3, 3]),

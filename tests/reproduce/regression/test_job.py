@@ -27,7 +27,7 @@ HERE, OTHER = Tree(ROOT, "here", None), Tree(ROOT / "other", "other", None)
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Replace the program that measures by a script. The script finds the program's input in `job`."""
+    """Replace the program that measures by a script, which finds its input in `job`."""
 
     def be(script: str) -> None:
         package = tmp_path / "reproduce" / "regression"
@@ -240,7 +240,7 @@ def test_what_ran_before_and_no_longer_does_is_an_error(
 
 
 def test_a_process_refuses_a_torchgpipe_of_another_folder(tmp_path: Path) -> None:
-    """A process that has to measure another folder refuses to measure the torchgpipe of this one."""
+    """A process refuses to measure a folder if it imports torchgpipe from another folder."""
     with fork(tmp_path, "torchgpipe", "reproduce.regression.timed:Timed") as side:
         side.send((str(TORCHGPIPE.cases), "machinery never", "cpu", 0.0))
         answer = side.recv()

@@ -82,7 +82,7 @@ def test_what_cannot_be_had(
     ids=["a file in src", "a folder", "built"],
 )
 def test_where_a_package_is(place: str, build: str | None, where: str, tmp_path: Path) -> None:
-    """A package is found in both copies. Files that git ignores, like build outputs, are not copied."""
+    """A package is found in both copies. Files that git ignores, like builds, are not copied."""
     root = tmp_path / "root"
     files = {place: "", ".gitignore": "*.so", "parts/one/old.so": ""}
     for name, text in files.items():

@@ -82,7 +82,7 @@ def test_a_planted_delay_is_a_share_of_the_usual_step(
 ) -> None:
     """A planted delay lengthens a step by the share `slow_down` of the usual step.
 
-    A fake clock advances by 1 s in a step, by more in a warm-up step, and a little at each reading.
+    A fake clock advances by 1 s in a step, more in a warm-up step, and a little at each reading.
     """
     now, steps = 0.0, 0
 
@@ -109,7 +109,7 @@ SAME, SLOWER = 1.0, 1.1
 
 
 def made(ratio: Ratio, noise: float, restarts: int = 20, rounds: int = 8, seed: int = 0) -> Samples:
-    """Make samples of two sides: restarts have ratios, pairs have levels, and samples have noise."""
+    """Make samples of two sides. A restart has a ratio, a pair has a level, a sample has noise."""
     draw = random.Random(seed)
     samples = Samples()
     for i in range(restarts):

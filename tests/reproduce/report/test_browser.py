@@ -136,7 +136,7 @@ def luminance(color: str) -> float:
 def test_the_scheme_is_followed_and_text_stands_out_from_its_ground(
     run: Callable[..., Any],
 ) -> None:
-    """The page follows the colour scheme, and text has the contrast that the WCAG ask for: 4.5 to 1."""
+    """The page follows the colour scheme, and text has the contrast of the WCAG: 4.5 to 1."""
     dark, ground, colors = run(
         """const texts = ["p.lead", "td", "h2", "a", "figure text", "dd", "figcaption"];
         const colors = texts.map(what => {

@@ -125,7 +125,7 @@ def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
     """Return the costs of a row, where micro-batch k takes as long as micro-batch `like[k]`."""
 
     def table(kind: Kind, count: int) -> list[list[float]]:
-        """Return the costs of the first `count` micro-batches, and zeros for later micro-batches."""
+        """Return the costs of the first `count` micro-batches, and zeros for later ones."""
         costs = []
         for k, i in enumerate(like):
             if k < count:
@@ -202,7 +202,7 @@ def test_a_step_is_its_tasks_replayed(
 
 
 def test_a_task_takes_its_share_in_the_median_run() -> None:
-    """The time of a task is its share of a run, in the median run.
+    """An emulated task takes its median share of a run, multiplied by the time of the median run.
 
     So a disturbed run does not matter. On a slow machine, all tasks take longer by one factor.
     """
@@ -245,7 +245,7 @@ def test_a_task_takes_its_share_in_the_median_run() -> None:
         (12, 4, (12, 4)),
         (5, 4, (5, 4)),  # three micro-batches: 2, 2, 1
         # Micro-batches have 15 samples, and the last has 10. In a batch of 55 samples, four
-        # micro-batches are smaller. In a batch of 85 samples, six micro-batches are not smaller.
+        # micro-batches are smaller. In a batch of 85, six micro-batches are not smaller.
         (25000, 1667, (85, 6)),
         (5, None, (5, None)),
     ],

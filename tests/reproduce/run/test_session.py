@@ -1,4 +1,4 @@
-"""Tests of `Session`, which runs the rows of experiments: each row gets a result, even if it fails."""
+"""Tests of `Session`, which runs rows of experiments. Each row gets a result, even if it fails."""
 
 import contextlib
 import re

@@ -22,7 +22,7 @@ from ...parts import Fails
 
 def work(checkpoint: Mode = "never", dropout: float = 0.0) -> Work:
     torch.manual_seed(0)
-    # Both outputs require grad, because schedules of PyTorch 2.12 refuse other tensors between stages.
+    # Both outputs require grad. Between stages, schedules of PyTorch 2.12 refuse other tensors.
     split = layer(lambda y: (y, y.cos()))
     first = nn.Sequential(nn.Dropout(dropout), nn.Linear(4, 4), split)
     last = layer(lambda y, other: (y * other).tanh())  # a partition can have no parameters

@@ -1,4 +1,4 @@
-"""Tests of data sets: an epoch always has the same samples, and a wrong folder is a one-line error."""
+"""Tests of data sets: an epoch always has the same samples, and a wrong folder is refused."""
 
 from collections.abc import Iterable
 from pathlib import Path
