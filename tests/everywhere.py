@@ -53,7 +53,7 @@ class Everywhere(nn.Module):
         rank = current()
         rank.join(len(devices))
         pipeline = DistributedGPipe(layers, balance, device=devices[rank.index], **options)
-        # Do not register the pipeline as a submodule. Its layers are children of this module already.
+        # Do not register the pipeline as a submodule. Its layers are submodules already.
         self.__dict__.update(
             _rank=rank, rank=rank.index, _pipeline=pipeline, training=pipeline.training
         )

@@ -130,7 +130,7 @@ def assert_as_plain(
 
 
 class Stepping(Threads):
-    """An adapter that trains by `model.step`, with two stages per device if the schedule says so."""
+    """An adapter that trains by `model.step`. If a schedule needs it, a device has two stages."""
 
     schedule = "GPipe"
 
