@@ -203,7 +203,7 @@ class _Outputs:
 
 
 class _Done:
-    """A forward that has run, for the backward of the same mini-batch.
+    """A forward that has run, with everything that its backward needs.
 
     `own` is the output of this rank's pipeline, and `given` are the inputs.
     """

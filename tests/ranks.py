@@ -194,7 +194,7 @@ class Rank:
             return [pickle.loads(each) for each in found]
 
     def agreed(self, n: int, case: Any, run: Callable[[Any], Any]) -> Any:
-        """Return `run(case)`, or raise an error on all ranks if `run` raises on one rank."""
+        """Return `run(case)` of this rank. If `run` raises on one rank, raise on all ranks."""
         result, error = None, ""
         try:
             result = run(case)

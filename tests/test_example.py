@@ -99,7 +99,7 @@ def training(steps: int, folder: Path) -> tuple[str, ...]:
 
 
 def test_fewer_ranks_and_restarts(tmp_path: Path) -> None:
-    """A training with failures has the same losses as a training without failures.
+    """A training with failures has the losses and gradients of a training without failures.
 
     The training starts on two nodes of two ranks. First, one node is killed, and the other node
     continues with another balance. Then a rank is killed while it saves, and later a rank raises

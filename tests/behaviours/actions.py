@@ -1,4 +1,4 @@
-"""Actions of the test rows in rows/training: functions that use a pipeline and return results."""
+"""Actions of the test cases in rows/training: functions that use a pipeline and return results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -94,7 +94,10 @@ def dropout_step(pipe: Pipe) -> Pipe:
 
 
 def as_with(**changes: Any) -> Callable[[Pipe], Found]:
-    """Return an action that compares losses and gradients of a row with those of a changed row."""
+    """Return an action that compares the losses and gradients of two pipelines.
+
+    The first pipeline is that of the test row, and the second has the given changes.
+    """
 
     def action(pipe: Pipe) -> Found:
         ours = dropout_step(pipe).found()
@@ -107,7 +110,7 @@ def as_with(**changes: Any) -> Callable[[Pipe], Found]:
 
 
 def second_mask(x: Tensor, other: Tensor) -> Tensor:
-    """Draw a dropout mask in the second partition, and note whether the first mask is different."""
+    """Apply dropout in the second partition, and note whether the first one's mask differs."""
     y = dropout(x)
     alike = y.ne(0).equal(other.ne(0))
     differ.append(not alike)
@@ -158,7 +161,10 @@ def going_on(pipe: Pipe) -> Pipe:
 
 
 def evaluated(*given: Any) -> Callable[[Pipe], Pipe]:
-    """Return an action that evaluates the given mini-batch, or by default the row's mini-batch."""
+    """Return an action that runs a forward in eval mode.
+
+    It uses the given mini-batch, or by default the mini-batch of the test row.
+    """
     return lambda pipe: pipe.evaluate(*given)
 
 
@@ -196,7 +202,7 @@ def heard(pipe: Pipe) -> list[BaseException]:
 
 
 def raised(pipe: Pipe) -> Found:
-    """Check that a step raises on this rank, and whether the layer's own error is in the chain."""
+    """Run a step, and return whether this rank raises, and whether a layer's error is the cause."""
     errors = heard(pipe)
     found = {"every rank raises": bool(errors)}
     if any(isinstance(error, ValueError) and str(error) == ON_PURPOSE for error in errors):

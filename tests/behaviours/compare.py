@@ -1,6 +1,8 @@
-"""Compare results of layers: tensors, numbers, models, and containers of all three.
+"""Compare the results of a pipeline with the results of plain layers (layers without a pipeline).
 
-Values must be equal to the bit, unless a test row gives a tolerance and a reason for the tolerance.
+Results are tensors, numbers, models, and containers of all three.
+
+Values must be equal to the bit, unless a test gives a tolerance and a reason for the tolerance.
 This is possible because a pipeline and plain layers run the same operators on the same numbers.
 Both add up the gradients of a parameter in the same order, from the last micro-batch to the first.
 """
@@ -61,7 +63,7 @@ def differences(ours: Any, plain: Any, tolerance: float = 0.0) -> list[str]:
 
 
 def difference(y: Any, x: Any, tolerance: float = 0.0) -> str:
-    """Return how a result `y` differs from the plain layers' result `x`; "" if both are equal."""
+    """Return how a pipeline's result `y` differs from the expected `x`, or "" if both are equal."""
     if y is None:
         return "" if x is None else "missing"
     if x is None:

@@ -1,4 +1,4 @@
-"""Fixtures for tests of behaviours. The tests also run on the engine `ranks` (over processes)."""
+"""Fixtures for tests of what pipelines compute, on all engines: "graph", "workers" and "ranks"."""
 
 import pytest
 

@@ -36,7 +36,7 @@ def batch(
 
 
 def mlp(*between: nn.Module) -> nn.Sequential:
-    """Return a model of four layers, with the given layers inserted in the middle."""
+    """Return a small model: linear, tanh, the given layers, and two more linear layers."""
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), *between, nn.Linear(6, 6), nn.Linear(6, 3))
 
 
@@ -47,11 +47,11 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """A behaviour of training that is tested with a pipeline; by default, a training step.
+    """A test case: something that a training does with a pipeline. By default, it runs one step.
 
-    After `action`, all results of the pipeline must equal the results of the plain layers, which
-    run on one micro-batch after another. If `action` returns results itself, the test compares
-    these results instead.
+    After `action`, all results of the pipeline must equal the results of plain layers. Plain
+    layers are the same layers without a pipeline, which run on one micro-batch after another. If
+    `action` returns results itself, the test compares these results instead.
 
     Args:
         name: The name of the behaviour.
@@ -101,7 +101,7 @@ class Training:
 
 
 class Pipe(ABC):
-    """The pipeline that a test row uses, or with several ranks, this rank's part of the pipeline.
+    """An interface to the pipeline under test, or with several ranks, to this rank's part of it.
 
     A subclass (adapter) implements `build`, and overrides the methods that do not work for its
     pipeline. By default, methods expect a pipeline that is a single module.
@@ -130,13 +130,13 @@ class Pipe(ABC):
         """
 
     def again(self, **changes: Any) -> Pipe:
-        """Return a new pipeline for this row, with some of the row's fields changed."""
+        """Return a new pipeline for the same test row, with some fields of the row changed."""
         return type(self)(replace(self.row, **changes), self.folder)
 
     def step(self, *given: Any) -> Pipe:
-        """Run forward and backward with the given mini-batch, or by default the row's mini-batch.
+        """Run forward and backward with a mini-batch, and record the loss.
 
-        Record the loss.
+        By default, use the mini-batch of the test row.
         """
         x, target = given or self.row.given()
         self.module.train()
@@ -183,7 +183,7 @@ class Pipe(ABC):
             dist.barrier()
 
     def load(self) -> None:
-        """Load the files that another pipeline of the row saved.
+        """Load the files that another pipeline of the same test row has saved.
 
         With an optimizer, both pipelines need the same balance.
         """

@@ -1,4 +1,4 @@
-"""`Row`, a behaviour to test: a small model, and a function that uses the model.
+"""`Row`, a test case: a small model, and a function that uses the model.
 
 `unlike` calls the function with a pipeline and with plain layers (`Plain`), and compares results.
 """
@@ -91,7 +91,7 @@ def amid(change: Callable[[Any, Tensor], object]) -> Callable[[Any, Tensor], lis
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A behaviour to test with a pipeline and with plain layers.
+    """A test case: a use of a small model, with a pipeline and with plain layers.
 
     Args:
         name: The name of the behaviour.
@@ -123,17 +123,17 @@ class Row:
     note: str = ""
 
     def refusal(self, engine: str, checkpoint: str) -> str | None:
-        """Return the pattern of the expected error, or `None` if none is expected."""
+        """Return the pattern of the error that a pipeline must raise, or `None` for no error."""
         for key in (f"{engine} {checkpoint}", engine, checkpoint, ""):
             if key in self.refused:
                 return self.refused[key]
         return None
 
     def left_out(self, variation: str, engine: str, checkpoint: str) -> bool:
-        """Return whether to skip this combination.
+        """Return whether the row must not run with this variation, engine and mode.
 
-        A row that expects an error runs without variations. Whether a pipeline raises the error can
-        depend on the boundaries between partitions.
+        A row that expects an error runs without variations, such as a single partition, because
+        whether a pipeline raises the error can depend on the boundaries between partitions.
         """
         if variation and self.refused:
             return True
@@ -141,7 +141,7 @@ class Row:
 
 
 class Case(NamedTuple):
-    """A row to run in one variation, on one engine, in one mode of checkpointing."""
+    """A row (test case) to run in one variation, on one engine, in one mode of checkpointing."""
 
     row: Row
     variation: str
@@ -150,10 +150,10 @@ class Case(NamedTuple):
 
 
 def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
-    """Return a few cases of each row.
+    """Return a few ways to run each row (test case): variation, engine and mode of checkpointing.
 
-    The cases of a row cover every variation, every engine and every mode. With `pairs`, the cases
-    cover every combination of two of them.
+    For each row, every variation, every engine and every mode occurs. With `pairs`, every
+    combination of two of them occurs.
     """
     found = []
     for r, row in enumerate(rows):
@@ -169,7 +169,7 @@ def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
 
 
 def made(row: Row) -> tuple[nn.Sequential, Any]:
-    """Return the model and the input of a row, with the same numbers at every call."""
+    """Return the model and the input of a test row, with the same numbers at every call."""
     torch.manual_seed(0)
     return row.layers(), row.given()
 
@@ -177,7 +177,7 @@ def made(row: Row) -> tuple[nn.Sequential, Any]:
 def unlike(
     row: Row, variation: str, engine: str, checkpoint: str, devices: Sequence[str] = ("cpu",)
 ) -> list[str]:
-    """Run a row with a pipeline and with plain layers, and return the differences.
+    """Run a test row with a pipeline and with plain layers, and return the differences.
 
     If the pipeline must raise an error, return the names of gradients that exist after the error.
     Partitions are placed on the given devices in turn. The plain layers are on the first device.

@@ -296,7 +296,7 @@ def test_a_weight_in_a_list_of_a_layer_of_another_stage_gets_both_gradients(
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_a_criterion_may_call_another_pipeline_that_shares_layers(engine: Any, mode: Any) -> None:
-    """Each parameter gets its gradient, and the hook of a parameter runs once."""
+    """Each parameter gets its gradient, and the hook of a parameter runs once in a step."""
 
     def parts() -> list[Any]:
         torch.manual_seed(0)

@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 class Refused(Exception):
-    """The exception of a test when a pipeline raises an error. Its `__cause__` is that error."""
+    """The exception that a test raises if a pipeline raises an error, which is the `__cause__`."""
 
 
 @contextmanager
@@ -71,10 +71,10 @@ def refusing() -> Iterator[None]:
 
 
 class Unmodified(Plain):
-    """Plain layers where autograd saves copies, so that backward works after changes in place.
+    """Layers without a pipeline, where autograd saves copies instead of the tensors themselves.
 
-    A pipeline copies some tensors. So a pipeline can work where PyTorch refuses the backward of
-    usual plain layers.
+    So backward works after changes in place. A pipeline copies some tensors, and can work where
+    PyTorch refuses the backward of usual layers.
     """
 
     def run(self, value: Any) -> Any:
@@ -230,8 +230,8 @@ def assert_equals_plain(case: Case) -> None:
         except RuntimeError:
             with refusing():  # the pipeline must refuse now, if it has not yet
                 backward(model, step, inputs, outputs)
-            # Or the pipeline works, because a partition has a copy where plain layers change a view
-            # of a parameter.
+            # Or only the pipeline works: plain layers change a view of a parameter in place, and a
+            # partition has a copy instead of the view.
             changes = case.has("parameter in place", "embedding, rescaled")
             if changes or all(map(torch.equal, leaves(model).values(), leaves(plain).values())):
                 return
@@ -246,8 +246,8 @@ def assert_equals_plain(case: Case) -> None:
         check_redraws(model)
         finish(model, step)
         finish(plain, step)
-        # Updates use the sign of a gradient, and rounding gives a zero gradient any sign. So make
-        # the parameters equal again.
+        # Updates use the sign of a gradient. Because of rounding, a gradient of zero can have any
+        # sign. So make the parameters of both models equal again.
         for p, q in zip(leaves(model).values(), leaves(plain).values(), strict=True):
             q.data.copy_(p.data)
 

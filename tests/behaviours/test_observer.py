@@ -74,7 +74,7 @@ class Witness(Module):
 
 
 def observed(balance: list[int], chunks: int, way: Way) -> tuple[Any, Log, Sequence[int]]:
-    """Return a pipeline, the log of its observer, and the partitions with tasks in the log.
+    """Return a pipeline, the log of its tasks, and the partitions whose tasks are in the log.
 
     On the engine "ranks", a log has only the tasks of the rank's own partition.
     """
@@ -117,7 +117,7 @@ def assert_in_order(ended: list[Task], m: int, partitions: Sequence[int]) -> Non
 
 
 def expected_passes(balance: list[int], tasks: set[Task], count: int) -> set[Any]:
-    """Return the expected passes of layers in tasks, if `count` micro-batches are recomputed."""
+    """Return which layers run in each task, if the first `count` micro-batches are recomputed."""
     expected = set()
     for task in tasks:
         first = sum(balance[: task.partition])
@@ -206,7 +206,7 @@ def test_a_step_does_what_its_schedule_says(name: str, way: Way) -> None:
 
 
 def report(name: str, placement: Sequence[int], engine: str, devices: Any) -> list[str]:
-    """Return the expected lines of a schedule's report."""
+    """Return the lines that a pipeline's report of its schedule must have."""
     how = "weights of 1 products later" if name.startswith("ZB") else f"whole: {name} splits none"
     where = "rank" if engine == "ranks" else "device"
     lines = []

@@ -99,7 +99,7 @@ def left(row: Training, pipe: type[Pipe], folder: Path) -> Any:
 
 
 def mode_of(row_mode: str, checkpoint: str) -> str:
-    """Return "always" if a row needs this mode, and else the mode of checkpointing of the test."""
+    """Return the mode of checkpointing to test: "always" if a row needs it, or `checkpoint`."""
     return "always" if row_mode == "always" else checkpoint
 
 
@@ -130,7 +130,7 @@ def assert_as_plain(
 
 
 class Stepping(Threads):
-    """An adapter that trains by `model.step`. If a schedule needs it, a device has two stages."""
+    """A pipeline that trains by `model.step`. Some schedules have two stages on each device."""
 
     schedule = "GPipe"
 
@@ -153,7 +153,7 @@ class Stepping(Threads):
 
 
 class InOrder(Layers):
-    """The plain layers: a forward of each micro-batch, then backwards in the schedule's order."""
+    """The plain layers: all forwards first, and then the backwards in the order of the schedule."""
 
     schedule = "GPipe"
 

@@ -1,6 +1,6 @@
-"""Faults of a training process. The process calls one of these functions where the fault happens.
+"""Faults of a training process, for tests. The process calls one of these functions in the middle.
 
-Some functions are no faults: they only take long.
+Some functions are not faults, and only take long.
 """
 
 import ctypes
@@ -77,7 +77,7 @@ def dies_and_its_ports_are_used() -> None:
 
 
 def dies_before_its_child() -> None:
-    """Kill this process, but leave two child processes: a fork, and a program of a shell."""
+    """Kill this process, but leave two child processes: a fork, and a program run by a shell."""
     os.system(f"sleep {3 * SILENCE} >/dev/null 2>&1 &")
     forks()
     dies()
@@ -99,11 +99,17 @@ def strangers_write() -> None:
 
 
 def overflows() -> None:
-    """Mark a row in which this rank has an infinite gradient. All ranks must skip the update."""
+    """Do nothing. The training program recognizes this function, and makes a gradient infinite.
+
+    All ranks must skip the update.
+    """
 
 
 def takes_another_pipeline() -> None:
-    """Mark a row in which this rank calls another pipeline than the other ranks do."""
+    """Do nothing. The training program recognizes this function, and calls another pipeline.
+
+    Other ranks call the first pipeline.
+    """
 
 
 def hangs_while_the_clock_is_set_back() -> None:
@@ -200,7 +206,7 @@ def _cut(link: socket.socket) -> None:
 
 
 class Keyboard:
-    """A fault: press Ctrl-C while a task takes `lasts` seconds.
+    """A fault that presses Ctrl-C in the middle of a task, which takes `lasts` seconds.
 
     A signal that arrives just before a thread starts to wait does not wake the thread. Therefore
     the signal is sent again and again. Only the first `times` signals count.

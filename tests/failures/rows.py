@@ -1,4 +1,4 @@
-"""The table of faults: what goes wrong and where, and the errors on this rank and other ranks."""
+"""The table of faults: what goes wrong and where, and which errors the ranks must raise."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -101,7 +101,7 @@ def pipeline(journal: Journal, way: dict[str, Any]) -> GPipe:
 
 @pytest.fixture
 def journal(monkeypatch: pytest.MonkeyPatch, checkpoint: str) -> Journal:
-    """Return a journal that learns when an error has stopped the engine's workers."""
+    """Return a journal (a record of tasks) that is told when an error has stopped the workers."""
     journal = Journal(checkpoint)
     stop = Relay.stop
 

@@ -1,4 +1,4 @@
-"""A note in an error says where it was raised: in which layer, stage, rank and micro-batch."""
+"""Errors get a note about the layer, the stage, the rank and the micro-batch that raised them."""
 
 import sys
 from collections.abc import Callable

@@ -25,9 +25,9 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals 
 
 
 def started(k: int, link: Any, method: str, row: Row, folder: Path) -> None:
-    """Train in this process, or on the rank of the fault, in a child process.
+    """Train as rank `k`: in this process, or if the fault happens on rank `k`, in a child process.
 
-    `method` says how the child is started. This process can be forked, because it has not used
+    `method` is the start method of the child. This process can be forked, because it has not used
     autograd, which starts threads.
     """
     if method == "forkserver" or k != row.rank:

@@ -1,4 +1,4 @@
-"""The models in the files in `data`, which revision 414bf55 of this library wrote.
+"""The models that are pickled in the folder `data`, by revision 414bf55 of this library.
 
 The pickle files refer to this module by name. The function that wrote the files is in this module
 at revision 438bf2e.

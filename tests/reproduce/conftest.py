@@ -60,7 +60,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Return a function that starts Python (../start.py); after the test, kill its processes."""
+    """Return a function that starts Python processes, and kill the processes after the test."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str, **options: Any) -> subprocess.Popen[str]:

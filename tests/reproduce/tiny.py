@@ -63,7 +63,7 @@ def tiny(experiment: Experiment, name: str) -> Experiment:
 
 
 def tiny_accuracy(experiment: Experiment, name: str) -> Experiment:
-    """Return a copy of an experiment with a new name. At scale `small`, it has two short epochs."""
+    """Return a copy of an experiment with a new name, in which trainings have two short epochs."""
     small = experiment.scale("small")
     assert isinstance(small, AccuracyScale) and small.made is not None
     plain, *_, pipeline = small.rows

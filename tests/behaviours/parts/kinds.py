@@ -1,4 +1,4 @@
-"""Kinds of layers for generated models: each kind does something that a pipeline could get wrong.
+"""Kinds of layers for generated test models. A pipeline can get each kind wrong in its own way.
 
 Inputs and outputs have the shape `(N, WIDTH)`. Some layers return or take tuples of tensors.
 """
@@ -23,7 +23,10 @@ Make = Callable[[Any], nn.Module]
 
 
 def own(make: Callable[..., Any], *args: Any, **options: Any) -> Make:
-    """Return a function that builds a layer by `make`, without modules shared with other layers."""
+    """Return a function that builds a layer by `make(*args, **options)`.
+
+    The function ignores `parts`, the modules that layers of a model can share.
+    """
     return lambda parts: make(*args, **options)
 
 
@@ -115,7 +118,7 @@ def as_weights(self: Any, x: Tensor) -> Tensor:
 
 
 def as_things_are(_: Any, x: Tensor) -> Tensor:
-    """Return a value that depends on an attribute, `requires_grad`, and PyTorch's defaults."""
+    """Scale tanh by a number that depends on the input's attributes and on PyTorch's defaults."""
     given = getattr(x, "scale", 2) * (3 if x.requires_grad else 4)
     device = torch.get_default_device().type
     default = len(device) * torch.finfo(torch.get_default_dtype()).bits

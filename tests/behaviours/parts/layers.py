@@ -1,4 +1,4 @@
-"""Layers for the models of tests: `Do`, which makes a function a layer, and many small layers.
+"""Small layers for the models of tests, and `Do`, which turns a function into a layer.
 
 Inputs and outputs have the shape `(N, WIDTH)`.
 """
@@ -62,7 +62,7 @@ def linear() -> nn.Linear:
 
 
 def five(last: Callable[[], nn.Module] = linear) -> nn.Sequential:
-    """Return the default model of rows: five layers."""
+    """Return the default model of test cases, which has five layers."""
     return nn.Sequential(linear(), nn.Tanh(), linear(), nn.Sigmoid(), last())
 
 
@@ -76,7 +76,7 @@ def weight() -> Parameter:
 
 
 def acting(act: Callable[[Any], object]) -> nn.Module:
-    """Return a layer that calls `act` with itself in forward, and then multiplies by its weight."""
+    """Return a layer whose forward calls `act(layer)`, and multiplies the input by a weight."""
 
     def run(self: Any, x: Tensor) -> Tensor:
         act(self)
@@ -86,12 +86,12 @@ def acting(act: Callable[[Any], object]) -> nn.Module:
 
 
 def norm(layer: nn.Module) -> nn.Module:
-    """Apply a norm to two channels of two values each, so that micro-batches of one sample work."""
+    """Wrap a norm so that it sees two channels of two values: then it works on a single sample."""
     return nn.Sequential(nn.Unflatten(1, (2, 2)), layer, nn.Flatten())
 
 
 def shared_parts() -> nn.ModuleList:
-    """Return modules for several layers of one model to share."""
+    """Return modules that several layers of one model can share."""
     return nn.ModuleList([linear(), norm(nn.BatchNorm1d(2))])
 
 
@@ -140,7 +140,7 @@ def _tanh_of_input(x: Tensor, _: Tensor) -> Tensor:
 
 
 def only_a_skip() -> nn.Sequential:
-    """Return three layers, where a skip is the only input of the third layer that requires grad."""
+    """Return three layers. The third layer gets two inputs, and only the skip requires grad."""
     stashing = with_skips(Do(_constant), {"skip": _tanh_of_input}, {})
     popping = with_skips(nn.Sigmoid(), {}, {"skip": torch.mul})
     return nn.Sequential(linear(), stashing, popping)

@@ -1,4 +1,4 @@
-"""`Case`, which describes a generated model and how the model is run."""
+"""`Case`, the description of a generated model and of the steps to run with it."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -86,7 +86,7 @@ for size in (2, LARGE):
 
 
 class Watching(Functions):
-    """A mode that is allowed in several threads, because its class declares `only_watches`."""
+    """A PyTorch mode that is allowed in several threads, because its class has `only_watches`."""
 
     only_watches = True
 
@@ -121,7 +121,8 @@ USE_TWICE = {
 class Skip:
     """A skip connection from layer `source` to layer `target`.
 
-    `stash` names what the source stashes, and `pop` names how the target uses the skip.
+    `stash` is a key of `STASHES`: what the source stores in the skip. `pop` is a key of `POPS`:
+    how the target uses the skip.
     """
 
     source: int
@@ -136,11 +137,11 @@ class Step:
 
     Attributes:
         run: The way to run forward and backward, a key of `strategy.RUNS`.
-            after: What follows the backward, one of `strategy.AFTER`.
+        after: What follows the backward, one of `strategy.AFTER`.
         training: Whether the model is in training mode.
-        every: Whether a step that freezes flips `requires_grad` of every parameter (1), of every
-                second parameter (2), and so on.
-            modes: The mode around forward and the mode around backward, keys of `AROUND`.
+        every: The stride of the parameters that a step freezes or unfreezes: 2 means every
+            second parameter.
+        modes: The PyTorch modes around forward and around backward, keys of `AROUND`.
     """
 
     run: str = "backward"
@@ -234,9 +235,9 @@ class Case:
 
     @property
     def reorders(self) -> bool:
-        """Whether a pipeline can add up more than two terms in another order than plain layers.
+        """Whether a pipeline can add numbers in another order than plain layers.
 
-        The terms are several gradients of one tensor, or parts of batch statistics.
+        This can happen if a tensor has more than two gradients to add up, and in batch statistics.
         """
         forks = sum(kind in FORKS for kind in self.kinds) + len(self.skips)
         if self.input == "twice":

@@ -1,4 +1,4 @@
-"""`cases()`, the hypothesis strategy that draws models and the ways to run the models."""
+"""`cases()`, the hypothesis strategy that draws test models and the ways to run the models."""
 
 from collections.abc import Callable
 from typing import Any
@@ -155,8 +155,8 @@ def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
     engine = draw(st.sampled_from(["graph", "workers"])) if ranks is None else "ranks"
     checkpoint = draw(st.sampled_from(CHECKPOINT))
     deferred = draw(st.booleans())
-    # If a norm follows a bias and normalizes by its input, the bias has a gradient of zero, up to
-    # rounding. Deferred statistics are rounded differently.
+    # If a norm normalizes by the statistics of its input, the bias of the layer before it has a
+    # gradient of zero, up to rounding. Deferred batch norm changes the rounding.
     if not {"batch norm, no statistics", "own norm"}.isdisjoint(kinds):
         deferred = False
     return Case(

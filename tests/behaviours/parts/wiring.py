@@ -1,4 +1,7 @@
-"""Connections between layers: skips, and tuples of tensors where a layer uses the first tensor."""
+"""Connections between the layers of test models: skips, and tuples of tensors.
+
+A layer that gets a tuple uses only the first tensor.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +18,7 @@ Pops = Mapping[str, Callable[[Tensor, Tensor], Any]]
 
 
 def merge(value: Any, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Add to the first tensor the other tensors, reduced to one mean for each sample."""
+    """Reduce all tensors but the first to one mean for each sample, and add them to the first."""
     total, *others = (value,) if isinstance(value, Tensor) else value
     for x in others:
         rows = x.to(total.dtype).reshape(len(x), -1)
@@ -86,7 +89,7 @@ def both(y: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def the_skip(y: Tensor, skip: Tensor) -> Tensor:
-    """Return the skip if it has the shape of the output `y`; otherwise return `y`."""
+    """Return the skip if it has the shape of the output `y`. Otherwise return `y`."""
     return skip if skip.shape == y.shape else y
 
 
@@ -104,7 +107,7 @@ POPS: Pops = {
 
 
 class OnFirst(nn.Module):
-    """A layer that runs another layer on the first tensor of a tuple, and passes the others on."""
+    """Run a layer on the first tensor of a tuple, and return the other tensors unchanged."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -115,7 +118,10 @@ class OnFirst(nn.Module):
 
 
 def with_skips(layer: nn.Module, stashes: Stashes, pops: Pops) -> Any:
-    """Make a layer stash and pop skips. `STASHES` and `POPS` have functions to use for a skip."""
+    """Make a layer stash (store) and pop (take) skips, by one function for each skip's name.
+
+    The functions are like those in `STASHES` and `POPS`.
+    """
 
     @skippable(stash=stashes, pop=pops)
     class Skipping(nn.Module):

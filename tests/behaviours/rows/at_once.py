@@ -62,7 +62,7 @@ def inner(engine: Any, checkpoint: Any) -> nn.Module:
 
 
 def drawing_meanwhile(x: Tensor) -> Tensor:
-    """Apply dropout. In the first forward pass, another thread draws random numbers before."""
+    """Apply dropout. Before that, in the first forward pass, draw numbers in another thread."""
     if not is_recomputing():
         thread = threading.Thread(target=torch.rand, args=(5,))
         thread.start()
@@ -92,7 +92,10 @@ def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
 
 
 def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> Any:
-    """Train `run` and `also(run)` in two threads. Plain layers train in one thread, in turn."""
+    """Train the models `run` and `also(run)` at the same time, each in its own thread.
+
+    Plain layers, which are the reference, train one after the other.
+    """
     runs = [run, also(run)]
     xs = torch.randn(2, TURNS, 9, 4)
     outputs: list[list[Tensor]] = [[], []]
@@ -215,8 +218,8 @@ NOTICED_IN_RECOMPUTATION = {
     "ranks except_last": NOTICED,
 }
 
-# The loss uses the other model twice. With plain layers, autograd adds up the gradients of both
-# uses before it adds them to `.grad`. A pipeline adds the gradient of each use separately.
+# The loss uses a copy of the model twice. With plain layers, autograd adds up the gradients of both
+# uses before it writes to `.grad`. A pipeline adds the gradient of each use to `.grad` separately.
 ROWS = [Row("two pipelines in one loss", normed(linear), use=in_one_loss, tolerance=REORDERED)]
 # Both engines go backward for each inner micro-batch: gradients are added up in another order.
 for engine in ("graph", "workers"):

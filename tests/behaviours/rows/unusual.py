@@ -1,4 +1,7 @@
-"""Rows (test cases) with layers that do more than compute: they work as usual, or are refused."""
+"""Rows (test cases) with layers that do more than compute an output.
+
+In a pipeline, such layers do what they do without a pipeline, or the pipeline raises an error.
+"""
 
 import copy
 import pickle
@@ -127,7 +130,8 @@ def within_checkpoint(run: Any, x: Tensor) -> None:
 def masks_are_alike(run: nn.Module, x: Tensor) -> bool:
     """Return whether the dropout mask in backward is equal to the mask in forward.
 
-    A layer that restores the global generator's state itself does not work with private generators.
+    The layer restores the state of the global generator itself. This does not work if a pipeline
+    uses private generators.
     """
     given = x.detach().requires_grad_()
     y = run(given)
@@ -142,9 +146,9 @@ def finds_what_was_written(run: nn.Module, x: Tensor) -> bool:
 
 
 def threads_of(run: Any, x: Tensor) -> list[Any]:
-    """Return which values `torch.get_num_threads()` has in the layers' forward and backward.
+    """Return the values of `torch.get_num_threads()` in the layers' forward and backward.
 
-    Each value must be the value in the caller's thread.
+    Each value must be equal to the value in the caller's thread.
     """
     seen: set[int] = set()
 
@@ -194,7 +198,7 @@ def pickled(model: Any) -> Any:
 
 
 def copied(run: nn.Module, x: Tensor, duplicate: Callable[[Any], Any], used: bool) -> Any:
-    """Train a copy of the model, and then the model, which must not share any state."""
+    """Train a copy of the model, and then the model. Both must not share any state."""
     if used:
         step(run, x)
     twin = duplicate(run)

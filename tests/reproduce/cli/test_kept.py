@@ -1,8 +1,8 @@
 """Tests of the commands `publish` and `history`.
 
-`publish` gives a finished run of committed source code a fixed name in results/measured. `history`
-writes a line for each git revision into a file, or into a file on a branch. It does not change
-anything else there. The report draws the history.
+`publish` copies a finished run to results/measured, under a fixed name. The run's source code must
+be committed. `history` adds a line for each git revision to a file, in a folder or on a branch, and
+changes nothing else. The report draws the history.
 """
 
 import json

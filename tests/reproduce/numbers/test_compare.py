@@ -1,6 +1,6 @@
-"""Tests of `compare`, which compares absolute numbers if that is fair, and otherwise ratios.
+"""Tests of the comparison of benchmark results: absolute numbers if that is fair, else ratios.
 
-A comparison also names the rows that a side lacks.
+A comparison also names the rows that are missing on one side.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ def test_what_a_decision_means(outcome: Any, metric: str, expected: str) -> None
 
 
 def emulated_too(x: float, **more: Any) -> Record:
-    """Make one side of a comparison, with measured and emulated results for the rows x and y.
+    """Make a record to compare, with measured and emulated results for the rows x and y.
 
     y is four times as fast as x in the measured results, and twice as fast in the emulated ones.
     """
@@ -69,7 +69,7 @@ def emulated_too(x: float, **more: Any) -> Record:
 
 
 def drifting(factor: float) -> Record:
-    """Make a side of a comparison: y is faster than x by `factor`, and both slow down over time."""
+    """Make a record to compare: y is faster than x by `factor`, and both slow down over time."""
     slow = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     fast = [seconds / factor for seconds in slow]
     return record(row("x", slow, over="x"), row("y", fast, over="x"))
@@ -110,7 +110,7 @@ EMULATED: Any = {"x": None, "y": (1, "~"), "x (emulated)": None, "y (emulated)":
 
 
 class Case(NamedTuple):
-    """Two sides to compare, and the expected result of the comparison."""
+    """Two or more records to compare, and the expected result of the comparison."""
 
     sides: list[Record]
     expected: dict[str, Any]

@@ -98,8 +98,8 @@ BOTH = record(N2, emulated(N2))
 ENGINES = record(X, row("x", 1.0, engine="ranks"))
 SHARED = {0: "x", 1: "x"}
 WITH_PUBLISHED = {0: "x", 1: "n2m4"}
-# The sides, and the rows on each line. One side can have run a published row, and another side a
-# smaller version of that row.
+# The records of each side of a comparison, and the rows on each line. One side can have run a
+# published row, and another side a smaller version of that row.
 PLACED: dict[str, tuple[list[list[Record]], Shape]] = {}
 for ours, theirs, same in ALIKE:
     sides = [[record(replace(row("one"), config=ours))]]

@@ -50,7 +50,8 @@ def test_throughput_is_of_each_step_or_of_the_median_epoch() -> None:
 def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
     """Divide the emulated throughput by the measured throughput.
 
-    Only `here_time`, the emulated time without links, counts for the emulated throughput.
+    The emulated throughput is computed from `here_time`, the emulated time without copies over
+    links between devices.
     """
     emulated = timed([99.0, 99.0], [0, 1])
     samples = {**emulated.samples, "here_time": here}
@@ -180,7 +181,7 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
     ],
 )
 def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: str) -> None:
-    """`compare_samples` decides `outcome`, or raises an error with `outcome` in the message."""
+    """`compare_samples` returns the expected outcome, or raises the expected error."""
     try:
         decision = compare_samples(base, head, paired=paired)
     except ValueError as error:

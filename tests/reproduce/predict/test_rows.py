@@ -1,6 +1,7 @@
-"""Predictions equal the committed predictions, and have the documented errors.
+"""Predictions equal the committed predictions, and their errors are as large as documented.
 
-The errors are differences from published numbers. The largest model that fits is found.
+The errors are differences from published numbers. The search for the largest model that fits in
+memory finds the right model.
 """
 
 from statistics import median
@@ -89,9 +90,10 @@ def test_how_far_throughput_and_speed_ups_are() -> None:
 
 
 def test_how_much_more_was_reserved_than_is_predicted_to_be_allocated() -> None:
-    """The planner's headroom is the median of the published rows' additional memory, rounded up.
+    """The headroom of the planner is the measured median, rounded up.
 
-    The additional memory is the reserved memory beyond the predicted allocated memory.
+    The headroom is the share of memory that PyTorch reserves beyond the allocated memory. Here,
+    published reserved memory is compared with predicted allocated memory.
     """
     shares = []
     for experiment in ("unet-memory", "amoebanet-memory"):

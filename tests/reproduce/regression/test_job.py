@@ -1,6 +1,7 @@
-"""Tests of the job that measures two revisions: it warms up all programs, then runs one at a time.
+"""Tests of the job of `regression`, which measures two revisions of the code.
 
-The job restarts its processes. Some revisions cannot run a case. The job can end in several ways.
+The job warms up the cases of both revisions, then runs one case at a time, and restarts its
+processes. Some revisions cannot run a case. The job can end in several ways.
 """
 
 import contextlib
@@ -91,7 +92,7 @@ def test_a_job_that_breaks_off_says_why(stand_in: Callable[[str], None]) -> None
 
 
 def test_it_ends_with_its_forks(stand_in: Callable[[str], None]) -> None:
-    """The job ends its forked processes. Otherwise it waits until each process closes its files."""
+    """The job ends its forked processes. Otherwise it waits a long time until a process ends."""
     stand_in("""
 if os.fork():
     print(json.dumps({"case": "a"}), flush=True)

@@ -109,7 +109,10 @@ SAME, SLOWER = 1.0, 1.1
 
 
 def made(ratio: Ratio, noise: float, restarts: int = 20, rounds: int = 8, seed: int = 0) -> Samples:
-    """Make samples of two sides. A restart has a ratio, a pair has a level, a sample has noise."""
+    """Make random samples of two revisions, of which the second is slower by `ratio`.
+
+    Each restart has a ratio, each pair of samples has a level, and each sample has noise.
+    """
     draw = random.Random(seed)
     samples = Samples()
     for i in range(restarts):
@@ -159,7 +162,10 @@ def test_what_is_called_real(name: str) -> None:
 
 
 def test_overlap_is_a_family_of_its_own() -> None:
-    """Slower cases of overlap do not change the mean and the significance level of other cases."""
+    """Slower cases in the group of overlap do not change the verdicts on other cases.
+
+    The mean and the significance level of the other cases stay the same.
+    """
     others = eight(SAME, 0.01)
     overlap = {}
     for k, case in enumerate(OVERLAP):

@@ -122,7 +122,7 @@ def cost(task: Task) -> float:
 
 
 def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
-    """Return the costs of a row, where micro-batch k takes as long as micro-batch `like[k]`."""
+    """Return the times of a row's tasks. Micro-batch k takes as long as micro-batch `like[k]`."""
 
     def table(kind: Kind, count: int) -> list[list[float]]:
         """Return the costs of the first `count` micro-batches, and zeros for later ones."""
@@ -260,10 +260,10 @@ def test_equal_micro_batches_are_not_all_run(
 
 
 def test_copies_take_what_the_hardware_says_or_the_published_share_of_a_forward() -> None:
-    """A copy takes as long as on the given hardware, or a published share of a forward.
+    """An emulated copy takes the time of the given hardware, or a share of a forward's time.
 
-    The share is that of the published row with the same name, or else of the first row. The
-    balance of the published row is not used, because it was made for other devices.
+    The share is predicted for the published row with the same name, or else for the first row.
+    The balance of the published row is not used, because it was made for other devices.
     """
     large, small = pipeline(4, batch_size=8, size=(1, 8)), pipeline(4)
     hardware = Link(HARDWARE, None)

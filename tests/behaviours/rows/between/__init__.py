@@ -1,4 +1,4 @@
-"""Rows (test cases) with PyTorch modes around a pipeline, or with changes between its passes.
+"""Rows (test cases) with PyTorch modes around a pipeline, or changes between forward and backward.
 
 Modes take effect in the layers. A recomputation runs under the conditions of the first forward
 pass, or raises an error.

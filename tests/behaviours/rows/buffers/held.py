@@ -20,12 +20,15 @@ LARGE = buffers.SMALL // 4 + 1
 
 
 def three(name: str, layers: Callable[[], nn.Sequential], **options: Any) -> Row:
-    """Return a row with three layers in two partitions; the second partition is the last layer."""
+    """Return a test row with three layers. The last layer is the second partition."""
     return Row(name, layers, balance=(2, 1), **options)
 
 
 def checkpointed(message: str) -> dict[str, str]:
-    """Return the expected error of a row by mode: `message` in modes that recompute partitions."""
+    """Return `message` as the expected error in the modes "always" and "except_last".
+
+    In these modes of checkpointing, partitions are recomputed.
+    """
     return {"always": message, "except_last": message}
 
 
@@ -166,7 +169,7 @@ def add_and_scale(self: Any, x: Tensor) -> Tensor:
 
 
 def views_in_two() -> nn.Sequential:
-    """Return layers in which two partitions each have a layer with a view of the same buffer."""
+    """Return layers where two layers, in two partitions, have views of the same buffer."""
     buffer = torch.ones(WIDTH)
     one = Do(add_and_scale, buffer=buffer)
     other = Do(add_and_scale, buffer=buffer.view(1, -1))
@@ -179,12 +182,12 @@ def norm_by_function(self: Any, x: Tensor) -> Tensor:
 
 
 def own_norm() -> nn.Module:
-    """Return a norm that is not a class of PyTorch, and that reads its running statistics."""
+    """Return a custom norm (not a class of PyTorch) that reads its running statistics."""
     return Do(norm_by_function, mean=torch.zeros(WIDTH), var=torch.ones(WIDTH))
 
 
 def norm_of_two(make: Callable[[], nn.Module] = own_norm) -> nn.Sequential:
-    """Return layers in which the first and the last, in different partitions, share a norm."""
+    """Return layers where the first and the last layer, in different partitions, share a norm."""
     norm = make()
     return nn.Sequential(nn.Sequential(norm), linear(), linear(), nn.Sequential(norm))
 

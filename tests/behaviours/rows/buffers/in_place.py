@@ -27,7 +27,7 @@ def relu_within() -> nn.Module:
 
 
 def add_one(x: Tensor) -> Tensor:
-    """Change the input in place, like a layer that does not have the attribute `inplace`."""
+    """Add 1 to the input in place. A layer of this function has no attribute `inplace`."""
     return x.add_(1)
 
 
@@ -111,8 +111,8 @@ ROWS = [
     ),
     Row("relu within a partition", twice(relu), balance=(2, 3), use=steps),
     Row("add within a partition", twice(adding), balance=(2, 3), use=steps),
-    # A layer with the attribute `inplace` gets a copy of its input. It also gets a copy if earlier
-    # layers return their input.
+    # If a partition begins with a layer that has the attribute `inplace`, the layer gets a copy of
+    # the partition's input. The same is true if the layers before it return their input.
     Row("relu at a partition's start", twice(relu), balance=(1, 2, 2), use=steps),
     Row(
         "relu within others at a partition's start",

@@ -1,7 +1,7 @@
 """Rows (test cases) with unusual backward passes.
 
-A backward starts from parts of the outputs, runs twice, accumulates gradients, or several backwards
-run in another order than their forwards.
+For example, a backward starts from one of two outputs, runs twice, or accumulates gradients, or
+several backwards run in another order than their forwards.
 """
 
 from collections.abc import Callable
@@ -109,7 +109,7 @@ def hooked_layers(run: Any, x: Tensor) -> None:
 
 
 def gradients_that_are_views(run: nn.Module, x: Tensor) -> list[bool]:
-    """Make all gradients views of one tensor, like some optimizers do, and run two steps.
+    """Make each `.grad` a view of one tensor, like some optimizers do, and run two steps.
 
     Return for each parameter whether `.grad` is still the view.
     """

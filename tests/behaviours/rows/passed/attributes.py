@@ -20,7 +20,7 @@ HERE: Any = type("Here", (Pair,), {})
 
 
 def marked(x: Tensor, **attributes: Any) -> Tensor:
-    """Return a tensor with the given attributes, or by default with a number and a nested list."""
+    """Return tanh of a tensor, with the given Python attributes or some default attributes."""
     if not attributes:
         attributes = {"scale": 3.0, "names": ["a", (1, {"b": None})]}
     y = x.tanh()
@@ -61,7 +61,7 @@ def with_a_marked_skip() -> nn.Sequential:
 
 
 def handing_on(make: Any, take: Any) -> Any:
-    """Return a function that builds a model in which one partition passes a named tuple on.
+    """Return a function that builds a model in which layers pass a named tuple on.
 
     `make` builds the named tuple from two tensors. `take` computes a tensor from the named tuple.
     """

@@ -1,4 +1,4 @@
-"""Rows (test cases) about dtypes, batch sizes, balances, and components that are turned off."""
+"""Rows (test cases) about dtypes, batch sizes, sizes of partitions, and options turned off."""
 
 from functools import partial
 from typing import Any

@@ -68,7 +68,10 @@ def constant(x: Tensor, _: Tensor) -> Tensor:
 
 
 def stashing(names: str = "a", stashed: Stashed = of_input, *, pops: str = "") -> Any:
-    """Return a linear layer that stashes and pops skips. Each letter is the name of one skip."""
+    """Return a linear layer that stashes (stores) the skips `names` and pops the skips `pops`.
+
+    Each letter is the name of a skip.
+    """
     return with_skips(linear(), dict.fromkeys(names, stashed), dict.fromkeys(pops, torch.mul))
 
 
@@ -77,10 +80,10 @@ def popping(names: str = "a") -> Any:
 
 
 def paired(pattern: str, stashed: Stashed = of_input) -> nn.Sequential:
-    """Build a layer for each symbol in a pattern.
+    """Build a model with one layer for each symbol in `pattern`.
 
-    `[` stashes a skip. `]` pops the latest open skip, and `)` the earliest one. `-` is a linear
-    layer.
+    `[` stashes (stores) a skip. `]` pops the latest skip that is open, and `)` pops the earliest
+    skip that is open. `-` is a linear layer.
     """
     open: list[Namespace] = []
     layers: list[Any] = []

@@ -179,7 +179,7 @@ def no_output(_: Tensor) -> tuple[()]:
 
 
 def tensor_or_tuple(a: Tensor) -> Any:
-    """Return a tuple if the micro-batch is the smaller one. Otherwise return a tensor."""
+    """Return a tuple if the micro-batch is the small last one. Otherwise return a tensor."""
     if len(a) > 2:
         return a
     return (a,)

@@ -1,4 +1,4 @@
-"""Rows (test cases) about random numbers and norms, which a recomputation must not change.
+"""Rows (test cases) about random numbers and norms.
 
 A recomputation draws the random numbers of its forward, and does not update running statistics
 again. The layer `Draw` (../../parts/draw.py) records the random numbers of first forward passes,

@@ -141,8 +141,8 @@ def set_back(x: Tensor) -> Tensor:
 def sometimes(x: Tensor) -> Tensor:
     """Draw random numbers, but only in some micro-batches.
 
-    A worker learns from the first micro-batch whether its layers draw. If a later micro-batch
-    differs, the worker raises an error.
+    A worker thread learns from the first micro-batch whether its layers draw random numbers. If
+    a later micro-batch does not agree, the worker raises an error.
     """
     if x.detach()[0, 0] > 5:
         return torch.rand_like(x)
@@ -181,7 +181,10 @@ def layers(draw: Drawn = uniform_in_place) -> nn.Sequential:
 
 
 def alone(layer: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds layers. Only `layer`, in the second partition, can draw."""
+    """Return a function that builds layers, where only `layer` can draw random numbers.
+
+    `layer` is in the second partition.
+    """
     return made(linear, nn.Tanh, layer, nn.Tanh, linear)
 
 

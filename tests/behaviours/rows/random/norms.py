@@ -1,6 +1,6 @@
-"""Rows (test cases) with norms, whose running statistics count each micro-batch only once.
+"""Rows (test cases) with norms: a recomputation does not update running statistics again.
 
-Deferred batch norms count each mini-batch once.
+A deferred batch norm updates them once for each mini-batch.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Rows (test cases) with PyTorch's tools for training, which work as without a pipeline or raise.
+"""Rows (test cases) with PyTorch's tools for training: with a pipeline, they work or raise errors.
 
 docs/works-with.md shows these rows with their notes. Most of the code that uses the tools is in
 examples/works_with.py.

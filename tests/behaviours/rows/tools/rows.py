@@ -58,7 +58,7 @@ def batches(rank: int = 0) -> Batches:
 
 
 def then(change: Change) -> Use:
-    """Return a use (a function of model and mini-batches) that trains before and after a change."""
+    """Return a function that trains, changes the model, and trains again."""
 
     def use(run: Any, batches: Batches) -> Any:
         losses = train(run, batches)
@@ -81,8 +81,9 @@ def changed(name: str, change: Change, note: str = "", **options: Any) -> Row:
 
 
 def but_graph_never(message: str) -> dict[str, str]:
-    """Return `message` as the expected error on all engines and modes but "graph" with "never".
+    """Return `message` as the expected error, except on the engine "graph" in the mode "never".
 
-    Only there, a mini-batch has a single autograd graph. Elsewhere, each task has its own graph.
+    In that case only, a mini-batch has a single autograd graph. In all other cases, each task has
+    its own graph.
     """
     return dict.fromkeys(("workers", "ranks", "always", "except_last"), message)

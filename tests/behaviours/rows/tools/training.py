@@ -36,7 +36,7 @@ def backend(graph: Any, inputs: object) -> Any:
 
 
 def train_compiled(run: nn.Module, batches: Batches, compiled: bool) -> Any:
-    """Train, and check whether `torch.compile` has compiled something, as `compiled` says.
+    """Train, and assert that `torch.compile` has compiled something if `compiled` is true.
 
     Workers that compile a layer at the same time can compile it more than once.
     """
