@@ -23,7 +23,7 @@ settings.register_profile(
     "suite",
     deadline=None,  # tests do not measure times
     derandomize=True,
-    # This check looks at the clock, and would fail on a busy machine.
+    # This check measures time, and fails on a busy machine.
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("suite")
@@ -81,7 +81,7 @@ def few(tests: list[Any], size: int) -> list[Any]:
         return tests
     rows = []
     for test in tests:
-        # A parameter's value is the same object in all tests that have it.
+        # All tests with the same value of a parameter have the same object.
         row = {name: id(value) for name, value in test.callspec.params.items()}
         rows.append(row)
     return [tests[k] for k in covering(rows, size)]

@@ -26,7 +26,7 @@ from torchgpipe.trace.parts import Slots
 from .ranks import Rank, current
 
 WRITTEN_DOWN = ("first", "second")
-"""The attributes in which layers of tests/behaviours/parts/draw.py write down what they drew."""
+"""The attributes in which layers of tests/behaviours/parts/draw.py record their random numbers."""
 
 
 class Everywhere(nn.Module):
@@ -116,7 +116,7 @@ class Everywhere(nn.Module):
             return _Outputs(result, slots.again(), own)
 
         outputs: _Outputs = self.on_all(run)[last]
-        # On the last rank, return the output itself, which has its own memory.
+        # On the last rank, use the output itself, with its own memory, and not a copy.
         shown = [y.detach() for y in (own if self.rank == last else outputs.tensors)]
         if True in outputs.needs:
             done = _Done(self, own, [*copies.values()])

@@ -29,7 +29,7 @@ ON_GPUS = [
 ]
 # The CPU is a second device, so that tensors are copied and streams wait even with one GPU.
 WITH_HOST = [on("cpu", "cuda:0"), on("cuda:0", "cpu"), on("cuda:0", "cpu", "cuda:0", "cpu")]
-# Ranks that share a GPU send through pinned memory. Ranks that have one GPU each send by NCCL.
+# Ranks that share a GPU send tensors through pinned memory. Ranks with one GPU each use NCCL.
 RANKS = [on("cuda:0", "cuda:0", "cuda:0", "cuda:0"), on("cuda:0", "cuda:1", "cuda:2", "cuda:3")]
 
 

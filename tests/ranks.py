@@ -131,7 +131,7 @@ class Rank:
         self._test = 0
 
     def __reduce__(self) -> Any:
-        return current, ()  # a copy is itself
+        return current, ()  # a copy of this object is the object itself
 
     def serve(self, config: pytest.Config, items: Sequence[pytest.Item], output: int) -> NoReturn:
         """Run tests until the test run ends, with stdout and stderr in the file `output`."""
@@ -187,7 +187,7 @@ class Rank:
 
     def exchange(self, n: int, value: Any) -> list[Any]:
         """Send a value to the first n ranks, and return the values of these ranks."""
-        with torch.device("cpu"):  # a test may have another default
+        with torch.device("cpu"):  # a test can have another default device
             self._link.send((n, pickle.dumps(value)))
             found = self._received.get()
             assert found is not None, "another rank has ended the test"

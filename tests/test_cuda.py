@@ -237,7 +237,7 @@ def test_a_stream_of_the_callers_own(devices: Places, checkpoint: Any) -> None:
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("devices", ON_GPUS)  # not with the host: a copy to it waits
+@pytest.mark.parametrize("devices", ON_GPUS)  # not with the CPU: a copy to the CPU waits
 def test_no_host_synchronization_within_a_step(devices: Places, checkpoint: Any) -> None:
     model = GPipe(layers(), balance(devices), devices=devices, chunks=4, checkpoint=checkpoint)
     x = torch.randn(8, 16, device=model.devices[0])

@@ -91,7 +91,7 @@ def allocated(
     )
     optimizer = None if make is None else make(model.parameters(), lr=0.1)
     x = torch.randn(setup.batch_size, WIDTH, device=devices[0])
-    for _ in range(2):  # the prediction is of the second step, and of every later one
+    for _ in range(2):  # the prediction is for the second step and for every later step
         model.zero_grad()
         for d in devices:
             torch.cuda.synchronize(d)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDE_BY_SIDE = 15
-"""The greatest number of Python files in a folder, beside its `__init__`."""
+"""The largest number of Python files in a folder, not counting `__init__.py`."""
 LONGEST = 350
-"""The greatest number of lines of a Python file."""
+"""The largest number of lines in a Python file."""
 
 
 def files() -> list[Path]:

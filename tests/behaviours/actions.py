@@ -79,7 +79,7 @@ def in_turn(pipe: Pipe) -> Found:
 
 
 def in_autocast(pipe: Pipe) -> Pipe:
-    # With its cache, autocast would add up gradients in bfloat16.
+    # If autocast caches the casts of weights, gradients are added up in bfloat16.
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         return pipe.step()
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 REORDERED = 1e-5
-"""The tolerance for gradients added up in another order, relative to the maximum of a tensor."""
+"""The tolerance for gradients that are added up in another order, relative to a tensor's maximum."""
 
 ZERO = 1e-8
-"""A number added to the maximum, because smaller differences are rounding errors of zero."""
+"""A number that is added to the maximum. Smaller differences are rounding errors of zero."""
 
 
 def found(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 Tensors = dict[str, Tensor | None]
 Found = Mapping[str, Tensor | bool | None]
-"""The results of a pipeline, or of a rank's part, by name: tensors, and whether a claim holds."""
+"""The results of a pipeline, or of one rank, by name: tensors, and whether a claim is true."""
 
 
 class NotOffered(Exception):
@@ -108,8 +108,7 @@ class Pipe(ABC):
     """
 
     package = ""
-    """The folder of the pipeline's code. An error with a message counts as a refusal if it comes
-    from there.
+    """The folder of the pipeline's code. An error with a message that is raised there is a refusal.
     """
     ranks = False
     """Whether each partition runs in a separate process."""

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from ..plain import Plain, piped
 from .compare import REORDERED, differences
 
-# torch.compile raises this warning with plain layers, too: it looks at all attributes of tensors.
+# torch.compile gives this warning with plain layers, too, because it reads all tensor attributes.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 CHUNKS = 4

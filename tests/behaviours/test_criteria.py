@@ -158,7 +158,7 @@ CRITERIA: dict[str, Callable[[Net], Criterion]] = {
     "the model, without gradients": of(consistent),
     "nothing, of some micro-batches": of(sometimes_nothing),
 }
-"""What a criterion uses, and the function that makes the criterion of a net."""
+"""For each thing that a criterion can use, a function that makes the criterion for a net."""
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "uses the gradient of its parameter": ("as weights",),
     "the default type was": ("a type",),
 }
-"""Patterns of refusals, and the kinds of layers or steps that justify each."""
+"""Patterns of allowed errors, and for each the kinds of layers or steps that justify it."""
 
 
 class Refused(Exception):
@@ -78,7 +78,7 @@ class Unmodified(Plain):
     """
 
     def run(self, value: Any) -> Any:
-        # A deep copy keeps the strides. With other strides, sums would be in another order.
+        # A deep copy keeps the strides. With other strides, sums have another order.
         with saved_tensors_hooks(lambda x: copy.deepcopy(x.detach()), lambda x: x):
             parts = self.split(value)
             if len(parts) > 1:
@@ -87,7 +87,7 @@ class Unmodified(Plain):
 
     def split(self, value: Any) -> list[Any]:
         if isinstance(value, Tensor):
-            # A clone, because a view of a leaf cannot be changed in place.
+            # Return a clone, because a view of a leaf cannot be changed in place.
             return [part.clone() for part in super().split(value)]
         parts = {id(x): self.split(x) for x in value}
         return list(zip(*(parts[id(x)] for x in value), strict=True))
@@ -134,7 +134,7 @@ def forward(
         with AROUND[step.modes[0]]() as mode:
             results = [call(value) for value in given]
         for result in results:
-            # `clone`, because an output may be a buffer.
+            # Clone outputs, because an output can be a buffer.
             outputs += [y.clone() for y in tensors(result)]
     shown = []
     for y in outputs:
@@ -228,7 +228,7 @@ def assert_equals_plain(case: Case) -> None:
         try:
             plain_inputs, plain_shown, plain_outputs = forward(plain, case, step, k)
         except RuntimeError:
-            with refusing():  # the pipeline must refuse now, if it has not yet
+            with refusing():  # the pipeline must raise an error now, if it has not raised one yet
                 backward(model, step, inputs, outputs)
             # Or only the pipeline works: plain layers change a view of a parameter in place, and a
             # partition has a copy instead of the view.

@@ -232,7 +232,7 @@ class Keyboard:
 
     def _hear(self, *_: object) -> None:
         now = time.monotonic()
-        # A second signal counts when the first one has had its effect.
+        # A second signal counts only after the first signal has had its effect.
         if self.times and now - self._latest > 0.2:
             self.times, self._latest = self.times - 1, now
             raise KeyboardInterrupt

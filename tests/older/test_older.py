@@ -1,4 +1,7 @@
-"""Pickled pipelines and saves of revision 414bf55 load, and its seeds draw the same numbers."""
+"""Files of revision 414bf55 of this library can be loaded: pickled pipelines and saved states.
+
+Seeds draw the same random numbers as in that revision.
+"""
 
 import shutil
 from collections.abc import Iterator

@@ -30,7 +30,7 @@ STEADY = (0.999, 1.001, 0.99, 1.01, 0.995, 1.005, 0.998, 1.002)
 Speeds = Callable[[Row], Sequence[float] | str | None]
 """A function that returns the samples/s of each step of a row.
 
-For a row without steps it returns the status, and for a row without a result it returns `None`.
+For a row without steps, it returns the status. For a row without a result, it returns `None`.
 """
 
 

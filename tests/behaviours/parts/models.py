@@ -41,7 +41,7 @@ INPUTS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "with integers": with_integers,
     "twice": twice,
 }
-"""Kinds of input, each made from a leaf tensor."""
+"""Functions that make an input of each kind from a leaf tensor."""
 
 
 # More kinds of layers: layers of test rows, changed for 64-bit numbers and for a single sample.
@@ -99,7 +99,7 @@ AROUND: dict[str, Callable[[], Any]] = {
     "a count": partial(Watching, once),
     "a device": partial(torch.device, "meta"),
 }
-"""Modes around a forward or a backward."""
+"""Functions that make the PyTorch mode around a forward or a backward."""
 
 FORKS = TO_SEVERAL | {"squares", "half detached", "transformer", "swap", "own norm"}
 USE_TWICE = {

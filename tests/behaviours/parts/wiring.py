@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torchgpipe.skip import pop, skippable, stash
 
 Stashes = Mapping[str, Callable[[Tensor, Tensor], Tensor | None]]
-"""By the name of a skip, a function that computes what to stash of a layer's input and output."""
+"""For each skip's name, a function of a layer's input and output that returns what is stashed."""
 Pops = Mapping[str, Callable[[Tensor, Tensor], Any]]
-"""By the name of a skip, a function that combines a layer's output with the popped skip."""
+"""For each skip's name, a function that combines a layer's output with the popped skip."""
 
 
 def merge(value: Any, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -79,7 +79,7 @@ def tied_over() -> nn.Sequential:
     return build()
 
 
-# What is done with the model.
+# Uses of the model.
 
 
 def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
@@ -221,7 +221,7 @@ NOTICED_IN_RECOMPUTATION = {
 # The loss uses a copy of the model twice. With plain layers, autograd adds up the gradients of both
 # uses before it writes to `.grad`. A pipeline adds the gradient of each use to `.grad` separately.
 ROWS = [Row("two pipelines in one loss", normed(linear), use=in_one_loss, tolerance=REORDERED)]
-# Both engines go backward for each inner micro-batch: gradients are added up in another order.
+# Both engines run backward for each inner micro-batch, so gradients are added in another order.
 for engine in ("graph", "workers"):
     for mode in MODES:
         row = Row(
@@ -249,7 +249,7 @@ for what, also in (
         ROWS.append(row)
 for what, one, but in (
     ("one generator", True, ("workers", "one partition")),
-    # A single micro-batch draws the numbers of a plain run, from the generator of all threads.
+    # A single micro-batch draws the numbers that plain layers draw, from the global generator.
     ("each its own", False, ("graph", "one partition", "one micro-batch")),
 ):
     row = Row(

@@ -231,7 +231,7 @@ AROUND_A_NORM = r"checkpoint\(use_reentrant=False\) around a batch norm"
 
 ROWS = [
     Row("attention in evaluation mode", evaluating_attention, sequences),
-    # The pipeline's forward then runs within its own backward.
+    # In this case, the pipeline's forward runs within its own backward.
     Row(
         "`torch.utils.checkpoint` around the pipeline",
         use=within_checkpoint,

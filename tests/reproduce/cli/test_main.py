@@ -35,7 +35,7 @@ from ..made import one_line, record, row
 SCREEN = 24  # the number of lines of a terminal
 NAMES = tuple(EXPERIMENTS)
 PRESS = partial(signal.raise_signal, signal.SIGINT)
-PATIENCE = 300  # seconds; only a hang takes as long
+PATIENCE = 300  # seconds; only a test that hangs takes as long
 RUN_HERE = {
     "state": "finished",
     "command": ["run"],

@@ -22,7 +22,7 @@ from ..tiny import Words
 Tiny = Mapping[str, Experiment]
 SCRIPT = str(Path(__file__).parents[1] / "tiny.py")
 SMALL = ("--on", "cpu", "--scale", "small")
-PATIENCE = 300  # seconds; only a hang takes as long
+PATIENCE = 300  # seconds; only a test that hangs takes as long
 TASKS = get_args(Kind)[:3]
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -45,7 +45,7 @@ def order_in(trace: Path) -> list[tuple[int, str, int]]:
     """Return the device, the kind and the micro-batch of each task in a trace, ordered by time."""
     whole = json.loads(trace.read_text())
     (seconds,) = whole["otherData"]["step_seconds"]
-    step = 1e6 * seconds + 0.001  # microseconds, and what rounding may add
+    step = 1e6 * seconds + 0.001  # microseconds, and a possible rounding error
     tasks = []
     for event in whole["traceEvents"]:
         if event["ph"] == "X" and event["cat"] in TASKS:

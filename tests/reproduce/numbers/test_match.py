@@ -19,7 +19,7 @@ N2M4 = "tg-amoebanetd-speed/n2m4"
 
 
 Shape = list[tuple[str, dict[int, str]]]
-"""The label of each line and, by the side's number, the rows on it."""
+"""The label of each line, and the rows on the line by the number of the side."""
 
 
 def lines(*sides: list[Record]) -> list[Line]:

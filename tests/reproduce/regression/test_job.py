@@ -111,7 +111,9 @@ TWO: Cases = {
 THREE: Cases = {"a": {"base": (0, ("a",)), "head": (1, ("a",)), "third": (0, ("c",))}}
 GONE = "ImportError: gone"
 Texts = dict[tuple[int, str, int], str]
-"""Texts that are sent instead of an answer, by side, argument of the request, and its number."""
+"""Texts that a side sends instead of an answer. The key is the side, the request's argument, and
+how often this request came before.
+"""
 
 
 class Fake:

@@ -235,7 +235,7 @@ BOTH = ["run 2020", "run 2021"]
     [
         ([run("2020", 1, 1), run("2021", 1, 1)], ["run 2021"]),
         ([run("2021", 1, 1), run("2020", 1, 1)], ["run 2021"]),
-        # A run of a single row does not hide the whole table.
+        # A newer run of a single row does not hide an older run of the whole table.
         ([run("2020", 1, 1), run("2021", 1)], ["run 2020"]),
         ([run("2020", 1, 1), run("2021", 1, 0)], ["run 2020"]),
         ([run("2020", 1, 1), run("2021", 1, 1, others=[0.2])], ["run 2020"]),

@@ -131,7 +131,7 @@ HARMLESS: dict[str, tuple[Callable[[], nn.Module], Change]] = {
     "a forward pre-hook": (nn.LeakyReLU, add_pre_hook),
     "what a tool writes on a layer": (nn.LeakyReLU, write_on_last),
 }
-"""Changes that have no effect, and the last layer of the model that each is made in."""
+"""Changes that have no effect, and for each change the last layer of the model."""
 
 
 # Changes that are refused.
@@ -175,7 +175,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Change, str]] = {
     "a parametrization": (nn.Tanh, parametrize_inside, "was replaced"),
     "a setting of a layer": (nn.LeakyReLU, change_setting, SLOPE),
 }
-"""Changes that the recomputation refuses, or autograd, as without a pipeline: and the error."""
+"""For each change that raises an error: the model's last layer, the change, and the error.
+
+The recomputation raises the error, or autograd raises it like without a pipeline.
+"""
 
 ROWS: list[Row] = []
 for what, (last, change) in HARMLESS.items():

@@ -16,7 +16,7 @@ from ...parts.layers import WIDTH, Do, linear, made
 from ...row import Row, amid, steps
 
 LARGE = buffers.SMALL // 4 + 1
-"""The number of elements of a buffer that is just too large to be a small one for the guards."""
+"""The number of elements of a buffer just too large to be a small buffer for the pipeline."""
 
 
 def three(name: str, layers: Callable[[], nn.Sequential], **options: Any) -> Row:

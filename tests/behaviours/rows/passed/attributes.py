@@ -16,7 +16,7 @@ from .skips import stashing
 from .tensors import of
 
 HERE: Any = type("Here", (Pair,), {})
-"""A named tuple that is no attribute of a module, so that a process cannot find it by name."""
+"""A named tuple class that is not an attribute of a module. Other processes cannot import it."""
 
 
 def marked(x: Tensor, **attributes: Any) -> Tensor:
