@@ -88,7 +88,9 @@ def few(tests: list[Any], size: int) -> list[Any]:
 
 
 def covering(rows: Sequence[Mapping[Any, Hashable]], size: int) -> set[int]:
-    """Return the indices of a few rows that cover all combinations of `size` values.
+    """Return the indices of a few rows that have all combinations of `size` values.
+
+    A row is the dictionary of a test's parameters.
 
     The row with the most new combinations is chosen next. Among equal rows, a fixed random order
     decides. Without this order, the value that varies slowest is always combined with the first

@@ -89,9 +89,9 @@ class Ranks:
         return []
 
     def _answer(self, offered: dict[int, tuple[int, bytes]], told: dict[int, str]) -> None:
-        """Send the ranks that wait in `Rank.exchange` the values of all these ranks.
+        """Answer the ranks that wait in `Rank.exchange`, with the values of all waiting ranks.
 
-        If one of these ranks has ended the test, send `None`.
+        If another rank of the exchange has ended the test, the answer is `None`.
         """
         if not offered:
             return

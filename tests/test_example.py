@@ -103,8 +103,8 @@ def test_fewer_ranks_and_restarts(tmp_path: Path) -> None:
 
     The training starts on two nodes of two ranks. First, one node is killed, and the other node
     continues with another balance. Then a rank is killed while it saves, and later a rank raises
-    an error. At last, the test itself starts two ranks, which continue. The model has no dropout,
-    because dropout masks depend on the balance.
+    an error. At last, the test itself starts two ranks, and these ranks continue the training. The
+    model has no dropout, because dropout masks depend on the balance.
     """
     alone = started(*training(6, tmp_path / "alone"), "--partitions", "4", faults=[None])
     with socket.socket() as probe:

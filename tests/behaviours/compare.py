@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 REORDERED = 1e-5
-"""The tolerance for gradients that are added up in another order, relative to a tensor's maximum."""
+"""The tolerance for gradients added up in another order, relative to the maximum of a tensor."""
 
 ZERO = 1e-8
 """A number that is added to the maximum. Smaller differences are rounding errors of zero."""

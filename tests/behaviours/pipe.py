@@ -70,8 +70,8 @@ class Training:
         optimizer: A function that makes an optimizer for the given parameters.
         clip: The norm to which `Pipe.train` clips gradients.
         sample: An input of one micro-batch, with which the module is traced.
-        refused: For each engine of this library that refuses, a pattern of the error.
-        unlike: The reason why results of this library differ.
+        refused: For each engine of this library that must raise an error, a pattern of the error.
+        unlike: The reason why results of this library differ from plain layers, if they differ.
         tolerance: The tolerance for this library, as in compare.py.
     """
 
@@ -129,13 +129,13 @@ class Pipe(ABC):
         """
 
     def again(self, **changes: Any) -> Pipe:
-        """Return a new pipeline for the same test row, with some fields of the row changed."""
+        """Return a new pipeline for the same test case, with some fields of the row changed."""
         return type(self)(replace(self.row, **changes), self.folder)
 
     def step(self, *given: Any) -> Pipe:
         """Run forward and backward with a mini-batch, and record the loss.
 
-        By default, use the mini-batch of the test row.
+        By default, use the mini-batch of the test case.
         """
         x, target = given or self.row.given()
         self.module.train()
@@ -151,7 +151,7 @@ class Pipe(ABC):
         return self.module(x)
 
     def evaluate(self, *given: Any) -> Pipe:
-        """Run forward in eval mode without gradients. Record the output on the rank that has it."""
+        """Run forward in eval mode without gradients. The rank that has the output records it."""
         x, _ = given or self.row.given()
         self.module.eval()
         with torch.no_grad():
@@ -182,7 +182,7 @@ class Pipe(ABC):
             dist.barrier()
 
     def load(self) -> None:
-        """Load the files that another pipeline of the same test row has saved.
+        """Load the files that another pipeline of the same test case has saved.
 
         With an optimizer, both pipelines need the same balance.
         """
@@ -220,7 +220,7 @@ class Pipe(ABC):
 
 
 def rank() -> int:
-    """Return this process' rank; 0 where there is one process."""
+    """Return the rank of this process, which is 0 if there is only one process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

@@ -152,8 +152,8 @@ class Case(NamedTuple):
 def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
     """Return a few ways to run each row (test case): variation, engine and mode of checkpointing.
 
-    For each row, every variation, every engine and every mode occurs. With `pairs`, every
-    combination of two of them occurs.
+    For each row, every variation, every engine and every mode occurs. With `pairs`, every pair of
+    two values occurs, for example every engine with every mode.
     """
     found = []
     for r, row in enumerate(rows):
@@ -169,7 +169,7 @@ def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
 
 
 def made(row: Row) -> tuple[nn.Sequential, Any]:
-    """Return the model and the input of a test row, with the same numbers at every call."""
+    """Return the model and the input of a test case, with the same numbers at every call."""
     torch.manual_seed(0)
     return row.layers(), row.given()
 
@@ -177,7 +177,7 @@ def made(row: Row) -> tuple[nn.Sequential, Any]:
 def unlike(
     row: Row, variation: str, engine: str, checkpoint: str, devices: Sequence[str] = ("cpu",)
 ) -> list[str]:
-    """Run a test row with a pipeline and with plain layers, and return the differences.
+    """Run a test case with a pipeline and with plain layers, and return the differences.
 
     If the pipeline must raise an error, return the names of gradients that exist after the error.
     Partitions are placed on the given devices in turn. The plain layers are on the first device.

@@ -253,7 +253,7 @@ def assert_equals_plain(case: Case) -> None:
 
 
 def verdict(case: Case) -> str:
-    """Check a case. Return "equal", or "refused: ..." if the pipeline raised an allowed error."""
+    """Check a case. Return "equal", or "refused: ..." if the pipeline raised an expected error."""
     try:
         assert_equals_plain(case)
     except Refused as refused:
@@ -271,7 +271,7 @@ def verdict(case: Case) -> str:
     "engine, n", [("one process", None), ("ranks", 2), ("ranks", 3), ("ranks", 4)]
 )
 def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> None:
-    """Check generated cases, and print how many were equal and how many were refused."""
+    """Check generated models, and print how many were equal, and how many raised which error."""
     one = n is None
 
     def check(case: Case) -> str:

@@ -92,14 +92,14 @@ def test_shapes_on_meta(checkpoint: str, training: bool, deferred: bool) -> None
 
 
 def left(row: Training, pipe: type[Pipe], folder: Path) -> Any:
-    """Run a row of training with a pipeline, and return the results."""
+    """Run a row (test case) of training with a pipeline, and return the results."""
     folder.mkdir()
     found = row.action(pipe(row, folder))
     return found.found() if isinstance(found, Pipe) else found
 
 
 def mode_of(row_mode: str, checkpoint: str) -> str:
-    """Return the mode of checkpointing to test: "always" if a row needs it, or `checkpoint`."""
+    """Return the mode of checkpointing: "always" if the test case needs it, or `checkpoint`."""
     return "always" if row_mode == "always" else checkpoint
 
 

@@ -1,6 +1,6 @@
 """Tests of `benchmarks.conformance`, which checks what pipelines of several projects compute.
 
-The benchmark finds planted faults, says what is wrong, and runs a few of its rows.
+The benchmark finds planted faults, and says what is wrong. A few of its test cases are run.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The caller gets an error of a task once and promptly, and can use the pipeline again afterwards.
 
-When a pipeline is deleted, nothing of it remains. Misuse that is refused before a task runs is
-tested with the module that refuses the misuse.
+When a pipeline is deleted, nothing of it remains in memory. Errors that are raised before a task
+runs are tested in the tests of the module that raises them.
 """
 
 import operator
@@ -51,7 +51,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 
 
 class Journal:
-    """A record of the tasks that start, which raises an error in one of the tasks.
+    """A record of the tasks that start. It also raises an error in a given task.
 
     Layers tell the journal when a task starts. A task that starts while another task fails waits
     until the engine knows of the error. So the number of these tasks does not depend on the timing

@@ -1,6 +1,6 @@
 """Files of revision 414bf55 of this library can be loaded: pickled pipelines and saved states.
 
-Seeds draw the same random numbers as in that revision.
+With the same seed, a pipeline draws the random numbers that it drew in that revision.
 """
 
 import shutil

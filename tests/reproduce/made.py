@@ -48,7 +48,7 @@ def timed(steps: Sequence[float]) -> dict[str, list[float]]:
 
 
 def row(name: str, seconds: float | Sequence[float] | None = None, **changes: Any) -> Result:
-    """Make the measured result of a row.
+    """Make the measured result of a row (a configuration).
 
     Args:
         name: The name of the row.
@@ -75,7 +75,10 @@ def ran(
     emulated: bool = False,
     **values: Any,
 ) -> list[Result]:
-    """Make a result for each row of an experiment. A value can be a function of the row."""
+    """Make a result for each row of an experiment.
+
+    Each of `values` is a value for all rows, or a function that takes a row.
+    """
     experiment = EXPERIMENTS[name]
     made = []
     for row in experiment.scale(scale).rows:
@@ -117,7 +120,7 @@ def ran(
 
 
 def emulated(row: Result, **changes: Any) -> Result:
-    """Return a measured result, changed into an emulated result."""
+    """Return a copy of a measured result that is marked as emulated."""
     return replace(row, status="emulated", emulated=True, **changes)
 
 

@@ -42,9 +42,9 @@ KEPT = (
 
 
 def tiny(experiment: Experiment, name: str) -> Experiment:
-    """Return a copy of an experiment with a new name and smaller sizes at the scale `small`.
+    """Return a copy of an experiment with a new name, smaller models and smaller batches.
 
-    The scale `paper` gets smaller sizes, too, unless the experiment measures memory.
+    If the experiment measures memory, its scale `paper` keeps the original sizes.
     """
 
     def smaller(scale: Scale) -> Scale:

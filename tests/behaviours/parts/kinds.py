@@ -1,4 +1,4 @@
-"""Kinds of layers for generated test models. A pipeline can get each kind wrong in its own way.
+"""Kinds of layers for generated test models, each with a behaviour that a pipeline can get wrong.
 
 Inputs and outputs have the shape `(N, WIDTH)`. Some layers return or take tuples of tensors.
 """

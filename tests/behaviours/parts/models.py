@@ -44,7 +44,7 @@ INPUTS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
 """Functions that make an input of each kind from a leaf tensor."""
 
 
-# More kinds of layers: layers of test rows, changed for 64-bit numbers and for a single sample.
+# More kinds of layers: layers of test cases, changed for 64-bit numbers and for a single sample.
 
 
 def by_numpy(layer: Any) -> None:

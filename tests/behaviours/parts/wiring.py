@@ -18,7 +18,7 @@ Pops = Mapping[str, Callable[[Tensor, Tensor], Any]]
 
 
 def merge(value: Any, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Reduce all tensors but the first to one mean for each sample, and add them to the first."""
+    """Add to the first tensor the mean of each sample in all other tensors."""
     total, *others = (value,) if isinstance(value, Tensor) else value
     for x in others:
         rows = x.to(total.dtype).reshape(len(x), -1)
@@ -118,9 +118,9 @@ class OnFirst(nn.Module):
 
 
 def with_skips(layer: nn.Module, stashes: Stashes, pops: Pops) -> Any:
-    """Make a layer stash (store) and pop (take) skips, by one function for each skip's name.
+    """Make a layer stash (store) and pop (take) skips.
 
-    The functions are like those in `STASHES` and `POPS`.
+    For each skip's name, there is a function, like the functions in `STASHES` and `POPS`.
     """
 
     @skippable(stash=stashes, pop=pops)

@@ -1,4 +1,7 @@
-"""The gate (check) of counts: a training step runs exactly the counts in the committed file."""
+"""Tests of the gate (check) of counts, such as the number of operators in a training step.
+
+The counts have to be equal to the counts in the committed file.
+"""
 
 import json
 from collections import Counter

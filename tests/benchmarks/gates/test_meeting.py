@@ -1,6 +1,6 @@
-"""The gate (check) of overlap: tasks that can run at the same time do run at the same time.
+"""Tests of the gate (check) of overlap: tasks that can run at the same time do so.
 
-If a test plants a fault that prevents overlap, the gate names the tasks.
+If a planted fault prevents overlap, the gate names the tasks.
 """
 
 import subprocess
@@ -28,7 +28,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def test_the_gate() -> None:
-    """The gate passes. It runs in another process, because it forks."""
+    """The gate passes. The test runs it in another process, because it forks."""
     command = [sys.executable, "-m", "benchmarks.gates.meeting"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
@@ -157,7 +157,7 @@ def test_a_planted_loss_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_missed_once_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scene fails if an overlap is missing even after many looks. One failure is printed."""
+    """The gate fails if an overlap is missing even after many attempts. One failure is printed."""
 
     class Slow:
         def run(self, scene: Scene, looks: int) -> str | None:

@@ -23,7 +23,7 @@ UNDECIDED = "no row could be decided, so nothing shows that there is no regressi
 
 
 def published(seconds: float) -> list[Result]:
-    """Make two measured rows. In the published table, the second row is 1.54 times as fast."""
+    """Make two measured results. In the published table, the second row is 1.54 times as fast."""
     fields = {"experiment": "amoebanet-speed", "over": "naive"}
     naive = row("naive", 1.0, published="tg-amoebanetd-speed/n2m1", **fields)
     gpipe = row("GPipe", seconds, published="tg-amoebanetd-speed/n2m4", **fields)
@@ -39,8 +39,8 @@ def sized(n: int, m: int, seconds: float | list[float], **changes: Any) -> Resul
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change into a folder with records of runs.
 
-    The records `a`, `b` and `c` have rows of several sizes. `b` is twice as fast as `a` at m=4, and
-    `c` lacks some rows.
+    The records `a`, `b` and `c` have results for several sizes. `b` is twice as fast as `a` with
+    four micro-batches (m=4), and `c` lacks some results.
     """
     monkeypatch.chdir(tmp_path)
     new = row("new", 1.0, config={"partitions": 4, "chunks": 1})

@@ -108,7 +108,7 @@ def test_numbers_change_a_plan(function: str, option: str, command: Any) -> None
 def test_a_run_is_predicted_row_by_row(
     hardware: str, how: str, tmp_path: Path, command: Any
 ) -> None:
-    """`predict --run` predicts each row of a recorded run.
+    """`predict --run` predicts each row (configuration) of a recorded run.
 
     The run of this test has a small model and published balances.
     """

@@ -1,4 +1,4 @@
-"""Commands refuse wrong options with one line and exit code 2, and run and write nothing."""
+"""For wrong options, commands print one line, exit with code 2, and run and write nothing."""
 
 import shlex
 import shutil

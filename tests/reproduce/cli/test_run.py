@@ -79,7 +79,10 @@ def check_run(run: Run | None, page: str) -> None:
 
 
 def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
-    """`run` measures and emulates the chosen rows, and writes a record, a page and traces."""
+    """`run` measures and emulates the chosen rows (configurations).
+
+    It writes a record, a page and traces.
+    """
     folder = Path("new/folder")
     options = ["--steps", "2", "--out", str(folder), "--trace", "t.png"]
     for name in ROWS:
@@ -137,7 +140,7 @@ def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
 
 
 def test_words_from_end_to_end(tiny: Tiny, command: Any) -> None:
-    """With every engine, the loss of a row is equal to the loss of the module itself."""
+    """With every engine, the recorded loss is equal to the loss of the module itself."""
     options = "--engine threads --engine ranks --steps 1 --out runs"
     command("run", "tiny-words", *SMALL, *options.split())
 

@@ -1,6 +1,7 @@
-"""Tests of experiments: their rows agree with the published tables and with committed runs.
+"""Tests of experiments, which are lists of rows (configurations to run).
 
-By default, an experiment runs at the largest scale that fits the devices.
+The rows agree with the published tables and with committed runs. By default, an experiment runs at
+the largest scale (set of sizes) that fits the devices.
 """
 
 import re
@@ -79,7 +80,7 @@ def test_paper_scale_is_the_published_table(experiment: Experiment) -> None:
 
 
 def newest_run(experiment: Experiment, rows: list[str]) -> tuple[Run, list[Result]]:
-    """Return the newest committed run with all rows of an experiment, and the run's results."""
+    """Return the newest committed run that has all rows of an experiment, and the run's results."""
     for record in reversed(RUNS):
         results = [each for each in record.results if each.experiment == experiment.name]
         names = dict.fromkeys(each.row for each in results)
@@ -90,7 +91,10 @@ def newest_run(experiment: Experiment, rows: list[str]) -> tuple[Run, list[Resul
 
 @pytest.mark.parametrize("experiment", ALL, ids=name_of)
 def test_the_newest_committed_run_has_the_rows_that_are_run_now(experiment: Experiment) -> None:
-    """The test does not compare balances and links, because they depend on the machine."""
+    """The newest committed run of an experiment has the configurations that the code runs now.
+
+    Balances and links are not compared, because they depend on the machine.
+    """
     scale = experiment.scale("small")
     rows = {row.name: row for row in scale.rows}
 
@@ -114,7 +118,7 @@ def test_the_newest_committed_run_has_the_rows_that_are_run_now(experiment: Expe
 
 @pytest.mark.parametrize("name", ["amoebanet-speed", "unet-speed", "resnet101-speed", "zoo-speed"])
 def test_rows_of_ours_are_the_same_at_both_scales(name: str) -> None:
-    """An experiment's own rows are equal at both scales, except for sizes.
+    """The rows that are not from papers are equal at both scales, except for sizes.
 
     The largest number of micro-batches is 32 at the scale `paper`, and 8 at the scale `small`.
     """

@@ -35,7 +35,7 @@ def only(*sides: Record, **options: Any) -> Comparison:
 
 
 def ratios(comparison: Comparison, side: int = 1) -> dict[str, Any]:
-    """Return the ratio and the verdict of each row, or `None` for a row without a decision."""
+    """Return the ratio and the verdict for each line of a comparison, or `None` if undecided."""
     found: dict[str, Any] = {}
     for each in comparison.rows:
         decision = each.decisions[side]
@@ -211,8 +211,8 @@ def test_what_is_fair_to_compare(name: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "bases"),
     [
-        ("xyz", {"x": "z", "y": "z", "z": "z"}),  # z is the base, because all rows name z
-        ("xy", {"x": "x", "y": "x", "z": "z"}),  # without z, the first row that all sides have
+        ("xyz", {"x": "z", "y": "z", "z": "z"}),  # the base is z, because all rows name z
+        ("xy", {"x": "x", "y": "x", "z": "z"}),  # without z, the base is the first row of all sides
     ],
 )
 def test_what_rows_are_divided_by(rows: str, bases: dict[str, str]) -> None:

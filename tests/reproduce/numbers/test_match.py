@@ -1,6 +1,6 @@
-"""Tests of `match`, which puts rows of several records with the same configuration on one line.
+"""Tests of `match`, which finds results of several records that have the same configuration.
 
-The order, the names and the records of the rows do not matter.
+The order, the names and the records of the results do not matter.
 """
 
 from typing import Any
@@ -43,9 +43,9 @@ def published(row: str, experiment: str = "tg-amoebanetd-speed", **config: Any) 
 
 
 def reproducing(name: str, **changes: Any) -> Record:
-    """Make a record with a row that reproduces a published row.
+    """Make a record with a result that reproduces a published result.
 
-    The configuration of the row is the published configuration with the given changes.
+    The configuration is the published configuration with the given changes.
     """
     config = {**CONFIG, **changes}
     return record(row(name, 1.0, experiment="amoebanet-speed", published=N2M4, config=config))
@@ -54,7 +54,7 @@ def reproducing(name: str, **changes: Any) -> Record:
 PUBLISHED = published("n2m4", **CONFIG, parameters_exact=1)
 
 
-# Two configurations, and whether rows with these configurations share a line.
+# Two configurations, and whether results with these configurations are compared.
 ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({"L": 6, "m": 4}, {"L": 6, "m": 4}, True),
     ({"L": 6, "m": 4}, {"L": 6, "m": 8}, False),
@@ -66,9 +66,9 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
 
 
 def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
-    """If several rows have one configuration, a row is matched with the most similar row.
+    """If several results have one configuration, a result is matched with the most similar one.
 
-    If rows differ only in scale or device, the label names the scale or the device.
+    If results differ only in scale (set of sizes) or device, labels name the scale or the device.
     """
     small, paper = row("x", 1.0, scale="small"), row("x", 1.0, scale="paper", device="meta")
 
@@ -82,7 +82,7 @@ def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
 
 
 def predicted(name: str, in_row: bool) -> Record:
-    """Make a record of a prediction. The hardware is named in the row, or in the record."""
+    """Make a record of a prediction. Name the hardware in the result, or only in the record."""
     if in_row:
         result = row("x", status="predicted", hardware=name)
         return Record(f"x-{name}", "T", "predicted", {}, [result])
@@ -98,8 +98,8 @@ BOTH = record(N2, emulated(N2))
 ENGINES = record(X, row("x", 1.0, engine="ranks"))
 SHARED = {0: "x", 1: "x"}
 WITH_PUBLISHED = {0: "x", 1: "n2m4"}
-# The records of each side of a comparison, and the rows on each line. One side can have run a
-# published row, and another side a smaller version of that row.
+# The records of each side of a comparison, and the names of the results on each line. One side can
+# have a published configuration, and another side a smaller version of that configuration.
 PLACED: dict[str, tuple[list[list[Record]], Shape]] = {}
 for ours, theirs, same in ALIKE:
     sides = [[record(replace(row("one"), config=ours))]]

@@ -1,4 +1,4 @@
-"""Tests of metrics of a row's samples, and of the significance of differences between samples.
+"""Tests of metrics, such as throughput, and of the significance of differences between samples.
 
 The significance test detects real differences. It ignores noise and tiny differences.
 """

@@ -1,6 +1,6 @@
 """Records are read from files, folders, pytest-benchmark's files and git revisions.
 
-If a row has several runs, one run is chosen. Tables of predictions use the chosen runs.
+If a configuration has several runs, one run is chosen. Tables of predictions use the chosen runs.
 """
 
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_pytest_benchmark() -> None:
 
 
 def result(name: str = "n2m1", **changes: Any) -> Result:
-    """Make a result of three steps for a published row, with the given changes."""
+    """Make a result of three steps for a published configuration, with the given changes."""
     fields: dict[str, Any] = {
         "experiment": "amoebanet-speed",
         "scale": "paper",

@@ -215,7 +215,7 @@ def test_what_records_say_is_text_and_no_markup(text: str) -> None:
 
 
 def run(started: str, *steps: int, state: Any = "finished", **changes: Any) -> Record:
-    """Make the record of a run in which the rows have the given numbers of steps."""
+    """Make the record of a run. The first row has the first given number of steps, and so on."""
     results = []
     for i, count in enumerate(steps):
         status = "measured" if count else "failed"
@@ -249,9 +249,9 @@ BOTH = ["run 2020", "run 2021"]
     ],
 )
 def test_one_rule_says_which_run_is_shown(runs: list[Record], best: list[str]) -> None:
-    """The report and a side of a comparison choose the same run for a row.
+    """If there are several runs, the report and `compare` choose the same run.
 
-    If a table has rows of several runs, a note says so.
+    If a table shows several runs, a note says so.
     """
     subjects = find_subjects(runs)
     side = side_of("A", "A", runs)

@@ -71,7 +71,10 @@ class Fake:
 
 
 class Emulated(Fake, Emulation):
-    """A fake emulation. Its name in `raises` is the name of the row, followed by ` emulated`."""
+    """A fake emulation, which runs no model.
+
+    The key of its errors in `raises` is the name of the row, followed by ` emulated`.
+    """
 
     kind = " emulated"
 
@@ -105,11 +108,11 @@ def fake_peak(
 
 
 class Runner:
-    """A function that runs an experiment on two CPU devices, and returns the recorded results.
+    """A callable that runs an experiment on two CPU devices, and returns the recorded results.
 
-    The result is a dictionary by row. An emulated row has the key `NAME emulated`, a row of
-    another engine `NAME ENGINE`, and a model of the published size `NAME paper`. The options
-    `changes` change the experiment's scale `small`.
+    The results are in a dictionary. The key of a result is the name of its row (configuration),
+    followed by ` emulated`, by the name of another engine, or by ` paper` for a model of the
+    published size. `changes` are changed settings of the experiment's scale `small`.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -122,7 +122,7 @@ def cost(task: Task) -> float:
 
 
 def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
-    """Return the times of a row's tasks. Micro-batch k takes as long as micro-batch `like[k]`."""
+    """Return made-up times of tasks, where micro-batch k takes as long as micro-batch `like[k]`."""
 
     def table(kind: Kind, count: int) -> list[list[float]]:
         """Return the costs of the first `count` micro-batches, and zeros for later ones."""
@@ -141,7 +141,7 @@ def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
 
 
 def ran(row: Row) -> Executed:
-    """Return made-up times for the tasks that the emulation runs for a row."""
+    """Return made-up times for the tasks that an emulation runs on the real device."""
     m = shortened(row).micro_batches or 1
     counts: dict[Kind, int] = {"forward": m, "recompute": recomputed(row, m), "backward": m}
     times = {}

@@ -1,6 +1,6 @@
-"""Tests of the engines of `reproduce`: all compute the same losses, and their processes end.
+"""Tests of the engines (pipelines to measure): all engines compute the same losses.
 
-If an engine cannot run a row, the result has a reason.
+The processes of engines end. If an engine cannot run a configuration, the result has a reason.
 """
 
 import os

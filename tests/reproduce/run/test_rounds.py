@@ -1,4 +1,4 @@
-"""Tests of rounds: a round is one step of every row.
+"""Tests of rounds: in each round of a run, every row (configuration) runs one step.
 
 Time limits, and the load by other programs, change the number of rounds.
 """
@@ -20,8 +20,8 @@ from reproduce.run.training import FakeData
 from ..made import one_line
 from .conftest import EVERY, ROWS, Fake
 
-# Settings of a scale. With `LONG`, measured rows take too long. With `ENDED`, the time limit ends
-# the run after the least number of steps.
+# Settings of a run. With `LONG`, measurements take too long. With `ENDED`, the time limit ends the
+# run after the least number of steps.
 LONG = {"warmup": 1, "steps": 1, "least_steps": 8, "seconds": 30.0}
 ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
 
@@ -49,7 +49,7 @@ def test_a_time_limit_bounds_steps_that_nobody_asked_for(
     timed: int,
     said: str | None,
 ) -> None:
-    """If the measurement of rows takes longer than the time limit, the rows are only emulated."""
+    """If measurements take longer than the time limit, the configurations are only emulated."""
     measured = timed + changes.get("warmup", 0) if said is None else 0
 
     found = run("tiny-speed", *steps, **changes)
@@ -104,7 +104,7 @@ def test_a_disturbed_round_is_run_again_while_there_is_time(
 def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(
     fake: type[Fake], run: Any
 ) -> None:
-    """In each round, measured and emulated rows run one step each, in a new order."""
+    """In each round, measured and emulated configurations run one step each, in a new order."""
     rows = tuple(row for row in ROWS if row.equal)
     names = {f"{row.name} emulated" for row in rows}
     names |= {row.name for row in rows if row.devices <= 2}
@@ -131,9 +131,9 @@ def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(
 def test_a_large_row_is_timed_alone(
     fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch, row: str
 ) -> None:
-    """A row that does not fit in memory together with other rows is timed alone.
+    """A configuration that does not fit in memory together with others is timed alone.
 
-    The row runs again when the trainings and data of the other rows have been freed.
+    It runs again when the trainings and data of the other configurations have been freed.
     """
     alive: weakref.WeakSet[FakeData] = weakref.WeakSet()
     most = []

@@ -1,4 +1,7 @@
-"""Tests of `Session`, which runs rows of experiments. Each row gets a result, even if it fails."""
+"""Tests of `Session`, which runs the rows (configurations) of experiments.
+
+Each row gets a result, even if the row fails.
+"""
 
 import contextlib
 import re
@@ -185,9 +188,9 @@ def test_an_interruption_keeps_every_step(
 def test_rows_appear_before_all_is_done(
     fake: type[Fake], run: Any, monkeypatch: Any, capsys: Any
 ) -> None:
-    """A table of speeds appears after the first round, and a line appears for each memory row.
+    """A table of speeds is printed after the first round, and a line after each memory result.
 
-    Both go to stderr and not to stdout.
+    The table and the lines go to stderr.
     """
     monkeypatch.setattr("reproduce.run.speed.PREVIEW_AFTER", -1)
     steps_of_tables = re.compile(r"(\d) steps?\s+per\s+row")
@@ -233,9 +236,9 @@ def test_memory_rows_run_alone_and_for_any_n(fake: type[Fake], run: Any) -> None
 def test_an_ablation_has_speed_utilization_and_memory(
     run: Any, monkeypatch: pytest.MonkeyPatch, error: Exception | None, partitions: int
 ) -> None:
-    """The rows of an ablation have speed, utilization and memory.
+    """The results of an ablation have speed, utilization and memory.
 
-    Measured and emulated rows get the same memory peaks, which do not depend on time.
+    Measured and emulated results have the same memory peaks, which do not depend on time.
     """
 
     def peak(*arguments: Any, **options: Any) -> dict[str, list[int]]:

@@ -1,6 +1,7 @@
-"""Tests of `Training`: it uses a row's settings, and rows of one experiment get the same data.
+"""Tests of `Training`, which builds and trains the model of a row (configuration).
 
-The counter of memory counts every live byte once.
+A training uses the settings of its row. All rows of an experiment get the same data. The counter of
+memory counts every live byte once.
 """
 
 import gc
@@ -69,9 +70,9 @@ def test_a_row_may_defer_batch_norm(deferred: bool) -> None:
 
 
 def test_configurations_train_the_same_where_micro_batches_do_not_matter() -> None:
-    """The configurations plain, naive, checkpoint-only and GPipe train alike on one micro-batch.
+    """With one micro-batch, plain, naive, checkpoint-only and GPipe have the same losses.
 
-    With one micro-batch, batch norm sees the same samples in all configurations.
+    In this case, batch norm sees the same samples in all configurations.
     """
     alone = replace(NAIVE, partitions=1, balance=(9,), checkpoint="always")
     losses = []

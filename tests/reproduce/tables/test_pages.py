@@ -1,4 +1,4 @@
-"""Tests of the pages of records, whose tables are computed from records and fit in 80 columns."""
+"""Tests of pages about records. Their tables are computed from records, and fit in 80 columns."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product

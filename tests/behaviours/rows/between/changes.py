@@ -1,4 +1,7 @@
-"""Rows (test cases) with a change between forward and backward, harmless or refused."""
+"""Rows (test cases) with a change between forward and backward.
+
+Some changes are harmless. For other changes, the pipeline must raise an error.
+"""
 
 from collections.abc import Callable
 from functools import partial

@@ -20,7 +20,7 @@ LARGE = buffers.SMALL // 4 + 1
 
 
 def three(name: str, layers: Callable[[], nn.Sequential], **options: Any) -> Row:
-    """Return a test row with three layers. The last layer is the second partition."""
+    """Return a test case with three layers. The last layer is the second partition."""
     return Row(name, layers, balance=(2, 1), **options)
 
 

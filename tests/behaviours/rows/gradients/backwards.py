@@ -1,7 +1,7 @@
 """Rows (test cases) with unusual backward passes.
 
-For example, a backward starts from one of two outputs, runs twice, or accumulates gradients, or
-several backwards run in another order than their forwards.
+For example, a backward starts from only one of two outputs, or runs twice, or accumulates
+gradients. Or several backwards run in another order than their forwards.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Rows (test cases) with norms: a recomputation does not update running statistics again.
 
-A deferred batch norm updates them once for each mini-batch.
+With deferred batch norm, running statistics are updated once for each mini-batch.
 """
 
 from collections.abc import Callable

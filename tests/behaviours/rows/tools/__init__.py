@@ -1,4 +1,6 @@
-"""Rows (test cases) with PyTorch's tools for training: with a pipeline, they work or raise errors.
+"""Rows (test cases) with PyTorch's tools for training, such as `DistributedDataParallel`.
+
+With a pipeline, a tool works like without a pipeline, or the pipeline raises an error.
 
 docs/works-with.md shows these rows with their notes. Most of the code that uses the tools is in
 examples/works_with.py.

@@ -32,7 +32,7 @@ def of_this_rank() -> Batches:
 def replicated(
     name: str, use: Use = train, note: str = "", change: Change = unchanged, **options: Any
 ) -> Row:
-    """Return a row that trains with `DistributedDataParallel` over two ranks.
+    """Return a row (test case) that trains with `DistributedDataParallel` over two ranks.
 
     Each rank has its own mini-batches.
     """

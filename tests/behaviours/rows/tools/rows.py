@@ -1,4 +1,4 @@
-"""The model, the mini-batches and the helper functions that the rows of all tools share."""
+"""The model, the mini-batches and helper functions for all rows (test cases) in this folder."""
 
 from collections.abc import Callable
 from functools import partial

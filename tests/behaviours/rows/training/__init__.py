@@ -1,4 +1,4 @@
-"""Rows (test cases) of training. benchmarks/conformance.py also runs them on other projects."""
+"""Rows (test cases) of training, which benchmarks/conformance.py also runs on other projects."""
 
 from . import gradients, passed, states
 

@@ -1,4 +1,4 @@
-"""Tests of data sets: an epoch always has the same samples, and a wrong folder is refused."""
+"""Tests of data sets: an epoch always has the same samples, and a wrong folder is an error."""
 
 from collections.abc import Iterable
 from pathlib import Path
