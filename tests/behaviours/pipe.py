@@ -1,6 +1,6 @@
-"""`Training`, a behaviour to test with any pipeline, and `Pipe`, the interface to a pipeline.
+"""`Training`, a test case for any pipeline, and `Pipe`, the interface to a pipeline under test.
 
-The same behaviours are tested with pipelines of other projects, by adapters that subclass `Pipe`
+The test cases also run with pipelines of other projects, by adapters that subclass `Pipe`
 (benchmarks/others). Therefore this module imports only torch.
 """
 

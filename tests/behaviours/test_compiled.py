@@ -47,7 +47,7 @@ def compiled_in_place(layer: Any) -> nn.Module:
 
 
 def compiled_around(layer: nn.Module) -> nn.Module:
-    """Return the module by which `torch.compile` wraps the layer."""
+    """Return `torch.compile(layer)`, a module that wraps the layer."""
     return torch.compile(layer, backend="aot_eager")  # type: ignore[return-value]
 
 

@@ -73,8 +73,8 @@ def refusing() -> Iterator[None]:
 class Unmodified(Plain):
     """Layers without a pipeline, where autograd saves copies instead of the tensors themselves.
 
-    So backward works after changes in place. A pipeline copies some tensors, and can work where
-    PyTorch refuses the backward of usual layers.
+    So backward works even if a layer has changed a tensor in place. A pipeline also copies some
+    tensors. Therefore it can work where PyTorch raises an error for layers without a pipeline.
     """
 
     def run(self, value: Any) -> Any:

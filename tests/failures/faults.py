@@ -1,6 +1,6 @@
-"""Faults of a training process, for tests. The process calls one of these functions in the middle.
+"""Faults of a training process, for tests. In the second step, the process calls one of them.
 
-Some functions are not faults, and only take long.
+Some functions are not faults, but only take a long time.
 """
 
 import ctypes
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-SILENCE = 2.0  # seconds
-PATIENCE = 20.0  # seconds; only a test that hangs takes as long
+SILENCE = 2.0  # the timeout of ranks, in seconds
+PATIENCE = 20.0  # how many seconds a test waits; only a test that hangs waits so long
 FOR_EVER = 10 * PATIENCE
 
 

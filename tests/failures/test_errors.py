@@ -1,7 +1,7 @@
 """The caller gets an error of a task once and promptly, and can use the pipeline again afterwards.
 
-When a pipeline is deleted, nothing of it remains in memory. Errors that are raised before a task
-runs are tested in the tests of the module that raises them.
+When a pipeline is deleted, nothing of it remains in memory. If a module refuses wrong arguments
+before any task runs, the tests of that module check the error.
 """
 
 import operator

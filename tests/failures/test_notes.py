@@ -1,4 +1,4 @@
-"""Errors get a note about the layer, the stage, the rank and the micro-batch that raised them."""
+"""An error gets a note that names the layer, the stage, the rank and the micro-batch."""
 
 import sys
 from collections.abc import Callable

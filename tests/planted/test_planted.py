@@ -17,7 +17,7 @@ ROWS = read()
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{k} {row.file}" for k, row in enumerate(ROWS)])
 def test_rows(row: Row) -> None:
-    """For each fault, the old text occurs once, the new text changes the code, and a test exists."""
+    """Each fault has an old text that occurs once, a new text that changes code, and a test."""
     program, changed = (ROOT / row.file).read_text(), row.planted()
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(program))
     file, _, test = row.by.partition("::")

@@ -40,7 +40,7 @@ def one_line(text: str) -> str:
 
 
 def timed(steps: Sequence[float]) -> dict[str, list[float]]:
-    """Return samples with the given times of steps in seconds, and one round for each step."""
+    """Return the samples of a result: the times of steps, and the number of each step's round."""
     if not steps:
         return {}
     rounds = range(len(steps))

@@ -53,7 +53,10 @@ def layer(given: Any) -> nn.Module:
 
 
 def made(*layers: Callable[[], Any]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds a model. Each of `layers` returns a module or a function."""
+    """Return a function that builds an `nn.Sequential` of layers.
+
+    Each item of `layers` is a function that returns a module, or a function to use as a layer.
+    """
     return lambda: nn.Sequential(*(layer(make()) for make in layers))
 
 
@@ -86,7 +89,7 @@ def acting(act: Callable[[Any], object]) -> nn.Module:
 
 
 def norm(layer: nn.Module) -> nn.Module:
-    """Wrap a norm so that it sees two channels of two values: then it works on a single sample."""
+    """Wrap a norm so that it sees two channels of two values each, and works on a single sample."""
     return nn.Sequential(nn.Unflatten(1, (2, 2)), layer, nn.Flatten())
 
 

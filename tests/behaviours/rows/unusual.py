@@ -198,7 +198,7 @@ def pickled(model: Any) -> Any:
 
 
 def copied(run: nn.Module, x: Tensor, duplicate: Callable[[Any], Any], used: bool) -> Any:
-    """Train a copy of the model, and then the model. Both must not share any state."""
+    """Train a copy of the model, and then the model. The two models must not share any state."""
     if used:
         step(run, x)
     twin = duplicate(run)

@@ -50,7 +50,7 @@ METHODS = {
 
 
 def locked(tasks: str = "", locks: int = 1) -> Plant:
-    """Plant a fault: tasks of the given kind run under locks that partitions share."""
+    """Return a function that plants a fault: tasks run under locks that partitions share."""
     made = [threading.RLock() for _ in range(locks)]
 
     def plant(patch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def locked(tasks: str = "", locks: int = 1) -> Plant:
 
 
 def late(patch: pytest.MonkeyPatch) -> None:
-    """Plant a fault: a recomputation starts only after the gradient has arrived."""
+    """Plant a fault in the pipeline: a recomputation starts only after the gradient has arrived."""
     run = Program.run
 
     def without(self: Program, actions: Any, *given: Any, **options: Any) -> None:
@@ -80,7 +80,7 @@ def late(patch: pytest.MonkeyPatch) -> None:
 
 
 def sends_wait(patch: pytest.MonkeyPatch) -> None:
-    """Plant a fault: a sender waits until the receiver takes the item."""
+    """Plant a fault in the pipeline: a sender waits until the receiver has taken the tensors."""
     give = Relay.give
 
     def sent(self: Relay, action: Action, item: Any) -> None:
@@ -94,7 +94,7 @@ def sends_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def synchronous(patch: pytest.MonkeyPatch) -> None:
-    """Plant a fault: the host waits for each copy between GPUs."""
+    """Plant a fault in the pipeline: the host waits for each copy between GPUs."""
     move = CopyPath.move
 
     def moved(self: CopyPath, *given: Any, **options: Any) -> Any:
@@ -106,7 +106,7 @@ def synchronous(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_streams(patch: pytest.MonkeyPatch) -> None:
-    """Plant a fault: copies run on the streams of the computation."""
+    """Plant a fault in the pipeline: copies run on the CUDA streams of the computation."""
     patch.setattr(graph, "CopyPath", lambda *given, own: CopyPath(*given, own=False))
 
 

@@ -126,7 +126,10 @@ def test_the_name_says_which_devices() -> None:
 
 @pytest.fixture
 def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Change into a checkout with two revisions, a run of each revision, and a file of counts."""
+    """Change into a git checkout with two revisions, and return the hashes of the revisions.
+
+    The checkout has a recorded run of each revision, and a file of counts.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "measured").mkdir()
     Path("counts.json").write_text('{"linear": {"waits": 3}}')

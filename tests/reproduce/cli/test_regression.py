@@ -1,4 +1,4 @@
-"""Tests of the command `regression`, which compares two revisions, and of `init-ci`.
+"""Tests of the command `regression`, which measures two revisions in turn, and of `init-ci`.
 
 Most tests check exit codes and tables for made-up samples. A few tests run the command for real, in
 a repository that is made from this working tree.

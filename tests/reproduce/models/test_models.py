@@ -215,7 +215,7 @@ def test_models_that_ask_for_more_are_built_without_memory_and_for_any_image(nam
 def test_torchvision_that_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A torchvision that was built for another PyTorch raises an error, which becomes one line."""
+    """If torchvision was built for another PyTorch, its import error becomes a one-line error."""
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('no operator\\ntorchvision::nms')")
     monkeypatch.syspath_prepend(tmp_path)
     for name in list(sys.modules):

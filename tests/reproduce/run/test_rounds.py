@@ -36,7 +36,7 @@ ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
             "not measured: a step would take about 2 s; --steps K measures it nevertheless",
         ),
         (["--steps=1"], LONG, 1, None),
-        ([], {**LONG, "seconds": 190.0}, 1, None),  # extra rows do not use this time
+        ([], {**LONG, "seconds": 190.0}, 1, None),  # optional rows do not use this time
         ([], {**ENDED, "warmup": 0}, 4, None),  # at least the least number of steps is run
         (["--steps=6"], ENDED, 6, None),
     ],
@@ -133,7 +133,7 @@ def test_a_large_row_is_timed_alone(
 ) -> None:
     """A configuration that does not fit in memory together with others is timed alone.
 
-    It runs again when the trainings and data of the other configurations have been freed.
+    This happens after the trainings and data of all other configurations have been freed.
     """
     alive: weakref.WeakSet[FakeData] = weakref.WeakSet()
     most = []

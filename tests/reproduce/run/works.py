@@ -59,8 +59,8 @@ def ids(processes: Processes) -> list[int]:
     return [process.pid for process in processes._ranks.processes]
 
 
-if __name__ == "__main__":  # start processes, print their ids, and wait to be killed
-    from tests.reproduce.run import works  # importable in another process
+if __name__ == "__main__":  # start processes, print the process ids, and wait to be killed
+    from tests.reproduce.run import works  # other processes can import this name
 
     with closing(Processes(2)) as processes:
         processes.make("ranks", works.work)

@@ -19,7 +19,7 @@ one_at_a_time = threading.Lock()
 
 
 class Functions(TorchFunctionMode):
-    """A PyTorch mode that multiplies the result of tanh by `by(calls)`, by default 2."""
+    """A `TorchFunctionMode` that multiplies the result of tanh by `by(calls)`, by default 2."""
 
     only_watches = False
 
@@ -45,7 +45,7 @@ def as_often_as_called(calls: list[int]) -> int:
 
 
 class Operators(TorchDispatchMode):
-    """A PyTorch dispatch mode that doubles the result of tanh."""
+    """A `TorchDispatchMode` that doubles the result of tanh."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         y = func(*args, **(kwargs or {}))

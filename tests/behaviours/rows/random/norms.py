@@ -1,4 +1,4 @@
-"""Rows (test cases) with norms: a recomputation does not update running statistics again.
+"""Rows (test cases) with norms, where a recomputation must not update running statistics again.
 
 With deferred batch norm, running statistics are updated once for each mini-batch.
 """
