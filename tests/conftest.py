@@ -1,4 +1,4 @@
-"""What all tests have in common: `--slow`, `ranks`, pairs of parameters, hypothesis, and Ctrl-C."""
+"""Settings, hooks and fixtures that all tests share, such as `--slow` and tests over ranks."""
 
 import gc
 import importlib
@@ -21,19 +21,19 @@ from .ranks import Ranks, current, is_rank
 
 settings.register_profile(
     "suite",
-    deadline=None,  # tests do not time anything: benchmarks do
+    deadline=None,  # tests do not measure times
     derandomize=True,
-    # This check looks at the clock, and would fail on a busy machine.
+    # This check measures time, and fails on a busy machine.
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("suite")
 
-# The question how many GPUs there are must not start CUDA: processes that are forked after its
-# start cannot use it.
+# PyTorch must count GPUs without starting CUDA. Processes that are forked after the start of CUDA
+# cannot use CUDA.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-# A shell lets programs in the background ignore SIGINT. Programs that tests start would ignore it,
-# too, and go on for ever.
+# A shell makes programs in the background ignore SIGINT. Programs that tests start inherit this,
+# and then Ctrl-C does not end them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -47,10 +47,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow tests, and tests whose pairs of parameters are in other tests.
+    """Deselect slow tests, and tests in which every pair of parameters is also in other tests.
 
-    With `--slow`, leave out tests whose triples of parameters are in other tests. Tests of
-    behaviours on the engine "ranks" run over ranks.
+    With `--slow`, keep slow tests, and deselect tests in which every triple of parameters is also
+    in other tests. Mark tests of behaviours on the engine "ranks" to run over ranks.
     """
     slow, tests = config.getoption("slow"), defaultdict[tuple[str, int], list[Any]](list)
     for item in items:
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def over_ranks(item: Any) -> bool:
-    """Return whether a test is one of a behaviour on the engine "ranks"."""
+    """Return whether a test is in the folder `behaviours` and uses the engine "ranks"."""
     given = item.callspec.params if hasattr(item, "callspec") else {}
     engine = getattr(given.get("case"), "engine", given.get("engine"))
     behaviours = Path(__file__).parent / "behaviours"
@@ -76,23 +76,25 @@ def over_ranks(item: Any) -> bool:
 
 
 def few(tests: list[Any], size: int) -> list[Any]:
-    """Of the tests of one function, return some that have all combinations of `size` values."""
+    """Return some of a function's tests that cover all combinations of `size` parameters."""
     if len(tests) == 1 or len(tests[0].callspec.params) <= size:
         return tests
     rows = []
     for test in tests:
-        # A parameter's value is the same object in all tests that have it.
+        # All tests with the same value of a parameter have the same object.
         row = {name: id(value) for name, value in test.callspec.params.items()}
         rows.append(row)
     return [tests[k] for k in covering(rows, size)]
 
 
 def covering(rows: Sequence[Mapping[Any, Hashable]], size: int) -> set[int]:
-    """Return the indices of a few rows that have all combinations of `size` values of all rows.
+    """Return the indices of a few rows that have all combinations of `size` values.
 
-    The row with the most new combinations comes first. Ties are drawn, in every run the same.
-    Otherwise the value that varies slowest would always be combined with the first value of all
-    others.
+    A row is the dictionary of a test's parameters.
+
+    The row with the most new combinations is chosen next. Among equal rows, a fixed random order
+    decides. Without this order, the value that varies slowest is always combined with the first
+    values of the other parameters.
     """
     order = Random(0).sample(range(len(rows)), len(rows))
     having = defaultdict[Hashable, list[int]](list)  # by combination, the rows that have it
@@ -123,7 +125,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run tests that are marked with `ranks` on ranks."""
+    """Run tests that are marked with `ranks` in several processes, the ranks."""
     marker = pyfuncitem.get_closest_marker("ranks")
     if marker is None:
         return None
@@ -143,16 +145,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def alike() -> None:
-    """Begin with one seed, and with one thread for operators: tiny layers do not need more."""
+    """Start each test with the same seed, and with one thread for PyTorch's operators."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def only_what_the_tests_make() -> Iterator[None]:
-    """Assert that no thread remains of what the tests make.
+    """Assert that no threads of the module's tests remain after the tests.
 
-    Garbage collection ignores objects that are there before, so that it takes milliseconds.
+    Garbage collection ignores objects from before the tests, so that it takes only milliseconds.
     """
     threads = {*threading.enumerate()}
     gc.collect()
@@ -165,9 +167,9 @@ def only_what_the_tests_make() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None, Any, Any]:
-    """Skip tests that need torchvision where it cannot be imported.
+    """Skip tests that need torchvision if it cannot be imported.
 
-    Beside a PyTorch of another build, for example, it cannot be imported.
+    For example, a torchvision that was built for another PyTorch cannot be imported.
     """
     try:
         return (yield)
@@ -183,8 +185,8 @@ def pytest_runtest_setup() -> Generator[None, Any, Any]:
 pytest_runtest_call = pytest_runtest_setup
 
 
-# How a pipeline runs. A test takes `engine` and `checkpoint`, or both as `way`, which has keyword
-# arguments of `GPipe`.
+# Parameters of a pipeline. A test takes `engine` and `checkpoint`, or it takes `way`, which is a
+# dictionary of both as keyword arguments of `GPipe`.
 
 
 @pytest.fixture(params=["graph", "workers"])

@@ -1,10 +1,10 @@
-"""`Everywhere`: a pipeline over ranks that looks on each rank as if it were there as a whole.
+"""`Everywhere`: a pipeline over ranks that looks like a pipeline in one process on every rank.
 
-A test is written for one process, and every rank runs all of it. It passes if it passes on each
-rank. A rank builds all layers, but its pipeline holds and runs only those of its own partition.
-After each forward and each backward, every rank sends the other ranks the gradients and buffers of
-its layers, what the layers wrote down, outputs and errors. So the test can look at any layer on any
-rank. On the rank that runs a layer, it looks at that layer itself, and not at a copy.
+A test is written for one process, and every rank runs the whole test. The test passes if it passes
+on each rank. A rank builds all layers, but its pipeline holds and runs only the layers of its own
+partition. After each forward and each backward, every rank sends the other ranks outputs and
+errors, the gradients and buffers of its layers, and what the layers recorded. So the test can look
+at any layer on any rank. On the rank that runs a layer, the test sees the layer itself, not a copy.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torchgpipe.trace.parts import Slots
 from .ranks import Rank, current
 
 WRITTEN_DOWN = ("first", "second")
-"""The attributes in which layers of tests/behaviours/parts/draw.py write down what they drew."""
+"""The attributes in which layers of tests/behaviours/parts/draw.py record their random numbers."""
 
 
 class Everywhere(nn.Module):
-    """A `DistributedGPipe` over the first ranks, one for each device.
+    """A `DistributedGPipe` over as many ranks as there are devices, starting at rank 0.
 
-    The test ends on ranks for which there is no device.
+    On ranks beyond that number, there is no device, and the test ends early.
     """
 
     _rank: Rank
@@ -53,7 +53,7 @@ class Everywhere(nn.Module):
         rank = current()
         rank.join(len(devices))
         pipeline = DistributedGPipe(layers, balance, device=devices[rank.index], **options)
-        # `__setattr__` would register the pipeline, but its layers are children of this module.
+        # Do not register the pipeline as a submodule. Its layers are submodules already.
         self.__dict__.update(
             _rank=rank, rank=rank.index, _pipeline=pipeline, training=pipeline.training
         )
@@ -116,7 +116,7 @@ class Everywhere(nn.Module):
             return _Outputs(result, slots.again(), own)
 
         outputs: _Outputs = self.on_all(run)[last]
-        # On the last rank, the output has its own memory.
+        # On the last rank, use the output itself, with its own memory, and not a copy.
         shown = [y.detach() for y in (own if self.rank == last else outputs.tensors)]
         if True in outputs.needs:
             done = _Done(self, own, [*copies.values()])
@@ -146,9 +146,9 @@ class Everywhere(nn.Module):
         return own
 
     def on_all(self, run: Callable[[], Any]) -> list[Any]:
-        """Run a function on each rank. Return what each rank returns, or raise what one raises.
+        """Run a function on each rank. Return all ranks' results, or raise the error of a rank.
 
-        Afterwards the layers of other ranks have here the state that they have there.
+        Afterwards, this process's copies of other ranks' layers have the state of the originals.
         """
         value, error = None, None
         try:
@@ -174,7 +174,7 @@ class Everywhere(nn.Module):
         return values
 
     def _show_others(self, states: dict[str, Any]) -> None:
-        """Give the layers of other ranks the states that they have there."""
+        """Give this process's copies of other ranks' layers the states of the originals."""
         mine: set[nn.Module] = set()
         for _, layer, here in self._layers():
             if here:
@@ -184,14 +184,14 @@ class Everywhere(nn.Module):
                 _show(layer, states[name], mine)
 
     def _layers(self) -> Iterator[tuple[str, nn.Module, bool]]:
-        """Yield names, layers, and whether they are this rank's."""
+        """Yield the name of each layer, the layer, and whether this rank runs the layer."""
         for name, layer in self._modules.items():
             assert layer is not None
             yield name, layer, self._owner[name] == self.rank
 
 
 class _Outputs:
-    """What a forward returned on the last rank: its structure, and copies of its tensors."""
+    """The output of a forward on the last rank: its structure, and copies of its tensors."""
 
     def __init__(self, result: Any, slots: Slots, tensors: list[Tensor]) -> None:
         self.result, self.slots = result, slots
@@ -203,9 +203,9 @@ class _Outputs:
 
 
 class _Done:
-    """A forward that has run.
+    """A forward that has run, with everything that its backward needs.
 
-    On this rank, `own` is what it returned, and `given` are its inputs.
+    `own` is the output of this rank's pipeline, and `given` are the inputs.
     """
 
     def __init__(self, model: Everywhere, own: Any, given: list[Tensor]) -> None:
@@ -214,8 +214,8 @@ class _Done:
         self._here = _leaves(model._pipeline)
 
     def backward(self, grads: Flat, keep: bool) -> list[Tensor | None]:
-        """Run the backward of each rank. Return the gradients of inputs and of all parameters."""
-        # The token is for a rank without a parameter that takes a gradient.
+        """Run backward on each rank. Return the gradients of the inputs and of all parameters."""
+        # `autograd.grad` needs the token on a rank that has no parameters that require grad.
         wanted = [x for x in (*self._given, *self._here.values(), TOKEN) if x.requires_grad]
         outputs: list[Tensor] = [self._own]
         given: list[Tensor | None] = [None]
@@ -243,15 +243,15 @@ class _Done:
         result, _ = found[self._model._placement[0]]
         for name, p in self.parameters.items():
             gradient = gradients.get(name)
-            # The layers of other ranks are on a CPU here.
+            # In this process, copies of other ranks' layers are on the CPU.
             result.append(None if gradient is None else gradient.to(p.device))
         return [*result]
 
 
 def _raise(errors: list[BaseException | None]) -> None:
-    """Raise the first error, if there is one.
+    """Raise the first of the ranks' errors, if there is one.
 
-    An error itself comes before the news that another rank has failed.
+    An original error has precedence over a `RankFailed`, which says that another rank has failed.
     """
     for error in sorted(errors, key=lambda error: isinstance(error, RankFailed)):
         if error is not None:
@@ -259,7 +259,7 @@ def _raise(errors: list[BaseException | None]) -> None:
 
 
 def _leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that may have gradients: parameters and some buffers."""
+    """Return the tensors of a model that can have gradients: parameters and some buffers."""
     buffers = {name: x for name, x in model.named_buffers() if x.requires_grad and x.is_leaf}
     return dict(model.named_parameters()) | buffers
 
@@ -279,7 +279,7 @@ class _Shown(torch.autograd.Function):
 
 
 def _state(layer: nn.Module) -> list[Any]:
-    """Return the buffers of each module in a layer, and what the module wrote down."""
+    """Return the buffers of each module in a layer, and the attributes that tests look at."""
     state = []
     for module in layer.modules():
         written_down = {name: x for name, x in vars(module).items() if name in WRITTEN_DOWN}
@@ -297,7 +297,7 @@ def _show(layer: nn.Module, state: list[Any], mine: set[nn.Module]) -> None:
             if x is None or here is None or x.shape != here.shape or here.is_inference():
                 module._buffers[name] = x
             else:
-                here.detach().copy_(x)  # another module may have it, too
+                here.detach().copy_(x)  # another module can have this buffer, too
 
 
 def _picklable(error: BaseException | None) -> BaseException | None:

@@ -1,4 +1,4 @@
-"""Devices of tests on CUDA, and the marks that skip a test where there are too few of them."""
+"""Devices for tests on CUDA, and the pytest marks that skip a test if there are too few GPUs."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def needs(count: int) -> pytest.MarkDecorator:
 
 
 def on(*devices: str) -> Any:
-    """Return the devices of a pipeline's partitions, as a parameter with its mark."""
+    """Return a list of devices as a pytest parameter, which is skipped if the GPUs are missing."""
     numbers = [int(device.removeprefix("cuda:")) for device in devices if device != "cpu"]
     count = max(numbers, default=-1) + 1
     return pytest.param(list(devices), id=" ".join(devices), marks=needs(count))
@@ -27,15 +27,15 @@ ON_GPUS = [
     on("cuda:0", "cuda:1"),
     on("cuda:0", "cuda:1", "cuda:0", "cuda:1"),
 ]
-# The host is a second device, so that tensors cross, and streams wait, also with one GPU.
+# The CPU is a second device, so that tensors are copied and streams wait even with one GPU.
 WITH_HOST = [on("cpu", "cuda:0"), on("cuda:0", "cpu"), on("cuda:0", "cpu", "cuda:0", "cpu")]
-# Ranks that share a GPU send through pinned memory. Ranks that have one GPU each send by NCCL.
+# Ranks that share a GPU send tensors through pinned memory. Ranks with one GPU each use NCCL.
 RANKS = [on("cuda:0", "cuda:0", "cuda:0", "cuda:0"), on("cuda:0", "cuda:1", "cuda:2", "cuda:3")]
 
 
 def ways(*places: Any) -> pytest.MarkDecorator:
-    """Run a test on these devices in one process, and over ranks."""
-    # Ranks start where a test needs them. They must not start where it is skipped.
+    """Return a pytest mark that runs a test on these devices in one process, and over ranks."""
+    # A test that is marked with `ranks` starts processes. Do not mark it if it is skipped.
     over = [pytest.mark.ranks] if DEVICES else []
     cases = []
     for place in places:

@@ -1,4 +1,4 @@
-"""A layer that fails on demand, and optimizers by the names that the planner knows."""
+"""`Fails`, a layer that fails on demand, and optimizers by the names that the planner uses."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +15,10 @@ OPTIMIZERS: dict[str, Any] = {x.__name__.lower(): x for x in KINDS} | {
 
 
 class Fails(nn.Module):
-    """The identity, which raises an error once after `fail(…)`.
+    """An identity layer that raises an error once, after a call of `fail(…)`.
 
-    It does so in forward, in a recomputation or in backward. After `at(…)` it calls a function
-    instead.
+    The layer raises in forward, in a recomputation or in backward. After a call of `at(…)`, it
+    calls a function instead.
     """
 
     def __init__(self) -> None:

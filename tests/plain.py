@@ -1,4 +1,4 @@
-"""`Plain`, which defines what a pipeline computes, and `piped`, a pipeline of the same layers."""
+"""`Plain`, the reference for what a pipeline computes, and `piped`, which makes the pipeline."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,7 +15,10 @@ Tensors = Tensor | tuple[Tensor, ...]
 
 
 class Undivided(nn.BatchNorm2d):
-    """Batch norm with the running statistics of the mini-batch."""
+    """A batch norm whose running statistics are updated with whole mini-batches.
+
+    It is the reference for deferred batch norm.
+    """
 
     met: list[Tensor]
 
@@ -34,9 +37,9 @@ class Undivided(nn.BatchNorm2d):
 
 
 class Plain(nn.Sequential):
-    """Run the layers on each micro-batch in turn, and concatenate the outputs.
+    """Plain layers without a pipeline, the reference that a pipeline is compared with.
 
-    This module takes the place of a pipeline.
+    The module runs its layers on one micro-batch after another, and concatenates the outputs.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Plain(nn.Sequential):
             self._defer()
 
     def _defer(self) -> None:
-        """Let batch norms have the statistics of the mini-batch."""
+        """Make batch norms update their running statistics with whole mini-batches."""
         for layer in self.modules():
             if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d) and layer.track_running_stats:
                 layer.__class__ = Undivided
@@ -81,8 +84,8 @@ class Plain(nn.Sequential):
     def run(self, value: Any) -> Any:
         outputs = []
         for part in self.split(value):
-            # Otherwise micro-batches would share the casts of weights, and so add up their
-            # gradients in low precision.
+            # Without this line, micro-batches share autocast's copies of weights, and their
+            # gradients are added up in low precision.
             torch.clear_autocast_cache()
             outputs.append(super().forward(part))
         if isinstance(outputs[0], Tensor):
@@ -106,9 +109,9 @@ def piped(
     v: int = 1,
     **options: Any,
 ) -> Any:
-    """Return a pipeline on these devices in turn, with `v` partitions on each.
+    """Return a pipeline with `v` partitions on each device, over the given devices in turn.
 
-    With `engine="ranks"` it runs over the processes that run the test.
+    With `engine="ranks"`, the pipeline runs over the processes that run the test.
     """
     places = [devices[j % len(devices)] for j in range(len(balance) // v)]
     if options.get("engine") == "ranks":

@@ -1,12 +1,12 @@
-"""Processes that run tests together. Each is a rank of `torch.distributed`.
+"""Processes that run a test together. Each process is a rank of `torch.distributed`.
 
-They live as long as the test run. A test marked with `ranks(n)` runs on the first n of them;
-without n, on as many as `Rank.join` asks for.
+The processes live as long as the test run. A test marked with `ranks(n)` runs on the first n
+processes. Without n, the test runs on as many processes as it passes to `Rank.join`.
 
-The processes are forked when all tests have been collected and none has run, so that each process
-knows all tests. The test run tells every process which test is next. Each process runs that test
-with its fixtures, and says how it went. What ranks tell each other goes through the test run
-(`Rank.exchange`). So the test run notices if a rank waits for something that will not come.
+The processes are forked after all tests have been collected and before any test runs, so that each
+process knows all tests. The test run tells every process which test is next. Each process runs this
+test with its fixtures, and reports the result. Ranks send messages to each other through the test
+run (`Rank.exchange`). So the test run notices if a rank waits for a message that never comes.
 """
 
 import faulthandler
@@ -36,31 +36,31 @@ from reproduce.run.engines.launch import Ended, Launched
 from torchgpipe.distributed.liveness.ending import open_connections
 
 WORLD = 4
-PATIENCE = 60  # seconds; only a test that hangs takes as long
+PATIENCE = 60  # seconds; only a test that hangs takes so long
 
 
 class Ranks:
-    """The processes, as the test run sees them.
+    """The processes of all ranks, seen from the process of the test run.
 
     Attributes:
-        launched: The processes, and the links to them.
+        launched: The processes, and the connections to the processes.
     """
 
     def __init__(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-        # This import takes seconds: do it once, before processes are forked.
+        # This import takes seconds. Import it once, before processes are forked.
         importlib.import_module("torch._dynamo")
-        # Make the folder here, or each process makes its own.
+        # Make pytest's temporary folder here. Otherwise each process makes its own folder.
         config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         self._index = {item.nodeid: k for k, item in enumerate(items)}
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115
         self._ended = ""
         with warnings.catch_warnings():
-            # Python warns of forks where there are threads. Those of BLAS do nothing now.
+            # Python warns of forks if there are threads. The threads of BLAS do nothing now.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.launched = Launched("fork", WORLD, serve, config, items, self._printed.fileno())
 
     def run(self, test: str) -> str:
-        """Run a test on all ranks, and return the errors of the ranks on which it failed."""
+        """Run a test on all ranks, and return the errors of the ranks on which the test failed."""
         if self._ended:
             return self._ended
         told: dict[int, str] = {}
@@ -82,16 +82,16 @@ class Ranks:
 
     def _receive(self, busy: set[int]) -> list[tuple[int, Any]]:
         """Wait for messages of ranks."""
-        # Wait a second at a time: time must not count while everything is stopped.
+        # Wait a second at a time. So time does not count while all processes are stopped.
         for _ in range(PATIENCE):
             if received := [*self.launched.receive(busy, 1)]:
                 return received
         return []
 
     def _answer(self, offered: dict[int, tuple[int, bytes]], told: dict[int, str]) -> None:
-        """Give ranks that wait for an exchange what each of them offers.
+        """Answer the ranks that wait in `Rank.exchange`, with the values of all waiting ranks.
 
-        They get nothing if one of them has ended the test.
+        If another rank of the exchange has ended the test, the answer is `None`.
         """
         if not offered:
             return
@@ -103,7 +103,7 @@ class Ranks:
         offered.clear()
 
     def _end(self, why: str, told: dict[int, str]) -> str:
-        """End the processes. Return what they said and printed, and where their threads are."""
+        """End the processes. Return their messages, their output, and their threads' stacks."""
         for process in self.launched.processes:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
@@ -119,7 +119,7 @@ def _said(told: dict[int, str]) -> str:
 
 
 class Rank:
-    """One of the processes, as a test that runs there sees it."""
+    """The rank of this process, for the test that runs in this process."""
 
     def __init__(self, index: int, link: Connection) -> None:
         self.index, self._link = index, link
@@ -131,12 +131,12 @@ class Rank:
         self._test = 0
 
     def __reduce__(self) -> Any:
-        return current, ()  # a copy is itself
+        return current, ()  # a copy of this object is the object itself
 
     def serve(self, config: pytest.Config, items: Sequence[pytest.Item], output: int) -> NoReturn:
-        """Run tests until the test run ends, and print to the file `output`."""
+        """Run tests until the test run ends, with stdout and stderr in the file `output`."""
         gc.freeze()
-        # The test run receives the signal, too, and then ends.
+        # The test run receives the signal, too. It then ends this process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -155,14 +155,14 @@ class Rank:
             self._link.send(self._run(config, items[self._test]))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note what failed."""
+        """Record the report of a test that failed."""
         if report.failed:
             self._failed.append(report.longreprtext)
 
     def join(self, n: int) -> None:
-        """Make a process group of the first n ranks, unless the test has one already.
+        """Make a process group of the first n ranks, unless the test has a process group already.
 
-        If this rank is not one of them, end the test here.
+        If this rank is not among the first n, end the test in this process.
         """
         if self.index >= n:
             self._left = True
@@ -173,28 +173,28 @@ class Rank:
             return
         assert n <= WORLD, f"there are {WORLD} ranks"
         store = dist.PrefixStore(str(self._test), self._store)  # type: ignore[attr-defined]
-        patience = timedelta(seconds=PATIENCE / 2)  # so that a test that hangs says where
+        patience = timedelta(seconds=PATIENCE / 2)  # so that a test that hangs says where it hangs
         store.set_timeout(patience)
         dist.init_process_group(
             "gloo", store=store, rank=self.index, world_size=n, timeout=patience
         )
-        # A rank that has nothing more to do must not go while another one still connects.
+        # A rank that has nothing more to do must not leave while another rank still connects.
         dist.barrier()
 
     def use(self, pipeline: Any) -> None:
-        """Close this pipeline when the test ends."""
+        """Register a pipeline, which is closed when the test ends."""
         self._used[id(pipeline)] = pipeline
 
     def exchange(self, n: int, value: Any) -> list[Any]:
-        """Return the values of the first n ranks."""
-        with torch.device("cpu"):  # a test may have another default
+        """Send a value to the first n ranks, and return the values of these ranks."""
+        with torch.device("cpu"):  # a test can have another default device
             self._link.send((n, pickle.dumps(value)))
             found = self._received.get()
             assert found is not None, "another rank has ended the test"
             return [pickle.loads(each) for each in found]
 
     def agreed(self, n: int, case: Any, run: Callable[[Any], Any]) -> Any:
-        """Return the result of a part of a test. Raise on all ranks if `run` raises on one."""
+        """Return `run(case)` of this rank. If `run` raises on one rank, raise on all ranks."""
         result, error = None, ""
         try:
             result = run(case)
@@ -202,7 +202,7 @@ class Rank:
             error = traceback.format_exc()
         self._close(failed=bool(error))
         found: list[Any] = [None]
-        # Other ranks may still wait for this rank elsewhere.
+        # Other ranks can still wait for this rank in another exchange.
         while not all(type(each) is list for each in found):
             found = self.exchange(n, [repr(case), error])
         errors = {}
@@ -217,15 +217,15 @@ class Rank:
         """Close the pipelines and connections of the test."""
         if failed:
             for connections in [*open_connections]:
-                connections.abort()  # otherwise other ranks would wait for this one
+                connections.abort()  # without this, other ranks wait for this rank
         for pipeline in self._used.values():
             pipeline.close()
         self._used.clear()
         for connections in [*open_connections]:
-            connections.close()  # otherwise they would still be monitored
+            connections.close()  # without this, the connections are still monitored
 
     def _run(self, config: pytest.Config, item: pytest.Item) -> str:
-        """Run a test. Return what to say about it: nothing if it passed."""
+        """Run a test. Return the errors if the test failed, and an empty text if it passed."""
         self._failed, self._left = [], False
         try:
             config.hook.pytest_runtest_protocol(item=item, nextitem=None)
@@ -240,7 +240,7 @@ class Rank:
         return told
 
     def _listen(self) -> NoReturn:
-        # In a thread of its own, so that this process ends even if it is busy.
+        # This runs in its own thread, so that the process ends even if the main thread is busy.
         while True:
             try:
                 self._received.put(self._link.recv())
@@ -248,7 +248,7 @@ class Rank:
                 os._exit(0)
 
     def _meet(self) -> Any:
-        """Return a store that all ranks have in common."""
+        """Return a `TCPStore` that all ranks share."""
         tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
         own = tcp("127.0.0.1", 0, WORLD, True, wait_for_workers=False) if self.index == 0 else None
         port = self.exchange(WORLD, own and own.port)[0]
@@ -259,18 +259,18 @@ _current: Rank | None = None
 
 
 def serve(index: int, link: Connection, *given: Any) -> None:
-    """Run tests as a rank."""
+    """Run tests in this process, as the rank with the given index."""
     global _current
     _current = Rank(index, link)
     _current.serve(*given)
 
 
 def current() -> Rank:
-    """Return the rank that this process is."""
+    """Return the `Rank` of this process."""
     assert _current is not None, "only tests marked with `ranks` run over ranks"
     return _current
 
 
 def is_rank() -> bool:
-    """Return whether this process is a rank."""
+    """Return whether this process is one of the ranks that run tests."""
     return _current is not None

@@ -1,4 +1,4 @@
-"""Start Python, also by torchrun."""
+"""Start Python in another process, also with torchrun."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from reproduce.machine.description import ROOT
 
-# The address is given because networks may not know the name of the machine.
+# The address is given, because a network does not always know the name of the machine.
 TORCHRUN = ("-m", "torch.distributed.run", "--local-addr", "127.0.0.1")
 
 
@@ -18,14 +18,14 @@ def python(
     errors: int = subprocess.PIPE,
     **environment: str,
 ) -> subprocess.Popen[str]:
-    """Start Python on a script or `-m module` in a checkout.
+    """Start Python with a script or `-m module` in a git checkout of this project.
 
     Args:
         arguments: The arguments of Python.
-        root: The checkout, which is also the working directory.
-        first: The folder that is searched for modules before the checkout.
-        errors: Where standard error goes, as for `subprocess.Popen`.
-        environment: Further variables of the environment.
+        root: The folder of the checkout, which is also the working directory.
+        first: A folder in which Python looks for modules before it looks in the checkout.
+        errors: The argument `stderr` of `subprocess.Popen`.
+        environment: Additional environment variables.
     """
     path = os.pathsep.join([str(first), str(root)])
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path}

@@ -1,6 +1,6 @@
-"""On CUDA: behaviours in one process and over ranks.
+"""Tests on CUDA: a pipeline computes what its layers compute, in one process and over ranks.
 
-Streams wait for what they need, and for nothing else. Memory is given back.
+Streams wait for the tensors that they need, and for nothing else. The pipeline frees its memory.
 """
 
 import contextlib
@@ -64,8 +64,8 @@ def with_norm() -> Sequential:
     return layers(lambda: BatchNorm1d(32))
 
 
-# On other streams, kernels may add in another order. Therefore gradients are not equal to the bit.
-# In bfloat16, with eight bits of mantissa, the order of sums shows more.
+# On different streams, kernels can add numbers in a different order. Therefore gradients are not
+# equal to the bit. In bfloat16, which has eight bits of mantissa, the differences are larger.
 BEHAVIOURS = [
     Row("usual", layers, given, use=steps, tolerance=REORDERED),
     Row("batch norm", with_norm, given, use=steps, tolerance=REORDERED),
@@ -74,7 +74,7 @@ BEHAVIOURS = [
 
 
 def generators() -> list[Tensor]:
-    """Return the states of the caller's generators."""
+    """Return the states of the caller's random generators, on the CPU and on all GPUs."""
     return [torch.get_rng_state(), *cuda.get_rng_state_all()]
 
 
@@ -88,7 +88,7 @@ def assert_all_have_gradients(model: Module) -> None:
 @pytest.mark.parametrize("row", BEHAVIOURS, ids=lambda row: row.name)
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 def test_behaviours(row: Row, chunks: int, engine: str, devices: Places, checkpoint: Any) -> None:
-    """Outputs, gradients and buffers are those of the plain layers on the first device."""
+    """A pipeline has the outputs, gradients and buffers of plain layers on the first device."""
     row = replace(row, balance=balance(devices), chunks=chunks)
     assert unlike(row, "", engine, checkpoint, devices) == []
 
@@ -118,16 +118,16 @@ def test_an_error_arrives_and_the_next_call_works(engine: str, devices: Places, 
             model(x).sum().backward()
         cuda.synchronize()  # nothing waits for the rank that failed
         if engine == "ranks":
-            model._pipeline.close()  # the last rank may have ended its backward by then
+            model._pipeline.close()  # the last rank can have ended its backward already
         model.zero_grad()
         model(x).sum().backward()
     assert_all_have_gradients(model)
 
 
 class Late(Module):
-    """Keep the device busy before the result is there, in forward and backward.
+    """A layer that keeps the GPU busy before it computes, in forward and backward.
 
-    Code that does not wait reads too early.
+    Code that does not wait for the layer reads its result too early.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ def test_nothing_is_read_before_it_is_there(
         options["copy_streams"] = streams
     module = Sequential(*(Late() for _ in range(n)))
     model = piped(module, [1] * n, **options)
-    # A copy of so many numbers takes a while. They are small and whole, so that sums are exact.
+    # A copy of so many numbers takes a while. The numbers are small integers, so sums are exact.
     numbers = torch.randint(3, (6, 1 << 18)).float()
     x = numbers.to(devices[0]).requires_grad_()
     for step in range(1, 4):
@@ -174,7 +174,10 @@ def test_nothing_is_read_before_it_is_there(
 
 
 class Noted(Module):
-    """Mark the end of each forward by an event. That of micro-batch `slow` takes about a second."""
+    """A layer that records a CUDA event after each forward.
+
+    The forward of the micro-batch number `slow` takes about a second.
+    """
 
     def __init__(self, slow: int | None = None) -> None:
         super().__init__()
@@ -194,7 +197,7 @@ def test_a_device_works_while_the_one_before_is_busy_with_the_next_micro_batch()
     first, second = Noted(), Noted()
     model = GPipe(Sequential(first, second), [1, 1], devices=["cuda:0", "cuda:1"], chunks=2)
     x = torch.zeros(2, 16, device="cuda:0")
-    for slow in (None, 1):  # on first use, CUDA may wait for everything
+    for slow in (None, 1):  # at the first use, CUDA can wait for all streams
         cuda.synchronize(0)
         cuda.synchronize(1)
         first.slow = slow
@@ -210,7 +213,7 @@ def test_a_device_works_while_the_one_before_is_busy_with_the_next_micro_batch()
 @pytest.mark.parametrize("devices", [*ON_GPUS, *WITH_HOST])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_stream_of_the_callers_own(devices: Places, checkpoint: Any) -> None:
-    """The pipeline computes on the caller's current streams. Backward may be called on others."""
+    """A pipeline runs on the caller's current streams. Backward can be called on other streams."""
     model = GPipe(layers(), balance(devices), devices=devices, chunks=3, checkpoint=checkpoint)
     x = torch.randn(13, 16, device=devices[0])
     y = model(x)
@@ -234,14 +237,14 @@ def test_a_stream_of_the_callers_own(devices: Places, checkpoint: Any) -> None:
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("devices", ON_GPUS)  # not with the host: a copy to it waits
+@pytest.mark.parametrize("devices", ON_GPUS)  # not with the CPU: a copy to the CPU waits
 def test_no_host_synchronization_within_a_step(devices: Places, checkpoint: Any) -> None:
     model = GPipe(layers(), balance(devices), devices=devices, chunks=4, checkpoint=checkpoint)
     x = torch.randn(8, 16, device=model.devices[0])
     model(x).sum().backward()
     cuda.synchronize()
     model.zero_grad()
-    # In this mode of PyTorch, what makes the host wait raises an error.
+    # In this mode of PyTorch, an operation that makes the host wait raises an error.
     cuda.set_sync_debug_mode("error")
     try:
         model(x).sum().backward()
@@ -260,7 +263,7 @@ def test_dropping_frees_the_device(devices: Places) -> None:
     del model
     gc.collect()
     cuda.synchronize()
-    # cuBLAS keeps a workspace per stream that it has run on.
+    # cuBLAS keeps a workspace for each stream that it has run on.
     torch._C._cuda_clearCublasWorkspaces()
     for d in range(DEVICES):
         assert cuda.memory_allocated(d) <= used[d]
@@ -274,5 +277,5 @@ def test_pinned_memory_is_used_again(engine: str, devices: Places) -> None:
         model(torch.randn(8, 16)).sum().backward()
         stats = cuda.host_memory_stats()
         pinned.append(stats.get("num_host_alloc", 0))
-    assert pinned[-1] <= 2 * pinned[2], pinned  # which blocks are free is a matter of time
+    assert pinned[-1] <= 2 * pinned[2], pinned  # timing decides which blocks are free
     assert pinned[-1] > 0 or len({*devices}) > 1

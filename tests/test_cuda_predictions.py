@@ -1,4 +1,4 @@
-"""On CUDA: predicted peaks of memory are those of the allocator, and events time the tasks."""
+"""Tests on CUDA: predicted memory peaks match the allocator's peaks, and events time the tasks."""
 
 import gc
 from collections.abc import Callable
@@ -32,7 +32,7 @@ SETUPS = [
     ("", 32768, 4, "always"),
     ("", 32768, 4, "except_last"),
     ("", 32768, 4, "never"),
-    # With few activations the optimizer's step is the peak: it updates all parameters at once.
+    # With few activations, the peak is in the optimizer's step, which updates all parameters.
     ("momentum", 64, 2, "always"),
     ("rmsprop", 64, 2, "always"),
     ("adagrad", 64, 2, "always"),
@@ -44,7 +44,7 @@ SETUPS = [
 def linears() -> nn.Sequential:
     """Return linear layers without biases.
 
-    To add up the gradient of a bias takes memory for a moment: 132 MiB here on an H100.
+    The sum for the gradient of a bias needs temporary memory: 132 MiB for these sizes on an H100.
     """
     layers = nn.Sequential()
     for _ in range(4):
@@ -57,9 +57,10 @@ def linears() -> nn.Sequential:
 def test_predicted_memory_is_allocated(
     n: int, optimizer: str, batch: int, chunks: int, checkpoint: Any
 ) -> None:
-    """Peaks of gigabytes are predicted within 5 %.
+    """Memory peaks of gigabytes are predicted with an error of at most 5%.
 
-    The allocator rounds sizes up, and products may take workspaces for a moment.
+    Differences remain because the allocator rounds sizes up, and because matrix products can use
+    temporary workspaces.
     """
     options: dict[str, Any] = {}
     if optimizer:
@@ -73,14 +74,14 @@ def test_predicted_memory_is_allocated(
 
 
 def memory(devices: list[torch.device]) -> list[int]:
-    """Return the bytes that are allocated on each device."""
+    """Return the number of bytes that are allocated on each device."""
     return [torch.cuda.memory_allocated(d) for d in devices]
 
 
 def allocated(
     module: nn.Sequential, setup: Setup, make: Callable[..., torch.optim.Optimizer] | None
 ) -> list[int]:
-    """Return the peak of each device in the second step, without workspaces."""
+    """Return the memory peak of each device in the second step, without cuBLAS workspaces."""
     devices = [torch.device("cuda", j) for j in range(len(setup.balance))]
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
@@ -90,7 +91,7 @@ def allocated(
     )
     optimizer = None if make is None else make(model.parameters(), lr=0.1)
     x = torch.randn(setup.batch_size, WIDTH, device=devices[0])
-    for _ in range(2):  # the prediction is of the second step, and of every later one
+    for _ in range(2):  # the prediction is for the second step and for every later step
         model.zero_grad()
         for d in devices:
             torch.cuda.synchronize(d)
@@ -122,7 +123,7 @@ def test_one_gpu_plays_all_devices_and_its_events_time_the_tasks(name: str) -> N
     for _ in range(3):
         run = emulation.run()
         assert min(run.tasks.values()) > 0
-        # The work also has what lies between the tasks.
+        # The work also includes the time between the tasks.
         timed = sum(run.tasks.values()) + run.loss + sum(run.updates)
         assert timed < 1.001 * run.work
     most = emulation.step().work * (row.micro_batches or 1) / emulation.executed

@@ -1,6 +1,6 @@
-"""The example and the tutorial train alike in one process and under torchrun.
+"""The example and the tutorial compute the same losses in one process and under torchrun.
 
-The example goes on after failures.
+The example continues its training after failures of ranks.
 """
 
 import json
@@ -30,12 +30,12 @@ Steps = list[tuple[int, float, float]]
 
 
 def started(*start: str, faults: Any = None, **environment: Any) -> subprocess.Popen[str]:
-    """Start the example, in which ranks may fail.
+    """Start the example, with planted faults if `faults` is given.
 
     Args:
-        start: The arguments of Python: some of torchrun, the example, and the example's own.
-        faults: The faults of each start, as in tests/failures/script.py.
-        environment: Further variables of the environment.
+        start: The arguments of Python: torchrun's arguments, the example, and its arguments.
+        faults: The fault of each start by torchrun, in the form of tests/failures/script.py.
+        environment: Additional environment variables.
     """
     arguments = [*start]
     if faults is not None:
@@ -47,7 +47,7 @@ def started(*start: str, faults: Any = None, **environment: Any) -> subprocess.P
 
 
 def ended(process: subprocess.Popen[str], code: int = 0) -> Steps:
-    """Wait for the end of the example, and return the steps."""
+    """Wait until the example ends, and return the printed steps with losses and gradient norms."""
     printed, _ = process.communicate(timeout=600)
     assert process.returncode == code, printed
     steps: Steps = []
@@ -58,7 +58,7 @@ def ended(process: subprocess.Popen[str], code: int = 0) -> Steps:
 
 
 def saved(folder: Path, step: int) -> dict[str, Tensor]:
-    """Return the model and the optimizer's state as they were saved after a step."""
+    """Return the states of the model and the optimizer in the save after a step."""
     (path,) = folder.glob(f"*-step-{step}")
     content = FileSystemReader(path).read_metadata()
     kinds = ("model.", "optimizer.")
@@ -73,7 +73,7 @@ def test_the_example(model: str) -> None:
     example = ("examples/train.py", model, "--steps", "2", "--batch", "6", "--chunks", "3")
     alone, ranks = ended(started(*example)), ended(started(*TWO, *example))
     assert len(alone) == 2
-    # Convolutions may differ in their last bits from one start of Python to the next.
+    # Convolutions can differ in their last bits from one start of Python to the next.
     for one, other in zip(alone, ranks, strict=True):
         assert other == pytest.approx(one, rel=1e-4)
 
@@ -88,7 +88,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
         process = python(*start, str(script), errors=subprocess.STDOUT)
         printed, _ = process.communicate(timeout=600)
         everything += printed
-    # Two ranks may share a line.
+    # The outputs of two ranks can be on one line.
     losses = [float(loss) for loss in re.findall(r": (\d+\.\d+)", everything)]
     assert len(losses) == 5, everything
     assert losses == pytest.approx(losses[:1] * 5, rel=1e-4)
@@ -99,11 +99,12 @@ def training(steps: int, folder: Path) -> tuple[str, ...]:
 
 
 def test_fewer_ranks_and_restarts(tmp_path: Path) -> None:
-    """A training with failures has the numbers of a training without failures.
+    """A training with failures has the losses and gradients of a training without failures.
 
-    Of four ranks, a node of two is killed. The other two go on with another balance. One of them is
-    killed while it saves, and then one raises. At last, two ranks are started by hand, and go on.
-    There is no dropout, because its masks depend on the balance.
+    The training starts on two nodes of two ranks. First, one node is killed, and the other node
+    continues with another balance. Then a rank is killed while it saves, and later a rank raises
+    an error. At last, the test itself starts two ranks, and these ranks continue the training. The
+    model has no dropout, because dropout masks depend on the balance.
     """
     alone = started(*training(6, tmp_path / "alone"), "--partitions", "4", faults=[None])
     with socket.socket() as probe:

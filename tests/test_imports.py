@@ -1,4 +1,4 @@
-"""Imports go one way, also those within functions and for types."""
+"""Packages import each other in one direction only, even within functions and for types."""
 
 import ast
 import graphlib
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Each line may import from the lines below it, and from itself.
+# A package can import packages in the lines below its own line, and none in the same line.
 LAYERS = [
     {"benchmarks"},
     {"reproduce.cli"},
@@ -31,12 +31,12 @@ LAYERS = [
     {"torchgpipe.skip", "torchgpipe.tensors", "torchgpipe.clipping"},
     {"torchgpipe.schedules", "torchgpipe.plain", "torchgpipe.caught", "torchgpipe.patience"},
 ]
-# Modules under the names that users of torchgpipe 0.0.7 import.
+# Modules that exist only because users of torchgpipe 0.0.7 import these names.
 OLD_NAMES = {"batchnorm", "checkpoint", "microbatch", "saves", "schedule"}
 
 
 def modules() -> dict[str, Path]:
-    """Return the modules of all packages, and their files."""
+    """Return the names of all modules in all packages, with the files of the modules."""
     found = {}
     for folder in ("benchmarks", "reproduce", "torchgpipe"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -49,7 +49,7 @@ MODULES = modules()
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield the modules that a file imports, also within functions and for type checkers alone."""
+    """Yield the modules that a file imports, even within functions or only for type checkers."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -66,7 +66,7 @@ def is_within(module: str, package: str) -> bool:
 
 
 def package(module: str) -> tuple[int, str] | None:
-    """Return the line of a module's package, and its name."""
+    """Return the number of the line in `LAYERS` with a module's package, and the package's name."""
     for line, names in enumerate(LAYERS):
         for name in names:
             if is_within(module, name):
@@ -105,7 +105,7 @@ def test_no_circles() -> None:
     for module, path in MODULES.items():
         graph[module] = {other for other in imported(path) if other in MODULES}
     order = graphlib.TopologicalSorter(graph).static_order()
-    # An error here names the circle.
+    # If imports are circular, the error names the circle.
     assert set(order) == set(MODULES)
 
 
@@ -117,7 +117,7 @@ def test_the_library_needs_torch_alone() -> None:
     assert "torch" in needed
     assert needed - {"torch", "torchgpipe"} <= sys.stdlib_module_names
 
-    # Schedules and the replay do not even need torch.
+    # Schedules and the replay do not even import torch.
     count = 0
     for module, path in MODULES.items():
         if module == "torchgpipe.plan.replay" or is_within(module, "torchgpipe.schedules"):

@@ -1,7 +1,7 @@
-"""What runs in one training step: how many of the library's functions, and how many calls.
+"""Count how many functions of the library run in one training step, and how many calls they get.
 
-A function that a step needs is one more that a reader has to know. The numbers are committed, so
-that growth is seen in a diff: `python -m tests.test_path` prints them anew.
+A reader has to know each function that a step needs. The numbers are committed, so that a diff
+shows if they grow. `python -m tests.test_path` prints the current numbers.
 """
 
 import sys
@@ -18,10 +18,11 @@ from torch import nn
 from torchgpipe import GPipe
 
 LIBRARY = str(Path(__file__).resolve().parents[1] / "torchgpipe")
-PYTHON = (3, 11)  # others have other frames for comprehensions
+PYTHON = (3, 11)  # other versions of Python have other frames for comprehensions
 TASKS = 8  # 4 micro-batches on 2 stages
 
-# By engine, checkpoint mode, and schedule of `step` (none: `model(x)`): functions, calls.
+# Keys: the engine, the checkpoint mode, and the schedule of `step` (none: `model(x)`).
+# Values: the number of functions, and the number of calls.
 EXPECTED = {
     ("workers", "except_last", ""): (197, 986),  # 123 calls a task
     ("workers", "never", ""): (163, 678),  # 85 calls a task
@@ -33,7 +34,7 @@ EXPECTED = {
 
 
 def ran(engine: Any, checkpoint: Any, schedule: str) -> tuple[int, int]:
-    """Return how many functions of the library run in a step, and how often in all."""
+    """Return how many functions of the library run in a step, and how many calls there are."""
     seen = Counter[CodeType]()
 
     def watch(frame: FrameType, event: str, _: object) -> None:
@@ -46,7 +47,8 @@ def ran(engine: Any, checkpoint: Any, schedule: str) -> tuple[int, int]:
     options: dict[str, Any] = {"schedule": schedule} if schedule else {}
     x, target = torch.rand(16, 8), torch.rand(16, 8)
     devices = ["cpu", "cpu"]
-    # Threads see it that begin later, and a pipeline's threads begin with its first step.
+    # The profile function is set for threads that start later. A pipeline's threads start with its
+    # first step.
     threading.setprofile(watch)
     try:
         model = GPipe(
@@ -83,7 +85,7 @@ def test_what_runs_in_a_step(engine: str, checkpoint: str, schedule: str) -> Non
 
 
 def main() -> None:
-    """Print the numbers of today's code."""
+    """Print the numbers of the current code."""
     for key in EXPECTED:
         functions, calls = ran(*key)
         print(f"    {key}: ({functions}, {calls}),  # {calls / TASKS:.0f} calls a task")

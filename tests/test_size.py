@@ -1,17 +1,17 @@
-"""Folders have few files side by side, and files are short, so that a place is found quickly."""
+"""Folders contain few files, and files are short, so that a reader finds a place quickly."""
 
 from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDE_BY_SIDE = 15
-"""The greatest number of Python files in a folder, beside its `__init__`."""
+"""The largest number of Python files in a folder, not counting `__init__.py`."""
 LONGEST = 350
-"""The greatest number of lines of a Python file."""
+"""The largest number of lines in a Python file."""
 
 
 def files() -> list[Path]:
-    """Return all Python files, without those of environments and builds beside the packages."""
+    """Return all Python files of the project, without files of virtual environments and builds."""
     found = [ROOT / "setup.py"]
     for top in ("torchgpipe", "reproduce", "benchmarks", "tests", "examples"):
         found += (ROOT / top).rglob("*.py")

@@ -1,4 +1,4 @@
-"""Words: those of the glossary are used, and those that it replaces are not."""
+"""The docs use the words of the glossary, and do not use the words that the glossary replaces."""
 
 import ast
 import re
@@ -16,12 +16,12 @@ CODE = [
 ]
 PAGES = [path for path in (ROOT / "docs").glob("*.md") if path.name != "glossary.md"]
 PAGES += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-# Names that a reader of PyTorch would not know, or that had two meanings.
+# Names that a user of PyTorch does not know, or names with two meanings.
 OLD_NAMES = {"Goal", "Ends", "InUse", "Passing", "carried_out", "Ambient"}
 
 
 def first_cells(text: str) -> list[str]:
-    """Return the first cells of a table, without markup and symbols."""
+    """Return the first cell of each row of Markdown tables, without markup and symbols."""
     cells = re.findall(r"^\| ([^|]+) \|", text, flags=re.MULTILINE)
     plain = [re.sub(r",? \*[^|]*$", "", cell) for cell in cells]
     return [cell for cell in plain if cell not in ("word", "not", "---")]

@@ -1,4 +1,4 @@
-"""Actions of the rows in rows/training: what each does with a pipeline, and what it returns."""
+"""Actions of the test cases in rows/training: functions that use a pipeline and return results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ def sequence(length: int) -> tuple[Tensor, Tensor]:
 
 
 def seeded(count: int, **options: Any) -> list[Any]:
-    """Return different mini-batches."""
+    """Return `count` different mini-batches."""
     return [batch(8, seed, **options) for seed in range(count)]
 
 
@@ -42,7 +42,7 @@ def accumulated(pipe: Pipe) -> Pipe:
 
 
 def trained(*batches: Any) -> Callable[[Pipe], Pipe]:
-    """Return an action that trains with each mini-batch in turn."""
+    """Return an action that trains the pipeline with each of the given mini-batches."""
 
     def action(pipe: Pipe) -> Pipe:
         for given in batches:
@@ -66,7 +66,7 @@ def input_gradient(pipe: Pipe) -> Found:
 
 
 def in_turn(pipe: Pipe) -> Found:
-    """Train two pipelines, in each of two rounds first one and then the other."""
+    """Train two pipelines alternately: first, second, first, second."""
     pipes = [pipe, pipe.again()]
     for seed in range(2):
         for k, each in enumerate(pipes):
@@ -79,7 +79,7 @@ def in_turn(pipe: Pipe) -> Found:
 
 
 def in_autocast(pipe: Pipe) -> Pipe:
-    # With its cache, autocast would add up gradients in bfloat16.
+    # If autocast caches the casts of weights, gradients are added up in bfloat16.
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         return pipe.step()
 
@@ -94,7 +94,10 @@ def dropout_step(pipe: Pipe) -> Pipe:
 
 
 def as_with(**changes: Any) -> Callable[[Pipe], Found]:
-    """Return an action that compares the row's losses and gradients with those of a changed row."""
+    """Return an action that compares the losses and gradients of two pipelines.
+
+    The first pipeline has the settings of the test case. The second has the given changes.
+    """
 
     def action(pipe: Pipe) -> Found:
         ours = dropout_step(pipe).found()
@@ -107,7 +110,7 @@ def as_with(**changes: Any) -> Callable[[Pipe], Found]:
 
 
 def second_mask(x: Tensor, other: Tensor) -> Tensor:
-    """Draw a mask in the second partition, and note whether it differs from that of the first."""
+    """Apply dropout in the second partition, and note whether the first one's mask differs."""
     y = dropout(x)
     alike = y.ne(0).equal(other.ne(0))
     differ.append(not alike)
@@ -121,7 +124,7 @@ def masks(pipe: Pipe) -> Found:
 
 
 def of_the_mini_batch(pipe: Pipe) -> Found:
-    """Check that the first layer's running statistics are those of the whole mini-batch."""
+    """Check that the first layer, a batch norm, has the statistics of the whole mini-batch."""
     found = pipe.step().found()
     norm = nn.BatchNorm1d(4)
     x, _ = pipe.row.given()
@@ -140,7 +143,7 @@ def of_the_mini_batch(pipe: Pipe) -> Found:
 
 
 def moved(pipe: Pipe) -> Pipe:
-    """Go on with another balance."""
+    """Train and save, then load the state into a pipeline with another balance, and run a step."""
     pipe.train(*batch()).save()
     other = pipe.again(balance=(3, 1), optimizer=None)
     other.load()
@@ -158,7 +161,10 @@ def going_on(pipe: Pipe) -> Pipe:
 
 
 def evaluated(*given: Any) -> Callable[[Pipe], Pipe]:
-    """Return an action that evaluates a mini-batch, or that of the row."""
+    """Return an action that runs a forward in eval mode.
+
+    It uses the given mini-batch, or by default the mini-batch of the test case.
+    """
     return lambda pipe: pipe.evaluate(*given)
 
 
@@ -184,7 +190,7 @@ def between_steps(pipe: Pipe) -> Pipe:
 
 
 def heard(pipe: Pipe) -> list[BaseException]:
-    """Return the error that a step raises, followed by its chain of `__cause__`."""
+    """Run a step that raises. Return the error, followed by its chain of `__cause__`."""
     errors: list[BaseException] = []
     try:
         pipe.step()
@@ -196,7 +202,7 @@ def heard(pipe: Pipe) -> list[BaseException]:
 
 
 def raised(pipe: Pipe) -> Found:
-    """Check that a step raises on this rank, and whether the layer's own error is in the chain."""
+    """Run a step, and return whether this rank raises, and whether a layer's error is the cause."""
     errors = heard(pipe)
     found = {"every rank raises": bool(errors)}
     if any(isinstance(error, ValueError) and str(error) == ON_PURPOSE for error in errors):
@@ -209,7 +215,7 @@ def told(pipe: Pipe) -> Found:
 
 
 def next_batch(pipe: Pipe) -> Pipe:
-    """Run a step that fails, and then the step of another mini-batch."""
+    """Run a step that fails, and then a step with another mini-batch."""
     heard(pipe)
     pipe.module.zero_grad()
     pipe.losses.clear()

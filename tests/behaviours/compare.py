@@ -1,8 +1,10 @@
-"""Compare results of layers: tensors, numbers, models, and containers of these.
+"""Compare the results of a pipeline with the results of plain layers (layers without a pipeline).
 
-Values are compared to the bit, unless a row gives a tolerance and the reason for it. The same
-operators run on the same numbers, and the gradients of a parameter are added up in the same order,
-from the last micro-batch to the first.
+Results are tensors, numbers, models, and containers of all three.
+
+Values must be equal to the bit, unless a test gives a tolerance and a reason for the tolerance.
+This is possible because a pipeline and plain layers run the same operators on the same numbers.
+Both add up the gradients of a parameter in the same order, from the last micro-batch to the first.
 """
 
 from collections.abc import Iterator
@@ -15,13 +17,13 @@ REORDERED = 1e-5
 """The tolerance for gradients added up in another order, relative to the maximum of a tensor."""
 
 ZERO = 1e-8
-"""A number added to the maximum, because smaller differences are rounding errors of zero."""
+"""A number that is added to the maximum. Smaller differences are rounding errors of zero."""
 
 
 def found(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the tensors, numbers and strings in a value, with their names.
+    """Yield each tensor, number and string in a value, with its name.
 
-    A module has parameters, their gradients, and buffers.
+    For a module, yield its parameters, the gradients of its parameters, and its buffers.
     """
     if hasattr(value, "to_local"):  # a DTensor: take the shard of this rank
         value = value.to_local()
@@ -50,7 +52,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def differences(ours: Any, plain: Any, tolerance: float = 0.0) -> list[str]:
-    """Return the differences of two values, a line for each name."""
+    """Return the differences between two values, as one line for each name that differs."""
     y, x = dict(found(ours)), dict(found(plain))
     lines = []
     for name in sorted({*x, *y}):
@@ -61,7 +63,7 @@ def differences(ours: Any, plain: Any, tolerance: float = 0.0) -> list[str]:
 
 
 def difference(y: Any, x: Any, tolerance: float = 0.0) -> str:
-    """Return how a result `y` differs from `x`, that of the plain layers. Equal ones return ""."""
+    """Return how a pipeline's result `y` differs from the expected `x`, or "" if both are equal."""
     if y is None:
         return "" if x is None else "missing"
     if x is None:

@@ -1,4 +1,4 @@
-"""Fixtures of behaviours. They also run on the engine `ranks`, a pipeline over processes."""
+"""Fixtures for tests of what pipelines compute, on all engines: "graph", "workers" and "ranks"."""
 
 import pytest
 

@@ -1,7 +1,7 @@
-"""`Training`, a behaviour that any pipeline may have, and `Pipe`, the interface to a pipeline.
+"""`Training`, a test case for any pipeline, and `Pipe`, the interface to a pipeline under test.
 
-Rows also run on pipelines of other projects, by adapters that subclass `Pipe` (benchmarks/others).
-Therefore this module imports torch only.
+The test cases also run with pipelines of other projects, by adapters that subclass `Pipe`
+(benchmarks/others). Therefore this module imports only torch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 Tensors = dict[str, Tensor | None]
 Found = Mapping[str, Tensor | bool | None]
-"""The results of a pipeline, or of a rank's part, by name: tensors, and whether a claim holds."""
+"""The results of a pipeline, or of one rank, by name: tensors, and whether a claim is true."""
 
 
 class NotOffered(Exception):
-    """Raised if a pipeline does not offer something."""
+    """The exception for a feature that a pipeline does not offer."""
 
 
 def batch(
     size: int = 8, seed: int = 0, *, features: int = 4, targets: int = 3
 ) -> tuple[Any, Tensor]:
-    """Return a mini-batch, the same on all ranks."""
+    """Return a mini-batch, an input and a target, which are the same on all ranks."""
     draw = torch.Generator().manual_seed(100 + seed)
     x = torch.randn(size, features, generator=draw)
     target = torch.randn(size, targets, generator=draw)
@@ -36,21 +36,22 @@ def batch(
 
 
 def mlp(*between: nn.Module) -> nn.Sequential:
-    """Return four layers, with the given ones in the middle."""
+    """Return a small model: linear, tanh, the given layers, and two more linear layers."""
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), *between, nn.Linear(6, 6), nn.Linear(6, 3))
 
 
 def squares(output: Tensor, target: Tensor) -> Tensor:
-    """Return the sum of squares over all samples, which is also the sum over micro-batches."""
+    """Return the summed squared error, so that losses of micro-batches add up to the total loss."""
     return ((output - target) ** 2).sum()
 
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """A behaviour of training: by default, one step.
+    """A test case: something that a training does with a pipeline. By default, it runs one step.
 
-    After `action`, all results of the pipeline must equal those of the plain layers, which run on
-    each micro-batch in turn. If `action` returns results itself, these are compared.
+    After `action`, all results of the pipeline must equal the results of plain layers. Plain
+    layers are the same layers without a pipeline, which run on one micro-batch after another. If
+    `action` returns results itself, the test compares these results instead.
 
     Args:
         name: The name of the behaviour.
@@ -60,17 +61,17 @@ class Training:
         balance: The number of layers in each partition. With `sample`, the name of the first
             submodule of each partition but the first.
         given: A function that makes the mini-batch: the input and the target.
-        action: What is done with the pipeline.
+        action: A function that uses the pipeline.
         chunks: The number of micro-batches.
         checkpoint: The mode of checkpointing.
-        deferred_batch_norm: Whether batch norms have the statistics of the mini-batch.
+        deferred_batch_norm: Whether batch norms track the statistics of whole mini-batches.
         criterion: The loss of an output and a target.
         mean: Whether the loss is a mean over samples. Otherwise it is a sum.
-        optimizer: A function that makes the optimizer of parameters.
+        optimizer: A function that makes an optimizer for the given parameters.
         clip: The norm to which `Pipe.train` clips gradients.
         sample: An input of one micro-batch, with which the module is traced.
-        refused: By engine of this library, a pattern of the error that is raised instead.
-        unlike: Why results of this library differ.
+        refused: For each engine of this library that must raise an error, a pattern of the error.
+        unlike: The reason why results of this library differ from plain layers, if they differ.
         tolerance: The tolerance for this library, as in compare.py.
     """
 
@@ -100,15 +101,17 @@ class Training:
 
 
 class Pipe(ABC):
-    """The pipeline of a row; on ranks, a rank's part.
+    """An interface to the pipeline under test, or with several ranks, to this rank's part of it.
 
-    Adapters implement `build`, and what else does not suit a pipeline that is a single module.
+    A subclass (adapter) implements `build`, and overrides the methods that do not work for its
+    pipeline. By default, methods expect a pipeline that is a single module.
     """
 
     package = ""
-    """The folder of the pipeline's code. An error raised there, with a message, is a refusal."""
+    """The folder of the pipeline's code. An error with a message that is raised there is a refusal.
+    """
     ranks = False
-    """Whether each partition runs in a process of its own."""
+    """Whether each partition runs in a separate process."""
 
     def __init__(self, row: Training, folder: Path) -> None:
         self.row, self.folder = row, folder
@@ -122,17 +125,17 @@ class Pipe(ABC):
     def build(self, layers: Any, balance: list[Any]) -> nn.Module:
         """Build the pipeline, and return a module with the parameters of this rank.
 
-        Parameters have the names that they have in the whole model.
+        Parameters keep their names in the whole model.
         """
 
     def again(self, **changes: Any) -> Pipe:
-        """Return a new pipeline of this row with changes."""
+        """Return a new pipeline for the same test case, with some fields of the row changed."""
         return type(self)(replace(self.row, **changes), self.folder)
 
     def step(self, *given: Any) -> Pipe:
-        """Run forward and backward of a mini-batch; by default, of that of the row.
+        """Run forward and backward with a mini-batch, and record the loss.
 
-        Record the loss if this rank has it.
+        By default, use the mini-batch of the test case.
         """
         x, target = given or self.row.given()
         self.module.train()
@@ -148,7 +151,7 @@ class Pipe(ABC):
         return self.module(x)
 
     def evaluate(self, *given: Any) -> Pipe:
-        """Run forward in eval mode without gradients. Record the output if this rank has it."""
+        """Run forward in eval mode without gradients. The rank that has the output records it."""
         x, _ = given or self.row.given()
         self.module.eval()
         with torch.no_grad():
@@ -168,20 +171,20 @@ class Pipe(ABC):
         return self
 
     def clip_gradients(self, norm: float) -> None:
-        """Clip the gradients of all ranks together."""
+        """Clip the gradients of all ranks by their common norm."""
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), norm)
 
     def save(self) -> None:
-        """Write files with the state of model and optimizer."""
+        """Save the states of the model and the optimizer to one file for each rank."""
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()
         torch.save((self.module.state_dict(), optimizer), self.folder / f"{rank()}.pt")
         if dist.is_initialized():
             dist.barrier()
 
     def load(self) -> None:
-        """Load files that another pipeline saved.
+        """Load the files that another pipeline of the same test case has saved.
 
-        Its balance may differ, unless there is an optimizer.
+        With an optimizer, both pipelines need the same balance.
         """
         whole: dict[str, Tensor] = {}
         optimizers = {}
@@ -217,12 +220,12 @@ class Pipe(ABC):
 
 
 def rank() -> int:
-    """Return this process' rank; 0 where there is one process."""
+    """Return the rank of this process, which is 0 if there is only one process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def micro_batches(x: Any, m: int) -> list[Any]:
-    """Split a tensor, or each tensor of a nested tuple, into at most m micro-batches."""
+    """Split a tensor, or every tensor of a nested tuple, into at most `m` micro-batches."""
     if not isinstance(x, tuple):
         return [*x.chunk(m)]
     columns = [micro_batches(part, m) for part in x]

@@ -1,6 +1,6 @@
-"""`Row`, a behaviour: something that is done with a small model.
+"""`Row`, a test case: a small model, and a function that uses the model.
 
-`unlike` does it with a pipeline and with `Plain`, and compares the results.
+`unlike` calls the function with a pipeline and with plain layers (`Plain`), and compares results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ def tensors(value: Tensors) -> tuple[Tensor, ...]:
 
 
 def total(outputs: Tensors) -> Tensor:
-    """Reduce all outputs that require grad to a scalar, with another weight for each element."""
+    """Reduce all outputs that require grad to a scalar, with different weights for the elements."""
     result: Any = 0
     for y in tensors(outputs):
         if y.requires_grad:
@@ -49,7 +49,7 @@ def total(outputs: Tensors) -> Tensor:
 def step(run: nn.Module, value: Tensors, loss: Callable[[Any], Tensor] = total) -> list[Tensor]:
     """Run forward and backward, and return copies of the outputs.
 
-    The copies are made before backward, and require grad if the outputs do.
+    The copies are made before backward. A copy requires grad if its output requires grad.
     """
     run.zero_grad()
     outputs = run(value)
@@ -74,9 +74,9 @@ def loss_of(run: nn.Module, x: Tensor | None = None) -> Tensor:
 
 
 def amid(change: Callable[[Any, Tensor], object]) -> Callable[[Any, Tensor], list[Tensor | None]]:
-    """Return a use that changes something between forward and backward.
+    """Return a use (a function of a model and an input) with a change between forward and backward.
 
-    It returns the gradients of the parameters that the model had before the change.
+    The use returns the gradients of the parameters that the model had before the change.
     """
 
     def use(run: Any, x: Tensor) -> list[Tensor | None]:
@@ -91,7 +91,7 @@ def amid(change: Callable[[Any, Tensor], object]) -> Callable[[Any, Tensor], lis
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A behaviour.
+    """A test case: a use of a small model, with a pipeline and with plain layers.
 
     Args:
         name: The name of the behaviour.
@@ -99,15 +99,15 @@ class Row:
         given: A function that makes the input.
         balance: The number of layers in each partition. By default, each of the last two layers is
             a partition.
-        use: A function of model and input. Its result must be the same with a pipeline, and so
-            must input, parameters, gradients and buffers afterwards.
-        refused: The pattern of the error that is raised instead, by engine, mode, both, or `""`
-            for all.
+        use: A function of model and input. With a pipeline and with plain layers, it must return
+            equal results, and leave equal inputs, parameters, gradients and buffers.
+        refused: Patterns of the errors that pipelines must raise instead. A key is an engine, a
+            mode of checkpointing, "engine mode", or `""` for every pipeline.
         without: Engines, modes and variations that the row does not run with, and the reasons.
         tolerance: The tolerance, as in compare.py, with a reason beside the row.
         chunks: The number of micro-batches.
         options: Further options of the pipeline.
-        note: What users should know. Rows that have a note are in docs/works-with.md.
+        note: What users need to know. docs/works-with.md lists the rows that have a note.
     """
 
     name: str
@@ -123,16 +123,17 @@ class Row:
     note: str = ""
 
     def refusal(self, engine: str, checkpoint: str) -> str | None:
-        """Return the pattern of the expected error, or `None` if none is expected."""
+        """Return the pattern of the error that a pipeline must raise, or `None` for no error."""
         for key in (f"{engine} {checkpoint}", engine, checkpoint, ""):
             if key in self.refused:
                 return self.refused[key]
         return None
 
     def left_out(self, variation: str, engine: str, checkpoint: str) -> bool:
-        """Return whether to skip this combination.
+        """Return whether the row must not run with this variation, engine and mode.
 
-        Rows with refusals have no variations, because a refusal may depend on boundaries.
+        A row that expects an error runs without variations, such as a single partition, because
+        whether a pipeline raises the error can depend on the boundaries between partitions.
         """
         if variation and self.refused:
             return True
@@ -140,7 +141,7 @@ class Row:
 
 
 class Case(NamedTuple):
-    """A row with a variation, on an engine, in a mode."""
+    """A row (test case) to run in one variation, on one engine, in one mode of checkpointing."""
 
     row: Row
     variation: str
@@ -149,9 +150,10 @@ class Case(NamedTuple):
 
 
 def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
-    """Return a few cases of each row.
+    """Return a few ways to run each row (test case): variation, engine and mode of checkpointing.
 
-    They have every variation, engine and mode, or with `pairs` every pair of these.
+    For each row, every variation, every engine and every mode occurs. With `pairs`, every pair of
+    two values occurs, for example every engine with every mode.
     """
     found = []
     for r, row in enumerate(rows):
@@ -167,7 +169,7 @@ def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
 
 
 def made(row: Row) -> tuple[nn.Sequential, Any]:
-    """Return the model and the input of a row, the same each time."""
+    """Return the model and the input of a test case, with the same numbers at every call."""
     torch.manual_seed(0)
     return row.layers(), row.given()
 
@@ -175,10 +177,10 @@ def made(row: Row) -> tuple[nn.Sequential, Any]:
 def unlike(
     row: Row, variation: str, engine: str, checkpoint: str, devices: Sequence[str] = ("cpu",)
 ) -> list[str]:
-    """Return the differences of a pipeline from plain layers.
+    """Run a test case with a pipeline and with plain layers, and return the differences.
 
-    If the pipeline must refuse, return the names of gradients that it left. Partitions are placed
-    on the devices in turn, the plain layers on the first.
+    If the pipeline must raise an error, return the names of gradients that exist after the error.
+    Partitions are placed on the given devices in turn. The plain layers are on the first device.
     """
     with nullcontext() if devices[0] == "cpu" else torch.device(devices[0]):
         layers, value = made(row)

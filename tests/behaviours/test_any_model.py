@@ -1,4 +1,4 @@
-"""A pipeline of any module computes what the module computes on each micro-batch in turn."""
+"""A pipeline of any module computes what the module computes on one micro-batch after another."""
 
 import copy
 from typing import Any
@@ -17,9 +17,9 @@ from .row import total
 
 
 def parts(value: Any, i: int, chunks: int) -> Any:
-    """Return micro-batch `i` of a sample.
+    """Return micro-batch `i` of a model's input.
 
-    Tensors without a batch dimension, and masks that samples share, stay whole.
+    Tensors without a batch dimension, and masks that all samples share, are not split.
     """
     if isinstance(value, dict):
         found = {}
@@ -42,7 +42,7 @@ def called(model: Any, sample: Any) -> Any:
 
 
 def joined(outputs: list[Any]) -> tuple[Tensor, ...]:
-    """Concatenate the outputs of micro-batches."""
+    """Concatenate the outputs of all micro-batches."""
     columns = zip(*map(tensors_in, outputs), strict=True)
     return tuple(torch.cat(column) for column in columns)
 
@@ -75,7 +75,10 @@ def test_any_model(case: Case, n: int, chunks: int, way: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_other_batch_sizes(name: str, way: dict[str, Any]) -> None:
-    """Layers are right for a batch size, or refuse it: traced in training, used in evaluation."""
+    """Traced layers compute the right results for other batch sizes, or raise an error.
+
+    The module is traced in training mode, and its layers are used in evaluation mode.
+    """
     make, right, refused = BATCHES[name]
     module = make()
     layers = sequential(module, rows(), whole=[Choosing] if "contents" in name else [])

@@ -1,6 +1,6 @@
-"""A pipeline of compiled layers has the results of the layers, by call and by step.
+"""A pipeline of compiled layers computes what the layers compute, in `model(x)` and `model.step`.
 
-This holds on every engine, in every mode of checkpointing.
+This is tested on every engine, in every mode of checkpointing.
 """
 
 import copy
@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from ..plain import Plain, piped
 from .compare import REORDERED, differences
 
-# torch.compile raises this warning with plain layers, too: it looks at all attributes of tensors.
+# torch.compile gives this warning with plain layers, too, because it reads all tensor attributes.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 CHUNKS = 4
@@ -25,7 +25,7 @@ NORM = "running statistics of a batch norm in training"
 
 
 class Counting(nn.Module):
-    """A layer whose buffer and mode have to be put back for a recomputation."""
+    """A layer whose output depends on a buffer and the mode. A recomputation must restore both."""
 
     count: Tensor
 
@@ -41,19 +41,19 @@ class Counting(nn.Module):
 
 
 def compiled_in_place(layer: Any) -> nn.Module:
-    """Compile the layer's call; the layer stays what it is."""
+    """Compile the layer's call in place, and return the same layer."""
     layer.compile(backend="aot_eager")
     return layer
 
 
 def compiled_around(layer: nn.Module) -> nn.Module:
-    """Return the module that PyTorch puts around the layer."""
+    """Return `torch.compile(layer)`, a module that wraps the layer."""
     return torch.compile(layer, backend="aot_eager")  # type: ignore[return-value]
 
 
 def by_call(run: Any, x: Tensor, target: Tensor) -> None:
     loss = mse_loss(run(x), target)
-    run.eval()  # a recomputation still runs in training
+    run.eval()  # a recomputation still runs in training mode
     loss.backward()
     run.train()
 
@@ -79,7 +79,7 @@ def test_compiled_layers(
     layers = nn.Sequential(*[compiled(layer) for layer in own])
     schedule = "1F1B" if train is by_step else "GPipe"
     model = piped(layers, [2, 2], CHUNKS, engine=engine, checkpoint=checkpoint, schedule=schedule)
-    # Workers that compile a layer at the same time do so more than once.
+    # Workers that compile a layer at the same time compile it more than once.
     with torch._dynamo.config.patch(recompile_limit=64):
         for _ in range(2):
             x, target = torch.randn(2, 8, 6)
@@ -92,7 +92,10 @@ def test_compiled_layers(
 def test_a_compiled_batch_norm_is_right_or_refused(
     compiled: Callable[[nn.Module], nn.Module], engine: str, checkpoint: str
 ) -> None:
-    """Older versions of PyTorch compile the norm right. Newer ones read its statistics."""
+    """A compiled batch norm in a recomputed partition is right, or the pipeline raises an error.
+
+    It is right with older versions of PyTorch. Newer versions read the running statistics.
+    """
     torch.compiler.reset()
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.BatchNorm1d(6), nn.Tanh()))
@@ -112,7 +115,7 @@ def test_a_compiled_batch_norm_is_right_or_refused(
 
 
 def held(model: nn.Module) -> dict[str, Any]:
-    """Return the gradients and buffers of a model by the names of layers that are not compiled."""
+    """Return a model's gradients and buffers by name, without the prefixes of compiled layers."""
     found: dict[str, Any] = {}
     for name, p in model.named_parameters():
         found[f"gradient of {name}".replace("_orig_mod.", "")] = p.grad

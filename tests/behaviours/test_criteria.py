@@ -1,7 +1,7 @@
-"""What a criterion may use beside an output gets its gradient once a step; layers stay unchanged.
+"""Criteria (loss functions) that use parameters: each parameter gets its gradient once in a step.
 
-Timing decides whether threads disturb each other. Therefore each case runs several rounds of two
-accumulated steps.
+The layers stay unchanged. Timing decides whether threads disturb each other, so each case runs
+several rounds of two accumulated steps.
 """
 
 import copy
@@ -27,9 +27,9 @@ Criterion = Callable[[Any, Tensor], Tensor]
 
 
 class Net(Module):
-    """A module with a criterion, and with layers that a pipeline replaces.
+    """A module with a criterion as a method, and with layers that a test replaces by a pipeline.
 
-    Users of training frameworks write such modules.
+    Users of training frameworks write modules like this.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ def penalty(parameters: Any) -> Tensor:
     return 0.01 * total
 
 
-# Criteria: the loss of an output and a target, and what they use of a net.
+# Criteria: functions of a net, an output and a target that return a loss.
 
 
 def times_scale(net: Net, y: Tensor, t: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def of_shared_head(net: Net) -> Criterion:
 
 
 def of(criterion: Callable[[Net, Tensor, Tensor], Tensor]) -> Callable[[Net], Criterion]:
-    """Return a function that makes the criterion of a net."""
+    """Return a function that binds a criterion to a net."""
     return lambda net: partial(criterion, net)
 
 
@@ -158,7 +158,7 @@ CRITERIA: dict[str, Callable[[Net], Criterion]] = {
     "the model, without gradients": of(consistent),
     "nothing, of some micro-batches": of(sometimes_nothing),
 }
-"""What a criterion uses, and the function that makes the criterion of a net."""
+"""For each thing that a criterion can use, a function that makes the criterion for a net."""
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -179,7 +179,7 @@ def gradients(net: Module) -> dict[str, Tensor | None]:
 
 @pytest.fixture(scope="module", params=CRITERIA)
 def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Tensor | None]]:
-    """Return a criterion's name, and the gradients of plain layers after two accumulated steps."""
+    """Return a criterion's name, and the plain layers' gradients after two accumulated steps."""
     net, (x, t) = made(), batch()
     criterion = CRITERIA[request.param](net)
     for _ in range(2):
@@ -219,7 +219,7 @@ def test_a_criterion(
         after = dict(net.named_parameters())
         assert after == before
         assert all(map(torch.equal, before.values(), values))
-        # A hook of a parameter runs once a step.
+        # A hook of a parameter runs once in a step.
         assert sorted(net.hooked) == sorted(2 * taking)
 
 
@@ -249,7 +249,7 @@ def test_a_step_that_fails_changes_no_gradient_of_what_the_criterion_uses(where:
 
 
 class Tied(Module):
-    """A layer that has an embedding in a list, where it is not registered."""
+    """A layer that uses another layer's embedding without registering it as a submodule."""
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ def test_a_weight_in_a_list_of_a_layer_of_another_stage_gets_both_gradients(
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_a_criterion_may_call_another_pipeline_that_shares_layers(engine: Any, mode: Any) -> None:
-    """Each parameter gets its gradient, and each hook runs once for each call."""
+    """Each parameter gets its gradient, and the hook of a parameter runs once in a step."""
 
     def parts() -> list[Any]:
         torch.manual_seed(0)

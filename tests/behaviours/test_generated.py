@@ -1,8 +1,9 @@
-"""Generated models as pipelines: all results equal those of the plain layers, or are refused.
+"""Generated models: a pipeline computes the results of the plain layers, or raises an error.
 
     MODELS=2000 SEED=1 python -m pytest tests/behaviours/test_generated.py -s
 
-runs other models than the test suite, and prints their number and what was refused.
+This command tests other models than the test suite does. It prints how many models were equal, and
+how many raised which error.
 """
 
 import copy
@@ -30,7 +31,7 @@ from .row import tensors, total
 
 SEED = os.environ.get("SEED")
 
-# For float64, with 53 bits, and models that multiply by some thousand at most.
+# This is for float64 with 53 bits, and for models that multiply by some thousand at most.
 REORDERED = 1e-9
 
 BY_AUTOGRAD = (
@@ -54,11 +55,11 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "uses the gradient of its parameter": ("as weights",),
     "the default type was": ("a type",),
 }
-"""Patterns of refusals, and the kinds of layers or steps that justify each."""
+"""Patterns of allowed errors, and for each the kinds of layers or steps that justify it."""
 
 
 class Refused(Exception):
-    """Raised from the error that the pipeline raised."""
+    """The exception that a test raises if a pipeline raises an error, which is the `__cause__`."""
 
 
 @contextmanager
@@ -70,14 +71,14 @@ def refusing() -> Iterator[None]:
 
 
 class Unmodified(Plain):
-    """Plain layers whose saved tensors are copies, so that backward works after changes in place.
+    """Layers without a pipeline, where autograd saves copies instead of the tensors themselves.
 
-    A pipeline copies some tensors. So it may work where PyTorch refuses a backward of the plain
-    layers.
+    So backward works even if a layer has changed a tensor in place. A pipeline also copies some
+    tensors. Therefore it can work where PyTorch raises an error for layers without a pipeline.
     """
 
     def run(self, value: Any) -> Any:
-        # A deep copy keeps the strides. With other strides, sums would be in another order.
+        # A deep copy keeps the strides. With other strides, sums have another order.
         with saved_tensors_hooks(lambda x: copy.deepcopy(x.detach()), lambda x: x):
             parts = self.split(value)
             if len(parts) > 1:
@@ -86,16 +87,16 @@ class Unmodified(Plain):
 
     def split(self, value: Any) -> list[Any]:
         if isinstance(value, Tensor):
-            # A clone, because a view of a leaf cannot be changed in place.
+            # Return a clone, because a view of a leaf cannot be changed in place.
             return [part.clone() for part in super().split(value)]
         parts = {id(x): self.split(x) for x in value}
         return list(zip(*(parts[id(x)] for x in value), strict=True))
 
 
 def leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers that take gradients.
+    """Return all parameters, and the buffers that require grad.
 
-    They include parameters that layers use without registering them.
+    The result includes parameters that layers use without registering the parameters.
     """
     found: dict[str, Tensor] = dict(model.named_parameters())
     for name, module in model.named_modules():
@@ -110,7 +111,7 @@ NO_GRADIENTS = {"no grad": torch.no_grad, "inference": torch.inference_mode}
 def forward(
     model: nn.Module, case: Case, step: Step, seed: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Run the forward of a step, with inputs that the seed decides.
+    """Run the forward of a step, with random inputs that depend on `seed`.
 
     Return the inputs, copies of the outputs, and the outputs.
     """
@@ -133,13 +134,13 @@ def forward(
         with AROUND[step.modes[0]]() as mode:
             results = [call(value) for value in given]
         for result in results:
-            # `clone`, because an output may be a buffer.
+            # Clone outputs, because an output can be a buffer.
             outputs += [y.clone() for y in tensors(result)]
     shown = []
     for y in outputs:
         copied = y.detach().clone()
         shown.append(copied.requires_grad_(y.requires_grad))
-    if case.engine != "ranks":  # where each rank counts the calls of its own layers
+    if case.engine != "ranks":  # on ranks, each rank counts the calls of its own layers only
         shown.append(torch.tensor(getattr(mode, "calls", [])))
     return inputs, shown, outputs
 
@@ -151,7 +152,7 @@ def called_with(model: nn.Module, weights: dict[str, Tensor], value: Any) -> Any
 def backward(
     model: nn.Module, step: Step, inputs: list[Tensor], outputs: list[Tensor]
 ) -> dict[str, Tensor | None]:
-    """Run the backward of a step, and return all gradients."""
+    """Run the backward of a step, and return the gradients by name."""
     if step.run == "frozen between":
         turn(model, step)
     everything: dict[str, Tensor] = {}
@@ -188,14 +189,14 @@ def go_backward(
 
 
 def turn(model: nn.Module, step: Step) -> None:
-    """Freeze some parameters, and let those of them that are frozen take gradients."""
+    """Flip `requires_grad` of some parameters: freeze the trainable, unfreeze the frozen ones."""
     parameters = [*leaves(model).values()]
     for p in parameters[:: step.every]:
         p.requires_grad_(not p.requires_grad)
 
 
 def finish(model: nn.Module, step: Step) -> None:
-    """Do what follows a step: update, zero or keep gradients, freeze, or reload the state dict."""
+    """Finish a step as `step.after` says: update, zero gradients, freeze, or reload the state."""
     for p in leaves(model).values():
         if p.grad is not None and step.after.startswith("update"):
             p.data.sub_(p.grad.to_dense().sign(), alpha=0.1)
@@ -210,9 +211,9 @@ def finish(model: nn.Module, step: Step) -> None:
 
 
 def assert_equals_plain(case: Case) -> None:
-    """Run a case as a pipeline and as plain layers, and compare all results.
+    """Run a case with a pipeline and with plain layers, and assert that all results are equal.
 
-    Raise `Refused` if the pipeline raises.
+    Raise `Refused` if the pipeline raises an error.
     """
     module, twin = case.build(), case.build()
     plain = Unmodified(twin, chunks=case.chunks, deferred_batch_norm=case.deferred_batch_norm)
@@ -227,10 +228,10 @@ def assert_equals_plain(case: Case) -> None:
         try:
             plain_inputs, plain_shown, plain_outputs = forward(plain, case, step, k)
         except RuntimeError:
-            with refusing():  # the pipeline must refuse now, if it has not yet
+            with refusing():  # the pipeline must raise an error now, if it has not raised one yet
                 backward(model, step, inputs, outputs)
-            # Or it works, because a partition has a copy of what plain layers change: a view of a
-            # parameter.
+            # Or only the pipeline works: plain layers change a view of a parameter in place, and a
+            # partition has a copy instead of the view.
             changes = case.has("parameter in place", "embedding, rescaled")
             if changes or all(map(torch.equal, leaves(model).values(), leaves(plain).values())):
                 return
@@ -245,14 +246,14 @@ def assert_equals_plain(case: Case) -> None:
         check_redraws(model)
         finish(model, step)
         finish(plain, step)
-        # Rounding gives a zero gradient any sign, and updates use the sign. Therefore make
-        # parameters equal again.
+        # Updates use the sign of a gradient. Because of rounding, a gradient of zero can have any
+        # sign. So make the parameters of both models equal again.
         for p, q in zip(leaves(model).values(), leaves(plain).values(), strict=True):
             q.data.copy_(p.data)
 
 
 def verdict(case: Case) -> str:
-    """Check a case; return "equal", or "refused: ..." if that is allowed."""
+    """Check a case. Return "equal", or "refused: ..." if the pipeline raised an expected error."""
     try:
         assert_equals_plain(case)
     except Refused as refused:
@@ -270,7 +271,7 @@ def verdict(case: Case) -> str:
     "engine, n", [("one process", None), ("ranks", 2), ("ranks", 3), ("ranks", 4)]
 )
 def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> None:
-    """Check generated cases, and print how many ended in which way."""
+    """Check generated models, and print how many were equal, and how many raised which error."""
     one = n is None
 
     def check(case: Case) -> str:
@@ -299,6 +300,6 @@ def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> N
         print("")
         for what, count in found.most_common():
             print(f"{count:6} {what}")
-    # About a quarter is refused, most of it in place. Among few models, it may be more by chance.
+    # About a quarter of the models is refused, mostly for changes in place, and by chance more.
     least = (0.5 if one else 0.3) * found["models"]
     assert found["equal"] > least, f"too few models are equal to test much: {found}"

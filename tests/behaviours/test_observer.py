@@ -1,6 +1,6 @@
-"""The observer sees every task once: by name, in the thread that runs it, in a possible order.
+"""A pipeline's observer sees every task once, in the task's thread, in an order that is possible.
 
-A recorded timeline has all tasks on one clock.
+The observer is a context manager around each task. A recorded timeline has all tasks on one clock.
 """
 
 import json
@@ -36,7 +36,7 @@ Way = dict[str, Any]
 
 
 class Log:
-    """Record when tasks start and end, and which layers run in them."""
+    """An observer that records which tasks start and end, and which layers run in each task."""
 
     def __init__(self) -> None:
         self.started: list[Task] = []
@@ -56,7 +56,7 @@ class Log:
 
 
 class Witness(Module):
-    """Record in which task each pass of this layer runs."""
+    """A layer that records in which task each of its forward and backward passes runs."""
 
     def __init__(self, log: Log, k: int) -> None:
         super().__init__()
@@ -74,9 +74,9 @@ class Witness(Module):
 
 
 def observed(balance: list[int], chunks: int, way: Way) -> tuple[Any, Log, Sequence[int]]:
-    """Return a pipeline, the log of its observer, and the partitions whose tasks it sees.
+    """Return a pipeline, the log of its tasks, and the partitions whose tasks are in the log.
 
-    On ranks, these are the rank's own partitions.
+    On the engine "ranks", a log has only the tasks of the rank's own partition.
     """
     log = Log()
     if sum(balance) == 6:
@@ -101,7 +101,7 @@ def expected_tasks(m: int, partitions: Sequence[int], checkpoint: Any) -> set[Ta
 
 
 def assert_in_order(ended: list[Task], m: int, partitions: Sequence[int]) -> None:
-    """Assert that tasks ended after those that they depend on."""
+    """Assert that each task ended after the tasks that it depends on."""
     at: dict[Any, int] = {task: k for k, task in enumerate(ended)}
     for i, j in product(range(m), partitions):
         before = []
@@ -158,7 +158,7 @@ def test_only_forwards_without_gradients(mode: str, way: Way) -> None:
 
 
 def by_device(actions: list[Action], placement: Sequence[int], devices: Any) -> list[list[Action]]:
-    """Return the actions of each device."""
+    """Return one list of actions for each device."""
     found = []
     for device in devices:
         own = [action for action in actions if placement[action.stage] == device]
@@ -170,7 +170,8 @@ def by_device(actions: list[Action], placement: Sequence[int], devices: Any) -> 
 def test_a_step_does_what_its_schedule_says(name: str, way: Way) -> None:
     """On each device, or on this rank, tasks run in the order of the schedule.
 
-    In one thread, they run in the order of the replay. `model(x)` runs forwards alone.
+    The engine "graph" uses one thread, and runs tasks in the order of the schedule's replay.
+    `model(x)` alone runs only forwards.
     """
     v, engine = len(make(name, 1, 1).placement), way["engine"]
     layers = Sequential(*(linear() for _ in range(2 * v)))
@@ -182,7 +183,7 @@ def test_a_step_does_what_its_schedule_says(name: str, way: Way) -> None:
     devices = [model.rank] if engine == "ranks" else range(len(schedule.lists))
 
     def seen() -> list[list[Action]]:
-        """Return the actions since the last call, by device."""
+        """Return one list for each device: the actions since the last call of `seen`."""
         actions = [Action(*task) for task in log.started]
         log.started = []
         return by_device(actions, schedule.placement, devices)
@@ -205,7 +206,7 @@ def test_a_step_does_what_its_schedule_says(name: str, way: Way) -> None:
 
 
 def report(name: str, placement: Sequence[int], engine: str, devices: Any) -> list[str]:
-    """Return the lines of a schedule's report."""
+    """Return the lines that a pipeline's report of its schedule must have."""
     how = "weights of 1 products later" if name.startswith("ZB") else f"whole: {name} splits none"
     where = "rank" if engine == "ranks" else "device"
     lines = []
@@ -228,7 +229,7 @@ CHUNKS, X = 3, torch.ones(6, 4)
 
 
 def recording_of(n: int, **way: Any) -> tuple[Any, Any]:
-    """Return the model to call, and the pipeline to record."""
+    """Return the model to call, and the pipeline object to record."""
     layers = Sequential()
     for _ in range(n):
         layers.append(Sequential(linear(), Fails()))
@@ -237,7 +238,7 @@ def recording_of(n: int, **way: Any) -> tuple[Any, Any]:
 
 
 def assert_on_one_clock(timeline: Any, n: int, checkpoint: Any, slack: float) -> None:
-    """Assert that a timeline has each task once, after those that it depends on."""
+    """Assert that a timeline has each task once, after the tasks that it depends on."""
     found = {event[:3]: event for event in timeline.events}
     assert set(found) == expected_tasks(CHUNKS, range(n), checkpoint)
     assert len(timeline.events) == len(found)
@@ -251,7 +252,7 @@ def assert_on_one_clock(timeline: Any, n: int, checkpoint: Any, slack: float) ->
 
 
 def assert_written(path: Path, timelines: Any) -> None:
-    """Assert that a file has all events of the timelines."""
+    """Assert that a trace file has all events of the timelines."""
     written: Counter[str] = Counter()
     for event in json.loads(path.read_text())["traceEvents"]:
         if event["ph"] == "X" and event["cat"] != "bubble":

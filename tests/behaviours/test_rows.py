@@ -1,4 +1,7 @@
-"""Every row of rows/ with every engine and mode: a pipeline has its layers' results, or refuses."""
+"""Run each row (test case) in rows/: a pipeline computes its layers' results, or raises an error.
+
+The tests cover every engine and every mode of checkpointing.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +33,9 @@ for group in GROUPS:
         NAMES[each] = f"{module}: {each.name}"
 
 EQUAL = [row for row in ROWS if not row.unlike]
-"""Rows without the others, which differ from plain layers for the reason `unlike`.
+"""The rows that do not have a reason `unlike` to differ from plain layers.
 
-benchmarks/conformance.py lists all of them.
+benchmarks/conformance.py lists all rows.
 """
 
 TWICE = [name for name in NAMED if len(make(name, 1, 1).placement) > 1]
@@ -50,17 +53,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", chosen, ids=id_of)
 
 
-# A reentrant checkpoint warns of this in the first pass, which runs without a graph.
+# A reentrant checkpoint gives this warning in a first forward pass, which runs without a graph.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-# Before torch 2.13, if a layer raises, the generator in `checkpoint` is closed only when the error
-# is freed.
+# Before PyTorch 2.13, if a layer raises an error, the Python generator in `checkpoint` is closed
+# only when the error is freed.
 @pytest.mark.filterwarnings(
     "ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning"
 )
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-# These warnings come from torch.compile, also with plain layers; from
-# torch.distributed.checkpoint; and from a forked process.
+# These warnings come from torch.compile (also with plain layers), from
+# torch.distributed.checkpoint, and from a forked process.
 @pytest.mark.filterwarnings("ignore:`torch.jit.(script|trace|trace_method)` is deprecated")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -98,14 +101,14 @@ def test_shapes_on_meta(checkpoint: str, training: bool, deferred: bool) -> None
 
 
 def left(row: Training, pipe: type[Pipe], folder: Path) -> Any:
-    """Return the results of a row of training with a pipeline."""
+    """Run a row (test case) of training with a pipeline, and return the results."""
     folder.mkdir()
     found = row.action(pipe(row, folder))
     return found.found() if isinstance(found, Pipe) else found
 
 
 def mode_of(row_mode: str, checkpoint: str) -> str:
-    """Return the mode of checkpointing of the test, unless a row asks for "always"."""
+    """Return the mode of checkpointing: "always" if the test case needs it, or `checkpoint`."""
     return "always" if row_mode == "always" else checkpoint
 
 
@@ -136,7 +139,7 @@ def assert_as_plain(
 
 
 class Stepping(Threads):
-    """Train by `model.step`. Where a device has several stages, it has two."""
+    """A pipeline that trains by `model.step`. Some schedules have two stages on each device."""
 
     schedule = "GPipe"
 
@@ -159,7 +162,7 @@ class Stepping(Threads):
 
 
 class InOrder(Layers):
-    """The layers on each micro-batch in turn, and then the backwards in the schedule's order."""
+    """The plain layers: all forwards first, and then the backwards in the order of the schedule."""
 
     schedule = "GPipe"
 
@@ -192,7 +195,7 @@ def with_schedule(base: type[Pipe], schedule: str, engine: str) -> type[Pipe]:
 @pytest.mark.parametrize("row", EQUAL, ids=lambda row: row.name)
 def test_steps(row: Training, schedule: str, engine: str, checkpoint: str, tmp_path: Path) -> None:
     if engine == "ranks" and row.name.startswith("tied") and schedule in TWICE:
-        schedule = "1F1B"  # otherwise a weight may be on two ranks, which is refused
+        schedule = "1F1B"  # otherwise a weight can be on two ranks, which is refused
     mode: Any = mode_of(row.checkpoint, checkpoint)
     row = replace(row, checkpoint=mode)
     ours = with_schedule(Stepping, schedule, engine)

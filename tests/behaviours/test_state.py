@@ -1,6 +1,6 @@
-"""State dicts of torchgpipe 0.0.7 load with any balance.
+"""State dicts of torchgpipe 0.0.7 can be loaded into a pipeline with any balance.
 
-Other states are tested by rows/training, and copies of pipelines by rows/unusual.py.
+rows/training tests other states, and rows/unusual.py tests copies of pipelines.
 """
 
 import copy
@@ -38,9 +38,9 @@ def itself(model: Any) -> Any:
 
 
 def state_of_0_0_7(module: Module, balance: list[int]) -> dict[str, Tensor]:
-    """Return the state dict with the names of torchgpipe 0.0.7.
+    """Return a module's state dict with the key names of torchgpipe 0.0.7.
 
-    There, a name begins with the partition, and goes on with the layer's own name.
+    In that version, a key begins with the partition's number, followed by the layer's name.
     """
     children = iter(module.named_children())
     place: dict[str, int] = {}

@@ -1,4 +1,7 @@
-"""`benchmarks.conformance`: it finds planted faults, says what is wrong, and runs a few rows."""
+"""Tests of `benchmarks.conformance`, which checks what pipelines of several projects compute.
+
+The benchmark finds planted faults, and says what is wrong. A few of its test cases are run.
+"""
 
 import os
 import re
@@ -63,7 +66,7 @@ class Hangs(Ranks):
         return self
 
 
-# A pipeline, the name of a check, how the check ends, and the begin of the message.
+# A pipeline, the name of a check, how the check ends, and the beginning of the message.
 EQUAL = "equal micro-batches"
 FAULTS: list[tuple[Adapter, str, str, str]] = [
     (ENGINES["threads"], EQUAL, "equal", ""),
@@ -92,7 +95,7 @@ def test_how_a_check_ends(adapter: Adapter, check: str, kind: str, said: str) ->
 Found = dict[str, Tensor | bool | None]
 ONE = torch.ones(2)
 TWO = torch.full((2,), 2.0)
-# What each rank has found, and what is said of all ranks together.
+# The results of each rank, and the common message for all ranks.
 FOUND: list[tuple[list[Found], str]] = [
     ([{"x": ONE, "y": ONE}, {"y": ONE, "so": True}], ""),
     (

@@ -1,7 +1,7 @@
-"""The harness of benchmarks, and `benchmarks.any_model`.
+"""Tests of the harness of benchmarks, and of `benchmarks.any_model`.
 
-The harness keeps all finished results, whatever ends a benchmark, and a page shows what a record
-holds. Of `benchmarks.any_model`, a few models and the record are tested.
+The harness keeps all finished results, whatever ends a benchmark. A page shows the contents of a
+record. The tests of `benchmarks.any_model` run a few models, and check the record.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""Faults of a process, and what only takes long. Each function is called where it happens."""
+"""Faults of a training process, for tests. In the second step, the process calls one of them.
+
+Some functions are not faults, but only take a long time.
+"""
 
 import ctypes
 import errno
@@ -17,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-SILENCE = 2.0  # seconds
-PATIENCE = 20.0  # seconds; only a hang takes as long
+SILENCE = 2.0  # the timeout of ranks, in seconds
+PATIENCE = 20.0  # how many seconds a test waits; only a test that hangs waits so long
 FOR_EVER = 10 * PATIENCE
 
 
@@ -31,7 +34,7 @@ def ends() -> None:
 
 
 def forks() -> None:
-    """Leave a forked process for some seconds, like a worker of a data loader."""
+    """Fork a process that runs for some seconds, like a worker of a data loader."""
     here, there = os.pipe()
     if not os.fork():
         os.write(there, b"it runs")
@@ -64,7 +67,7 @@ time.sleep(float(seconds))
 
 
 def dies_and_its_ports_are_used() -> None:
-    """Die. From then on, another program listens on the ports of this process."""
+    """Kill this process. After its death, another program listens on the ports of this process."""
     ports = [str(each.getsockname()[1]) for each in _listening()]
     command = [sys.executable, "-c", USES, str(os.getpid()), str(3 * SILENCE), *ports]
     other = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -74,7 +77,7 @@ def dies_and_its_ports_are_used() -> None:
 
 
 def dies_before_its_child() -> None:
-    """Die, but leave a fork, and a program that Python did not start."""
+    """Kill this process, but leave two child processes: a fork, and a program run by a shell."""
     os.system(f"sleep {3 * SILENCE} >/dev/null 2>&1 &")
     forks()
     dies()
@@ -89,22 +92,28 @@ def hangs() -> None:
 
 
 def strangers_write() -> None:
-    """Write to each port of this process what gloo does not know, as a stranger does by mistake."""
+    """Write random bytes to each port of this process, like an unrelated program by mistake."""
     for each in _listening():
         with socket.create_connection(each.getsockname()[:2]) as stranger:
             stranger.sendall(os.urandom(1000))
 
 
 def overflows() -> None:
-    """Stand for an infinite gradient of this rank. All ranks have to skip the update."""
+    """Do nothing. The training program recognizes this function, and makes a gradient infinite.
+
+    All ranks must skip the update.
+    """
 
 
 def takes_another_pipeline() -> None:
-    """Stand for a call of another pipeline, while other ranks call the first one."""
+    """Do nothing. The training program recognizes this function, and calls another pipeline.
+
+    Other ranks call the first pipeline.
+    """
 
 
 def hangs_while_the_clock_is_set_back() -> None:
-    """Hang, while the clock of this process runs backwards."""
+    """Hang, while the wall clock of this process runs backwards."""
     time.time = lambda: -time.monotonic()
     hangs()
 
@@ -130,7 +139,7 @@ SAY_NOTHING = (
 
 
 def all_stop() -> None:
-    """Wait until the test has stopped all ranks for a while."""
+    """Wait, while the test stops the processes of all ranks for some time."""
     time.sleep(0.5)
 
 
@@ -139,7 +148,7 @@ def fills_the_disk() -> None:
 
 
 def fills_memory() -> None:
-    """Allocate memory until it runs out. The limit is 64 MB above what is in use now."""
+    """Allocate memory until this process reaches a limit, 64 MiB above what it uses now."""
     pages, *_ = Path("/proc/self/statm").read_text().split()
     limit = int(pages) * resource.getpagesize() + 2**26
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
@@ -149,7 +158,7 @@ def fills_memory() -> None:
 
 
 def cuts_links(where: Path) -> None:
-    """Cut the links of this rank, and write their local ports into a file for other ranks."""
+    """Cut all connections of this rank, and write the local ports of the connections to a file."""
     ports = []
     for each in [*_sockets()]:
         _cut(each)
@@ -160,7 +169,7 @@ def cuts_links(where: Path) -> None:
 
 
 def cut_off(where: Path) -> None:
-    """Cut the links to the rank that `cuts_links` is called on, as soon as that has happened."""
+    """Wait until a rank has called `cuts_links`, and cut all connections to that rank."""
     while not where.exists():
         time.sleep(0.01)
     ports = [int(port) for port in where.read_text().split()]
@@ -189,7 +198,7 @@ def _listening() -> list[socket.socket]:
 
 
 def _cut(link: socket.socket) -> None:
-    """Let a filter drop every byte that a socket receives, also the news that its peer closed."""
+    """Drop every packet that a socket receives, even the packet that closes the connection."""
     nothing = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
     program = struct.pack("HL", 1, ctypes.addressof(nothing))
     so_attach_filter = 26
@@ -197,10 +206,10 @@ def _cut(link: socket.socket) -> None:
 
 
 class Keyboard:
-    """Press Ctrl-C in a task that lasts for half a second, or for ever.
+    """A fault that presses Ctrl-C in the middle of a task, which takes `lasts` seconds.
 
-    It is pressed again and again, because a signal that comes just before a thread waits does not
-    wake the thread. Only the first `times` signals count.
+    A signal that arrives just before a thread starts to wait does not wake the thread. Therefore
+    the signal is sent again and again. Only the first `times` signals count.
     """
 
     def __init__(self, times: int = 1, lasts: float = 0.5) -> None:
@@ -208,7 +217,7 @@ class Keyboard:
         self.over, self._latest = False, 0.0
 
     def listen(self) -> None:
-        """Make ready, in the main thread."""
+        """Install the signal handler. Only the main thread can do this."""
         signal.signal(signal.SIGINT, self._hear)
 
     def __call__(self) -> None:
@@ -223,7 +232,7 @@ class Keyboard:
 
     def _hear(self, *_: object) -> None:
         now = time.monotonic()
-        # A second signal counts when the first one has had its effect.
+        # A second signal counts only after the first signal has had its effect.
         if self.times and now - self._latest > 0.2:
             self.times, self._latest = self.times - 1, now
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What a process of a row does: it trains three steps. In the second, something goes wrong."""
+"""The training program of a test: three steps, and in the second step a fault happens."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ X = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
 
 
 def pipeline(engine: str, schedule: str = "") -> Any:
-    """Return a pipeline of three partitions, each a linear layer and a layer that may fail."""
+    """Return a pipeline of three partitions, each with a linear layer and a layer that can fail."""
     layers = nn.Sequential()
     for _ in range(WORLD):
         layers.extend([nn.Linear(4, 4), Fails()])
@@ -37,8 +37,8 @@ def pipeline(engine: str, schedule: str = "") -> Any:
 
 
 def train(rank: int, said: Any, row: Row, folder: Path) -> None:
-    """Train, and tell the test when this process comes to the place, and how the training ends."""
-    os.setsid()  # so that nobody but the test stops or continues it
+    """Train three steps. Send messages when the fault happens and when the training ends."""
+    os.setsid()  # so that only the test stops or continues this process
     os.dup2(os.open(folder / f"{rank}.errors", os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
     if row.engine == "ranks":
@@ -54,13 +54,13 @@ def train(rank: int, said: Any, row: Row, folder: Path) -> None:
 
 
 class _Training:
-    """The training of a process, and what goes wrong in it."""
+    """The training in one process, with the fault that happens in the training."""
 
     def __init__(self, row: Row, rank: int, folder: Path, said: Any) -> None:
         self.row, self.folder, self.said = row, folder, said
         self.model = pipeline(row.engine, row.schedule)
         self.saves = Saves(folder / "saves")
-        # In the criterion, while it saves, or outside.
+        # The fault happens in the criterion, while the process saves, or outside of the pipeline.
         self.point = Fails()
         if row.place in ("forward", "recompute", "backward"):
             self.point = self.model.partition[1] if row.engine == "ranks" else self.model[3]
@@ -74,12 +74,12 @@ class _Training:
 
     @property
     def goes_wrong(self) -> bool:
-        """Whether something goes wrong in the present step of this process."""
+        """Whether the fault happens in the current step of this process."""
         return self.here and self.number == 2
 
     def happens(self) -> None:
         if self.row.engine == "ranks":
-            # Meanwhile others hear of the place, also on a busy machine.
+            # Meanwhile the other ranks learn where this rank is, even on a busy machine.
             time.sleep(SILENCE / 2)
         self.said.send(("", time.monotonic()))
         if self.row.does is cuts_links:
@@ -92,7 +92,7 @@ class _Training:
         return (output - target).square().mean()
 
     def watch_saving(self) -> None:
-        """Let the point be reached whenever something is saved."""
+        """Make every save call `self.point.reach("saving")`, so that a fault happens there."""
         writer: Any = FileSystemWriter
         written = writer.write_data
 
@@ -103,7 +103,7 @@ class _Training:
         writer.write_data = write_data
 
     def step(self) -> list[Tensor]:
-        """Train a step, and return the gradients."""
+        """Run one training step, and return the gradients."""
         self.number += 1
         if self.goes_wrong:
             self.point.at(self.row.place, self.happens)
@@ -123,7 +123,7 @@ class _Training:
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
 
     def update(self) -> None:
-        """Update the parameters; skip that if a gradient of any rank is infinite."""
+        """Update the parameters, but skip the update if a gradient on any rank is infinite."""
         if self.goes_wrong:
             first = next(self.model.parameters())
             first.grad.fill_(torch.inf)
@@ -133,7 +133,7 @@ class _Training:
         assert self.scaler.get_scale() == (8.0 if self.number == 1 else 4.0)
 
     def run(self) -> None:
-        """Train the steps."""
+        """Train the three steps."""
         self.watch_saving()
         row = self.row
         if isinstance(row.does, Keyboard):
@@ -145,7 +145,7 @@ class _Training:
         try:
             self.step()
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # more signals may be on their way
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # more signals can still arrive
             if row.engine == "workers" and isinstance(row.does, Keyboard) and row.does.lasts < 1:
                 assert row.does.over
                 assert all(map(torch.equal, self.step(), expected))

@@ -1,4 +1,4 @@
-"""The table of faults: what goes wrong where, what other ranks see, and what this rank sees."""
+"""The table of faults: what goes wrong and where, and which errors the ranks must raise."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,20 +30,20 @@ from .faults import (
 
 @dataclass
 class Row:
-    """A fault in step 2.
+    """A fault in the second step of a training, and the expected errors.
 
     Attributes:
-        does: What goes wrong. `None` leaves out the backward.
+        does: The function of the fault. `None` leaves out the backward.
         place: Where the fault happens: in the first task of the second partition ("forward",
             "recompute" or "backward"), in the criterion ("criterion"), in a save ("saving"), or
             "outside".
-        others: A pattern of what other ranks raise within the timeout and 2 s. If it is empty,
-            they go on.
-        own: A pattern of what the rank itself raises, if it can.
-        engine: The engine. "ranks" are three processes, other engines run in one.
+        others: A pattern of the error that other ranks must raise, at most 2 s after the timeout.
+                If it is empty, other ranks must not raise an error.
+        own: A pattern of the error that the rank itself raises, if it can raise one.
+        engine: The engine. "ranks" uses three processes, and other engines use one process.
         rank: The rank on which the fault happens.
-        schedule: The schedule of `step`, by which ranks train. If it is empty, they train by
-            `loss` and its `backward`.
+        schedule: The schedule, if ranks train by `model.step`. If it is empty, ranks train by
+            `model.loss` and `backward`.
     """
 
     does: Callable[..., object] | None
@@ -83,7 +83,7 @@ CIRCLE = (
     r"rank 2 was .*\. Has a rank left out a call of the pipeline, or a backward\(\)\?"
 )
 CROSSED = (
-    # The other rank may have raised this.
+    # The other rank can have raised this error before.
     r"(rank \d failed outside of the pipeline(, after mini-batch 1)?: RankFailed: )?"
     "all ranks wait for each other, and none has got any further for 2 s: "
     "(?=.* of another pipeline)"
@@ -102,7 +102,7 @@ INTERRUPTED = "KeyboardInterrupt: "
 
 
 def hanging(task: str, rank: int = 1) -> str:
-    """Return the error of other ranks."""
+    """Return a pattern of the error that other ranks raise when a rank hangs in a task."""
     why = "for 2 s it has neither ended nor used the CPU, in hangs, .*, in reach of Fails, "
     return f"rank {rank} hangs in {task} of mini-batch 2: {why}"
 
@@ -110,7 +110,7 @@ def hanging(task: str, rank: int = 1) -> str:
 ROWS = {
     "stopped in forward": Row(stops, "forward", SILENT + IN_FORWARD, WOKEN),
     "stopped in backward": Row(stops, "backward", SILENT + IN_BACKWARD, WOKEN),
-    # It may be stopped before it has told others the number of the mini-batch.
+    # The rank can be stopped before it has sent other ranks the number of the mini-batch.
     "stopped outside": Row(stops, "outside", SILENT + "outside", WOKEN),
     "cut off in forward": Row(cuts_links, "forward", SILENT + IN_FORWARD, ALONE),
     "killed in backward": Row(dies, "backward", DIED + IN_BACKWARD),

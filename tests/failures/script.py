@@ -1,11 +1,11 @@
-"""Run a script as ranks that fail. A list in JSON says what each start of torchrun does.
+"""Run a script under torchrun with planted faults: a JSON list has one fault for each start.
 
     FAULTS='[[1, "raises", 2], [0, "dies while it saves", 6], null]'
     torchrun ... -m tests.failures.script "$FAULTS" SCRIPT ...
 
-At the first start, local rank 1 raises when it clips gradients for the second time. At the second
-start, rank 0 is killed when it flushes a file for the sixth time. The third start has no fault.
-The fault "node" kills the whole node of a rank. There is no dropout.
+At the first start, local rank 1 raises an error when it clips gradients for the second time. At the
+second start, rank 0 is killed when it flushes a file for the sixth time. The third start has no
+fault. The fault "node" kills all processes of the rank's node. Models have no dropout.
 """
 
 import json
@@ -26,7 +26,7 @@ from . import faults
 
 
 def at(when: int, act: Callable[[], object], called: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `called`, and before its call of number `when` also `act`."""
+    """Return a function that calls `called`. Before its `when`-th call, it also calls `act`."""
     number = count(1)
 
     def counted(*args: Any) -> Any:
@@ -43,7 +43,7 @@ def node_dies() -> None:
 
 
 def main() -> None:
-    """Prepare the failure of this start, then run the script."""
+    """Prepare the fault of this start, then run the script."""
     starts, script, *arguments = sys.argv[1:]
     fault = json.loads(starts)[int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))]
     if fault is not None and fault[0] == int(os.environ["LOCAL_RANK"]):
@@ -54,7 +54,7 @@ def main() -> None:
             act = {"raises": faults.raises, "node": node_dies}[what]
             pipeline = cast(Any, Partitioned)
             pipeline.clip_grad_norm_ = at(when, act, pipeline.clip_grad_norm_)
-    # Masks of dropout depend on the balance.
+    # Turn dropout off, because dropout masks depend on the balance.
     made: Any = nn.TransformerEncoderLayer
     made.__init__ = partialmethod(made.__init__, dropout=0.0)
     sys.argv = [script, *arguments]

@@ -1,7 +1,7 @@
-"""Errors in tasks reach the caller once and promptly, and leave the pipeline as good as new.
+"""The caller gets an error of a task once and promptly, and can use the pipeline again afterwards.
 
-When the pipeline ends, nothing of it remains. Misuse that is refused before anything runs is tested
-with the module that refuses it.
+When a pipeline is deleted, nothing of it remains in memory. If a module refuses wrong arguments
+before any task runs, the tests of that module check the error.
 """
 
 import operator
@@ -33,7 +33,7 @@ from ..plain import piped
 
 pytestmark = pytest.mark.usefixtures("only_what_the_tests_make")
 M, N = 4, 3
-PATIENCE = 300  # seconds; only a hang takes as long
+PATIENCE = 300  # seconds; only a test that hangs takes as long
 
 
 def undecodable() -> BaseException:
@@ -51,10 +51,11 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 
 
 class Journal:
-    """Write down each task that starts, from within the layers, and fail at one of them.
+    """A record of the tasks that start. It also raises an error in a given task.
 
-    Tasks that start while another task fails wait until the engine knows of the error. So there is
-    the greatest possible number of them, whatever the timing of threads: one per partition.
+    Layers tell the journal when a task starts. A task that starts while another task fails waits
+    until the engine knows of the error. So the number of these tasks does not depend on the timing
+    of threads: it is the largest possible number, one for each partition.
     """
 
     def __init__(self, checkpoint: Any) -> None:
@@ -87,7 +88,7 @@ class Journal:
 
 
 def pipeline(journal: Journal, way: dict[str, Any]) -> GPipe:
-    """Return a pipeline whose tasks are written down, with a skip from end to end."""
+    """Return a pipeline that records its tasks in the journal, with a skip from end to end."""
     layers = nn.Sequential(Stash(torch.sin))
     for j in range(N):
         fails = Fails()
@@ -100,7 +101,7 @@ def pipeline(journal: Journal, way: dict[str, Any]) -> GPipe:
 
 @pytest.fixture
 def journal(monkeypatch: pytest.MonkeyPatch, checkpoint: str) -> Journal:
-    """Return a journal that is told when workers have been stopped."""
+    """Return a journal (a record of tasks) that is told when an error has stopped the workers."""
     journal = Journal(checkpoint)
     stop = Relay.stop
 
@@ -136,7 +137,7 @@ def test_an_error_in_any_task(
     micro_batches = {"first": 0, "middle": count // 2, "last": max(0, count - 1)}
     place = Task(kind, micro_batches[moment], j)
     model, x, ledger = pipeline(journal, way), torch.rand(M, 3), Ledger()
-    model.observer = ledger if j else None  # without an observer, all tasks may be in one graph
+    model.observer = ledger if j else None  # without an observer, tasks can share one graph
     expected = gradients(model, x)
     every_task = set(journal.started)
     assert (place in every_task) == (count > 0)
@@ -148,13 +149,13 @@ def test_an_error_in_any_task(
     with pytest.raises(type(error)) as caught:
         gradients(model, x)
 
-    # The error is raised once, as it is.
+    # The caller gets the error once and unchanged.
     assert caught.value is error
     assert error.__cause__ is error.__context__ is None
-    # It has its own traceback, down to the layer.
+    # The error has its own traceback, down to the layer.
     own = "<lambda>" if kind == "backward" else "forward"
     assert [frame.name for frame in extract_tb(caught.tb)][-3:] == [own, "reached", "explode"]
-    # It is raised promptly: each other worker was about to start one more task at most.
+    # The error comes promptly: each other worker starts at most one more task.
     assert set(journal.started) <= every_task
     assert len(journal.started) == len(set(journal.started))
     late = [task.partition for task in journal.late]
@@ -163,13 +164,13 @@ def test_an_error_in_any_task(
     assert place.partition not in late
     assert len(late) == len({*late})
 
-    # The pipeline is as good as new.
+    # The pipeline can be used again, as if it was new.
     journal.begin()
     assert torch.is_grad_enabled()
     assert_close(gradients(model, x), expected, rtol=0, atol=0)
     assert set(journal.started) == every_task
 
-    # It is gone with all that it has, apart from the frames that the error has come through.
+    # The pipeline and its parts are freed, apart from the frames in the error's traceback.
     error.__traceback__ = None
     parts = (model, *model.modules(), *model.parameters(), model._engine)
     refs = [*map(weakref.ref, parts)]
@@ -185,7 +186,7 @@ def stepped(model: Any, x: Tensor) -> list[Tensor]:
     return [p.grad for p in model.parameters()]
 
 
-# In the graph engine's backward, what a task has put into the layers goes with the error.
+# In the graph engine's backward, tensors that a task put into the layers are freed with the error.
 @pytest.mark.parametrize(
     "run, engine, checkpoint, kept",
     [
@@ -200,10 +201,10 @@ def stepped(model: Any, x: Tensor) -> list[Tensor]:
 def test_ctrl_c_at_any_line(
     way: dict[str, Any], run: Callable[[Any, Any], Any], kept: bool
 ) -> None:
-    """Ctrl-C right before a line of this library leaves the pipeline as good as new.
+    """After Ctrl-C right before any line of this library, the pipeline can be used again.
 
-    It comes in the calling thread, before some of all lines. An error that is kept, as by an
-    interactive Python, keeps all objects of the run.
+    The interrupt comes in the calling thread. The test tries every 47th line. If the error is kept,
+    like by an interactive Python, the error keeps all objects of the run alive.
     """
     layers = nn.Sequential()
     for _ in range(N):
@@ -219,7 +220,7 @@ def test_ctrl_c_at_any_line(
             if kept:
                 errors.append(error)
         else:
-            # Waits for other threads take more lines at one time than at another.
+            # A wait for another thread runs more lines at one time than at another time.
             assert lines < at
         assert torch.is_grad_enabled()
         assert_close(run(model, x), expected, rtol=0, atol=0)
@@ -227,7 +228,10 @@ def test_ctrl_c_at_any_line(
 
 
 def interrupted(at: float, run: Callable[[Any, Any], Any], model: Any, x: Tensor) -> int:
-    """Run, and press Ctrl-C before line `at` of the library. Return how many lines have run."""
+    """Call `run`, and raise `KeyboardInterrupt` before the `at`-th executed line of the library.
+
+    Return how many lines have run.
+    """
     lines = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -247,10 +251,10 @@ def interrupted(at: float, run: Callable[[Any, Any], Any], model: Any, x: Tensor
 
 
 def may_be_interrupted(frame: FrameType) -> bool:
-    """Return whether a signal may strike here.
+    """Return whether a test can simulate Ctrl-C at this line.
 
-    No signal strikes between the end of a block and the exit of its `with`, but Python calls the
-    tracer there. Errors in `__del__` are not raised.
+    It cannot at the end of a `with` block, because Python handles no signal there, although it
+    calls the trace function. It cannot in `__del__`, because Python does not raise errors there.
     """
     line = getline(frame.f_code.co_filename, frame.f_lineno)
     if line.lstrip().startswith("with "):

@@ -1,4 +1,4 @@
-"""An error says where it was raised: in which layer, stage, rank and micro-batch."""
+"""An error gets a note that names the layer, the stage, the rank and the micro-batch."""
 
 import sys
 from collections.abc import Callable
@@ -20,7 +20,7 @@ X = torch.rand(8, 2)
 
 
 class Inner(nn.Module):
-    """A layer that raises at its call of this number, or in backward."""
+    """A layer that raises an error at its `at`-th call, or in backward."""
 
     def __init__(self, at: int, backward: bool = False) -> None:
         super().__init__()

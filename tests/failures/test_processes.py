@@ -1,6 +1,6 @@
-"""What all processes of each row see of its fault, and how soon.
+"""When a fault happens in one process, all processes raise the expected errors, and soon.
 
-The processes are forked from one that has imported torch.
+The processes are forked from a process that has imported torch already.
 """
 
 import os
@@ -25,9 +25,10 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals 
 
 
 def started(k: int, link: Any, method: str, row: Row, folder: Path) -> None:
-    """Train in this process, or, on the rank of the fault, in one that is started by a method.
+    """Train as rank `k`: in this process, or if the fault happens on rank `k`, in a child process.
 
-    This process can be forked, since it has not used autograd, which has threads.
+    `method` is the start method of the child. This process can be forked, because it has not used
+    autograd, which starts threads.
     """
     if method == "forkserver" or k != row.rank:
         program.train(k, link, row, folder)
@@ -44,7 +45,7 @@ METHODS += [("raises outside", "fork"), ("raises outside", "spawn")]
 
 @pytest.mark.parametrize("name, method", METHODS)
 def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
-    """Processes of `multiprocessing` say why they end, however they were started."""
+    """All ranks raise the expected errors, by whatever method `multiprocessing` starts a rank."""
     row = ROWS[name]
     count, own = (program.WORLD, row.rank) if row.engine == "ranks" else (1, 0)
     get_context("forkserver").set_forkserver_preload([program.__name__])
@@ -70,7 +71,7 @@ def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
             os.kill(process.pid, number)
 
     with closing(launched):
-        assert links[own].poll(5 * PATIENCE)  # it may import torch first
+        assert links[own].poll(5 * PATIENCE)  # the process can have to import torch first
         _, begin = links[own].recv()
         if row.does is all_stop:
             for number in (signal.SIGSTOP, signal.SIGCONT):

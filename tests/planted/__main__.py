@@ -1,6 +1,7 @@
-"""Plant each fault in a copy of the tree, and see whether the test that its row names finds it.
+"""Plant faults in copies of this repository, and check that the tests find the faults.
 
-A row of rows.json has a file, old text, new text, and the test that finds the fault.
+A row of rows.json describes a fault: the file, the old text, the new text, and the test that finds
+the fault.
 """
 
 import argparse
@@ -25,7 +26,7 @@ ROWS = Path(__file__).with_name("rows.json")
 
 @dataclass
 class Row:
-    """A fault, and the test that finds it, if one does."""
+    """A fault to plant, and the test that finds it, if a test does."""
 
     file: str
     kind: str
@@ -34,7 +35,7 @@ class Row:
     by: str = ""
 
     def planted(self, tree: Path = ROOT) -> str:
-        """Return the file's text with the fault in it."""
+        """Return the text of the file with the fault planted."""
         path = tree / self.file
         text = path.read_text() if path.exists() else ""
         if text.count(self.old) != 1:
@@ -52,9 +53,9 @@ def read() -> list[Row]:
 
 @contextmanager
 def copied(source: Path = ROOT) -> Iterator[Path]:
-    """Copy the working tree into a temporary clone, without the files that git ignores.
+    """Copy the working tree to a temporary folder, without the files that git ignores.
 
-    It is a clone because some tests ask git.
+    The copy is a git clone, because some tests run git.
     """
     with TemporaryDirectory(prefix="planted-") as folder:
         tree = Path(folder, "tree")
@@ -75,7 +76,7 @@ def copied(source: Path = ROOT) -> Iterator[Path]:
 
 
 def passes(tree: Path, test: str, limit: float, stop: threading.Event) -> bool:
-    """Run a test, and return whether it passes within so many seconds."""
+    """Run a test, and return whether the test passes within `limit` seconds."""
     options = ["-xq", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command = [sys.executable, "-m", "pytest", *options, test]
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -95,10 +96,10 @@ def passes(tree: Path, test: str, limit: float, stop: threading.Event) -> bool:
 
 
 def try_fault(row: Row, plain: Path, limit: float, stop: threading.Event) -> str:
-    """Return "found" if the row's test passes in the plain tree and fails with the fault.
+    """Plant a fault, and return "found" if the row's test fails with it and passes without it.
 
-    "LOST" means that it passes with the fault, "FAILS" that it fails without. "-" means that the
-    row names no test.
+    Return "LOST" if the test passes with the fault, "FAILS" if the test fails even without the
+    fault, and "-" if the row does not name a test.
     """
     if not row.by:
         return "-"
@@ -119,7 +120,7 @@ def main() -> int:
     )
     parser.add_argument("files", nargs="*", help="try the faults of these files only")
     arguments = parser.parse_args()
-    # A shell may start background jobs with a signal ignored.
+    # A shell can start background jobs with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows, stop, found = read(), threading.Event(), list[str]()

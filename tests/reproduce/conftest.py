@@ -19,9 +19,9 @@ from .tiny import CORES, PROFILE_SECONDS, TINY
 
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a made-up machine and terminal, since the output depends on their names and width.
+    """Use a made-up machine and a terminal of a fixed width, because the output depends on them.
 
-    It is not known how busy other programs keep the machine, and no other run is under way.
+    The load by other programs is unknown, and no other run is under way.
     """
     monkeypatch.setattr("reproduce.machine.load.PROC", Path("/nowhere"))
     monkeypatch.setattr("reproduce.run.recorder.machine", lambda: RUN.machine)
@@ -36,7 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Experiment]:
-    """Add experiments that take seconds to the real ones, on a machine of two cores."""
+    """Add tiny experiments to the real experiments, and pretend that the machine has two cores."""
     for name, experiment in TINY.items():
         monkeypatch.setitem(EXPERIMENTS, name, experiment)
     monkeypatch.setattr(reproduce.machine.devices, "cores", lambda: CORES)
@@ -60,7 +60,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start Python (../start.py). Processes that a failed test left running are killed."""
+    """Return a function that starts Python processes, and kill the processes after the test."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str, **options: Any) -> subprocess.Popen[str]:
@@ -77,9 +77,9 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def broken_modules(tmp_path: Path) -> Callable[..., Path]:
-    """Make a folder of modules that raise when they are imported.
+    """Return a function that makes a folder of modules that raise when they are imported.
 
-    The options are the names of the modules, with the statements that raise.
+    Each keyword argument is the name of a module, with the statement that raises.
     """
 
     def make(**modules: str) -> Path:

@@ -1,4 +1,4 @@
-"""Make records of rows that were measured on some machine, and git repositories."""
+"""Make test data: records of measured or emulated rows, and git repositories."""
 
 import subprocess
 from collections.abc import Callable, Sequence
@@ -30,17 +30,17 @@ STEADY = (0.999, 1.001, 0.99, 1.01, 0.995, 1.005, 0.998, 1.002)
 Speeds = Callable[[Row], Sequence[float] | str | None]
 """A function that returns the samples/s of each step of a row.
 
-For a row without steps it returns the status, and for a row without a result it returns `None`.
+For a row without steps, it returns the status. For a row without a result, it returns `None`.
 """
 
 
 def one_line(text: str) -> str:
-    """Return a text with single spaces, in place of line breaks, too."""
+    """Return a text in one line, with single spaces in place of line breaks."""
     return " ".join(text.split())
 
 
 def timed(steps: Sequence[float]) -> dict[str, list[float]]:
-    """Return the samples of steps that take these seconds, each in a round of its own."""
+    """Return the samples of a result: the times of steps, and the number of each step's round."""
     if not steps:
         return {}
     rounds = range(len(steps))
@@ -48,12 +48,12 @@ def timed(steps: Sequence[float]) -> dict[str, list[float]]:
 
 
 def row(name: str, seconds: float | Sequence[float] | None = None, **changes: Any) -> Result:
-    """Make a measured row.
+    """Make the measured result of a row (a configuration).
 
     Args:
         name: The name of the row.
         seconds: The time of eight steady steps, or the times of all steps; `None` for no steps.
-        changes: Changes of the result. `others` is the load by others in each round.
+        changes: Changed fields of the result. `others` is the load by other programs per round.
     """
     config = {"model": "AmoebaNet-D", "batch_size": 8}
     config |= changes.pop("config", {"row": name})
@@ -75,7 +75,10 @@ def ran(
     emulated: bool = False,
     **values: Any,
 ) -> list[Result]:
-    """Make a result for each row of an experiment. Values may be functions of the row."""
+    """Make a result for each row of an experiment.
+
+    Each of `values` is a value for all rows, or a function that takes a row.
+    """
     experiment = EXPERIMENTS[name]
     made = []
     for row in experiment.scale(scale).rows:
@@ -117,12 +120,12 @@ def ran(
 
 
 def emulated(row: Result, **changes: Any) -> Result:
-    """Make an emulated result of a measured row."""
+    """Return a copy of a measured result that is marked as emulated."""
     return replace(row, status="emulated", emulated=True, **changes)
 
 
 def record(*rows: Result, cpu: str = "a CPU", torch: str = "2.11.0", **changes: Any) -> Record:
-    """Make a record of rows that were measured on a machine with that CPU."""
+    """Make a record of the given results, measured on a machine with the given CPU."""
     machine = replace(RUN.machine, cpu=cpu)
     run = replace(RUN, machine=machine, versions={"torch": torch})
     run = replace(run, **changes)
@@ -138,7 +141,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def commit(folder: Path, tag: str) -> None:
-    """Commit all files in a folder, which becomes a repository, and tag the commit."""
+    """Make a folder a git repository, commit all files in it, and tag the commit."""
     git(folder, "init", "--quiet")
     git(folder, "add", ".")
     git(folder, "commit", "--quiet", "--no-verify", "--allow-empty", "-m", tag)

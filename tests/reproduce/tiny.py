@@ -1,4 +1,7 @@
-"""Tiny experiments, which take seconds. As a script, this is `python -m reproduce` with them."""
+"""Tiny experiments, which take only seconds.
+
+As a script, this module is `python -m reproduce` with the tiny experiments added.
+"""
 
 import os
 import sys
@@ -19,7 +22,7 @@ from reproduce.experiments.row import Experiment, Row, Scale
 from reproduce.models.built import MODELS, Model
 
 PROFILE_SECONDS = 0.05
-CORES = 2  # independent of this machine: tests are small, and two threads run anywhere
+CORES = 2  # does not depend on this machine: tests are small, and two threads run anywhere
 SIZES: dict[str, dict[str, Any]] = {
     "AmoebaNet-D": {"size": (3, 16), "batch_size": 4},
     "U-Net": {"size": (1, 2), "batch_size": 8, "input_shape": (3, 64, 64)},
@@ -39,9 +42,9 @@ KEPT = (
 
 
 def tiny(experiment: Experiment, name: str) -> Experiment:
-    """Return the experiment under another name, with a smaller scale `small`.
+    """Return a copy of an experiment with a new name, smaller models and smaller batches.
 
-    The scale `paper` is smaller, too, unless the experiment measures memory.
+    If the experiment measures memory, its scale `paper` keeps the original sizes.
     """
 
     def smaller(scale: Scale) -> Scale:
@@ -60,7 +63,7 @@ def tiny(experiment: Experiment, name: str) -> Experiment:
 
 
 def tiny_accuracy(experiment: Experiment, name: str) -> Experiment:
-    """Return the experiment under another name, with a scale `small` of two epochs of two steps."""
+    """Return a copy of an experiment with a new name, in which trainings have two short epochs."""
     small = experiment.scale("small")
     assert isinstance(small, AccuracyScale) and small.made is not None
     plain, *_, pipeline = small.rows

@@ -1,4 +1,4 @@
-"""`Draw`, a layer that records its random numbers, so that plain layers can use the same ones."""
+"""`Draw`, a layer that records its random numbers, so that another layer can reuse the numbers."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,11 +15,12 @@ def dropout(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 class Draw(nn.Module):
-    """In training, multiply the input by `draw(input)`, or by the next numbers of `recorded`.
+    """A layer that multiplies its input by random numbers in training, and records the numbers.
 
-    The list `first` keeps the numbers drawn in first passes, and `second` those drawn in
-    recomputations. With `use_reentrant`, the layer draws within `torch.utils.checkpoint`, which
-    gets this flag.
+    The numbers are `draw(input)`, or the next item of `recorded` if it is given. The list `first`
+    keeps the numbers drawn in first forward passes, and the list `second` keeps the numbers drawn
+    in recomputations. If `use_reentrant` is not `None`, the layer draws within
+    `torch.utils.checkpoint`, which gets this flag.
     """
 
     def __init__(
@@ -61,13 +62,13 @@ def drawing(model: nn.Module) -> list[Draw]:
 
 
 def reuse_draws(model: nn.Module, plain: nn.Module) -> None:
-    """Let the plain layers use the numbers that the pipeline drew in first passes."""
+    """Make the layers of `plain` use the random numbers that the layers of `model` have drawn."""
     for layer, twin in zip(drawing(model), drawing(plain), strict=True):
         twin.recorded = iter(layer.first)
 
 
 def check_redraws(model: nn.Module) -> None:
-    """Assert that recomputations drew the same numbers as first passes, and clear both lists."""
+    """Assert that recomputations drew the same numbers as first passes, and clear the records."""
     for layer in drawing(model):
         for numbers in layer.second:
             assert any(map(numbers.equal, layer.first)), "a recomputation drew anew"

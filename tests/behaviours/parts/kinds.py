@@ -1,6 +1,6 @@
-"""Layers of generated models, each of which does something that a pipeline could get wrong.
+"""Kinds of layers for generated test models, each with a behaviour that a pipeline can get wrong.
 
-Inputs and outputs have the shape `(N, WIDTH)`; some layers return or take tuples of tensors.
+Inputs and outputs have the shape `(N, WIDTH)`. Some layers return or take tuples of tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Make = Callable[[Any], nn.Module]
 
 
 def own(make: Callable[..., Any], *args: Any, **options: Any) -> Make:
-    """Return a function that builds a layer, which shares no parts, from these arguments."""
+    """Return a function that builds a layer by `make(*args, **options)`.
+
+    The function ignores `parts`, the modules that layers of a model can share.
+    """
     return lambda parts: make(*args, **options)
 
 
@@ -32,7 +35,7 @@ def weighted(function: Callable[[Any, Tensor], Any]) -> Make:
 
 
 class Frozen(BatchNorm1d):
-    """Batch norm that always stays in eval mode."""
+    """A batch norm that always stays in eval mode."""
 
     def train(self, mode: bool = True) -> Frozen:
         return super().train(False)
@@ -115,7 +118,7 @@ def as_weights(self: Any, x: Tensor) -> Tensor:
 
 
 def as_things_are(_: Any, x: Tensor) -> Tensor:
-    """Compute with attributes, whether a gradient is required, and PyTorch's defaults."""
+    """Scale tanh by a number that depends on the input's attributes and on PyTorch's defaults."""
     given = getattr(x, "scale", 2) * (3 if x.requires_grad else 4)
     device = torch.get_default_device().type
     default = len(device) * torch.finfo(torch.get_default_dtype()).bits
@@ -171,7 +174,7 @@ def added(_: Any, value: Any) -> Tensor:
 
 
 def swap(_: Any, value: Any) -> Any:
-    """Exchange the first tensor and the last one if they are alike."""
+    """Exchange the first and the last tensor of a tuple if both have the same shape and dtype."""
     if not isinstance(value, tuple):
         return value
     first, last = value[0], value[-1]
@@ -228,7 +231,7 @@ def frozen_weight(_: Any) -> nn.Module:
 
 
 def on_linear(change: Callable[..., nn.Module], *args: Any) -> Make:
-    """Return a function that builds a linear layer and changes it."""
+    """Return a function that builds a linear layer and applies `change` to the layer."""
     return lambda parts: change(linear(), *args)
 
 
@@ -244,7 +247,7 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0, batch_first=True)
 
 
-# The order is that in which hypothesis prefers kinds when it shrinks a failing model.
+# When hypothesis shrinks a failing model, it prefers the kinds that come first here.
 KINDS: dict[str, Make] = {
     "identity": own(nn.Identity),
     "linear": own(linear),

@@ -1,4 +1,4 @@
-"""What models of tests are built from: `Do`, a layer that is a function, and layers for any model.
+"""Small layers for the models of tests, and `Do`, which turns a function into a layer.
 
 Inputs and outputs have the shape `(N, WIDTH)`.
 """
@@ -24,7 +24,8 @@ Pair = namedtuple("Pair", "one other")
 class Do(nn.Module):
     """A layer whose forward is `function(self, input)`.
 
-    Tensors that are given by name become parameters or buffers, other values become attributes.
+    A tensor that is given by name becomes a buffer, and a `Parameter` becomes a parameter. Any
+    other value becomes an attribute.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any], **holds: Any) -> None:
@@ -41,7 +42,7 @@ class Do(nn.Module):
 
 
 def layer(given: Any) -> nn.Module:
-    """Return a module as it is; turn a function of tensors into a layer."""
+    """Return a module unchanged, and turn a function of tensors into a layer."""
     if isinstance(given, nn.Module):
         return given
 
@@ -52,7 +53,10 @@ def layer(given: Any) -> nn.Module:
 
 
 def made(*layers: Callable[[], Any]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds a model. `layers` build modules, or functions as layers."""
+    """Return a function that builds an `nn.Sequential` of layers.
+
+    Each item of `layers` is a function that returns a module, or a function to use as a layer.
+    """
     return lambda: nn.Sequential(*(layer(make()) for make in layers))
 
 
@@ -61,12 +65,12 @@ def linear() -> nn.Linear:
 
 
 def five(last: Callable[[], nn.Module] = linear) -> nn.Sequential:
-    """Return the default model of rows: five layers."""
+    """Return the default model of test cases, which has five layers."""
     return nn.Sequential(linear(), nn.Tanh(), linear(), nn.Sigmoid(), last())
 
 
 def real(*, grad: bool = True) -> Tensor:
-    """Return the default input. Split into three micro-batches, the last one is smaller."""
+    """Return the default input: 8 samples, so that the last of three micro-batches is smaller."""
     return torch.randn(8, WIDTH).requires_grad_(grad)
 
 
@@ -75,7 +79,7 @@ def weight() -> Parameter:
 
 
 def acting(act: Callable[[Any], object]) -> nn.Module:
-    """Return a layer that does something to itself, then multiplies by its weight."""
+    """Return a layer whose forward calls `act(layer)`, and multiplies the input by a weight."""
 
     def run(self: Any, x: Tensor) -> Tensor:
         act(self)
@@ -85,17 +89,17 @@ def acting(act: Callable[[Any], object]) -> nn.Module:
 
 
 def norm(layer: nn.Module) -> nn.Module:
-    """Apply a norm to two channels of two values, so that a micro-batch may have one sample."""
+    """Wrap a norm so that it sees two channels of two values each, and works on a single sample."""
     return nn.Sequential(nn.Unflatten(1, (2, 2)), layer, nn.Flatten())
 
 
 def shared_parts() -> nn.ModuleList:
-    """Return modules that several layers of a model may share."""
+    """Return modules that several layers of one model can share."""
     return nn.ModuleList([linear(), norm(nn.BatchNorm1d(2))])
 
 
 def freeze(build: Callable[[], nn.Sequential], *numbers: int) -> nn.Sequential:
-    """Build layers, and freeze those with the given numbers."""
+    """Build layers, and freeze the layers with the given numbers."""
     layers = build()
     for number in numbers:
         layers[number].requires_grad_(False)
@@ -113,7 +117,7 @@ def _times_drawn(self: Any, x: Tensor) -> Tensor:
 
 
 def draw_from(generator: torch.Generator | None = None) -> nn.Module:
-    """Return a layer that draws from its own generator, or from the given one."""
+    """Return a layer that draws random numbers from the given generator, or else from its own."""
     own = generator or torch.Generator().manual_seed(3)
     return Do(_times_drawn, generator=own)
 
@@ -139,7 +143,7 @@ def _tanh_of_input(x: Tensor, _: Tensor) -> Tensor:
 
 
 def only_a_skip() -> nn.Sequential:
-    """Return three layers. The only input of the third that requires grad is a skip."""
+    """Return three layers. The third layer gets two inputs, and only the skip requires grad."""
     stashing = with_skips(Do(_constant), {"skip": _tanh_of_input}, {})
     popping = with_skips(nn.Sigmoid(), {}, {"skip": torch.mul})
     return nn.Sequential(linear(), stashing, popping)

@@ -1,4 +1,4 @@
-"""`Case`, a generated model and how it is run."""
+"""`Case`, the description of a generated model and of the steps to run with it."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -41,10 +41,10 @@ INPUTS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "with integers": with_integers,
     "twice": twice,
 }
-"""Kinds of input, each made from a leaf tensor."""
+"""Functions that make an input of each kind from a leaf tensor."""
 
 
-# More kinds of layers: layers of rows, for numbers of 64 bits, and for a single sample.
+# More kinds of layers: layers of test cases, changed for 64-bit numbers and for a single sample.
 
 
 def by_numpy(layer: Any) -> None:
@@ -57,7 +57,7 @@ def drawn_in_float32(x: Tensor) -> Tensor:
 
 
 def norm_of_more(self: Any, x: Tensor) -> Tensor:
-    """Apply a norm to more than one sample."""
+    """Apply a norm to the input and a scaled copy, so that the norm never gets a single sample."""
     more = torch.cat([x, 2 * x])
     y: Tensor = self.norm(more)
     return y[: len(x)]
@@ -68,7 +68,7 @@ def times_taking(self: Any, x: Tensor) -> Tensor:
 
 
 def with_gradient(size: int, _: Any) -> nn.Module:
-    """Return a layer with a buffer that takes a gradient."""
+    """Return a layer with a buffer that requires grad."""
     buffer = torch.ones(size).double().requires_grad_()
     return Do(times_taking, taking=buffer)
 
@@ -86,7 +86,7 @@ for size in (2, LARGE):
 
 
 class Watching(Functions):
-    """A mode that may run in several threads, because its class says that it only watches."""
+    """A PyTorch mode that is allowed in several threads, because its class has `only_watches`."""
 
     only_watches = True
 
@@ -99,7 +99,7 @@ AROUND: dict[str, Callable[[], Any]] = {
     "a count": partial(Watching, once),
     "a device": partial(torch.device, "meta"),
 }
-"""Modes around a forward or a backward."""
+"""Functions that make the PyTorch mode around a forward or a backward."""
 
 FORKS = TO_SEVERAL | {"squares", "half detached", "transformer", "swap", "own norm"}
 USE_TWICE = {
@@ -119,7 +119,11 @@ USE_TWICE = {
 
 @dataclass(frozen=True)
 class Skip:
-    """A skip from layer `source` to layer `target`: what is stashed, and how the target uses it."""
+    """A skip connection from layer `source` to layer `target`.
+
+    `stash` is a key of `STASHES`: what the source stores in the skip. `pop` is a key of `POPS`:
+    how the target uses the skip.
+    """
 
     source: int
     target: int
@@ -132,11 +136,12 @@ class Step:
     """A step of training or evaluation.
 
     Attributes:
-        run: How forward and backward run: a key of `strategy.RUNS`.
-        after: What follows: one of `strategy.AFTER`.
+        run: The way to run forward and backward, a key of `strategy.RUNS`.
+        after: What follows the backward, one of `strategy.AFTER`.
         training: Whether the model is in training mode.
-        every: Parameters whose number is a multiple of this are frozen, or no longer frozen.
-        modes: The modes around forward and around backward, keys of `AROUND`.
+        every: The stride of the parameters that a step freezes or unfreezes: 2 means every
+            second parameter.
+        modes: The PyTorch modes around forward and around backward, keys of `AROUND`.
     """
 
     run: str = "backward"
@@ -148,7 +153,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Case:
-    """A model (kinds of layers, skips), a kind of input, options of `GPipe`, and steps to run."""
+    """A generated test case: a model, a kind of input, options of `GPipe`, and steps to run.
+
+    The model is given by kinds of layers and by skip connections.
+    """
 
     kinds: tuple[str, ...]
     balance: tuple[int, ...]
@@ -166,7 +174,7 @@ class Case:
     seed: int = 0
 
     def build(self) -> nn.Sequential:
-        """Build the layers, each time with the same parameters."""
+        """Build the layers, with the same parameters at every call."""
         torch.manual_seed(self.seed)
         parts = shared_parts().double()
         several = self.input in ("with integers", "twice")
@@ -196,7 +204,7 @@ class Case:
         return stashes, pops
 
     def _returns_a_skip(self, k: int) -> bool:
-        """Return whether layer `k` returns a skip beside its output."""
+        """Return whether layer `k` returns a popped skip in addition to its output."""
         for skip in self.skips:
             if skip.target == k and skip.pop == "return both" and skip.stash != "nothing":
                 return True
@@ -213,9 +221,9 @@ class Case:
         return {name: getattr(self, name) for name in names}
 
     def has(self, *what: str) -> bool:
-        """Return whether the case has one of these kinds of layers or of steps.
+        """Return whether the case contains any of the given kinds of layers, runs or modes.
 
-        "in place" means any kind of layer, or use of a skip, that changes something in place.
+        "in place" matches all kinds of layers and all uses of skips that change a tensor in place.
         """
         there = {*self.kinds}
         for step in self.steps:
@@ -227,9 +235,9 @@ class Case:
 
     @property
     def reorders(self) -> bool:
-        """Whether sums of more than two terms may have another order.
+        """Whether a pipeline can add numbers in another order than plain layers.
 
-        Such sums are gradients of one tensor, or batch statistics.
+        This can happen if a tensor has more than two gradients to add up, and in batch statistics.
         """
         forks = sum(kind in FORKS for kind in self.kinds) + len(self.skips)
         if self.input == "twice":

@@ -1,4 +1,4 @@
-"""`cases()`, the hypothesis strategy that draws generated models and the ways to run them."""
+"""`cases()`, the hypothesis strategy that draws test models and the ways to run the models."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,9 +31,9 @@ RUNS: dict[str, set[str]] = {
         "as weights",
     },
 }
-"""The ways to run a step, with the layers that are not drawn together with each.
+"""The ways to run a step, and for each way the kinds of layers that are not drawn together with it.
 
-With these layers PyTorch itself refuses the way, computes something wrong or warns. Or the layers
+With these layers, PyTorch itself raises an error, computes something wrong or warns. Or the layers
 have an unregistered parameter, which `autograd.grad` does not find.
 """
 
@@ -45,7 +45,7 @@ WITHOUT_MODES = {
     "dropout, checkpointed",
     "dropout, set back",
 }
-"""Layers that are not drawn with modes, because PyTorch recomputes them without the modes."""
+"""Kinds of layers that are not drawn with modes: PyTorch recomputes these layers without modes."""
 
 CHECKPOINT = ["never", "except_last", "always"]
 
@@ -61,7 +61,7 @@ ALIASES = [
     "relu in place",
     "add in place",
 ]
-"""Layers that return their input or aliases of it, and layers that then change both in place."""
+"""Kinds of layers that return their input or a view of it, or change their input in place."""
 
 ASK = [
     "as things are",
@@ -72,7 +72,7 @@ ASK = [
     "and detached",
     "detached",
 ]
-"""Layers that depend on attributes, types and flags of tensors, and layers that change these."""
+"""Kinds of layers that read or change attributes, types and flags of tensors."""
 
 NOT_FOR_RANKS = {
     "tied",
@@ -83,17 +83,17 @@ NOT_FOR_RANKS = {
     "parameter in place",
     REENTRANT,
 }
-"""Layers that are not drawn for ranks.
+"""Kinds of layers that are not drawn for pipelines over ranks.
 
-Two partitions may not share a module. Other ranks do not know unregistered parameters, nor
-parameters that a forward changes. And `Everywhere` runs the part of each rank by
-`autograd.grad`, so that layers must not depend on `backward()`.
+Partitions on two ranks cannot share a module. Other ranks do not know unregistered parameters,
+nor parameters that a forward changes. `Everywhere` runs each rank's backward by `autograd.grad`,
+so that layers must not depend on `backward()`.
 """
 
 
 def _lists_of_kinds(ranks: int | None) -> Any:
-    """Return the strategy for the kinds of layers of a model."""
-    # Draw few in-place layers: PyTorch refuses many of their uses.
+    """Return the hypothesis strategy for the kinds of layers in a model."""
+    # Draw few in-place layers, because PyTorch raises errors for many uses of such layers.
     apart = [kind for kind in KINDS if "in place" not in kind]
     strategies = []
     for kinds in (apart, ALIASES, ASK, [*KINDS]):
@@ -104,7 +104,7 @@ def _lists_of_kinds(ranks: int | None) -> Any:
 
 
 def _skips(n: int) -> Any:
-    """Return the strategy for skips between `n` layers."""
+    """Return the hypothesis strategy for skip connections between `n` layers."""
     pairs: list[tuple[int, int]] = []
     for target in range(n):
         for source in range(target):
@@ -121,7 +121,7 @@ def _skips(n: int) -> Any:
 
 
 def _steps(kinds: list[str]) -> Any:
-    """Return the strategy for the steps of a model with these kinds of layers."""
+    """Return the hypothesis strategy for the steps of a model with these kinds of layers."""
     runs = ["backward", "backward"]
     runs += [run for run, unfit in RUNS.items() if unfit.isdisjoint(kinds)]
     modes = [""] * 6
@@ -137,7 +137,7 @@ def _steps(kinds: list[str]) -> Any:
 
 @st.composite
 def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
-    """Draw a case for one process, or for so many ranks."""
+    """Draw a test case for one process, or for a pipeline over `ranks` processes."""
     kinds = draw(_lists_of_kinds(ranks))
     n = len(kinds)
     cuts: set[int] = set()
@@ -155,8 +155,8 @@ def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
     engine = draw(st.sampled_from(["graph", "workers"])) if ranks is None else "ranks"
     checkpoint = draw(st.sampled_from(CHECKPOINT))
     deferred = draw(st.booleans())
-    # A bias before a norm by its input has no gradient but rounding, and deferred statistics are
-    # rounded in another way.
+    # If a norm normalizes by the statistics of its input, the bias of the layer before it has a
+    # gradient of zero, up to rounding. Deferred batch norm changes the rounding.
     if not {"batch norm, no statistics", "own norm"}.isdisjoint(kinds):
         deferred = False
     return Case(

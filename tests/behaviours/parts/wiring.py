@@ -1,4 +1,7 @@
-"""Connections between layers: tuples, of which a layer uses the first tensor, and skips."""
+"""Connections between the layers of test models: skips, and tuples of tensors.
+
+A layer that gets a tuple uses only the first tensor.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,13 +12,13 @@ from torch import Tensor, nn
 from torchgpipe.skip import pop, skippable, stash
 
 Stashes = Mapping[str, Callable[[Tensor, Tensor], Tensor | None]]
-"""By the name of a skip, a function that computes what to stash of a layer's input and output."""
+"""For each skip's name, a function of a layer's input and output that returns what is stashed."""
 Pops = Mapping[str, Callable[[Tensor, Tensor], Any]]
-"""By the name of a skip, a function that combines a layer's output with the popped skip."""
+"""For each skip's name, a function that combines a layer's output with the popped skip."""
 
 
 def merge(value: Any, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Add up tensors of any shapes and types: all but the first are reduced to means per sample."""
+    """Add to the first tensor the mean of each sample in all other tensors."""
     total, *others = (value,) if isinstance(value, Tensor) else value
     for x in others:
         rows = x.to(total.dtype).reshape(len(x), -1)
@@ -23,7 +26,7 @@ def merge(value: Any, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     return total
 
 
-# What is stashed of an input `x` and an output `y`.
+# Functions of a layer's input `x` and output `y` that return what the layer stashes.
 
 
 def double(x: Tensor, _: Tensor) -> Tensor:
@@ -70,7 +73,7 @@ STASHES: Stashes = {
 }
 
 
-# What a layer returns that has an output `y` and pops a skip.
+# Functions of a layer's output `y` and a popped skip that return what the layer returns.
 
 
 def add(y: Tensor, skip: Tensor) -> Tensor:
@@ -86,7 +89,7 @@ def both(y: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def the_skip(y: Tensor, skip: Tensor) -> Tensor:
-    """Return the skip if it has the output's shape."""
+    """Return the skip if it has the shape of the output `y`. Otherwise return `y`."""
     return skip if skip.shape == y.shape else y
 
 
@@ -104,7 +107,7 @@ POPS: Pops = {
 
 
 class OnFirst(nn.Module):
-    """Run a layer on the first tensor of a tuple, and return the others unchanged."""
+    """Run a layer on the first tensor of a tuple, and return the other tensors unchanged."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -115,7 +118,10 @@ class OnFirst(nn.Module):
 
 
 def with_skips(layer: nn.Module, stashes: Stashes, pops: Pops) -> Any:
-    """Make a layer stash and pop skips: for each name, by a function as in `STASHES` or `POPS`."""
+    """Make a layer stash (store) and pop (take) skips.
+
+    For each skip's name, there is a function, like the functions in `STASHES` and `POPS`.
+    """
 
     @skippable(stash=stashes, pop=pops)
     class Skipping(nn.Module):
@@ -142,7 +148,7 @@ def _first(value: Any) -> Tensor:
 
 
 def _with_first(value: Any, y: Any) -> Any:
-    """Return a value with `y`, a tensor or a tuple of tensors, in the place of its first tensor."""
+    """Return `value` with its first tensor replaced by `y`, a tensor or a tuple of tensors."""
     if isinstance(value, Tensor):
         return y
     first = (y,) if isinstance(y, Tensor) else y

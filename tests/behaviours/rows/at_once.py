@@ -1,4 +1,7 @@
-"""Several pipelines or several threads at once: each computes what it computes alone, or raises."""
+"""Rows (test cases) with several pipelines or threads at once.
+
+Each pipeline computes the results that it computes alone, or raises an error.
+"""
 
 import copy
 import random
@@ -32,7 +35,7 @@ TURNS = 12
 
 
 def pause(x: Tensor) -> Tensor:
-    """Let threads take turns in another order each time."""
+    """Return the input after a random pause, so that threads run in a different order each time."""
     time.sleep(3e-3 * random.random())
     return x
 
@@ -42,12 +45,12 @@ def draw_after_pause(x: Tensor) -> Tensor:
 
 
 def norm() -> nn.Module:
-    """Return a norm with momentum 0, because threads count mini-batches in any order."""
+    """Return a batch norm with momentum 0, so that the order of threads changes no statistics."""
     return nn.BatchNorm1d(4, momentum=0.0)
 
 
 def normed(*last: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds layers."""
+    """Return a function that builds layers with a batch norm."""
     return made(linear, norm, nn.ReLU, linear, nn.Tanh, *last)
 
 
@@ -59,7 +62,7 @@ def inner(engine: Any, checkpoint: Any) -> nn.Module:
 
 
 def drawing_meanwhile(x: Tensor) -> Tensor:
-    """Drop out, while another thread draws numbers in the first pass."""
+    """Apply dropout. Before that, in the first forward pass, draw numbers in another thread."""
     if not is_recomputing():
         thread = threading.Thread(target=torch.rand, args=(5,))
         thread.start()
@@ -76,7 +79,7 @@ def tied_over() -> nn.Sequential:
     return build()
 
 
-# What is done with the model.
+# Uses of the model.
 
 
 def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
@@ -89,7 +92,10 @@ def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
 
 
 def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> Any:
-    """Train a model and another one, or itself, each in a thread. Plain layers train in turn."""
+    """Train the models `run` and `also(run)` at the same time, each in its own thread.
+
+    Plain layers, which are the reference, train first `run` and then `also(run)`.
+    """
     runs = [run, also(run)]
     xs = torch.randn(2, TURNS, 9, 4)
     outputs: list[list[Tensor]] = [[], []]
@@ -112,7 +118,7 @@ def itself(run: Any) -> Any:
 
 
 def sharing_layers(run: Any) -> Any:
-    """Return a pipeline of the same layers on another engine."""
+    """Return a second pipeline with the layers of `run`, on the engine "graph"."""
     if isinstance(run, Plain):
         return run
     return GPipe(
@@ -130,9 +136,9 @@ def evaluating_copy(run: nn.Module) -> nn.Module:
 
 
 def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
-    """Train two models in threads, of which one draws random numbers.
+    """Train a model that draws random numbers, while another thread runs a copy in eval mode.
 
-    Threads that share a generator may disturb each other. Then an error says so.
+    Threads that share a generator can disturb each other. The pipeline must then raise an error.
     """
     try:
         in_threads(run, x, evaluating_copy)
@@ -144,7 +150,10 @@ def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
 
 
 def the_same_bits(run: nn.Module, x: Tensor) -> list[str]:
-    """Run steps with one seed, whose numbers must not depend on threads, also for the caller."""
+    """Run steps with the same seed, and return the differences between their results.
+
+    Neither the layers' random numbers nor the caller's next numbers must depend on threads.
+    """
     found = []
     for _ in range(10):
         torch.manual_seed(7)
@@ -156,10 +165,10 @@ def the_same_bits(run: nn.Module, x: Tensor) -> list[str]:
 
 
 def hooks_draw(run: Any, x: Tensor) -> bool:
-    """Return whether the hooks and the caller have drawn different numbers.
+    """Draw random numbers in hooks and in the caller, and return whether all numbers are different.
 
-    If no layer draws, a recomputation restores no generator, and the caller's thread keeps its
-    numbers.
+    If no layer draws random numbers, a recomputation does not restore the state of a generator. So
+    the caller's thread does not draw the same numbers again.
     """
     drawn: list[float] = []
 
@@ -176,7 +185,7 @@ def hooks_draw(run: Any, x: Tensor) -> bool:
 
 
 def two_backwards(run: Any, x: Tensor) -> None:
-    """Go backward while another thread is in the middle of a backward of the same mini-batch."""
+    """Run a backward while another thread is in the middle of a backward of the same mini-batch."""
     started, go_on = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -209,10 +218,10 @@ NOTICED_IN_RECOMPUTATION = {
     "ranks except_last": NOTICED,
 }
 
-# The other model is used twice. Plain parameters add both uses up before `.grad`, and those of a
-# pipeline add up each use.
+# The loss uses a copy of the model twice. With plain layers, autograd adds up the gradients of both
+# uses before it writes to `.grad`. A pipeline adds the gradient of each use to `.grad` separately.
 ROWS = [Row("two pipelines in one loss", normed(linear), use=in_one_loss, tolerance=REORDERED)]
-# Both engines go backward for each inner micro-batch: gradients are added up in another order.
+# Both engines run backward for each inner micro-batch, so gradients are added in another order.
 for engine in ("graph", "workers"):
     for mode in MODES:
         row = Row(
@@ -240,7 +249,7 @@ for what, also in (
         ROWS.append(row)
 for what, one, but in (
     ("one generator", True, ("workers", "one partition")),
-    # A single micro-batch draws the numbers of a plain run, from the generator of all threads.
+    # A single micro-batch draws the numbers that plain layers draw, from the global generator.
     ("each its own", False, ("graph", "one partition", "one micro-batch")),
 ):
     row = Row(

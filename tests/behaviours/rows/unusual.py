@@ -1,4 +1,7 @@
-"""Layers that do more than compute: what they do is done as without a pipeline, or refused."""
+"""Rows (test cases) with layers that do more than compute an output.
+
+In a pipeline, such layers do what they do without a pipeline, or the pipeline raises an error.
+"""
 
 import copy
 import pickle
@@ -44,9 +47,9 @@ def encode_masked(self: Any, x: Tensor) -> Tensor:
 
 
 def padded() -> nn.Module:
-    """Return attention that ignores the ends of sequences.
+    """Return a transformer encoder whose attention ignores padding at the ends of sequences.
 
-    PyTorch computes it in another way if there are no gradients.
+    PyTorch uses a different implementation if there are no gradients.
     """
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True)
     return Do(encode_masked, encoder=nn.TransformerEncoder(layer, 1, enable_nested_tensor=False))
@@ -65,7 +68,7 @@ def norm_checkpointed() -> nn.Module:
 
 
 class OwnCheckpoint(torch.autograd.Function):
-    """Keep nothing, and run dropout again in backward with the numbers of the first pass."""
+    """A dropout that saves the generator's state, and draws its mask again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -97,7 +100,7 @@ def write_on_weight(layer: Any) -> None:
 
 
 def penalized(self: Any, x: Tensor) -> Tensor:
-    """Keep an auxiliary loss, which has a graph of its own."""
+    """Scale the input, and keep an auxiliary loss with its autograd graph in `self.penalty`."""
     y = x * self.weight
     values = y if self.of_output else self.weight
     self.penalty = values.square().mean()
@@ -116,7 +119,7 @@ def five_in_bfloat16() -> nn.Sequential:
     return five().bfloat16()
 
 
-# What is done with the model.
+# Uses of the model.
 
 
 def within_checkpoint(run: Any, x: Tensor) -> None:
@@ -125,9 +128,10 @@ def within_checkpoint(run: Any, x: Tensor) -> None:
 
 
 def masks_are_alike(run: nn.Module, x: Tensor) -> bool:
-    """Return whether backward had the mask of forward.
+    """Return whether the dropout mask in backward is equal to the mask in forward.
 
-    A layer that sets the generator back itself is incompatible with private generators only.
+    The layer restores the state of the global generator itself. This does not work if a pipeline
+    uses private generators.
     """
     given = x.detach().requires_grad_()
     y = run(given)
@@ -142,9 +146,9 @@ def finds_what_was_written(run: nn.Module, x: Tensor) -> bool:
 
 
 def threads_of(run: Any, x: Tensor) -> list[Any]:
-    """Return the numbers of threads with which layers run in forward and in backward.
+    """Return the values of `torch.get_num_threads()` in the layers' forward and backward.
 
-    They must be the caller's.
+    Each value must be equal to the value in the caller's thread.
     """
     seen: set[int] = set()
 
@@ -165,7 +169,7 @@ def threads_of(run: Any, x: Tensor) -> list[Any]:
 
 
 def add_the_penalty(run: Any, x: Tensor, *, observed: bool) -> Any:
-    """Go backward from the output and from the loss that the first layer keeps."""
+    """Run backward from the output and from the auxiliary loss that the first layer keeps."""
     if observed:
         run.observer = nullcontext  # with an observer, each task has a graph of its own
     try:
@@ -194,7 +198,7 @@ def pickled(model: Any) -> Any:
 
 
 def copied(run: nn.Module, x: Tensor, duplicate: Callable[[Any], Any], used: bool) -> Any:
-    """Train a copy of the model, and then the model. Neither has anything of the other."""
+    """Train a copy of the model, and then the model. The two models must not share any state."""
     if used:
         step(run, x)
     twin = duplicate(run)
@@ -227,7 +231,7 @@ AROUND_A_NORM = r"checkpoint\(use_reentrant=False\) around a batch norm"
 
 ROWS = [
     Row("attention in evaluation mode", evaluating_attention, sequences),
-    # The pipeline's forward then runs within its own backward.
+    # In this case, the pipeline's forward runs within its own backward.
     Row(
         "`torch.utils.checkpoint` around the pipeline",
         use=within_checkpoint,

@@ -1,4 +1,7 @@
-"""The gate of counts: a training step does neither more nor less than the committed file says."""
+"""Tests of the gate (check) of counts, such as the number of operators in a training step.
+
+The counts have to be equal to the counts in the committed file.
+"""
 
 import json
 from collections import Counter
@@ -46,7 +49,7 @@ def test_what_differs_is_told() -> None:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let the command use a new file, and count one configuration that needs no time."""
+    """Let the command use a new file, and one configuration with made-up counts."""
     path = tmp_path / "counts.json"
     monkeypatch.setattr(counts, "FILE", path)
     monkeypatch.setattr(counts, "CONFIGURATIONS", {HERE: ()})
@@ -77,7 +80,10 @@ def test_a_broken_file_is_refused_in_one_line(content: str | None, file: Path) -
 
 
 def test_an_event_counts_as_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No task of the library waits for an event, so `test_the_gate` does not show this."""
+    """A wait for an event in a task is counted.
+
+    No task of the library waits for an event, so `test_the_gate` does not test this.
+    """
     backward = TaskGraph.backward
     configuration = CONFIGURATIONS[HERE]
     before = count(*configuration)

@@ -1,6 +1,7 @@
-"""`benchmarks.gates.machinery`: the plain loop computes the same, and versions are compared.
+"""Tests of `benchmarks.gates.machinery`, which measures the overhead of the pipeline's machinery.
 
-The other version of the library is a git revision, or a folder.
+A plain loop computes what the pipeline computes. The program also compares this library with
+another version, which is a git revision or a folder.
 """
 
 from pathlib import Path
@@ -39,7 +40,10 @@ def test_the_plain_loop_computes_the_same(model: str, n: int, checkpoint: str) -
 
 
 def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """AmoebaNet-D has too few layers for 16 partitions, so only the plain loop runs there."""
+    """The program runs and records each case and each way.
+
+    With 16 partitions, only the plain loop runs, because AmoebaNet-D has too few layers.
+    """
     file = tmp_path / "machinery.json"
     what = ["--model=AmoebaNet-D", "--partitions", "1", "16", "--chunks=1", "--checkpoint=always"]
     rounds, steps = 2, 3

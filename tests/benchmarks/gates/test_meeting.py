@@ -1,4 +1,7 @@
-"""The gate of overlap: all tasks of the library meet, and a planted loss of overlap is named."""
+"""Tests of the gate (check) of overlap: tasks that can run at the same time do so.
+
+If a planted fault prevents overlap, the gate names the tasks.
+"""
 
 import subprocess
 import sys
@@ -25,7 +28,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def test_the_gate() -> None:
-    """The gate forks, so it runs in another process."""
+    """The gate passes. The test runs it in another process, because it forks."""
     command = [sys.executable, "-m", "benchmarks.gates.meeting"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
@@ -47,7 +50,7 @@ METHODS = {
 
 
 def locked(tasks: str = "", locks: int = 1) -> Plant:
-    """Run each task whose kind begins with `tasks` under one of the locks that partitions share."""
+    """Return a function that plants a fault: tasks run under locks that partitions share."""
     made = [threading.RLock() for _ in range(locks)]
 
     def plant(patch: pytest.MonkeyPatch) -> None:
@@ -66,7 +69,7 @@ def locked(tasks: str = "", locks: int = 1) -> Plant:
 
 
 def late(patch: pytest.MonkeyPatch) -> None:
-    """Let each backward run its recomputation, after it has waited for its gradient."""
+    """Plant a fault in the pipeline: a recomputation starts only after the gradient has arrived."""
     run = Program.run
 
     def without(self: Program, actions: Any, *given: Any, **options: Any) -> None:
@@ -77,7 +80,7 @@ def late(patch: pytest.MonkeyPatch) -> None:
 
 
 def sends_wait(patch: pytest.MonkeyPatch) -> None:
-    """Give an item, and wait until it is taken."""
+    """Plant a fault in the pipeline: a sender waits until the receiver has taken the tensors."""
     give = Relay.give
 
     def sent(self: Relay, action: Action, item: Any) -> None:
@@ -91,7 +94,7 @@ def sends_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def synchronous(patch: pytest.MonkeyPatch) -> None:
-    """Let the host wait for each copy."""
+    """Plant a fault in the pipeline: the host waits for each copy between GPUs."""
     move = CopyPath.move
 
     def moved(self: CopyPath, *given: Any, **options: Any) -> Any:
@@ -103,7 +106,7 @@ def synchronous(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_streams(patch: pytest.MonkeyPatch) -> None:
-    """Let copies have no streams of their own."""
+    """Plant a fault in the pipeline: copies run on the CUDA streams of the computation."""
     patch.setattr(graph, "CopyPath", lambda *given, own: CopyPath(*given, own=False))
 
 
@@ -118,8 +121,8 @@ LATE = "did not begin while recompute of micro-batch 5 on stage 3 ran"
 ON_RANKS = pytest.mark.ranks(N)
 Row = tuple[Callable[..., str | None], Scene, Plant, str]
 
-# For each loss: the function that runs a scene, the scene, the fault that is planted, and words
-# of the line that has to name the loss.
+# For each loss of overlap: the function that runs a scene (tasks that must overlap), the scene, the
+# planted fault, and words of the message that the gate has to print.
 LOSSES: dict[str, Row] = {
     "a lock around tasks": (over_workers, ALWAYS, locked(), "forward of micro-batch"),
     "a lock around forwards": (over_workers, ALWAYS, locked("forward"), "forward of micro-batch"),
@@ -154,7 +157,7 @@ def test_a_planted_loss_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_missed_once_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the scenes in which a task is missing even after many looks, the first is printed."""
+    """The gate fails if an overlap is missing even after many attempts. One failure is printed."""
 
     class Slow:
         def run(self, scene: Scene, looks: int) -> str | None:

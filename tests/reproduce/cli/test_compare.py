@@ -1,4 +1,4 @@
-"""`compare`: its output as text, Markdown, CSV and JSON, and when --fail-on-regression fails."""
+"""Tests of the command `compare`: its output formats, and when `--fail-on-regression` fails."""
 
 import csv
 import io
@@ -23,7 +23,7 @@ UNDECIDED = "no row could be decided, so nothing shows that there is no regressi
 
 
 def published(seconds: float) -> list[Result]:
-    """Make two rows. According to the papers, the second row is 1.54 times as fast."""
+    """Make two measured results. In the published table, the second row is 1.54 times as fast."""
     fields = {"experiment": "amoebanet-speed", "over": "naive"}
     naive = row("naive", 1.0, published="tg-amoebanetd-speed/n2m1", **fields)
     gpipe = row("GPipe", seconds, published="tg-amoebanetd-speed/n2m4", **fields)
@@ -37,10 +37,10 @@ def sized(n: int, m: int, seconds: float | list[float], **changes: Any) -> Resul
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change into a folder with records.
+    """Change into a folder with records of runs.
 
-    Of the three records `a`, `b` and `c` of a grid of rows, `b` is twice as fast at m=4, and `c`
-    is incomplete.
+    The records `a`, `b` and `c` have results for several sizes. `b` is twice as fast as `a` with
+    four micro-batches (m=4), and `c` lacks some results.
     """
     monkeypatch.chdir(tmp_path)
     new = row("new", 1.0, config={"partitions": 4, "chunks": 1})
@@ -168,7 +168,7 @@ def test_what_is_shown(asked: str, lines: list[str], command: Any) -> None:
     ],
 )
 def test_the_gate(sides: str, complaint: str | None, shown: str, command: Any) -> None:
-    """The table is printed in all cases."""
+    """The table is printed whether or not `--fail-on-regression` fails."""
     arguments = shlex.split(sides)
     code, said = 0, ""
     if complaint is not None:

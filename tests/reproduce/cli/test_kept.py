@@ -1,8 +1,8 @@
-"""`publish` and `history`.
+"""Tests of the commands `publish` and `history`.
 
-`publish` gives a finished run of committed source code a fixed name in results/measured. `history`
-writes a line for each revision into a file, or on a branch; nothing else there is lost, and the
-report draws the history.
+`publish` copies a finished run to results/measured, under a fixed name. The run's source code must
+be committed. `history` adds a line for each git revision to a file, in a folder or on a branch, and
+changes nothing else. The report draws the history.
 """
 
 import json
@@ -28,7 +28,7 @@ GIT = Git("0123456789abcdef", dirty=False)
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change into an empty folder, with a subfolder for published runs."""
+    """Change into an empty folder, and return its subfolder for published runs."""
     measured = tmp_path / "measured"
     measured.mkdir()
     (tmp_path / "runs").mkdir()
@@ -39,7 +39,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def keep(**changes: Any) -> tuple[Record, Run]:
-    """Save a run that can be published in runs/, with the given changes."""
+    """Save to runs/ a run that can be published, with the given changes."""
     record = load(max(MEASURED.glob("resnet101-speed-small-*.json")))
     stolen, gpus = changes.pop("stolen", 0.0), changes.pop("gpus", [])
     assert record.run is not None
@@ -59,7 +59,7 @@ def keep(**changes: Any) -> tuple[Record, Run]:
 def test_a_run_is_published_and_found_by_its_new_name(
     named: str, measured: Path, command: Any
 ) -> None:
-    """The published command does not name folders of the machine that ran it."""
+    """In a published run, the recorded command does not contain folders of the user's machine."""
     private = ["run", "x/y", "--out", "/home/me/runs/", "--link=/home/me/my.json", "/"]
     public = ["run", "x/y", "--out", "runs/", "--link=my.json", "/"]
     made, run = keep(command=private)
@@ -108,7 +108,7 @@ def test_refused_unless_forced(
     assert err.count("\n") == 1
     assert [path.read_text() for path in measured.iterdir()] == before
     command("publish", "mine", "--force")
-    command("publish", str(prediction), "--force", code=2)  # it was not measured
+    command("publish", str(prediction), "--force", code=2)  # a prediction was not measured
 
 
 @pytest.mark.usefixtures("measured")
@@ -126,7 +126,10 @@ def test_the_name_says_which_devices() -> None:
 
 @pytest.fixture
 def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Change into a checkout of two revisions, with a run of each, and counts of the second."""
+    """Change into a git checkout with two revisions, and return the hashes of the revisions.
+
+    The checkout has a recorded run of each revision, and a file of counts.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "measured").mkdir()
     Path("counts.json").write_text('{"linear": {"waits": 3}}')

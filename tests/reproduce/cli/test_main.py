@@ -1,6 +1,6 @@
-"""The command line: its help, `list`, and what keeps the program from starting.
+"""Tests of the command line: its help, `list`, and errors that keep the program from starting.
 
-Ctrl-C works wherever it arrives.
+Ctrl-C ends the program, wherever the signal arrives.
 """
 
 import signal
@@ -32,10 +32,10 @@ from torchgpipe.plan.hardware import hardware
 
 from ..made import one_line, record, row
 
-SCREEN = 24  # lines of a terminal
+SCREEN = 24  # the number of lines of a terminal
 NAMES = tuple(EXPERIMENTS)
 PRESS = partial(signal.raise_signal, signal.SIGINT)
-PATIENCE = 300  # seconds; only a hang takes as long
+PATIENCE = 300  # seconds; only a test that hangs takes as long
 RUN_HERE = {
     "state": "finished",
     "command": ["run"],
@@ -117,7 +117,7 @@ def test_the_list_says_how_long_a_run_has_taken_here(
 
 
 def first_cells(lines: list[str], names: Sequence[str]) -> list[str]:
-    """Return those first cells of a table's lines that are among the names."""
+    """Return the first cells of a table's lines, without cells that are not in `names`."""
     cells = [line.partition("  ")[0] for line in lines]
     return [cell for cell in cells if cell in names]
 
@@ -166,7 +166,7 @@ def test_a_reader_who_leaves_early_sees_no_traceback(start: Callable[..., Any]) 
 PAPER = "results/paper"
 ABSENT = "raise ModuleNotFoundError('No module', name={!r})"
 LIBRARY = "raise OSError('libcudart.so.12: cannot open\\nshared object')"
-# Ctrl-C must end the program even during an import that swallows the interrupt, as PyTorch's does.
+# Ctrl-C must end the program even during an import that swallows the interrupt, like PyTorch's.
 SWALLOWED = (
     "import os\ntry:\n    os.kill(os.getpid(), 2)\n    [0] * 9\nexcept BaseException:\n    pass"
 )
@@ -226,7 +226,11 @@ print('torch' in sys.modules)"""
 
 
 def test_no_torch_where_nothing_is_run(start: Callable[..., Any]) -> None:
-    """An import of torch takes seconds. So options repeat names and defaults of other modules."""
+    """Commands that run no model do not import torch, because this import takes seconds.
+
+    For that reason, command-line options repeat names and defaults of other modules. The test
+    checks that they agree.
+    """
     process = start("-c", WITHOUT, *FAST)
     out, err = process.communicate(timeout=PATIENCE)
     assert out.endswith("\nFalse\n") or GPU_DRIVERS[0].exists(), err
@@ -289,7 +293,7 @@ def test_a_run_keeps_freed_memory(
 
 
 class Dying:
-    """An object whose destructor calls a function. Python swallows exceptions there."""
+    """An object whose destructor calls a function. Python swallows exceptions in destructors."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         self.act = act
@@ -309,7 +313,7 @@ def test_strikes_where_the_program_is_and_leaves_everything_as_it_was() -> None:
 
 
 def test_is_remembered_where_python_swallows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other exceptions in destructors are still shown."""
+    """Ctrl-C in a destructor is remembered. Other exceptions in destructors are still shown."""
     shown: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: shown.append(unraisable.exc_type))
     with interruptible() as check:

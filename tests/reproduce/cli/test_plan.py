@@ -1,4 +1,4 @@
-"""The output of `plan`, `schedule` and `predict`."""
+"""Tests of the output of the commands `plan`, `schedule` and `predict`."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def own() -> nn.Module:
 
 
 def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Return a model and a sample whose mask has no batch dimension."""
+    """Return a model and a sample input, in which the mask has no batch dimension."""
     mask = torch.rand(6) > 0.5
     return Masked(), {"mask": mask, "x": rows()}
 
@@ -63,13 +63,13 @@ def test_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 
 
 def single() -> tuple[nn.Module, torch.Tensor]:
-    """Return a model and a sample in single precision."""
+    """Return a model and a sample input in single precision."""
     model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096))
     return model, torch.rand(2, 4096)
 
 
 def half() -> tuple[nn.Module, torch.Tensor]:
-    """Return a model and a sample in half precision."""
+    """Return a model and a sample input in half precision."""
     model, sample = single()
     return model.half(), sample.half()
 
@@ -83,7 +83,7 @@ def half() -> tuple[nn.Module, torch.Tensor]:
     ],
 )
 def test_numbers_change_a_plan(function: str, option: str, command: Any) -> None:
-    """Precision options change the predicted seconds, and PyTorch's settings are restored."""
+    """Options for the precision change the predicted time, and PyTorch's settings are restored."""
     given = "--hardware a100x8 --devices 1 --optimizer adam --batch-size 4096"
 
     def planned(*options: str) -> float:
@@ -108,7 +108,10 @@ def test_numbers_change_a_plan(function: str, option: str, command: Any) -> None
 def test_a_run_is_predicted_row_by_row(
     hardware: str, how: str, tmp_path: Path, command: Any
 ) -> None:
-    """The run is of a small model, in the published balances."""
+    """`predict --run` predicts each row (configuration) of a recorded run.
+
+    The run of this test has a small model and published balances.
+    """
     paper = EXPERIMENTS["unet-speed"].scale("paper")
     balances = {row.name: row.balance for row in paper.rows if row.published}
     made = ran(

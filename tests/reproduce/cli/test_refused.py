@@ -1,4 +1,4 @@
-"""Errors of commands: one line and exit code 2, before a command runs or writes anything."""
+"""For wrong options, commands print one line, exit with code 2, and run and write nothing."""
 
 import shlex
 import shutil
@@ -104,14 +104,14 @@ REFUSED = {
     f"{REPORT} --out no/r.html": "no/r.html: cannot be written (No such file or directory)",
     "regression --base HEAD --markdown /dev/null/x": "--markdown /dev/null: cannot be written",
 }
-"""Arguments, and the message that they are refused with."""
+"""For each command line, the error message."""
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change into a folder with a published table, a record of two rows, and other files."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("reproduce.run.session.Session", None)  # no run may begin
+    monkeypatch.setattr("reproduce.run.session.Session", None)  # a run must not begin
     for folder in ("results/paper", "empty"):
         Path(folder).mkdir(parents=True)
     table = RESULTS / "paper" / "tg-unet-speed.json"

@@ -1,6 +1,7 @@
-"""`regression`: its exit codes and tables for made-up samples, and `init-ci`.
+"""Tests of the command `regression`, which measures two revisions in turn, and of `init-ci`.
 
-There are a few real runs, in a repository that is made from this tree.
+Most tests check exit codes and tables for made-up samples. A few tests run the command for real, in
+a repository that is made from this working tree.
 """
 
 import contextlib
@@ -36,13 +37,13 @@ def made_up(
     ends: BaseException | None = None,
     **unable: list[str],
 ) -> None:
-    """Replace trees, job and bisection.
+    """Replace the two trees, the job that measures them, and the bisection by fakes.
 
     Args:
-        monkeypatch: The patch of these.
-        slower: The factors by which cases are slower.
+        monkeypatch: The fixture that replaces the functions.
+        slower: For each case that is slower, the factor.
         ends: The error with which the job ends.
-        unable: The cases that cannot run on a side, by side.
+        unable: For each side, the cases that cannot run on that side.
     """
 
     @contextlib.contextmanager
@@ -198,7 +199,7 @@ def test_exit_code_and_verdict(
 
 @pytest.mark.parametrize("style", ["text", "markdown", "csv", "json"])
 def test_formats(style: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
-    """Each format says that a delay was planted.
+    """In each output format, the table says that a delay was planted.
 
     `--markdown` writes its file even if a case is slower.
     """
@@ -226,7 +227,7 @@ def test_formats(style: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, co
 
 
 def test_the_workflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
-    """`init-ci` writes this repository's workflow, and one for another package."""
+    """`init-ci` writes the CI workflow of this repository, and a workflow for another package."""
     own = (ROOT / WORKFLOW).read_text()
     first, *_ = own.splitlines()
     asked = shlex.split(first.removeprefix("# Written by: reproduce "))
@@ -280,7 +281,10 @@ def test_for_real(
     start: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    """The repository has two commits and an edit. However a run ends, it leaves no files."""
+    """Run `regression` in a repository with two commits and an uncommitted edit.
+
+    The command leaves no files, however it ends.
+    """
     root, copies = tmp_path / "repository", tmp_path / "tmp"
     copies.mkdir()
     ignore = shutil.ignore_patterns("__pycache__")
@@ -292,14 +296,14 @@ def test_for_real(
             file.write("# changed\n")
         if tag:
             commit(root, tag)
-    # No difference exceeds this threshold, so noise of the machine cannot fail the test.
+    # No difference exceeds this threshold, so the machine's noise cannot make the test fail.
     options = ["--case", "machinery never", "--threshold", "1000", *shlex.split(asked)]
 
     process = start("-m", "reproduce", "regression", *options, root=root, TMPDIR=str(copies))
     if ends is not None:
         assert process.stderr.readline(), "a restart is done"
         process.send_signal(ends)
-    out, err = process.communicate()  # waits for all processes that write to stderr, also children
+    out, err = process.communicate()  # waits for all processes that write to stderr, and children
 
     assert process.returncode == code, err
     assert "Traceback" not in err, err

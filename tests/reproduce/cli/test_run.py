@@ -1,4 +1,4 @@
-"""`run`: it writes a record and tables of its measurements, however it ends."""
+"""Tests of the command `run`, which writes a record and tables of its results, however it ends."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ from ..tiny import Words
 Tiny = Mapping[str, Experiment]
 SCRIPT = str(Path(__file__).parents[1] / "tiny.py")
 SMALL = ("--on", "cpu", "--scale", "small")
-PATIENCE = 300  # seconds; only a hang takes as long
+PATIENCE = 300  # seconds; only a test that hangs takes as long
 TASKS = get_args(Kind)[:3]
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -42,10 +42,10 @@ TITLES = [
 
 
 def order_in(trace: Path) -> list[tuple[int, str, int]]:
-    """Return the device, the kind and the micro-batch of each task in a trace, in order."""
+    """Return the device, the kind and the micro-batch of each task in a trace, ordered by time."""
     whole = json.loads(trace.read_text())
     (seconds,) = whole["otherData"]["step_seconds"]
-    step = 1e6 * seconds + 0.001  # microseconds, and what rounding may add
+    step = 1e6 * seconds + 0.001  # microseconds, and a possible rounding error
     tasks = []
     for event in whole["traceEvents"]:
         if event["ph"] == "X" and event["cat"] in TASKS:
@@ -79,7 +79,10 @@ def check_run(run: Run | None, page: str) -> None:
 
 
 def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
-    """Only some rows are run. Measured and emulated steps have traces of their own."""
+    """`run` measures and emulates the chosen rows (configurations).
+
+    It writes a record, a page and traces.
+    """
     folder = Path("new/folder")
     options = ["--steps", "2", "--out", str(folder), "--trace", "t.png"]
     for name in ROWS:
@@ -137,7 +140,7 @@ def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
 
 
 def test_words_from_end_to_end(tiny: Tiny, command: Any) -> None:
-    """Rows of any engine have the loss of the module itself."""
+    """With every engine, the recorded loss is equal to the loss of the module itself."""
     options = "--engine threads --engine ranks --steps 1 --out runs"
     command("run", "tiny-words", *SMALL, *options.split())
 
@@ -208,7 +211,7 @@ def test_a_failed_row_is_told_at_the_end(
 def test_ctrl_c_keeps_what_was_finished(
     start: Any, broken_modules: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """A run needs only torch, click, msgspec, tabulate and tqdm."""
+    """After Ctrl-C, `run` keeps the finished results. It does not need optional packages."""
     others = {}
     for name in ("torchvision", "pynvml", "jinja2", "matplotlib", "scipy", "pytest"):
         others[name] = f"raise ImportError('{name} is not needed')"

@@ -1,6 +1,7 @@
-"""Experiments: their rows equal the published rows and those of committed runs.
+"""Tests of experiments, which are lists of rows (configurations to run).
 
-The largest scale that fits the devices is chosen.
+The rows agree with the published tables and with committed runs. By default, an experiment runs at
+the largest scale (set of sizes) that fits the devices.
 """
 
 import re
@@ -30,8 +31,8 @@ def started(record: Record) -> str:
 
 RUNS = sorted(map(load, MEASURED.glob("*.json")), key=started)
 
-# Fields of published configurations that speed rows lack: units of measurement, and fields that
-# follow from other fields.
+# Fields of published configurations that the rows of speed experiments do not have: units of
+# measurement, and fields that follow from other fields.
 NOT_OURS = {
     "n",
     "m",
@@ -48,7 +49,7 @@ NOT_OURS = {
     "outcome",
     "implemented_in_main_py",
 }
-# Fields that may differ between the two scales of an experiment.
+# Fields that can differ between the two scales of an experiment.
 SIZES = ("model", "size", "input_shape", "batch_size", "chunks", "balance", "name", "link")
 WITHOUT_SIZES: Any = dict.fromkeys(SIZES)
 
@@ -79,7 +80,7 @@ def test_paper_scale_is_the_published_table(experiment: Experiment) -> None:
 
 
 def newest_run(experiment: Experiment, rows: list[str]) -> tuple[Run, list[Result]]:
-    """Return the newest committed run of all rows of an experiment, and its results."""
+    """Return the newest committed run that has all rows of an experiment, and the run's results."""
     for record in reversed(RUNS):
         results = [each for each in record.results if each.experiment == experiment.name]
         names = dict.fromkeys(each.row for each in results)
@@ -90,7 +91,10 @@ def newest_run(experiment: Experiment, rows: list[str]) -> tuple[Run, list[Resul
 
 @pytest.mark.parametrize("experiment", ALL, ids=name_of)
 def test_the_newest_committed_run_has_the_rows_that_are_run_now(experiment: Experiment) -> None:
-    """Balances and links, which depend on the machine, are not compared."""
+    """The newest committed run of an experiment has the configurations that the code runs now.
+
+    Balances and links are not compared, because they depend on the machine.
+    """
     scale = experiment.scale("small")
     rows = {row.name: row for row in scale.rows}
 
@@ -114,7 +118,10 @@ def test_the_newest_committed_run_has_the_rows_that_are_run_now(experiment: Expe
 
 @pytest.mark.parametrize("name", ["amoebanet-speed", "unet-speed", "resnet101-speed", "zoo-speed"])
 def test_rows_of_ours_are_the_same_at_both_scales(name: str) -> None:
-    """They are equal except for sizes, and for m, which is at most 32 or 8."""
+    """The rows that are not from papers are equal at both scales, except for sizes.
+
+    The largest number of micro-batches is 32 at the scale `paper`, and 8 at the scale `small`.
+    """
 
     def ours(scale: str) -> list[Row]:
         rows = EXPERIMENTS[name].scale(scale).rows
@@ -139,7 +146,7 @@ def test_rows_of_ours_are_the_same_at_both_scales(name: str) -> None:
 
 
 RATES: dict[int, dict[float, float]] = {
-    # There is no warm-up, since the peak equals `base_lr`.
+    # There is no warm-up, because the peak rate equals `base_lr`.
     256: {0: 0.1, 29.99: 0.1, 30: 0.01, 60: 0.001, 80: 0.0001},
     128: {5: 0.1},  # the factor is at least 1
     1024: {0: 0.1, 1: 0.175, 4: 0.4},

@@ -1,6 +1,6 @@
-"""The description of the machine and of the checkout in records is true.
+"""Records describe the machine and the git checkout correctly.
 
-Missing devices or revisions are one-line errors.
+A missing device or revision is a one-line error.
 """
 
 import json
@@ -46,7 +46,7 @@ def test_this_machine() -> None:
     assert len(load_average() or (0, 0, 0)) == 3
 
 
-# By process id: the parent's id, and the command. The id 0 stands for this process.
+# For each process id: the parent's id, and the command. The id 0 stands for this process.
 COMMANDS = {
     0: (1, "python -m reproduce run x"),
     70: (0, "python -m reproduce run y"),
@@ -59,19 +59,19 @@ COMMANDS = {
 }
 
 
-# On a machine with two cores, a quota of one core leaves the other core to others.
+# On a machine with two cores, a quota of one core leaves the second core to other programs.
 @pytest.mark.parametrize(("have", "others"), [(2, 0.1), (1, 0.0)])
 def test_what_others_have_of_the_machine(
     have: int, others: float, tmp_path: Path, monkeypatch: Any
 ) -> None:
     def at(seconds: float, stat: str, own: int, waited: int) -> None:
-        """Write what Linux says after some seconds.
+        """Write fake files of /proc, for the time `seconds`.
 
         Args:
             seconds: The time of the clock.
-            stat: The ticks of a core, of which there are three. This program may use two of them.
+            stat: The ticks of each of three cores. This program is allowed to use two cores.
             own: The ticks of CPU time of this process, and of its child.
-            waited: The microseconds for which a process waited for a core.
+            waited: The microseconds in which a process waited for a core.
         """
         clock = SimpleNamespace(monotonic=lambda: seconds)
         monkeypatch.setattr("reproduce.machine.load.time", clock)
@@ -113,9 +113,9 @@ def test_what_others_have_of_the_machine(
 
 
 def told(answer: object) -> Callable[..., object]:
-    """Make a function of the driver.
+    """Make a fake function of the GPU driver.
 
-    It answers questions about the first GPU. For the second GPU, it raises an error.
+    It returns `answer` for the first GPU. For the second GPU, it raises an error.
     """
 
     def ask(gpu: str = "", which: object = None) -> object:
@@ -274,9 +274,9 @@ def test_starts_over_once(given: dict[str, str], starts: int, found: dict[str, s
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Make a repository with two revisions, `old` and HEAD.
+    """Make a git repository with two revisions, `old` and HEAD.
 
-    Beside it is `shallow`, a clone that has HEAD only.
+    The folder `shallow` next to it is a clone with HEAD only.
     """
     root = tmp_path / "root"
     root.mkdir()

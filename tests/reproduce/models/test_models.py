@@ -1,6 +1,6 @@
-"""Every model: its number of parameters as published, its outputs and gradients, and wrong sizes.
+"""Tests of every model: its number of parameters, its outputs and gradients, and errors for sizes.
 
-Models of torchvision that are split into layers are equal to the bit.
+Models of torchvision that are split into layers compute the same results to the bit.
 """
 
 import sys
@@ -32,8 +32,8 @@ PUBLISHED = [  # model, size, parameters, layers
 
 Build = Callable[[], Sequential]
 Shape = tuple[int, ...]
-# A small model, the shapes of its input and output, and a checksum of the output. The checksum was
-# recorded when each operation of each model had been checked separately.
+# A small model, the shapes of its input and output, and a checksum of the output. When the checksum
+# was recorded, each operation of each model had been checked separately.
 SMALL: dict[str, tuple[Build, Shape, Shape, float]] = {
     "AmoebaNet-D": (
         lambda: amoebanetd(3, 8, num_classes=10),
@@ -88,7 +88,7 @@ MISUSES: list[tuple[Build, type[Exception], str]] = [
 ]
 IDS = [message.split()[0] for _, _, message in MISUSES]
 WIDER = {name: (build, images) for name, (build, images, _, _) in SMALL.items()}
-# In a single channel, a gradient may be zero by chance.
+# If a layer has a single channel, a gradient can be zero by chance. So use a wider model.
 WIDER["AmoebaNet-D"] = lambda: amoebanetd(3, 32, num_classes=10), (2, 3, 224, 224)
 
 
@@ -106,7 +106,10 @@ def test_sizes_are_the_published_ones(
 
 @pytest.mark.parametrize(("build", "images", "outputs", "number"), SMALL.values(), ids=SMALL)
 def test_what_it_computes(build: Build, images: Shape, outputs: Shape, number: float) -> None:
-    """All parameters and pixels differ, so that any other computation would change the checksum."""
+    """The output of a model has the recorded checksum.
+
+    All parameters and pixels are different, so that any other computation changes the checksum.
+    """
     model = build().double().eval()
     with torch.no_grad():
         for k, parameter in enumerate(model.parameters()):
@@ -148,7 +151,7 @@ def test_what_no_model_is_built_of(build: Build, kind: type[Exception], message:
 
 
 def test_torchvision_weights_load_into_the_flat_model_and_back() -> None:
-    """Every key fits, and outputs are bitwise equal, as when a user loads a downloaded file."""
+    """Weights of torchvision's ResNet-101 can be loaded, and the outputs are equal to the bit."""
     from torchvision import models as theirs
 
     torch.manual_seed(0)
@@ -212,7 +215,7 @@ def test_models_that_ask_for_more_are_built_without_memory_and_for_any_image(nam
 def test_torchvision_that_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A torchvision that was built for another PyTorch raises like this."""
+    """If torchvision was built for another PyTorch, its import error becomes a one-line error."""
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('no operator\\ntorchvision::nms')")
     monkeypatch.syspath_prepend(tmp_path)
     for name in list(sys.modules):

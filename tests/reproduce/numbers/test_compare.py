@@ -1,4 +1,7 @@
-"""`compare`: it compares absolute numbers if that is fair, else ratios, and names missing rows."""
+"""Tests of the comparison of benchmark results: absolute numbers if that is fair, else ratios.
+
+A comparison also names the rows that are missing on one side.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +35,7 @@ def only(*sides: Record, **options: Any) -> Comparison:
 
 
 def ratios(comparison: Comparison, side: int = 1) -> dict[str, Any]:
-    """Return each row's ratio and verdict, or `None` for a row without a decision."""
+    """Return the ratio and the verdict for each line of a comparison, or `None` if undecided."""
     found: dict[str, Any] = {}
     for each in comparison.rows:
         decision = each.decisions[side]
@@ -56,9 +59,9 @@ def test_what_a_decision_means(outcome: Any, metric: str, expected: str) -> None
 
 
 def emulated_too(x: float, **more: Any) -> Record:
-    """Make a side with measured rows and emulated rows of x and y.
+    """Make a record to compare, with measured and emulated results for the rows x and y.
 
-    When measured, y is four times as fast as x, and when emulated, twice as fast.
+    y is four times as fast as x in the measured results, and twice as fast in the emulated ones.
     """
     x_measured, y_measured = row("x", x, over="x"), row("y", x / 4, over="x")
     x_emulated, y_emulated = emulated(row("x", 2.0, over="x")), emulated(row("y", 1.0, over="x"))
@@ -66,7 +69,7 @@ def emulated_too(x: float, **more: Any) -> Record:
 
 
 def drifting(factor: float) -> Record:
-    """Make a side in which y is faster than x by this factor, while whole rounds slow down."""
+    """Make a record to compare: y is faster than x by `factor`, and both slow down over time."""
     slow = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     fast = [seconds / factor for seconds in slow]
     return record(row("x", slow, over="x"), row("y", fast, over="x"))
@@ -83,7 +86,7 @@ def peak(cpu: str, value: list[int]) -> Record:
 
 X = row("x", 1.0)
 ONE = record(X)
-# The second machine is twice as fast, but there `y` is only 2 times as fast as `x`, not 3 times.
+# The second machine is twice as fast, but there `y` is only 2, not 3 times as fast as `x`.
 TWO_MACHINES = [
     record(row("x", 3.0, over="x"), row("y", 1.0, over="x")),
     record(row("x", 1.5, over="x"), row("y", 0.75, over="x"), cpu="another CPU"),
@@ -107,7 +110,7 @@ EMULATED: Any = {"x": None, "y": (1, "~"), "x (emulated)": None, "y (emulated)":
 
 
 class Case(NamedTuple):
-    """Two sides, and what their comparison has to be."""
+    """Two or more records to compare, and the expected result of the comparison."""
 
     sides: list[Record]
     expected: dict[str, Any]
@@ -115,7 +118,7 @@ class Case(NamedTuple):
     notes: Sequence[str] = ()
     options: Mapping[str, Any] = {}
     relative: bool = False
-    """Whether each side's numbers are divided by those of its own row."""
+    """Whether each side's numbers are divided by the numbers of one of the side's rows."""
 
 
 COMPARED = {
@@ -169,7 +172,7 @@ COMPARED = {
         MISSING,
     ),
 }
-# Changes of the second side's run that make its machine another one.
+# Changes of the second side's run that make its machine a different machine.
 OTHER_MACHINES: list[dict[str, Any]] = [
     {"cpu": "another CPU"},
     {"device": "cuda"},
@@ -180,7 +183,7 @@ for change in OTHER_MACHINES:
     COMPARED[str(change)] = Case(
         [ONE, record(X, **change)], {"x": None}, [OVER_X, NOT_COMPARED], relative=True
     )
-# Changes of the second side's run that leave the machine the same, and the notes about them.
+# Changes of the second side's run that leave the machine the same, and notes about the changes.
 SAME_MACHINE: list[tuple[dict[str, Any], list[str]]] = [
     ({"torch": "2.12.0"}, ["torch differs: 2.11.0 / 2.12.0"]),
     ({"devices": 8, "seed": 4}, []),
@@ -208,8 +211,8 @@ def test_what_is_fair_to_compare(name: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "bases"),
     [
-        ("xyz", {"x": "z", "y": "z", "z": "z"}),  # all rows name z
-        ("xy", {"x": "x", "y": "x", "z": "z"}),  # without z, the first row that all sides have
+        ("xyz", {"x": "z", "y": "z", "z": "z"}),  # the base is z, because all rows name z
+        ("xy", {"x": "x", "y": "x", "z": "z"}),  # without z, the base is the first row of all sides
     ],
 )
 def test_what_rows_are_divided_by(rows: str, bases: dict[str, str]) -> None:

@@ -1,4 +1,7 @@
-"""`match`: rows with the same configuration share a line, whatever their order, name or record."""
+"""Tests of `match`, which finds results of several records that have the same configuration.
+
+The order, the names and the records of the results do not matter.
+"""
 
 from typing import Any
 
@@ -16,7 +19,7 @@ N2M4 = "tg-amoebanetd-speed/n2m4"
 
 
 Shape = list[tuple[str, dict[int, str]]]
-"""The label of each line and, by the side's number, the rows on it."""
+"""The label of each line, and the rows on the line by the number of the side."""
 
 
 def lines(*sides: list[Record]) -> list[Line]:
@@ -40,9 +43,9 @@ def published(row: str, experiment: str = "tg-amoebanetd-speed", **config: Any) 
 
 
 def reproducing(name: str, **changes: Any) -> Record:
-    """Make a record of a row that reproduces a published one.
+    """Make a record with a result that reproduces a published result.
 
-    Its configuration is the published one with the given changes.
+    The configuration is the published configuration with the given changes.
     """
     config = {**CONFIG, **changes}
     return record(row(name, 1.0, experiment="amoebanet-speed", published=N2M4, config=config))
@@ -51,19 +54,22 @@ def reproducing(name: str, **changes: Any) -> Record:
 PUBLISHED = published("n2m4", **CONFIG, parameters_exact=1)
 
 
-# Two configurations, and whether rows with these share a line.
+# Two configurations, and whether results with these configurations are compared.
 ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({"L": 6, "m": 4}, {"L": 6, "m": 4}, True),
     ({"L": 6, "m": 4}, {"L": 6, "m": 8}, False),
-    ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # chosen by the run
-    ({"L": 6}, {"L": 6, "components": []}, True),  # an older record lacks a field
+    ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # a run chose the balance
+    ({"L": 6}, {"L": 6, "components": []}, True),  # older records do not have `components`
     ({"checkpoint": None}, {"checkpoint": "always"}, False),
     ({"L": 6}, {"benchmark": "x"}, False),  # nothing in common, and other names
 ]
 
 
 def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
-    """If rows differ only in scale or device, the label names the scale or the device."""
+    """If several results have one configuration, a result is matched with the most similar one.
+
+    If results differ only in scale (set of sizes) or device, labels name the scale or the device.
+    """
     small, paper = row("x", 1.0, scale="small"), row("x", 1.0, scale="paper", device="meta")
 
     found = lines([record(small, paper)], [record(paper, small)])
@@ -76,7 +82,7 @@ def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
 
 
 def predicted(name: str, in_row: bool) -> Record:
-    """Make a prediction whose hardware is named in the row, or in the record for all rows."""
+    """Make a record of a prediction. Name the hardware in the result, or only in the record."""
     if in_row:
         result = row("x", status="predicted", hardware=name)
         return Record(f"x-{name}", "T", "predicted", {}, [result])
@@ -92,8 +98,8 @@ BOTH = record(N2, emulated(N2))
 ENGINES = record(X, row("x", 1.0, engine="ranks"))
 SHARED = {0: "x", 1: "x"}
 WITH_PUBLISHED = {0: "x", 1: "n2m4"}
-# The sides, and the rows on each line. One side may have run a published row, and another side a
-# smaller row like it.
+# The records of each side of a comparison, and the names of the results on each line. One side can
+# have a published configuration, and another side a smaller version of that configuration.
 PLACED: dict[str, tuple[list[list[Record]], Shape]] = {}
 for ours, theirs, same in ALIKE:
     sides = [[record(replace(row("one"), config=ours))]]

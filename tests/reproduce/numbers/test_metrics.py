@@ -1,6 +1,6 @@
-"""Metrics of a row's samples, and the significance of differences between samples.
+"""Tests of metrics, such as throughput, and of the significance of differences between samples.
 
-Real differences are detected; noise and tiny differences are not.
+The significance test detects real differences. It ignores noise and tiny differences.
 """
 
 import math
@@ -48,9 +48,10 @@ def test_throughput_is_of_each_step_or_of_the_median_epoch() -> None:
 
 
 def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
-    """Divide emulated by measured throughput.
+    """Divide the emulated throughput by the measured throughput.
 
-    Of the emulated times, only `here_time` counts, which is the time without links.
+    The emulated throughput is computed from `here_time`, the emulated time without copies over
+    links between devices.
     """
     emulated = timed([99.0, 99.0], [0, 1])
     samples = {**emulated.samples, "here_time": here}
@@ -64,13 +65,13 @@ ONE = timed([1], [0])
 @pytest.mark.parametrize(
     ("ratio", "ours", "base", "ratios"),
     [
-        # The machine slows down fourfold from round to round: ratios within rounds do not change.
+        # The machine gets four times slower in each round. Ratios within rounds do not change.
         (speed_up, timed([1, 4, 16], [0, 1, 2]), timed([2, 8, 32], [0, 1, 2]), [2, 2, 2]),
-        # Only rounds of both rows count.
+        # Only rounds that both rows have count.
         (speed_up, timed([9, 1, 1], [0, 1, 2]), timed([3, 3], [1, 2]), [3, 3]),
-        # Batch sizes may differ: samples per second are compared.
+        # Batch sizes can differ, because samples per second are compared.
         (speed_up, timed([1], [0], batch_size=16), ONE, [2]),
-        # Rows that share no round: the medians are compared, and there are no quartiles.
+        # If rows have no common round, the medians are compared, and there are no quartiles.
         (speed_up, timed([1, 2, 3]), ROUNDS, 2),
         (speed_up, timed([]), ONE, None),
         (speed_up, ONE, None, None),
@@ -130,7 +131,10 @@ def test_values(
 
 
 def test_errors_are_those_after_the_last_epoch_of_each_seed_that_has_ended() -> None:
-    """A published error is a number with a deviation."""
+    """The error of a training is the error after the last epoch, for each seed that has ended.
+
+    A published error is a number with a deviation.
+    """
     samples = {"epoch": [1.0, 2.0, 1.0, 2.0, 1.0], "top1_error": [50.0, 10.0, 60.0, 17.0, 5.0]}
     result = Result("e", "r", "measured", config={"epochs": 2}, samples=samples)
     record = Record("r", "T", "measured", {}, [result])
@@ -162,7 +166,7 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
         (EIGHT, times(1.2), False, "higher"),
         (EIGHT, times(0.8), False, "lower"),
         (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),  # significant, but below the threshold
-        (POWERS, times(1.2, POWERS), False, "~"),  # large, but not significant
+        (POWERS, times(1.2, POWERS), False, "~"),  # a large difference, but not significant
         (POWERS, times(1.2, POWERS), True, "higher"),
         ([5.0] * 8, [5.0] * 8, False, "~"),
         ([5.0] * 8, [5.0] * 8, True, "~"),
@@ -177,7 +181,7 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
     ],
 )
 def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: str) -> None:
-    """Samples that cannot be compared raise an error with the message `outcome`."""
+    """`compare_samples` returns the expected outcome, or raises the expected error."""
     try:
         decision = compare_samples(base, head, paired=paired)
     except ValueError as error:
@@ -194,7 +198,7 @@ def test_the_interval_is_all_ratios_that_are_not_rejected(paired: bool) -> None:
     head = [draw.lognormvariate(0, 0.1) for _ in range(12)]
 
     def p_of(ratio: float) -> float:
-        """Return the p-value of the hypothesis that the ratio is this one."""
+        """Return the p-value of the hypothesis that the true ratio is `ratio`."""
         decision = compare_samples(times(ratio, base), head, paired=paired)
         return decision.p or 0
 

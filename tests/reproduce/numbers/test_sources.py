@@ -1,6 +1,6 @@
-"""Records come from files, folders, pytest-benchmark and git revisions.
+"""Records are read from files, folders, pytest-benchmark's files and git revisions.
 
-Of several runs of a row, one is chosen, and tables of predictions use the chosen runs.
+If a configuration has several runs, one run is chosen. Tables of predictions use the chosen runs.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ GPUS = Machine("Linux", "a CPU", 4, 8, None, [Gpu("a GPU", 2**30)] * 4)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a git checkout with two runs in results/measured. Only the old one is committed."""
+    """Make a git checkout with two runs in results/measured. Only the old run is committed."""
     monkeypatch.chdir(tmp_path)
     measured = tmp_path / "results" / "measured"
     measured.mkdir(parents=True)
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("name", "rows", "superseded"),
     [
         ("results/measured/old.json", {"x": 2.0, "y": 2.0}, 0),
-        # Of runs with the most rows, the newest run counts.
+        # Among the runs with the most rows, the newest run counts.
         ("results/measured", {"y": 2.0, "x": 1.0, "z": 1.0}, 1),
         ("before", {"x": 2.0, "y": 2.0}, 0),
         ("HEAD:results/measured", {"x": 2.0, "y": 2.0}, 0),
@@ -88,7 +88,7 @@ def test_pytest_benchmark() -> None:
 
 
 def result(name: str = "n2m1", **changes: Any) -> Result:
-    """Make a result like a published row, of three steps, with the given changes."""
+    """Make a result of three steps for a published configuration, with the given changes."""
     fields: dict[str, Any] = {
         "experiment": "amoebanet-speed",
         "scale": "paper",

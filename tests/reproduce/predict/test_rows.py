@@ -1,6 +1,7 @@
-"""Predictions equal the committed ones, and are as far from the published numbers as documented.
+"""Predictions equal the committed predictions, and their errors are as large as documented.
 
-The largest model that fits is found.
+The errors are differences from published numbers. The search for the largest model that fits in
+memory finds the right model.
 """
 
 from statistics import median
@@ -20,7 +21,7 @@ from reproduce.tables.predicted import predicted_tables, speed_up_errors, throug
 from torchgpipe.plan.hardware.hardware import HEADROOM, load_hardware
 
 P40 = load_hardware("p40x8")
-# One row of each table that takes long.
+# For each table that takes long, one row to test.
 SLOW = [
     ("amoebanet-speed", "n4m32"),
     ("amoebanet-memory", "pipeline-1"),
@@ -62,12 +63,15 @@ def test_rows_are_not_stale(experiment: str, rows: str) -> None:
         assert new.published == old.published
         assert new.values.keys() == old.values.keys()
         for name, value in old.values.items():
-            # Other releases of PyTorch may run other operators.
+            # Other releases of PyTorch can run other operators.
             assert new.values[name] == pytest.approx(value, rel=0.02), (new.row, name)
 
 
 def test_how_far_throughput_and_speed_ups_are() -> None:
-    """The targets were a median of 3% of speed-ups, and nine in ten within 10%."""
+    """Predicted throughputs and speed-ups have the documented errors.
+
+    The target for speed-ups was a median error of 3%, and nine in ten errors below 10%.
+    """
     throughputs: list[float] = []
     speed_ups: dict[tuple[str, str], float] = {}
     for name in SPEED_TABLES:
@@ -86,7 +90,11 @@ def test_how_far_throughput_and_speed_ups_are() -> None:
 
 
 def test_how_much_more_was_reserved_than_is_predicted_to_be_allocated() -> None:
-    """The planner's headroom is the median of the shares, rounded up."""
+    """The headroom of the planner is the measured median, rounded up.
+
+    The headroom is the share of memory that PyTorch reserves beyond the allocated memory. Here,
+    published reserved memory is compared with predicted allocated memory.
+    """
     shares = []
     for experiment in ("unet-memory", "amoebanet-memory"):
         predicted = {result.row: result.values for result in committed(experiment).results}

@@ -1,6 +1,6 @@
-"""Records can be saved and loaded in every version, and writes are atomic.
+"""Records of every version can be loaded and saved, and writes are atomic.
 
-Errors say where a record is broken.
+Errors say which place in a record is broken.
 """
 
 import json
@@ -182,7 +182,7 @@ TASK = {
 
 
 def changed(file: str, *place: Any, to: object) -> Any:
-    """Return the contents of a file in `data`, with one place changed."""
+    """Return the JSON contents of a file in `data`, with the value at `place` replaced by `to`."""
     text = (DATA / file).read_text()
     data = json.loads(text)
     inner: Any = data
@@ -208,7 +208,7 @@ def trace(*events: Any) -> dict[str, Any]:
 OLD = partial(changed, "record-v1.json")
 BENCHMARK = partial(changed, "pytest-benchmark.json")
 NO_TRACE = "not a trace of a step"
-# By the function that reads a file: the contents, and the message.
+# For each function that reads a file: broken contents, and the error message.
 BROKEN: dict[Callable[[Path], object], list[tuple[Any, str]]] = {
     load: [
         (None, "cannot be read (No such file or directory)"),

@@ -1,6 +1,7 @@
-"""The job of a regression: all ways are warmed up, and then run one at a time.
+"""Tests of the job of `regression`, which measures two revisions of the code.
 
-Its processes are restarted, some ways cannot run a case, and it ends in several ways.
+The job warms up the cases of both revisions, then runs one case at a time, and restarts its
+processes. Some revisions cannot run a case. The job can end in several ways.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ HERE, OTHER = Tree(ROOT, "here", None), Tree(ROOT / "other", "other", None)
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Replace the measuring program by a script, in which `job` is the program's input."""
+    """Replace the program that measures by a script, which finds its input in `job`."""
 
     def be(script: str) -> None:
         package = tmp_path / "reproduce" / "regression"
@@ -45,7 +46,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 def test_a_new_parent_for_every_few_restarts(
     cases: list[str], stand_in: Callable[[str], None]
 ) -> None:
-    """A case that a side cannot run is reported once, and not run again."""
+    """If a revision cannot run a case, this is reported once, and the case is not run again."""
     stand_in("""
 for case in list(job["cases"]):
     if case == "b":
@@ -91,7 +92,7 @@ def test_a_job_that_breaks_off_says_why(stand_in: Callable[[str], None]) -> None
 
 
 def test_it_ends_with_its_forks(stand_in: Callable[[str], None]) -> None:
-    """It waits until each fork has closed its files, and this fork would take long."""
+    """The job ends its forked processes. Otherwise it waits a long time until a process ends."""
     stand_in("""
 if os.fork():
     print(json.dumps({"case": "a"}), flush=True)
@@ -102,7 +103,7 @@ time.sleep(1000)
         assert next(lines)["case"] == "a"
 
 
-# Each case has ways, and each way has the number of its side, and the arguments of a request.
+# Each case has ways to run. A way has the number of its side and the arguments of a request.
 TWO: Cases = {
     "a": {"base": (0, ("a",)), "head": (1, ("a",))},
     "b": {"base": (0, ("b",)), "head": (1, ("b",))},
@@ -110,13 +111,15 @@ TWO: Cases = {
 THREE: Cases = {"a": {"base": (0, ("a",)), "head": (1, ("a",)), "third": (0, ("c",))}}
 GONE = "ImportError: gone"
 Texts = dict[tuple[int, str, int], str]
-"""Texts that are sent instead of an answer, by side, argument of the request, and its number."""
+"""Texts that a side sends instead of an answer. The key is the side, the request's argument, and
+how often this request came before.
+"""
 
 
 class Fake:
-    """A side that logs its requests.
+    """A fake side (one of the two revisions) that logs the requests it gets.
 
-    It answers the first request with `None`, and later requests with the number of the side.
+    It answers the first request for a case with `None`, and later requests with its own number.
     """
 
     def __init__(self, number: int, log: list[str], texts: Texts) -> None:
@@ -156,7 +159,10 @@ def run(
 
 @pytest.mark.parametrize("cases", [TWO, THREE], ids=["two", "three"])
 def test_all_are_warm_before_any_sample_and_are_asked_one_at_a_time(cases: Cases) -> None:
-    """The order within rounds is tested with `turns`."""
+    """All cases are warmed up before the first sample, and only one runs at a time.
+
+    The tests of `turns` check the order within rounds.
+    """
     expected = []
     for restart in (5, 6):
         for case, ways in cases.items():
@@ -226,7 +232,7 @@ def test_what_cannot_run_is_told_once_and_left_out(
 def test_what_ran_before_and_no_longer_does_is_an_error(
     answer: int, first: int, finished: list[str]
 ) -> None:
-    """The reason may be too little memory. Leaving the case out would hide that."""
+    """It is an error if a case ran before and cannot run now, for example for lack of memory."""
     log: list[str] = []
     lines = run(log, {(1, "a", answer): "MemoryError"}, restarts=3, first=first)
     for case in finished:
@@ -237,7 +243,7 @@ def test_what_ran_before_and_no_longer_does_is_an_error(
 
 
 def test_a_process_refuses_a_torchgpipe_of_another_folder(tmp_path: Path) -> None:
-    """This process has imported the torchgpipe of this folder already."""
+    """A process refuses to measure a folder if it imports torchgpipe from another folder."""
     with fork(tmp_path, "torchgpipe", "reproduce.regression.timed:Timed") as side:
         side.send((str(TORCHGPIPE.cases), "machinery never", "cpu", 0.0))
         answer = side.recv()
@@ -264,5 +270,5 @@ def test_a_process_that_ended_by_itself(
         process.kill()
         process.join()
         ask(side)
-    # The error may live long, and its frames must not keep what was not sent.
+    # The error can live long, and its frames must not keep the data that was not sent.
     assert buffers() <= before, caught

@@ -1,4 +1,4 @@
-"""Revisions are copied into temporary folders, and a bisection finds the first slower commit."""
+"""Git revisions are copied to temporary folders, and a bisection finds the first slower commit."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ def of(root: Path, build: str | None = None) -> Project:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Make a repository of three revisions: without torchgpipe (`empty`), `old`, and `new`."""
+    """Make a git repository with the tags `empty` (without torchgpipe), `old` and `new`."""
     root = tmp_path / "root"
     package = root / "torchgpipe"
     package.mkdir(parents=True)
@@ -82,7 +82,7 @@ def test_what_cannot_be_had(
     ids=["a file in src", "a folder", "built"],
 )
 def test_where_a_package_is(place: str, build: str | None, where: str, tmp_path: Path) -> None:
-    """Files that git ignores, such as those of an older build, are on neither side."""
+    """A package is found in both copies. Files that git ignores, like builds, are not copied."""
     root = tmp_path / "root"
     files = {place: "", ".gitignore": "*.so", "parts/one/old.so": ""}
     for name, text in files.items():
@@ -107,7 +107,7 @@ def test_where_a_package_is(place: str, build: str | None, where: str, tmp_path:
 def test_a_signal_is_an_end_unless_it_is_ignored(
     number: signal.Signals, before: signal.Handlers, root: Path
 ) -> None:
-    own = signal.signal(number, before)  # the test suite may run under nohup
+    own = signal.signal(number, before)  # the test suite can run under nohup
     ended: Any = contextlib.nullcontext()
     if before is signal.SIG_DFL:
         ended = pytest.raises(SystemExit)
@@ -131,9 +131,9 @@ CASES: dict[str, Clock] = {"a": "cpu", "b": "cpu"}
 
 
 class History:
-    """A repository with commits of versions 0, 1, …
+    """A git repository with commits of the versions 0, 1, …
 
-    From the commit `culprit` on, the cases in `slower` are slower.
+    From the commit number `culprit` on, the cases in `slower` are slower.
     """
 
     def __init__(

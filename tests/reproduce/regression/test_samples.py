@@ -1,6 +1,6 @@
-"""Samples of a regression: what is timed, and with which clock.
+"""Tests of the samples that `regression` takes: what is timed, with which clock, and the verdicts.
 
-Significance tests compare restarts. A real difference is significant and large.
+Significance tests compare restarts. A difference counts if it is significant and large.
 """
 
 import os
@@ -49,9 +49,9 @@ def test_a_file_without_cases_of_their_own_names(text: str, tmp_path: Path) -> N
 def test_each_case_has_its_clock_and_cores(
     own: Clock, clock: Clock | None, cores: int, monkeypatch: Any
 ) -> None:
-    """A case has them even if another case of the same process has others.
+    """A case has its own clock and cores, whatever clock another case in the process has.
 
-    CPU time is that of all threads, and does not pass while they wait.
+    CPU time is the time of all threads, and does not pass while the threads wait.
     """
     before = os.sched_getaffinity(0)
     counts: list[int] = []
@@ -80,7 +80,10 @@ def test_each_case_has_its_clock_and_cores(
 def test_a_planted_delay_is_a_share_of_the_usual_step(
     slow_down: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step advances the clock, a warm-up step more, and a reading of the clock a little."""
+    """A planted delay lengthens a step by the share `slow_down` of the usual step.
+
+    A fake clock advances by 1 s in a step, more in a warm-up step, and a little at each reading.
+    """
     now, steps = 0.0, 0
 
     def clock() -> float:
@@ -106,7 +109,10 @@ SAME, SLOWER = 1.0, 1.1
 
 
 def made(ratio: Ratio, noise: float, restarts: int = 20, rounds: int = 8, seed: int = 0) -> Samples:
-    """Make samples: each restart has a ratio, each pair has a level, and each sample has noise."""
+    """Make random samples of two revisions, of which the second is slower by `ratio`.
+
+    Each restart has a ratio, each pair of samples has a level, and each sample has noise.
+    """
     draw = random.Random(seed)
     samples = Samples()
     for i in range(restarts):
@@ -156,7 +162,10 @@ def test_what_is_called_real(name: str) -> None:
 
 
 def test_overlap_is_a_family_of_its_own() -> None:
-    """A slower case of overlap changes no other mean, and the other tests keep their alpha."""
+    """Slower cases in the group of overlap do not change the verdicts on other cases.
+
+    The mean and the significance level of the other cases stay the same.
+    """
     others = eight(SAME, 0.01)
     overlap = {}
     for k, case in enumerate(OVERLAP):
@@ -185,7 +194,7 @@ def test_a_restart_gives_the_median_of_its_pairs() -> None:
 )
 def test_tests_share_alpha(cases: int, alpha: float, restarts: int) -> None:
     assert least_restarts(Rule(alpha), cases) == restarts
-    tests = cases + 1 if cases > 1 else 1  # all cases together are a test, too
+    tests = cases + 1 if cases > 1 else 1  # the mean of all cases is a test, too
     samples = {str(k): made(SAME, 0.1) for k in range(cases)}
     judged = judge(samples, Rule(alpha))
     assert len(judged.decisions) == tests

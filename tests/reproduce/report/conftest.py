@@ -28,7 +28,7 @@ RUN = Run(
 
 
 def on_gpus(record: Record) -> Record:
-    """Turn a run into one on GPUs, with twice as much reserved as allocated memory."""
+    """Change a run's record as if the run was on GPUs, with twice as much reserved memory."""
     results = []
     for result in record.results:
         values = dict(result.values)
@@ -40,10 +40,10 @@ def on_gpus(record: Record) -> Record:
 
 @pytest.fixture(scope="session")
 def records() -> list[Record]:
-    """Return the committed records, with two changes.
+    """Return the committed records with two changes.
 
-    The hardware of one prediction has markup in its name. The runs on GPUs are replaced by a run
-    that looks as if it was on GPUs.
+    The hardware of one prediction has HTML markup in its name. A made-up run on GPUs replaces the
+    real runs on GPUs.
     """
     found, measured = [], []
     for folder in FOLDERS:

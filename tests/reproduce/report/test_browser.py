@@ -1,6 +1,7 @@
 """The report can be read in a real browser, on desktop and phone screens, in light and dark mode.
 
-The tests are skipped without Chromium and its driver: `apt-get install chromium chromium-driver`.
+The tests need Chromium and its driver: `apt-get install chromium chromium-driver`. Without both,
+the tests are skipped.
 """
 
 import shutil
@@ -20,7 +21,7 @@ WITHOUT = pytest.mark.skipif(
     "apt-get install chromium chromium-driver",
 )
 pytestmark = [pytest.mark.slow, WITHOUT]
-ATTEMPTS = 3  # on a busy machine a browser may start later than its driver waits
+ATTEMPTS = 3  # on a busy machine, the driver can stop waiting before the browser starts
 SCREENS = {"desktop": (1280, 900), "phone": (360, 740)}
 OPTIONS = (
     "--headless=new",
@@ -62,7 +63,10 @@ def run(
     text: str,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Any]:
-    """Open the page on a screen, in a colour scheme; return a function that runs JavaScript."""
+    """Open the report in a browser, and return a function that runs JavaScript on the page.
+
+    The parameter of the fixture is the screen and the colour scheme.
+    """
     screen, scheme = request.param
     page = tmp_path_factory.mktemp("report") / "report.html"
     page.write_text(text, encoding="utf-8")
@@ -112,7 +116,7 @@ def test_nothing_scrolls_sideways_and_text_of_figures_is_readable(run: Callable[
 
 
 def contrast(one: str, other: str) -> float:
-    """Return the contrast of two CSS colours, as the WCAG define it."""
+    """Return the contrast of two CSS colours, which the guidelines WCAG define."""
     dark, light = sorted([luminance(one), luminance(other)])
     return (light + 0.05) / (dark + 0.05)
 
@@ -132,7 +136,7 @@ def luminance(color: str) -> float:
 def test_the_scheme_is_followed_and_text_stands_out_from_its_ground(
     run: Callable[..., Any],
 ) -> None:
-    """Text has at least the contrast that WCAG asks for: 4.5 to 1."""
+    """The page follows the colour scheme, and text has the contrast of the WCAG: 4.5 to 1."""
     dark, ground, colors = run(
         """const texts = ["p.lead", "td", "h2", "a", "figure text", "dd", "figcaption"];
         const colors = texts.map(what => {

@@ -1,6 +1,6 @@
-"""The report is one self-contained file with every experiment and all results.
+"""The report is a single self-contained HTML file with every experiment and all results.
 
-The trace of a step is drawn as a timeline, and is read back.
+Traces of steps are drawn as timelines, and can be read back from files.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ TITLE = "unet-speed: pipeline-2"
 
 
 class Reader(HTMLParser):
-    """A parser that checks that elements are closed in order, and collects tags, ids and links."""
+    """An HTML parser that checks that elements are closed, and collects tags, ids and links."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_it_is_whole_and_asks_nothing_of_the_network(text: str, records: list[Re
     assert len(text) < 1_500_000
 
 
-# Texts that must be in a section: cells of rows, and descriptions of figures.
+# For each section, texts that must be in it: cells of rows, and descriptions of figures.
 SAYS: dict[str, list[str]] = {
     "amoebanet-speed": [
         "| row | n | m | batch | published | predicted (a<b) | measured (small, CUDA) "
@@ -190,7 +190,7 @@ def test_figures_fit_a_page(text: str) -> None:
         ids = set(re.findall(r' id="([^"]+)"', svg))
         links = re.findall(r'href="#([^"]+)"', svg) + re.findall(r"url\(#([^)]+)\)", svg)
         assert set(links) <= ids
-    # The ideal speed-up is as the papers have it.
+    # The ideal speed-up is the same as in the papers.
     assert ideal(1, 1) == ideal(8, 1) == 1
     assert ideal(8, 32) == 256 / 39
 
@@ -215,7 +215,7 @@ def test_what_records_say_is_text_and_no_markup(text: str) -> None:
 
 
 def run(started: str, *steps: int, state: Any = "finished", **changes: Any) -> Record:
-    """Make a run of rows with these numbers of steps."""
+    """Make the record of a run. The first row has the first given number of steps, and so on."""
     results = []
     for i, count in enumerate(steps):
         status = "measured" if count else "failed"
@@ -225,7 +225,7 @@ def run(started: str, *steps: int, state: Any = "finished", **changes: Any) -> R
     return Record(f"run {started}", "T", "measured", {}, results, run=how)
 
 
-# Runs, and the names of the runs that are shown.
+# Runs, and the names of the runs that the report shows.
 OF_2020 = run("2020", 1)
 BOTH = ["run 2020", "run 2021"]
 
@@ -235,7 +235,7 @@ BOTH = ["run 2020", "run 2021"]
     [
         ([run("2020", 1, 1), run("2021", 1, 1)], ["run 2021"]),
         ([run("2021", 1, 1), run("2020", 1, 1)], ["run 2021"]),
-        # A run of a single row does not hide the whole table.
+        # A newer run of a single row does not hide an older run of the whole table.
         ([run("2020", 1, 1), run("2021", 1)], ["run 2020"]),
         ([run("2020", 1, 1), run("2021", 1, 0)], ["run 2020"]),
         ([run("2020", 1, 1), run("2021", 1, 1, others=[0.2])], ["run 2020"]),
@@ -249,7 +249,10 @@ BOTH = ["run 2020", "run 2021"]
     ],
 )
 def test_one_rule_says_which_run_is_shown(runs: list[Record], best: list[str]) -> None:
-    """A side of a comparison follows the rule, too. A table of several runs says so."""
+    """If there are several runs, the report and `compare` choose the same run.
+
+    If a table shows several runs, a note says so.
+    """
     subjects = find_subjects(runs)
     side = side_of("A", "A", runs)
 
@@ -284,7 +287,7 @@ def test_what_perfetto_shows_is_read_back(steps: int, titles: list[str], tmp_pat
 
 def test_pictures_say_the_bubble() -> None:
     picture = gantt(STEP, "a title", "svg").decode()
-    # Text is drawn as paths; matplotlib writes the text itself into comments.
+    # matplotlib draws text as paths, and writes the text itself into comments.
     said = "bubble 55% of 2 x 1.25 s; the whole step took 1.75 s"
     for text in ("a title", said, "recomputation", "copy", "device 1"):
         assert text in picture

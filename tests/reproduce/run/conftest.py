@@ -1,6 +1,6 @@
-"""Run tiny experiments with the command `run`, also with fake trainings.
+"""Fixtures that run tiny experiments with the command `run`, with real or fake trainings.
 
-A fake training raises given errors at given steps.
+A fake training raises the given errors at the given steps.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from ..tiny import CORES, TINY
 
 SECONDS = 2.0  # of an emulated step
 ROWS = TINY["tiny-speed"].scale("small").rows
-# The names of the results of a run of these rows on two devices.
+# The names of all results when these rows are run on two devices.
 EVERY = []
 for row in ROWS:
     if row.devices <= 2 and "/pb" not in row.name:
@@ -36,10 +36,10 @@ for row in ROWS:
 
 
 class Fake:
-    """A fake training, which may raise an error."""
+    """A fake training, which runs no model, and which raises the errors in `raises`."""
 
     raises: ClassVar[dict[str, Callable[[int], object]]] = {}
-    """By row: a function that takes the number of steps so far, and may return an error."""
+    """For each row: a function that takes the number of steps so far, and can return an error."""
     alive: ClassVar[set[str]] = set()
     order: ClassVar[list[str]] = []
     """The row names of all steps, in order."""
@@ -71,7 +71,10 @@ class Fake:
 
 
 class Emulated(Fake, Emulation):
-    """A fake emulation. In `raises`, its rows have names that end in ` emulated`."""
+    """A fake emulation, which runs no model.
+
+    The key of its errors in `raises` is the name of the row, followed by ` emulated`.
+    """
 
     kind = " emulated"
 
@@ -105,11 +108,11 @@ def fake_peak(
 
 
 class Runner:
-    """Run an experiment on two CPU devices, and return the recorded results by row.
+    """A callable that runs an experiment on two CPU devices, and returns the recorded results.
 
-    The changes are of the experiment's small scale. In the dictionary of results, an emulated row
-    is called `NAME emulated`, a row of another engine `NAME ENGINE`, and a published model
-    `NAME paper`.
+    The results are in a dictionary. The key of a result is the name of its row (configuration),
+    followed by ` emulated`, by the name of another engine, or by ` paper` for a model of the
+    published size. `changes` are changed settings of the experiment's scale `small`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -161,7 +164,7 @@ def run(tmp_path: Path) -> Runner:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
-    """Replace trainings and emulations by fakes."""
+    """Replace all trainings and emulations by fakes, which run no model."""
     for module in ("peak", "speed"):
         monkeypatch.setattr(f"reproduce.run.{module}.Training", Fake)
     monkeypatch.setattr("reproduce.run.speed.Emulation", Emulated)

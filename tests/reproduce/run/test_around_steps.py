@@ -1,7 +1,8 @@
-"""What happens around steps: progress, failures, and the utilization of GPUs.
+"""Tests of what happens around steps: progress, failures, and the utilization of GPUs.
 
-Progress is a bar or a line now and then, with the time that is left. A failure is one line. The
-driver says how busy GPUs are. Timelines are tested in test_emulation.py and cli/test_run.py.
+Progress is shown as a bar, or as a line from time to time, with the remaining time. A failure is
+shown in one line. The GPU driver tells how busy GPUs are. test_emulation.py and cli/test_run.py
+test timelines.
 """
 
 import io
@@ -160,7 +161,7 @@ GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
 def test_on_cuda_the_device_takes_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host may be far ahead of the device."""
+    """On CUDA, times come from CUDA events, because the host can be far ahead of the device."""
 
     def event(enable_timing: bool) -> Mock:
         milliseconds = Mock(return_value=2500.0)
@@ -189,7 +190,7 @@ def test_samples_of_two_seconds_are_averaged(
     def step() -> None:
         nonlocal now, taken
         if taken == 0:
-            ask.reset_mock()  # earlier calls only check that the driver answers
+            ask.reset_mock()  # earlier calls only check whether the driver answers
         taken += 1
         assert_eventually(asked, lambda: "asked again and again while a step runs")
         now += seconds

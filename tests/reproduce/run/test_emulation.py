@@ -1,6 +1,7 @@
-"""Emulation: the library runs every task, and a step is the replay of the schedule.
+"""Tests of emulation, which computes the time of a step on several devices from measured tasks.
 
-The replay uses the times of the tasks and of copies.
+The library runs and times every task on one device. A step is then replayed in the order of the
+schedule, with the times of the tasks and of copies.
 """
 
 from collections import Counter
@@ -38,7 +39,7 @@ KINDS: tuple[Kind, ...] = ("forward", "recompute", "backward")
 UPDATES = (0.25, 8.0, 0.5, 2.0)
 LOSS = 0.125
 HARDWARE = replace(load_hardware("p40x8"), link_latency=0.0)
-# The number of layers before the first layer without parameters.
+# The number of layers that come before the first layer without parameters.
 BARE = 0
 for layer in PLAIN.sized.layers():
     if not list(layer.parameters()):
@@ -57,13 +58,13 @@ def emulation(row: Row, devices: Devices = CPU, link: Any = None) -> Emulation:
 
 
 def recomputed(row: Row, m: int) -> int:
-    """Count the micro-batches that are recomputed."""
+    """Return how many of `m` micro-batches are recomputed."""
     counts = {"always": m, "except_last": m - 1}
     return counts.get(row.checkpoint or "", 0)
 
 
 class Clocks:
-    """Clocks with growing intervals between marks. Wall time is three times CPU time."""
+    """Fake clocks with growing intervals between marks. Wall time is three times CPU time."""
 
     marks = 0
 
@@ -99,7 +100,7 @@ def test_every_task_is_run_once_and_timed(
     counts = Counter((task.kind, task.partition) for task in run.tasks)
     for j in range(row.devices):
         assert [counts[kind, j] for kind in KINDS] == [m, recomputed(row, m), m]
-    # Marks: when the step starts, one per partition, two per task, before and after each update.
+    # Marks: one at the start of the step, one per partition, two per task, and two per update.
     taken = [float(end**2 - start**2) for start, end in pairwise(range(1, 1000))]
     first = 1 + row.devices
     first_backward = first + 2 * m * row.devices
@@ -115,16 +116,16 @@ SECONDS = {"forward": 1.0, "recompute": 1.5, "backward": 2.0}
 
 
 def cost(task: Task) -> float:
-    """Return a different time for each task."""
+    """Return the time of a task, which is different for each task."""
     of_partition = SECONDS[task.kind] * (1 + task.partition)
     return of_partition + task.micro_batch / 64
 
 
 def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
-    """Return the costs of a row. Micro-batch k takes as long as micro-batch `like[k]`."""
+    """Return made-up times of tasks, where micro-batch k takes as long as micro-batch `like[k]`."""
 
     def table(kind: Kind, count: int) -> list[list[float]]:
-        """Return the costs of the first `count` micro-batches, and zeros for the others."""
+        """Return the costs of the first `count` micro-batches, and zeros for later ones."""
         costs = []
         for k, i in enumerate(like):
             if k < count:
@@ -140,7 +141,7 @@ def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
 
 
 def ran(row: Row) -> Executed:
-    """Make up the times of the tasks that are run for a row."""
+    """Return made-up times for the tasks that an emulation runs on the real device."""
     m = shortened(row).micro_batches or 1
     counts: dict[Kind, int] = {"forward": m, "recompute": recomputed(row, m), "backward": m}
     times = {}
@@ -201,7 +202,10 @@ def test_a_step_is_its_tasks_replayed(
 
 
 def test_a_task_takes_its_share_in_the_median_run() -> None:
-    """A disturbed run does not matter. On a slow machine, all tasks take longer by a factor."""
+    """An emulated task takes its median share of a run, multiplied by the time of the median run.
+
+    So a disturbed run does not matter. On a slow machine, all tasks take longer by one factor.
+    """
     emulated = emulation(pipeline(m=1, checkpoint="never"))
     first, second = 1.0, 2.0  # seconds of a task on each partition
     loss, update = 0.5, 1.0
@@ -240,8 +244,8 @@ def test_a_task_takes_its_share_in_the_median_run() -> None:
         (62, 16, (14, 4)),  # the last micro-batch has two samples, the others have four
         (12, 4, (12, 4)),
         (5, 4, (5, 4)),  # three micro-batches: 2, 2, 1
-        # Micro-batches have 15 samples, the last one has 10. Of 55 samples, four micro-batches
-        # would be smaller; of 85 samples, six are not.
+        # Micro-batches have 15 samples, and the last has 10. In a batch of 55 samples, four
+        # micro-batches are smaller. In a batch of 85, six micro-batches are not smaller.
         (25000, 1667, (85, 6)),
         (5, None, (5, None)),
     ],
@@ -256,9 +260,10 @@ def test_equal_micro_batches_are_not_all_run(
 
 
 def test_copies_take_what_the_hardware_says_or_the_published_share_of_a_forward() -> None:
-    """The published row of the same name counts, or else the first row.
+    """An emulated copy takes the time of the given hardware, or a share of a forward's time.
 
-    The balance of the published row does not count, since it was for other devices.
+    The share is predicted for the published row with the same name, or else for the first row.
+    The balance of the published row is not used, because it was made for other devices.
     """
     large, small = pipeline(4, batch_size=8, size=(1, 8)), pipeline(4)
     hardware = Link(HARDWARE, None)
@@ -296,7 +301,7 @@ def test_copies_take_what_the_hardware_says_or_the_published_share_of_a_forward(
 def test_gpus_have_the_links_of_a_shipped_node_and_one_thread_issues_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All partitions are on the first device."""
+    """Emulation on GPUs uses the links of a known node, one thread, and only the first device."""
     asked = Mock(side_effect=InterruptedError)
     monkeypatch.setattr("reproduce.run.training.on_devices", asked)
     with pytest.raises(InterruptedError):

@@ -1,6 +1,6 @@
-"""Engines: they compute the same, and their processes end.
+"""Tests of the engines (pipelines to measure): all engines compute the same losses.
 
-A row that an engine cannot run has a reason.
+The processes of engines end. If an engine cannot run a configuration, the result has a reason.
 """
 
 import os
@@ -62,9 +62,10 @@ def processes() -> Iterator[Processes]:
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
 @pytest.mark.parametrize("engine", ["ranks", "ScheduleGPipe", "Schedule1F1B"])
 def test_every_engine_trains_alike(processes: Processes, engine: Engine, checkpoint: Any) -> None:
-    """The losses show gradients, too: another factor would change the loss after an update.
+    """Every engine has the losses of the engine "threads", even after updates of the parameters.
 
-    Ranks draw the same random numbers as threads.
+    Wrong gradients change the loss after an update. The engine "ranks" draws the random numbers
+    that the engine "threads" draws.
     """
     make = partial(work, checkpoint, dropout=0.5 if engine == "ranks" else 0.0)
     threads = Trainer("threads", make())

@@ -1,4 +1,7 @@
-"""Rounds: a round is one step of every row. Time limits and the load by others change rounds."""
+"""Tests of rounds: in each round of a run, every row (configuration) runs one step.
+
+Time limits, and the load by other programs, change the number of rounds.
+"""
 
 import weakref
 from collections import Counter
@@ -17,8 +20,8 @@ from reproduce.run.training import FakeData
 from ..made import one_line
 from .conftest import EVERY, ROWS, Fake
 
-# Settings of a scale: with `LONG`, measured rows would take too long; with `ENDED`, time is up
-# after the least number of steps.
+# Settings of a run. With `LONG`, measurements take too long. With `ENDED`, the time limit ends the
+# run after the least number of steps.
 LONG = {"warmup": 1, "steps": 1, "least_steps": 8, "seconds": 30.0}
 ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
 
@@ -33,8 +36,8 @@ ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
             "not measured: a step would take about 2 s; --steps K measures it nevertheless",
         ),
         (["--steps=1"], LONG, 1, None),
-        ([], {**LONG, "seconds": 190.0}, 1, None),  # extra rows take nothing of this time
-        ([], {**ENDED, "warmup": 0}, 4, None),  # not before the least number of steps
+        ([], {**LONG, "seconds": 190.0}, 1, None),  # optional rows do not use this time
+        ([], {**ENDED, "warmup": 0}, 4, None),  # at least the least number of steps is run
         (["--steps=6"], ENDED, 6, None),
     ],
 )
@@ -46,7 +49,7 @@ def test_a_time_limit_bounds_steps_that_nobody_asked_for(
     timed: int,
     said: str | None,
 ) -> None:
-    """Rows that would take too long to measure are only emulated."""
+    """If measurements take longer than the time limit, the configurations are only emulated."""
     measured = timed + changes.get("warmup", 0) if said is None else 0
 
     found = run("tiny-speed", *steps, **changes)
@@ -60,10 +63,10 @@ def test_a_time_limit_bounds_steps_that_nobody_asked_for(
 @pytest.mark.parametrize(
     ("busy", "steps", "changes", "timed", "left_out"),
     [
-        ([0, 0.2, 0, 0], ["--steps=3"], {}, 3, 1),  # run again
-        ([0.2] * 9, ["--steps=3"], {}, 6, 0),  # again and again
+        ([0, 0.2, 0, 0], ["--steps=3"], {}, 3, 1),  # one round is run again
+        ([0.2] * 9, ["--steps=3"], {}, 6, 0),  # all rounds are disturbed
         ([0, 0, 0, 0, 0.2], [], ENDED, 4, 0),
-        ([0, 0, 0, 0.2, 0], [], ENDED, 4, 0),  # there is no time
+        ([0, 0, 0, 0.2, 0], [], ENDED, 4, 0),  # there is no time to run the round again
         ([0, 0.2, 0, 0, 0], [], {**ENDED, "least_steps": 2, "seconds": 1e9, "steps": 4}, 4, 1),
     ],
 )
@@ -77,7 +80,7 @@ def test_a_disturbed_round_is_run_again_while_there_is_time(
     left_out: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If there is no time, the rows of the disturbed round are marked."""
+    """A round that other programs disturb is run again, or its rows are marked if time is up."""
     marked = 0.2 in busy[:timed] and not left_out
     monkeypatch.setattr(Load, "begin", lambda self: setattr(self, "left", iter(busy)))
     monkeypatch.setattr(Load, "round", lambda self: {"others": next(self.left, 0.0)})
@@ -101,7 +104,7 @@ def test_a_disturbed_round_is_run_again_while_there_is_time(
 def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(
     fake: type[Fake], run: Any
 ) -> None:
-    """Measured and emulated rows run in turn."""
+    """In each round, measured and emulated configurations run one step each, in a new order."""
     rows = tuple(row for row in ROWS if row.equal)
     names = {f"{row.name} emulated" for row in rows}
     names |= {row.name for row in rows if row.devices <= 2}
@@ -128,9 +131,9 @@ def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(
 def test_a_large_row_is_timed_alone(
     fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch, row: str
 ) -> None:
-    """The row does not fit together with others.
+    """A configuration that does not fit in memory together with others is timed alone.
 
-    It runs again when the trainings and data of the other rows have been freed.
+    This happens after the trainings and data of all other configurations have been freed.
     """
     alive: weakref.WeakSet[FakeData] = weakref.WeakSet()
     most = []
@@ -142,7 +145,7 @@ def test_a_large_row_is_timed_alone(
             most.append(len(alive))
 
     monkeypatch.setattr("reproduce.run.speed.FakeData", Counted)
-    # A new error each time: a reused one would keep its frames alive, and with them the data.
+    # Raise a new error each time. An error that is reused keeps its frames, and so the data, alive.
     fake.raises[row] = lambda _: torch.OutOfMemoryError("no") if len(fake.alive) > 1 else None
 
     found = run("tiny-speed", "--steps=3")

@@ -1,4 +1,7 @@
-"""Session: each row, measured or emulated, gets a result even if it fails, and the others go on."""
+"""Tests of `Session`, which runs the rows (configurations) of experiments.
+
+Each row gets a result, even if the row fails.
+"""
 
 import contextlib
 import re
@@ -41,7 +44,7 @@ def test_every_row_ends_in_a_result(
     links: list[str | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows are measured if there are enough devices, and emulated up to --emulate.
+    """Rows are measured if there are enough devices, and emulated for up to `--emulate` devices.
 
     Rows in published balances are only emulated.
     """
@@ -185,9 +188,9 @@ def test_an_interruption_keeps_every_step(
 def test_rows_appear_before_all_is_done(
     fake: type[Fake], run: Any, monkeypatch: Any, capsys: Any
 ) -> None:
-    """A speed table appears after the first round, and a line for each memory row.
+    """A table of speeds is printed after the first round, and a line after each memory result.
 
-    Neither is written to stdout.
+    The table and the lines go to stderr.
     """
     monkeypatch.setattr("reproduce.run.speed.PREVIEW_AFTER", -1)
     steps_of_tables = re.compile(r"(\d) steps?\s+per\s+row")
@@ -233,7 +236,10 @@ def test_memory_rows_run_alone_and_for_any_n(fake: type[Fake], run: Any) -> None
 def test_an_ablation_has_speed_utilization_and_memory(
     run: Any, monkeypatch: pytest.MonkeyPatch, error: Exception | None, partitions: int
 ) -> None:
-    """Measured and emulated rows get the same peaks, which do not depend on time."""
+    """The results of an ablation have speed, utilization and memory.
+
+    Measured and emulated results have the same memory peaks, which do not depend on time.
+    """
 
     def peak(*arguments: Any, **options: Any) -> dict[str, list[int]]:
         if error is not None:

@@ -1,6 +1,7 @@
-"""Training: a row's settings are used, and rows of one experiment get the same data.
+"""Tests of `Training`, which builds and trains the model of a row (configuration).
 
-Every live byte counts once.
+A training uses the settings of its row. All rows of an experiment get the same data. The counter of
+memory counts every live byte once.
 """
 
 import gc
@@ -69,9 +70,9 @@ def test_a_row_may_defer_batch_norm(deferred: bool) -> None:
 
 
 def test_configurations_train_the_same_where_micro_batches_do_not_matter() -> None:
-    """Naive, checkpoint-only and GPipe agree on one micro-batch.
+    """With one micro-batch, plain, naive, checkpoint-only and GPipe have the same losses.
 
-    There, batch norm sees the same samples.
+    In this case, batch norm sees the same samples in all configurations.
     """
     alone = replace(NAIVE, partitions=1, balance=(9,), checkpoint="always")
     losses = []
@@ -155,13 +156,13 @@ KNOWN: dict[str, tuple[Callable[[], object], int, int]] = {
         (98 + 1) * FLOAT + 8,
         (100 + 1) * FLOAT + 8,
     ),
-    # The leaf and both results of exp are alive; the sum is not.
+    # The leaf and both results of exp are alive, and the sum is not.
     "saved": (
         lambda: (torch.zeros(50, requires_grad=True).exp() + 1).exp(),
         150 * FLOAT,
         200 * FLOAT,
     ),
-    "gradient": (gradient, 100 * FLOAT, 102 * FLOAT),  # the peak has the sum and its gradient, too
+    "gradient": (gradient, 100 * FLOAT, 102 * FLOAT),  # the peak includes the sum and its gradient
 }
 
 
@@ -208,7 +209,7 @@ def test_a_training_has_its_state_and_at_its_peak_its_gradients_and_what_layers_
         expected[0] += training.input.nbytes
         expected[-1] += training.target.nbytes
         for values in state.values():
-            # The number of the step is made from no other tensor, so it is on the first device.
+            # The step number is not made from another tensor, so it counts for the first device.
             expected[0] += values["step"].nbytes
         for j, partition in enumerate(training.partitions):
             weights = 0

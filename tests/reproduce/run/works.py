@@ -1,4 +1,7 @@
-"""Functions that return the `Work` that processes train. Other processes can import them."""
+"""Functions that return the `Work` (a model and its data) that processes train.
+
+The functions are in a module that other processes can import.
+"""
 
 import os
 import signal
@@ -19,10 +22,10 @@ from ...parts import Fails
 
 def work(checkpoint: Mode = "never", dropout: float = 0.0) -> Work:
     torch.manual_seed(0)
-    # Both outputs require grad: schedules of PyTorch 2.12 refuse others between stages.
+    # Both outputs require grad. Between stages, schedules of PyTorch 2.12 refuse other tensors.
     split = layer(lambda y: (y, y.cos()))
     first = nn.Sequential(nn.Dropout(dropout), nn.Linear(4, 4), split)
-    last = layer(lambda y, other: (y * other).tanh())  # a partition may have no parameters
+    last = layer(lambda y, other: (y * other).tanh())  # a partition can have no parameters
     return Work(
         layers=nn.Sequential(first, last),
         balance=(1, 1),
@@ -36,7 +39,7 @@ def work(checkpoint: Mode = "never", dropout: float = 0.0) -> Work:
 
 
 def failing() -> Work:
-    """Return work that fails in the second step."""
+    """Return work in which a layer raises an error in the second step."""
     fails = Fails()
     fails.fail("forward", ValueError("no such luck"), calls_before=2)
     layers = nn.Sequential(nn.Linear(4, 4), fails)
@@ -44,7 +47,7 @@ def failing() -> Work:
 
 
 def killed() -> Work:
-    """Kill the last rank, while the other rank waits."""
+    """Kill the process of the last rank, while the other rank waits."""
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
@@ -56,8 +59,8 @@ def ids(processes: Processes) -> list[int]:
     return [process.pid for process in processes._ranks.processes]
 
 
-if __name__ == "__main__":  # start processes, print their ids, and wait to be killed
-    from tests.reproduce.run import works  # importable in another process
+if __name__ == "__main__":  # start processes, print the process ids, and wait to be killed
+    from tests.reproduce.run import works  # other processes can import this name
 
     with closing(Processes(2)) as processes:
         processes.make("ranks", works.work)

@@ -1,4 +1,4 @@
-"""The pages of records: their tables are computed from the records, and fit in 80 columns."""
+"""Tests of pages about records. Their tables are computed from records, and fit in 80 columns."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
@@ -43,7 +43,7 @@ def full(row: Row) -> list[float]:
 def observed(
     name: str, scale: str, steps: Sequence[float] = (100.0, 50.0), **values: Any
 ) -> Record:
-    """Make a record with the same steps for every row, and with utilization and memory."""
+    """Make a record in which every row has the same steps, with utilization and memory."""
 
     def one_gib(row: Row) -> list[int]:
         return [GiB] * row.devices
@@ -53,9 +53,9 @@ def observed(
 
 
 def memory(scale: str, device: str, peak: Callable[[int], list[int]], **values: Any) -> Record:
-    """Make a record of counted models and of peaks.
+    """Make a record of an experiment about memory: counted sizes of models, and measured peaks.
 
-    `peak` returns the bytes of each device, given the number of devices.
+    `peak` takes the number of devices, and returns the bytes of each device.
     """
     parameters = 1_844_858_344
     exact: dict[str, Any] = {"parameters": parameters, "model_bytes": 12 * parameters}
@@ -74,7 +74,7 @@ def gpipe_is_faster(row: Row) -> Sequence[float] | str:
 
 
 def emulated_faster_still(row: Row) -> Sequence[float]:
-    """Return the samples/s of a row's steps, which are more on more devices, but for naive."""
+    """Return made-up samples/s of a row's steps. Pipelines are faster on more devices."""
     speeds = {"naive": 16.0, "checkpoint-only": 12.8, "GPipe": 12.0 * row.devices}
     other = 10.0 if row.published else 5.0
     speed = speeds.get(row.configuration, other * row.devices)
@@ -82,7 +82,7 @@ def emulated_faster_still(row: Row) -> Sequence[float]:
 
 
 def both(name: str, scale: str, **options: Any) -> list[Result]:
-    """Make an emulated result of every row, and a measured one if there are enough devices."""
+    """Make an emulated result for every row, and a measured result if there are enough devices."""
     measured = ran(name, scale, lambda row: None if row.partitions == 8 else gpipe_is_faster(row))
     emulated = ran(name, scale, emulated_faster_still, emulated=True, **options)
     return measured + emulated
@@ -96,7 +96,7 @@ CUDA = memory("paper", "cuda", lambda n: [20 * GiB] * n, peak_reserved=[21 * GiB
 
 
 def busy(made: Record) -> Record:
-    """Return the record as if other programs had used too much of the machine."""
+    """Return a copy of a record in which other programs disturbed every row."""
     results = []
     for result in made.results:
         samples = {**result.samples, "others": [0.2]}
@@ -108,7 +108,7 @@ UNKNOWN = observed("unet-speed", "paper", utilization=None, utilization_problem=
 
 
 def lacking(status: str) -> Record:
-    """Make a record of speed and memory in which the rows of four devices have this status."""
+    """Make a record of speed and memory, with the given status for rows on four devices."""
     results = ran("amoebanet-speed", "paper", lambda row: status if row.partitions == 4 else [1.0])
     for result in LIVE.results:
         if result.row == "pipeline-4":
@@ -119,7 +119,7 @@ def lacking(status: str) -> Record:
 
 
 def changed(row: str, emulated: bool = True, **changes: Any) -> Record:
-    """Return the emulated record with one of its rows changed."""
+    """Return a copy of the record `EMULATED` with one row changed."""
     results = []
     for result in EMULATED.results:
         if result.row == row and result.emulated == emulated:
@@ -131,12 +131,12 @@ def changed(row: str, emulated: bool = True, **changes: Any) -> Record:
 def trained(
     scale: str, given: Mapping[str, Sequence[float]], epochs: int = 90, **ended: Any
 ) -> Record:
-    """Make a record of trainings.
+    """Make a record of trainings to the end.
 
     Args:
         scale: The scale of the rows.
-        given: By row: for each seed, the error after the last epoch. Other rows lack devices.
-        epochs: How many epochs have ended at most.
+        given: For each row, the errors after the last epoch, by seed. Other rows lack devices.
+        epochs: The largest number of epochs that have ended.
         ended: Changes of the results of the given rows.
     """
     results = []
@@ -157,7 +157,7 @@ def trained(
 def by(
     engine: Engine, speeds: Mapping[str, list[float] | str], emulated: bool = False
 ) -> list[Result]:
-    """Make results of rows with an engine, by the samples/s of each step, or by the status."""
+    """Make results of rows with an engine, by each row's samples/s of the steps or its status."""
     rows = ran("amoebanet-speed", "small", lambda row: speeds.get(row.name), emulated=emulated)
     return [replace(each, engine=engine) for each in rows]
 
@@ -178,12 +178,12 @@ TRAINED = trained("paper", {"dataparallel-256": [22.0], "pipeline-256": [22.5]})
 
 
 def ended(status: str) -> Record:
-    """Make a record of trainings of which two have this status after two epochs."""
+    """Make a record of trainings, two of which have the given status after two epochs."""
     errors = {"plain": [3.0], "GPipe n2m2": [3.0]}
     return trained("small", errors, 2, status=status, reason="no luck")
 
 
-# Records, and words of their pages. Words after NOT must be missing.
+# Records, and words that their pages must contain. Words after NOT must be missing.
 PAGES: list[tuple[Record, list[str]]] = [
     (
         SPEED,
@@ -211,8 +211,8 @@ PAGES: list[tuple[Record, list[str]]] = [
             "| samples/s emulated |",
             "NOT samples/s (quartiles)",
             "NOT their samples/s are not to be compared",
-            # Samples/s of the emulated and of the published row; both over their base; the
-            # measured row over its base; and emulated over measured samples/s.
+            # Samples/s of the emulated and of the published row; the speed-ups of both; the
+            # speed-up of the measured row; and emulated divided by measured samples/s.
             "| n4m4 | 360 | except_last | 20.0 | 44.5 | 2.00 | 1.67 | 1.00 | 2.00 |",
         ],
     ),
@@ -319,7 +319,7 @@ PAGES: list[tuple[Record, list[str]]] = [
     ),
     (record(*THREADS), ["NOT of each engine"]),
 ]
-# Records with the widest numbers, of which only the width of the tables is tested.
+# Records with the widest numbers, which only test the width of the tables.
 TIMED = ("amoebanet-speed", "unet-speed", "unet-ablation", "resnet101-speed")
 NAMES = list(product(TIMED, ("paper", "small")))
 WIDE = [observed(name, scale) for name, scale in NAMES]
@@ -334,7 +334,7 @@ PAGES += [(made, []) for made in WIDE]
 
 @pytest.mark.parametrize(("made", "said"), PAGES)
 def test_what_a_page_says(made: Record, said: list[str]) -> None:
-    """The words are looked for in Markdown. On a terminal, each table fits."""
+    """A page in Markdown contains the expected words, and each table fits on a terminal."""
     page = document(made)
     shown = tables(made)
 

@@ -1,7 +1,7 @@
-"""How numbers are written, and what the command `render` writes into pages.
+"""Tests of how numbers are written, and of what the command `render` writes into pages.
 
-A block of a page shows the tables of the newest finished run. Committed pages equal the pages that
-are made from their records.
+A generated block of a page shows the tables of the newest finished run. Committed pages equal the
+pages that are made from their records.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def run_of(name: str, started: str, rows: int = 2) -> Record:
     return replace(made, name=name)
 
 
-# The newest run lacks a row.
+# The newest run does not have all rows.
 RUNS = [run_of("new", "2026-02"), run_of("few", "2026-05", rows=1)]
 
 

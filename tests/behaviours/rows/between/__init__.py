@@ -1,6 +1,7 @@
-"""Modes around a pipeline, and changes between its passes.
+"""Rows (test cases) with PyTorch modes around a pipeline, or changes between forward and backward.
 
-Modes reach the layers. A recomputation finds what its first pass found, or raises an error.
+Modes take effect in the layers. A recomputation runs under the conditions of the first forward
+pass, or raises an error.
 """
 
 from . import changes, modes, passes

@@ -1,4 +1,7 @@
-"""Rows about what changes between forward and backward: some of it is harmless, some is refused."""
+"""Rows (test cases) with a change between forward and backward.
+
+Some changes are harmless. For other changes, the pipeline must raise an error.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +26,7 @@ def norm_then_linear(self: Any, x: Tensor) -> Tensor:
 
 
 def block() -> nn.Module:
-    """Return a layer with something inside that may be replaced."""
+    """Return a layer with a norm and a linear layer inside, which a test can replace."""
     return Do(norm_then_linear, norm=nn.LayerNorm(WIDTH), linear=linear())
 
 
@@ -54,7 +57,7 @@ def times_constant(self: Any, x: Tensor) -> Tensor:
 
 
 def scale() -> nn.Module:
-    """Return a layer that scales by a constant buffer."""
+    """Return a layer that multiplies its input by a constant buffer."""
     return Do(times_constant, by=torch.full((1,), 2.0))
 
 
@@ -131,7 +134,7 @@ HARMLESS: dict[str, tuple[Callable[[], nn.Module], Change]] = {
     "a forward pre-hook": (nn.LeakyReLU, add_pre_hook),
     "what a tool writes on a layer": (nn.LeakyReLU, write_on_last),
 }
-"""Changes that have no effect, and the last layer of the model that each is made in."""
+"""Changes that have no effect, and for each change the last layer of the model."""
 
 
 # Changes that are refused.
@@ -175,7 +178,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Change, str]] = {
     "a parametrization": (nn.Tanh, parametrize_inside, "was replaced"),
     "a setting of a layer": (nn.LeakyReLU, change_setting, SLOPE),
 }
-"""Changes that the recomputation refuses, or autograd, as without a pipeline: and the error."""
+"""For each change that raises an error: the model's last layer, the change, and the error.
+
+The recomputation raises the error, or autograd raises it like without a pipeline.
+"""
 
 ROWS: list[Row] = []
 for what, (last, change) in HARMLESS.items():

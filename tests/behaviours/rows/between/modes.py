@@ -1,4 +1,4 @@
-"""Rows about modes of PyTorch that change what functions and operators do."""
+"""Rows (test cases) with modes of PyTorch that change the results of functions and operators."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ one_at_a_time = threading.Lock()
 
 
 class Functions(TorchFunctionMode):
-    """Multiply what tanh returns by a number that depends on the mode's `calls`: by default, 2."""
+    """A `TorchFunctionMode` that multiplies the result of tanh by `by(calls)`, by default 2."""
 
     only_watches = False
 
@@ -34,7 +34,7 @@ class Functions(TorchFunctionMode):
 
 
 def once(calls: list[int]) -> int:
-    """Count a call, and return 1."""
+    """Increment the counter of calls, and return 1."""
     with one_at_a_time:
         calls[0] += 1
     return 1
@@ -45,7 +45,7 @@ def as_often_as_called(calls: list[int]) -> int:
 
 
 class Operators(TorchDispatchMode):
-    """Double what tanh returns."""
+    """A `TorchDispatchMode` that doubles the result of tanh."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         y = func(*args, **(kwargs or {}))
@@ -64,7 +64,7 @@ def in_float64() -> Iterator[None]:
 
 
 def meet(_: Any, x: Tensor) -> Tensor:
-    """Compute something that depends on the modes and on the default type."""
+    """Return a value that depends on the active modes and on the default dtype."""
     bits = torch.finfo(torch.get_default_dtype()).bits
     return x.tanh() * bits
 
@@ -79,7 +79,10 @@ def met() -> nn.Sequential:
 def within(
     forward: Callable[[], Any], backward: Callable[[], Any] = nullcontext
 ) -> Callable[[nn.Module, Tensor], Any]:
-    """Return a use: run two forwards within a context, each with its backward within another."""
+    """Return a use (a function of a model and an input) that runs passes within context managers.
+
+    The use runs two steps: each forward within `forward()`, and each backward within `backward()`.
+    """
 
     def use(run: nn.Module, x: Tensor) -> Any:
         shown = []
@@ -98,7 +101,7 @@ def within(
 
 
 def counted(run: nn.Module, x: Tensor, by: Any = once, *, safe: bool = False) -> list[int]:
-    """Run a step, with the forward in a mode that counts calls. Return the count."""
+    """Run a step, with the forward within a mode that counts calls of tanh. Return the count."""
     mode = Functions(by)
     mode.only_watches = safe
     with mode:

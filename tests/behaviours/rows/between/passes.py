@@ -1,4 +1,4 @@
-"""Rows about contexts around passes: forward, backward, steps before and after."""
+"""Rows (test cases) with context managers around forward, backward, or whole steps."""
 
 import contextvars
 from collections.abc import Callable, Iterator
@@ -23,11 +23,11 @@ ON_META = partial(torch.device, "meta")
 
 
 class Loss(Tensor):
-    """A tensor subclass, whose backward runs with PyTorch's functions hidden from subclasses."""
+    """A tensor subclass. PyTorch disables `__torch_function__` during this tensor's backward."""
 
 
 def scale_by_subclasses(_: Any, x: Tensor) -> Tensor:
-    """Scale by a number that depends on whether functions are hidden from subclasses."""
+    """Scale by a number that depends on whether `__torch_function__` is enabled."""
     return x * (2 if torch._C._is_torch_function_enabled() else 3)
 
 
@@ -75,7 +75,7 @@ def after_inference(run: nn.Module, x: Tensor) -> Any:
     return step(run.train(), x)
 
 
-# The context of forward, and of backward. A recomputation has the modes of its forward.
+# The contexts of forward and of backward. A recomputation runs in the modes of its forward.
 PASSES: dict[str, tuple[Callable[[], Any], ...]] = {
     "no_grad": (torch.no_grad,),
     "inference_mode": (torch.inference_mode,),

@@ -1,4 +1,4 @@
-"""`Report`, a layer that notes the modes in which it runs."""
+"""`Report`, a layer that records the PyTorch modes in which it runs."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from torchgpipe import is_checkpointing, is_recomputing
 
 
 class Report(nn.Module):
-    """Note the modes in which the layer runs."""
+    """A layer that records in `seen` the PyTorch modes in which it runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Report(nn.Module):
 
 
 def seen(run: nn.Module) -> list[str]:
-    """Return what all reports have seen. A rank has one report, in its own partition."""
+    """Return the modes that all `Report` layers of a model have recorded."""
     found: set[str] = set()
     for module in run.modules():
         if isinstance(module, Report):

@@ -1,4 +1,4 @@
-"""What passes change, in place or not: buffers, parameters, inputs and outputs."""
+"""Rows (test cases) where a pass changes or replaces buffers, parameters, inputs or outputs."""
 
 from . import held, in_place, parameters
 

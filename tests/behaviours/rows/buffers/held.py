@@ -1,4 +1,4 @@
-"""Rows about buffers that layers read and change in their passes."""
+"""Rows (test cases) with buffers that layers read and change in forward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,16 +16,19 @@ from ...parts.layers import WIDTH, Do, linear, made
 from ...row import Row, amid, steps
 
 LARGE = buffers.SMALL // 4 + 1
-"""The number of elements of a buffer that is just too large to be a small one for the guards."""
+"""The number of elements of a buffer just too large to be a small buffer for the pipeline."""
 
 
 def three(name: str, layers: Callable[[], nn.Sequential], **options: Any) -> Row:
-    """Return a row of three layers, of which the last is a partition of its own."""
+    """Return a test case with three layers. The last layer is the second partition."""
     return Row(name, layers, balance=(2, 1), **options)
 
 
 def checkpointed(message: str) -> dict[str, str]:
-    """Return what is refused if a partition is recomputed."""
+    """Return `message` as the expected error in the modes "always" and "except_last".
+
+    In these modes of checkpointing, partitions are recomputed.
+    """
     return {"always": message, "except_last": message}
 
 
@@ -33,11 +36,11 @@ def between_linears(make: Callable[[], nn.Module]) -> Callable[[], nn.Sequential
     return made(linear, make, linear)
 
 
-# `Holds`, a layer with buffers, and what it does to them.
+# `Holds`, a layer with buffers, and functions that change the buffers.
 
 
 class Holds(nn.Module):
-    """Scale by buffers, and in training change them."""
+    """A layer that scales its input by buffers, and changes the buffers in training."""
 
     def __init__(self, change: Callable[[Any], object], size: int = 2) -> None:
         super().__init__()
@@ -90,7 +93,7 @@ def register_late(layer: Any) -> None:
 
 
 def once(layer: Any) -> None:
-    """Replace the buffer once, like a cache that grows. An attribute says whether it has grown."""
+    """Replace a layer's buffer at the first call only, like a cache that grows once."""
     if "grown" not in vars(layer):
         layer.grown, layer.buffer = True, layer.buffer + 1
 
@@ -123,7 +126,7 @@ def adapt_then_norm(self: Any, x: Tensor) -> Tensor:
 
 
 def adapts() -> nn.Module:
-    """Return a layer that changes the statistics of a norm in evaluation mode."""
+    """Return a layer that changes the running statistics of a batch norm that is in eval mode."""
     norm = nn.BatchNorm1d(WIDTH, affine=False).eval()
     return Do(adapt_then_norm, norm=norm)
 
@@ -133,7 +136,7 @@ def count_and_scale(layer: Any, _: Any, y: Tensor) -> Tensor:
 
 
 def counts() -> nn.Module:
-    """Return a norm with a buffer, which a hook of the norm changes."""
+    """Return a batch norm with an additional buffer, which a forward hook of the norm changes."""
     norm = nn.BatchNorm1d(WIDTH)
     norm.register_buffer("seen", torch.ones(()))
     norm.register_forward_hook(count_and_scale)
@@ -145,7 +148,7 @@ def times_attribute(self: Any, x: Tensor) -> Tensor:
 
 
 def marked() -> nn.Module:
-    """Return a layer whose buffer has an attribute."""
+    """Return a layer with a buffer that has a Python attribute."""
     layer = Do(times_attribute, buffer=torch.ones(WIDTH))
     vars(layer.buffer)["scale"] = 3.0
     return layer
@@ -166,7 +169,7 @@ def add_and_scale(self: Any, x: Tensor) -> Tensor:
 
 
 def views_in_two() -> nn.Sequential:
-    """Return layers of which two, in two partitions, have the memory of one buffer."""
+    """Return layers where two layers, in two partitions, have views of the same buffer."""
     buffer = torch.ones(WIDTH)
     one = Do(add_and_scale, buffer=buffer)
     other = Do(add_and_scale, buffer=buffer.view(1, -1))
@@ -179,12 +182,12 @@ def norm_by_function(self: Any, x: Tensor) -> Tensor:
 
 
 def own_norm() -> nn.Module:
-    """Return a norm that is none of PyTorch's, and reads its statistics."""
+    """Return a custom norm (not a class of PyTorch) that reads its running statistics."""
     return Do(norm_by_function, mean=torch.zeros(WIDTH), var=torch.ones(WIDTH))
 
 
 def norm_of_two(make: Callable[[], nn.Module] = own_norm) -> nn.Sequential:
-    """Return layers of which the first and the last, in two partitions, have one norm."""
+    """Return layers where the first and the last layer, in different partitions, share a norm."""
     norm = make()
     return nn.Sequential(nn.Sequential(norm), linear(), linear(), nn.Sequential(norm))
 
@@ -197,7 +200,7 @@ def sparse() -> nn.Module:
     return Do(add_sparse, adjacency=torch.eye(2).to_sparse())
 
 
-# Layers that read the running statistics of a norm inside.
+# Layers that read the running statistics of a norm inside the layer.
 
 
 def by_name(self: Any, x: Tensor) -> Tensor:

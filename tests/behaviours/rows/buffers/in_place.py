@@ -1,4 +1,4 @@
-"""Rows about inputs and outputs that are changed in place, by layers or by the caller."""
+"""Rows (test cases) with inputs and outputs that layers or the caller change in place."""
 
 from functools import partial
 from typing import Any
@@ -21,13 +21,13 @@ def relu() -> nn.Module:
 
 
 def relu_within() -> nn.Module:
-    """Return a layer that changes its input in place, deep inside."""
+    """Return a layer with an in-place ReLU deep inside, which changes the layer's input."""
     inner = nn.Sequential(nn.Flatten(), relu())
     return nn.Sequential(nn.Identity(), inner, linear())
 
 
 def add_one(x: Tensor) -> Tensor:
-    """Change the input in place, without an attribute `inplace`."""
+    """Add 1 to the input in place. A layer of this function has no attribute `inplace`."""
     return x.add_(1)
 
 
@@ -43,9 +43,9 @@ def times_weight(self: Any, x: Tensor) -> Tensor:
 
 
 def weighted() -> nn.Module:
-    """Return a layer that changes its input in place, by a parameter.
+    """Return a layer that multiplies its input by a parameter in place.
 
-    The copy that it works on may require grad although the input does not.
+    In a pipeline, the layer changes a copy. The copy can require grad although the input does not.
     """
     return Do(times_weight, weight=nn.Parameter(torch.ones(WIDTH)))
 
@@ -66,14 +66,15 @@ def summed() -> nn.Module:
     return KINDS["sum"](None)
 
 
-# What is done with the model.
+# Uses of the model.
 
 
 def at_the_start(run: Any, x: Tensor) -> list[Tensor]:
-    """Run a step, after which the input must be what it was.
+    """Run a step with an in-place first layer, and return the input, which must be unchanged.
 
-    Plain layers get no in-place layer: their micro-batches are views of one tensor, and PyTorch
-    refuses to change a view of a tensor that is split.
+    The first of the plain layers is replaced by a ReLU that does not work in place. The
+    micro-batches of plain layers are views of a split tensor. PyTorch does not allow changes of
+    such views in place.
     """
     if isinstance(run, Plain):
         run[0] = nn.ReLU()
@@ -91,7 +92,7 @@ def changed_after(run: Any, x: Tensor) -> list[Tensor]:
 
 
 def changed_before_backward(run: Any, x: Tensor) -> None:
-    """Change an output that sigmoid's backward needs. Concatenation of micro-batches would copy."""
+    """Change an output in place although the backward of sigmoid needs the output."""
     y = run(x)
     y.mul_(2)
     y.sum().backward()
@@ -110,8 +111,8 @@ ROWS = [
     ),
     Row("relu within a partition", twice(relu), balance=(2, 3), use=steps),
     Row("add within a partition", twice(adding), balance=(2, 3), use=steps),
-    # A layer with the attribute `inplace` gets a copy to work on, also behind layers that return
-    # their input.
+    # If a partition begins with a layer that has the attribute `inplace`, the layer gets a copy of
+    # the partition's input. The same is true if the layers before it return their input.
     Row("relu at a partition's start", twice(relu), balance=(1, 2, 2), use=steps),
     Row(
         "relu within others at a partition's start",
@@ -138,7 +139,7 @@ for balance in ((1, 2), (2, 1)):
     )
     ROWS.append(row)
 ROWS += [
-    # With one micro-batch, outputs are not concatenated.
+    # With one micro-batch, the pipeline does not concatenate (and thereby copy) outputs.
     Row(
         "an output changed by the caller",
         made(nn.Identity, doubled),

@@ -1,4 +1,4 @@
-"""Rows about parameters that layers look at, replace or freeze in their forward."""
+"""Rows (test cases) with parameters that layers inspect, replace or freeze in their forward."""
 
 from functools import partial
 from typing import Any
@@ -15,11 +15,11 @@ from .held import between_linears, holding, three
 
 
 class Kind(Parameter):
-    """A kind of parameter that a layer may look for."""
+    """A subclass of `Parameter`, for a layer that checks the types of its parameters."""
 
 
 class Looks(nn.Module):
-    """Use attributes of parameters, their kinds, and which parameters are the same."""
+    """A layer that checks its parameters: their types, their attributes, and which are tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ SHAPELESS = r"LazyLinear has no shape for 'weight'.*run the layers once, then tr
 OWN_GRAPHS = {"graph never": "", "": OTHER}
 
 ROWS = [
-    # One parameter has two names: its gradients are added up in another order.
+    # One parameter has two names. Its gradients are added up in another order.
     Row(
         "what a layer knows of its parameters",
         between_linears(Looks),

@@ -1,4 +1,4 @@
-"""Backward through frozen layers and hooks, from parts of the outputs, twice, and in any order."""
+"""Rows (test cases) about gradients: frozen layers, hooks, and unusual backward passes."""
 
 from . import backwards, layers
 

@@ -1,4 +1,8 @@
-"""Rows about backward passes: from parts of the outputs, twice, accumulated, and in any order."""
+"""Rows (test cases) with unusual backward passes.
+
+For example, a backward starts from only one of two outputs, or runs twice, or accumulates
+gradients. Or several backwards run in another order than their forwards.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +17,7 @@ from ...parts.layers import WIDTH, Do, five, linear
 from ...row import Row, loss_of, step
 from .layers import NOT_NEVER, double_all
 
-# What to go backward from, given outputs with 4 and 3 features, of 8 samples in chunks of 3.
+# Losses to run backward from. The two outputs have 4 and 3 features, and 8 samples in chunks of 3.
 
 
 def the_one(a: Tensor, _: Tensor) -> Tensor:
@@ -73,7 +77,7 @@ def both(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def two_outputs() -> nn.Module:
-    """Return a layer of two outputs, each with parameters of its own."""
+    """Return a layer with two outputs, which are computed with different parameters."""
     return Do(both, one=linear(), other=nn.Linear(WIDTH, 3))
 
 
@@ -81,7 +85,7 @@ def from_part(part: Callable[[Tensor, Tensor], Tensor], run: nn.Module, x: Tenso
     return step(run, x, lambda outputs: part(*outputs))
 
 
-# What is done with a model and its input.
+# Uses of a model and its input.
 
 
 def thawed_between_steps(run: nn.Module, _: Tensor) -> list[Any]:
@@ -105,7 +109,10 @@ def hooked_layers(run: Any, x: Tensor) -> None:
 
 
 def gradients_that_are_views(run: nn.Module, x: Tensor) -> list[bool]:
-    """Let gradients be views of one tensor, as some optimizers do. Return whether they stay so."""
+    """Make each `.grad` a view of one tensor, like some optimizers do, and run two steps.
+
+    Return for each parameter whether `.grad` is still the view.
+    """
     parameters = [*run.parameters()]
     memory = torch.zeros(len(parameters), WIDTH * WIDTH)
     views = []
@@ -172,7 +179,10 @@ def one_after_itself(run: nn.Module, x: Tensor) -> None:
 
 
 def twice_without_retain_graph(run: nn.Module, x: Tensor) -> None:
-    """Go backward twice. Sums keep nothing, so that the pipeline itself must refuse."""
+    """Run backward twice without `retain_graph`, so that the pipeline must raise an error.
+
+    The backward of a sum does not need saved tensors. So PyTorch itself does not raise.
+    """
     loss = run(x).sum()
     loss.backward()
     run.zero_grad()
@@ -180,7 +190,10 @@ def twice_without_retain_graph(run: nn.Module, x: Tensor) -> None:
 
 
 def to_be_differentiated(run: nn.Module, x: Tensor) -> None:
-    """Ask for `create_graph=True`. The refusal leaves no gradients and keeps the graph."""
+    """Run a backward with `create_graph=True`, which the pipeline refuses.
+
+    After the error, no parameter has a gradient, and a backward without the option works.
+    """
     loss = loss_of(run, x)
     try:
         loss.backward(create_graph=True)
@@ -206,8 +219,9 @@ OF_ONE: dict[str, Use] = {
     "`torch.autograd.grad`": grad_of_one,
     "`backward(inputs=…)`": backward_of_one,
 }
-# Gradients are equal up to rounding. A plain parameter adds up the gradients of all micro-batches
-# before `.grad`. A pipeline adds up those of each mini-batch and each backward.
+# Gradients are equal up to rounding. With plain layers, autograd adds up the gradients of all
+# micro-batches before it adds them to `.grad`. A pipeline adds up the gradients of each mini-batch
+# and of each backward separately.
 SUMS: dict[str, Use] = {
     "retain_graph, twice": retained,
     "several mini-batches before a backward": several_mini_batches,

@@ -1,4 +1,4 @@
-"""Rows about layers that are frozen, have hooks, or compute with gradients in their forward."""
+"""Rows (test cases) with layers that are frozen, have hooks, or compute gradients in forward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +32,7 @@ def doubled(grad: Tensor) -> Tensor:
 
 
 def double_all(_: nn.Module, grads: Any, __: Any) -> tuple[Tensor, ...]:
-    """Double the gradients of a layer's inputs; a full backward hook."""
+    """Double the gradients of a layer's inputs. (This function is a full backward hook.)"""
     return tuple(2 * grad for grad in grads)
 
 
@@ -45,7 +45,7 @@ def hook_gradients(run: Any, _: Tensor) -> None:
 
 
 def hooked_once(run: Any, x: Tensor) -> None:
-    """Run steps with a forward hook that removes itself when it runs first."""
+    """Run steps with a forward hook that removes itself at its first call."""
 
     def triple_once(*args: Any) -> Any:
         handle.remove()
@@ -60,7 +60,7 @@ def double_of_linear(layer: nn.Module, _: Any, y: Tensor) -> Any:
 
 
 def hooked_all(run: nn.Module, x: Tensor) -> None:
-    """Run a forward with a hook of all modules, and the backward without it."""
+    """Run a forward with a global hook for all modules, and the backward without the hook."""
     handle = register_module_forward_hook(double_of_linear)
     amid(lambda *_: handle.remove())(run, x)
 
@@ -75,7 +75,7 @@ def always_hooked(_: Any, x: Tensor) -> Tensor:
 
 
 def gradients_of_samples(x: Tensor) -> Tensor:
-    """Return the gradient of each sample, by transforms of `torch.func`."""
+    """Return the gradient of a loss by each sample, computed with `torch.func.vmap` and `grad`."""
 
     def loss(sample: Tensor) -> Tensor:
         return sample.tanh().square().sum()
@@ -122,7 +122,7 @@ def with_made_buffer() -> nn.Module:
     return Do(times_buffer, by=torch.rand(WIDTH), scale=weight())
 
 
-# What is done with the model.
+# Uses of the model.
 
 
 def thaw(run: nn.Module, _: Tensor) -> None:
@@ -130,7 +130,7 @@ def thaw(run: nn.Module, _: Tensor) -> None:
 
 
 def made_by_a_hypernetwork(run: Any, x: Tensor) -> Any:
-    """Run two steps, each with a buffer that is computed from a parameter."""
+    """Run two steps. Before each step, compute a layer's buffer from a parameter of the layer."""
     found = []
     for _ in range(2):
         run[1].by = run[1].scale.exp()
@@ -139,7 +139,7 @@ def made_by_a_hypernetwork(run: Any, x: Tensor) -> Any:
 
 
 def forgotten_in_the_end(run: Any, x: Tensor) -> Any:
-    """Run steps, and drop the graph that the layer keeps."""
+    """Run steps, and then delete the autograd graph that the layer keeps."""
     seen = steps(run, x)
     run[1].kept = None
     return seen

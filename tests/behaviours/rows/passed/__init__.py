@@ -1,6 +1,7 @@
-"""Tensors go into a pipeline, between its partitions and out of it; skips reach their layer.
+"""Rows (test cases) about tensors that go into a pipeline, between partitions, and out of it.
 
-The rows vary tensors, their attributes, the sizes of batches and partitions, and skips.
+The rows vary the tensors, the attributes of tensors, the sizes of batches and partitions, and the
+skip connections.
 """
 
 from . import attributes, sizes, skips, tensors

@@ -1,4 +1,4 @@
-"""Rows about attributes of tensors, and about named tuples."""
+"""Rows (test cases) with tensors that have Python attributes, and with named tuples."""
 
 from fractions import Fraction
 from functools import partial
@@ -16,11 +16,11 @@ from .skips import stashing
 from .tensors import of
 
 HERE: Any = type("Here", (Pair,), {})
-"""A named tuple that is no attribute of a module, so that a process cannot find it by name."""
+"""A named tuple class that is not an attribute of a module. Other processes cannot import it."""
 
 
 def marked(x: Tensor, **attributes: Any) -> Tensor:
-    """Return a tensor with the given attributes, or else with some of each plain kind."""
+    """Return tanh of a tensor, with the given Python attributes or some default attributes."""
     if not attributes:
         attributes = {"scale": 3.0, "names": ["a", (1, {"b": None})]}
     y = x.tanh()
@@ -29,7 +29,7 @@ def marked(x: Tensor, **attributes: Any) -> Tensor:
 
 
 def scaled(x: Any) -> Tensor:
-    """Compute with the attributes of a tensor."""
+    """Return a value that depends on the Python attributes of a tensor."""
     scale = float(getattr(x, "scale", 1.0))
     names = getattr(x, "names", "x")
     return x * scale * len(names)
@@ -61,9 +61,9 @@ def with_a_marked_skip() -> nn.Sequential:
 
 
 def handing_on(make: Any, take: Any) -> Any:
-    """Return a function that builds a model, in which a named tuple goes through a partition.
+    """Return a function that builds a model in which layers pass a named tuple on.
 
-    `make` builds the named tuple of two tensors, and `take` computes a tensor from it.
+    `make` builds the named tuple from two tensors. `take` computes a tensor from the named tuple.
     """
 
     def hand_on(_: Any, x: Tensor) -> Any:
@@ -91,7 +91,7 @@ def to_a_pair(_: Any, x: Tensor) -> Pair:
 
 
 def named_out(run: nn.Module, x: Tensor) -> Any:
-    """Return whether a pipeline's output is the named tuple, and its first tensor."""
+    """Return whether the output is a `Pair` (a named tuple), and the first tensor of the output."""
     y = run(x)
     kept = isinstance(run, Plain) or type(y) is Pair
     return kept, y[0]

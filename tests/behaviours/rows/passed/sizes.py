@@ -1,4 +1,4 @@
-"""Rows about types of tensors, batch sizes, balances, and components that are left out."""
+"""Rows (test cases) about dtypes, batch sizes, sizes of partitions, and options turned off."""
 
 from functools import partial
 from typing import Any
@@ -16,14 +16,14 @@ def batch(size: int) -> Tensor:
 
 
 def cast(x: Tensor, to: torch.dtype) -> Tensor:
-    """Cast a tensor. Of complex numbers that become real ones, the real part is left."""
+    """Cast a tensor to a dtype. If complex numbers become real numbers, keep the real part."""
     if x.is_complex() and not to.is_complex:
         x = x.real
     return x.to(to)
 
 
 def typed(*types: torch.dtype) -> Any:
-    """Return a function that builds layers of one type after another."""
+    """Return a function that builds a model with layers of the given dtypes, one after another."""
     factories: list[Any] = []
     for dtype in types:
         to_dtype = partial(cast, to=dtype)

@@ -1,4 +1,4 @@
-"""Rows about skips: each reaches its layer, whatever layers lie between."""
+"""Rows (test cases) with skip connections: each skip reaches its layer, whatever lies between."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ Stashed = Callable[[Tensor, Tensor], Tensor | None]
 PATTERN = "[[-][])"
 WHOLE = {"ranks": "skips go straight from rank to rank"}
 SHARES = "changed an input in place that shares memory"
-# In one partition, both layers see the change. A single graph sees the changes of each layer.
+# In one partition, both layers see the change. A single autograd graph sees all changes.
 APART = {"": SHARES, "graph never": ""}
 ONCE_IS_ENOUGH = {
     "one partition": "once is enough",
@@ -29,7 +29,7 @@ ONCE_IS_ENOUGH = {
 }
 
 
-# What a layer stashes, of its input `x` and its output `y`.
+# Functions of a layer's input `x` and output `y` that return what the layer stashes.
 
 
 def of_input(x: Tensor, _: Tensor) -> Tensor:
@@ -68,7 +68,10 @@ def constant(x: Tensor, _: Tensor) -> Tensor:
 
 
 def stashing(names: str = "a", stashed: Stashed = of_input, *, pops: str = "") -> Any:
-    """Return a linear layer that stashes and pops skips. Each letter is the name of a skip."""
+    """Return a linear layer that stashes (stores) the skips `names` and pops the skips `pops`.
+
+    Each letter is the name of a skip.
+    """
     return with_skips(linear(), dict.fromkeys(names, stashed), dict.fromkeys(pops, torch.mul))
 
 
@@ -77,10 +80,10 @@ def popping(names: str = "a") -> Any:
 
 
 def paired(pattern: str, stashed: Stashed = of_input) -> nn.Sequential:
-    """Build a layer for each symbol of a pattern.
+    """Build a model with one layer for each symbol in `pattern`.
 
-    `[` stashes a skip. `]` pops the latest open skip, and `)` the earliest one. `-` is a linear
-    layer.
+    `[` stashes (stores) a skip. `]` pops the latest skip that is open, and `)` pops the earliest
+    skip that is open. `-` is a linear layer.
     """
     open: list[Namespace] = []
     layers: list[Any] = []
@@ -106,7 +109,7 @@ def popped_and_stashed() -> nn.Sequential:
 
 
 def output_changed(*between: nn.Module) -> nn.Sequential:
-    """Build layers that stash an output, and then change it in place."""
+    """Build layers that stash an output as a skip, and later change the output in place."""
     stashes = stashing("a", the_output)
     return nn.Sequential(stashes, *between, nn.ReLU(inplace=True), linear(), popping())
 
@@ -161,7 +164,7 @@ for balance, refused in (((2, 2), {}), ((1, 3), APART), ((1, 1, 2), APART)):
     )
     ROWS.append(row)
 ROWS += [
-    # The partition between passes on a tensor that shares memory with the skip.
+    # The middle partition passes on a tensor that shares memory with the skip.
     Row(
         "a skip that is the output, handed on and changed in place",
         output_handed_on,

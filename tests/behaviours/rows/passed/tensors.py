@@ -1,4 +1,4 @@
-"""Rows about the tensors that layers receive and return, and about outputs that are refused."""
+"""Rows (test cases) about tensors that layers receive and return, and outputs that are refused."""
 
 from functools import partial
 from typing import Any
@@ -22,9 +22,10 @@ def first() -> nn.Module:
 
 
 def of(*layers: Any) -> Any:
-    """Return a function that builds a model.
+    """Return a function that builds a model of the given layers.
 
-    `linear` and `first` build a layer each. Any other function is a layer same.
+    `linear` and `first` are functions that build a layer. Any other function is itself the forward
+    of a layer.
     """
     factories = []
     for given in layers:
@@ -37,7 +38,7 @@ def of(*layers: Any) -> Any:
 
 
 def ids() -> Tensor:
-    """Return a whole number for each sample."""
+    """Return an input with one integer for each sample."""
     return torch.arange(8).remainder(5)
 
 
@@ -178,7 +179,7 @@ def no_output(_: Tensor) -> tuple[()]:
 
 
 def tensor_or_tuple(a: Tensor) -> Any:
-    """Return a tuple for the smaller micro-batch, and a tensor for the others."""
+    """Return a tuple if the micro-batch is the small last one. Otherwise return a tensor."""
     if len(a) > 2:
         return a
     return (a,)
@@ -191,7 +192,7 @@ def maybe_detached(self: Any, a: Tensor) -> Two:
 
 
 def asking(a: Tensor, b: Tensor) -> Tensor:
-    """Compute something else of a tensor that requires no gradient."""
+    """Return a value that depends on which of the inputs require grad."""
     if not a.requires_grad:
         a = a.exp()
     if b.requires_grad:
@@ -204,20 +205,24 @@ ask_of_detached = made(
 )
 
 
-# What is done with the model.
+# Uses of the model.
 
 
 def undivided(run: Any, x: Tensor) -> Any:
-    """Go backward from a loss of the one micro-batch, which plain layers must not concatenate."""
+    """Run backward from the output of a single micro-batch, which is a scalar loss.
+
+    Plain layers must not concatenate the output, because a scalar cannot be concatenated.
+    """
     y = nn.Sequential.forward(run, x) if isinstance(run, Plain) else run(x)
     y.backward()
     return y.detach()
 
 
 def at_last(run: Any, x: Tensor) -> Any:
-    """Run three steps, of which the second and the third detach. Return what the third one shows.
+    """Run three steps, and return the outputs of the third step.
 
-    The second step does not see the change.
+    From the second step on, a layer detaches its output. In a pipeline, the next partition does
+    not see this change before the third step.
     """
     for number in range(3):
         run[1].detach = number > 0

@@ -1,6 +1,8 @@
-"""Random numbers and norms: a recomputation draws what its forward drew, and counts nothing twice.
+"""Rows (test cases) about random numbers and norms.
 
-`Draw` (../../parts/draw.py) records what first passes drew, and the plain layers use these numbers.
+A recomputation draws the random numbers of its forward, and does not update running statistics
+again. The layer `Draw` (../../parts/draw.py) records the random numbers of first forward passes,
+and the plain layers use these numbers.
 """
 
 from . import draws, norms

@@ -1,4 +1,4 @@
-"""Rows about random numbers."""
+"""Rows (test cases) with layers that draw random numbers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +22,7 @@ AUTO: dict[str, Any] = {"options": {"engine": "auto"}, "without": {"ranks": "the
 THREE_PARTITIONS: dict[str, Any] = {"chunks": 4, "balance": (2, 1, 2)}
 
 
-# What a layer draws, of the shape of its input.
+# Functions that draw random numbers in the shape of a layer's input.
 
 
 def dropout(x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ DRAWS: dict[str, Drawn] = {
 
 
 def set_back(x: Tensor) -> Tensor:
-    """Draw numbers, and check that the layer's own state and seed have their effect."""
+    """Draw numbers, and check that a layer can set and restore the state and the seed itself."""
     state = torch.get_rng_state()
     first = torch.rand_like(x)
     torch.set_rng_state(state)
@@ -139,17 +139,17 @@ def set_back(x: Tensor) -> Tensor:
 
 
 def sometimes(x: Tensor) -> Tensor:
-    """Draw numbers in some micro-batches.
+    """Draw random numbers, but only in some micro-batches.
 
-    A worker finds out from the first micro-batch whether its layers draw. It raises an error if
-    that was wrong.
+    A worker thread learns from the first micro-batch whether its layers draw random numbers. If
+    a later micro-batch does not agree, the worker raises an error.
     """
     if x.detach()[0, 0] > 5:
         return torch.rand_like(x)
     return torch.ones_like(x)
 
 
-# What draws nothing, though PyTorch marks some of its operators as random.
+# Functions that draw nothing, although PyTorch marks some of their operators as random.
 
 
 def dropout_in_evaluation() -> nn.Module:
@@ -181,7 +181,10 @@ def layers(draw: Drawn = uniform_in_place) -> nn.Sequential:
 
 
 def alone(layer: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds layers, of which only that of the second partition may draw."""
+    """Return a function that builds layers, where only `layer` can draw random numbers.
+
+    `layer` is in the second partition.
+    """
     return made(linear, nn.Tanh, layer, nn.Tanh, linear)
 
 
@@ -194,11 +197,11 @@ def rising() -> Tensor:
     return torch.arange(8.0).unsqueeze(1).repeat(1, 4)
 
 
-# What is done with the model.
+# Uses of the model.
 
 
 def assert_apart(run: nn.Module) -> None:
-    """Assert that no two tasks of a pipeline have drawn the same."""
+    """Assert that no two tasks of a pipeline have drawn the same random numbers."""
     drawn: list[Tensor] = []
     for layer in drawing(run):
         if layer.recorded:
@@ -209,14 +212,14 @@ def assert_apart(run: nn.Module) -> None:
 
 
 def all_differ(run: nn.Module, x: Tensor) -> Any:
-    """Run a step. No two micro-batches, and no two partitions, have drawn the same."""
+    """Run a step, and assert that micro-batches and partitions drew different random numbers."""
     shown = step(run, x)
     assert_apart(run)
     return shown
 
 
 def under_way(run: nn.Module, x: Tensor) -> Any:
-    """Run two forwards, and then their backwards. The two mini-batches draw different numbers."""
+    """Run two forwards, then both backwards, and assert that all tasks drew different numbers."""
     outputs = [run(x), run(x)]
     for y in outputs:
         y.sum().backward()
@@ -225,7 +228,7 @@ def under_way(run: nn.Module, x: Tensor) -> Any:
 
 
 def takes_nothing(act: Callable[[], object]) -> bool:
-    """Return whether the state of the caller's generator stays the same."""
+    """Call `act`, and return whether the state of the caller's random generator is unchanged."""
     before = torch.get_rng_state()
     act()
     return torch.equal(torch.get_rng_state(), before)
@@ -244,7 +247,7 @@ def in_and_out_of_training(run: nn.Module, x: Tensor) -> Any:
 
 
 def sizes(run: nn.Module, x: Tensor) -> Any:
-    """Run steps. One sample runs on another engine, which draws its own random numbers."""
+    """Run steps with different batch sizes. A batch of one sample runs on another engine."""
     found = []
     for size in (1, 8, 1, 1, 8, 8, 3):
         shown = step(run, x[:size])

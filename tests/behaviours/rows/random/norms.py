@@ -1,4 +1,7 @@
-"""Rows about norms: statistics count each micro-batch once, or each mini-batch if deferred."""
+"""Rows (test cases) with norms, where a recomputation must not update running statistics again.
+
+With deferred batch norm, running statistics are updated once for each mini-batch.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,13 +22,13 @@ def given(size: int = 14) -> Tensor:
 
 
 def channels(norm: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds layers with a norm, for inputs of shape (N, 2, 3, 3)."""
+    """Return a function that builds layers with a norm, for inputs of the shape (N, 2, 3, 3)."""
     conv, head = partial(nn.Conv2d, 2, 4, 1), partial(nn.Linear, 36, 3)
     return made(conv, norm, nn.ReLU, nn.Flatten, head)
 
 
 class Shifted(nn.BatchNorm2d):
-    """A norm whose output depends on its statistics in training, too."""
+    """A batch norm whose output depends on the running statistics even in training."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.running_mean is not None
@@ -84,7 +87,10 @@ def failing() -> nn.Sequential:
 
 
 def fails(when: str, calls_before: int) -> Callable[[Any, Tensor], Any]:
-    """Return a use: let a pass fail, and run another step. Nothing is left of the failed pass."""
+    """Return a use (a function of a model and an input) that lets a pass fail, then runs a step.
+
+    The failed pass must leave no trace in buffers or in `track_running_stats`.
+    """
 
     def use(run: Any, x: Tensor) -> Any:
         run[1].fail(when, ArithmeticError("trouble"), calls_before=calls_before)
@@ -102,7 +108,7 @@ def fails(when: str, calls_before: int) -> Callable[[Any, Tensor], Any]:
     return use
 
 
-# The moments of micro-batches are combined, which is equal up to rounding.
+# Deferred batch norm combines the moments of micro-batches. The result is equal up to rounding.
 DEFERRED: dict[str, Any] = {"options": {"deferred_batch_norm": True}, "tolerance": REORDERED}
 
 ROWS: list[Row] = []

@@ -1,7 +1,9 @@
-"""PyTorch's tools around a training: each works as without a pipeline, or is refused.
+"""Rows (test cases) with PyTorch's tools for training, such as `DistributedDataParallel`.
 
-docs/works-with.md shows these rows with their notes. The code that uses the tools is for the most
-part in examples/works_with.py, which that page links to.
+With a pipeline, a tool works like without a pipeline, or the pipeline raises an error.
+
+docs/works-with.md shows these rows with their notes. Most of the code that uses the tools is in
+examples/works_with.py.
 """
 
 from . import changed_layers, processes, training

@@ -1,4 +1,4 @@
-"""Rows about layers that are adapted or parametrized, and about transforms of gradients."""
+"""Rows (test cases) with layers that are adapted or parametrized, and with gradient transforms."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def base_and_adapter(self: Any, x: Tensor) -> Tensor:
 
 
 def adapted(base: nn.Linear) -> nn.Module:
-    """Return the layer, frozen, with an adapter beside it (LoRA)."""
+    """Freeze a linear layer, and return a layer that adds a trainable adapter to it (LoRA)."""
     down = nn.Linear(base.in_features, 2, bias=False)
     up = nn.Linear(2, base.out_features, bias=False)
     base.requires_grad_(False)
@@ -103,7 +103,7 @@ ROWS = [
         "Also when added after wrapping.",
         use=then(weight_norm_of_last),
     ),
-    # The layer uses its weight twice, and a task adds up these two gradients first.
+    # The layer uses its weight twice. A task adds up both gradients of the weight first.
     changed(
         "`spectral_norm`",
         spectral_norm_of_first,

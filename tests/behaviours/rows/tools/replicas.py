@@ -1,4 +1,4 @@
-"""Rows about copies of a pipeline in two processes, and about layers that are shared by both."""
+"""Rows (test cases) with data parallelism: two processes have replicas or shards of a pipeline."""
 
 from typing import Any
 
@@ -32,7 +32,10 @@ def of_this_rank() -> Batches:
 def replicated(
     name: str, use: Use = train, note: str = "", change: Change = unchanged, **options: Any
 ) -> Row:
-    """Return a row of `DistributedDataParallel` over two ranks, each with its own mini-batches."""
+    """Return a row (test case) that trains with `DistributedDataParallel` over two ranks.
+
+    Each rank has its own mini-batches.
+    """
 
     def wrapped(run: Any, batches: Any) -> Any:
         return use(DistributedDataParallel(run, **options), batches)
@@ -58,7 +61,7 @@ def taken_branch(self: Any, x: Tensor) -> Tensor:
 
 
 def put_two_branches(layers: Any) -> None:
-    """Put in a layer with two branches, of which it uses the one whose number is `taken`."""
+    """Replace a layer by a layer with two branches. It uses the branch with the number `taken`."""
     branches = nn.ModuleList([Block(), Block()])
     layers[1] = Do(taken_branch, branches=branches, taken=0)
 
@@ -74,7 +77,7 @@ def shard(layers: nn.Sequential) -> None:
 
 
 class TwoLinears(nn.Module):
-    """Two linear layers, one after the other."""
+    """A residual block of two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ def parallelize(layers: Any) -> None:
 
 
 class Synchronized(nn.Module):
-    """A norm that subtracts the mean over samples and processes."""
+    """A norm that subtracts the mean over the samples of all processes."""
 
     def forward(self, x: Tensor) -> Tensor:
         mean = x.detach().mean(0)
@@ -141,7 +144,7 @@ REPLICAS = [
         "Gradients are averaged once a step.",
         given=of_this_rank,
     ),
-    # A step adds up the micro-batches' shares of the mean. Plain layers compute one mean.
+    # A step adds up one term of the mean for each micro-batch. Plain layers compute one mean.
     tool(
         "`replicate`, and `model.step(…)`",
         steps_in_replicas,

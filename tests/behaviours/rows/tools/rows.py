@@ -1,4 +1,4 @@
-"""The model, the mini-batches and the rows that all tools have in common."""
+"""The model, the mini-batches and helper functions for all rows (test cases) in this folder."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,14 +14,17 @@ from ...row import Row
 Use = Callable[[Any, Any], Any]
 Change = Callable[[Any], object]
 
-# Tests over ranks go backward by `autograd.grad` on each rank (../../../everywhere.py).
+# Tests over ranks run backward by `autograd.grad` on each rank (../../../everywhere.py).
 ALONE: dict[str, Any] = {
     "without": {"ranks": "it needs one process with the whole model, and its backward"}
 }
 
 
 class Block(nn.Module):
-    """A layer with something inside that tools change. Other processes find its class by name."""
+    """A residual layer with a linear layer inside, which tools change.
+
+    The class is at the top of a module, so that other processes can import it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,14 +39,17 @@ def unchanged(_: Any) -> None:
 
 
 def layers(change: Change = unchanged) -> nn.Sequential:
-    """Return the model, changed before it becomes a pipeline."""
+    """Build the model, and apply `change` to it before it becomes a pipeline."""
     made = nn.Sequential(nn.Linear(6, 8), Block(), Block(), nn.Linear(8, 3))
     change(made)
     return made
 
 
 def batches(rank: int = 0) -> Batches:
-    """Return three mini-batches of a rank's own. Of four micro-batches, the last one is smaller."""
+    """Return three mini-batches, which differ from rank to rank.
+
+    A mini-batch has 10 samples, so that the last of four micro-batches is smaller.
+    """
     drawn: Batches = []
     for _ in range(3 * rank + 3):
         x, target = torch.randn(10, 6), torch.randn(10, 3)
@@ -52,7 +58,7 @@ def batches(rank: int = 0) -> Batches:
 
 
 def then(change: Change) -> Use:
-    """Return a use: train, change the pipeline, and train it on."""
+    """Return a function that trains, changes the model, and trains again."""
 
     def use(run: Any, batches: Batches) -> Any:
         losses = train(run, batches)
@@ -64,16 +70,20 @@ def then(change: Change) -> Use:
 
 
 def tool(name: str, use: Use = train, note: str = "", **options: Any) -> Row:
-    """Return a row of the usual model and mini-batches."""
+    """Return a row (test case) with the model and the mini-batches that all tools share."""
     given: dict[str, Any] = {"layers": layers, "given": batches, "balance": (2, 2), "chunks": 4}
     return Row(name, use=use, note=note, **given | options)
 
 
 def changed(name: str, change: Change, note: str = "", **options: Any) -> Row:
-    """Return a row whose layers are changed before they become a pipeline."""
+    """Return a row (test case) that changes the layers before they become a pipeline."""
     return tool(name, note=note, layers=partial(layers, change), **options)
 
 
 def but_graph_never(message: str) -> dict[str, str]:
-    """Return a refusal wherever tasks have graphs of their own."""
+    """Return `message` as the expected error, except on the engine "graph" in the mode "never".
+
+    In that case only, a mini-batch has a single autograd graph. In all other cases, each task has
+    its own graph.
+    """
     return dict.fromkeys(("workers", "ranks", "always", "except_last"), message)

@@ -1,4 +1,4 @@
-"""Rows about what surrounds a training step, and about compilers and exporters."""
+"""Rows (test cases) with tools around a training step, with compilers, and with exporters."""
 
 from functools import partial
 from typing import Any
@@ -30,15 +30,15 @@ graphs: list[object] = []
 
 
 def backend(graph: Any, inputs: object) -> Any:
-    """Note what is compiled, and leave it as it is."""
+    """Record a graph that `torch.compile` compiles, and return the graph unchanged."""
     graphs.append(graph)
     return graph
 
 
 def train_compiled(run: nn.Module, batches: Batches, compiled: bool) -> Any:
-    """Train, and check whether something was compiled.
+    """Train, and assert that `torch.compile` has compiled something if `compiled` is true.
 
-    Workers that compile a layer at the same time may do so more than once.
+    Workers that compile a layer at the same time can compile it more than once.
     """
     graphs.clear()
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""What a training by a pipeline relies on; benchmarks/conformance.py shows which projects do it."""
+"""Rows (test cases) of training, which benchmarks/conformance.py also runs on other projects."""
 
 from . import gradients, passed, states
 

@@ -1,4 +1,4 @@
-"""Rows about random numbers, batch norm, gradients, criteria and optimizers."""
+"""Rows (test cases) about random numbers, batch norm, gradients, criteria and optimizers."""
 
 from functools import partial
 

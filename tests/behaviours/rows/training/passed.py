@@ -1,4 +1,4 @@
-"""Rows about the split of a mini-batch, and about what passes between partitions."""
+"""Rows (test cases) about the split into micro-batches, and about tensors between partitions."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ Two = tuple[Tensor, Tensor]
 
 
 class Residual(nn.Module):
-    """A module whose last layer uses the output of the first one."""
+    """A module whose last layer also uses the output of the first layer."""
 
     def __init__(self) -> None:
         super().__init__()

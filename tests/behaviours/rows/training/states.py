@@ -1,4 +1,4 @@
-"""Rows about state files, evaluation, and exceptions."""
+"""Rows (test cases) about saved states, evaluation, and exceptions."""
 
 from functools import partial
 
@@ -29,14 +29,14 @@ RAISES = "Every rank raises, and none hangs or is killed."
 
 
 def raising_in(phase: str) -> nn.Sequential:
-    """Return layers of which the middle one raises once, in forward or in backward."""
+    """Return layers with a layer in the middle that raises once, in forward or in backward."""
     fails = Fails()
     fails.fail(phase, ValueError(ON_PURPOSE))
     return mlp(fails)
 
 
 def raising(output: Tensor, target: Tensor) -> Tensor:
-    """Compute a criterion that raises if the target is zero."""
+    """Compute the squared error, or raise an error if the target is all zeros."""
     if not target.any():
         raise ValueError(ON_PURPOSE)
     return squares(output, target)

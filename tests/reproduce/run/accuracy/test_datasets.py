@@ -1,4 +1,4 @@
-"""Data sets: an epoch always has the same samples, and a wrong folder is a one-line error."""
+"""Tests of data sets: an epoch always has the same samples, and a wrong folder is an error."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -65,7 +65,10 @@ def test_every_epoch_is_its_own_and_comes_again(
 
 
 def test_the_class_is_the_direction_of_the_wave() -> None:
-    """Without noise, a wave of class 0 varies along a row only, and of class 1 along a column."""
+    """A wave of class 0 varies along rows only, and a wave of class 1 varies along columns only.
+
+    The images have no noise here.
+    """
     images, labels = gratings(noise=0.0, classes=2).train
     other_images, _ = gratings(seed=1, noise=0.0, classes=2).train
     for image, label in zip(images, labels, strict=True):
@@ -108,7 +111,10 @@ def test_a_folder_that_is_no_imagenet(files: list[str], said: str, tmp_path: Pat
 
 
 def test_a_broken_image_is_named_and_imagenet_needs_a_folder(tmp_path: Path) -> None:
-    """The error of a worker process, which is a traceback, becomes a line, too."""
+    """A broken image is a one-line error that names the file, even in a worker process.
+
+    ImageNet needs the option `--data`.
+    """
     data = ImageNet(fill(tmp_path, "train/a/1", "val/a/1"), classes=1, workers=1)
     (tmp_path / "train/a/1.JPEG").write_bytes(b"no image")
     said = r"^/.*/1.JPEG cannot be read as an image: put the file there anew$"

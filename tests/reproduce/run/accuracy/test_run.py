@@ -1,6 +1,6 @@
-"""Accuracy runs: every epoch is saved.
+"""Tests of accuracy runs, which train to the end and save every epoch.
 
-After any interruption, the next run goes on and gets the same results.
+After an interruption at any place, the next run continues and gets the same results.
 """
 
 import io
@@ -26,7 +26,7 @@ from ..conftest import Runner
 pytest.importorskip("torchvision", exc_type=Exception)  # type: ignore[arg-type]
 NAME = "tiny-accuracy"
 GPIPE = "GPipe n8m4"
-# The steps of an epoch, and the epochs of a training. Two rows are trained with two seeds each.
+# The steps in an epoch, and the epochs in a training. Two rows are trained with two seeds each.
 STEPS, EPOCHS = 2, 2
 ROW: Any = TINY[NAME].scale("small").rows[0]
 CPU = Devices("cpu", 2, threads=1)
@@ -72,15 +72,15 @@ def fail(
     where: str = "step",
     row: str = "",
 ) -> None:
-    """Make calls of a function raise an error from a number on.
+    """Make a function raise an error from the `at`-th call on.
 
     Args:
-        monkeypatch: The patch of the function.
+        monkeypatch: The fixture that replaces the function.
         error: The error.
         at: The number of the first call that raises.
-        where: `step`, whose calls raise at their begin, or another function, whose calls raise at
-            their end.
-        row: The row of which steps count; if empty, steps of all rows count.
+        where: The function. `step` raises at the beginning of a call, and any other function
+            raises at the end of a call.
+        row: The row for which calls are counted. If it is empty, calls for all rows are counted.
     """
     owner: Any = AccuracyTraining if where == "step" else run_module
     call = getattr(owner, where)
@@ -204,9 +204,9 @@ def test_a_training_that_diverges_is_told(run: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_learning_rate_follows_the_recipe_and_wrong_classes_are_counted() -> None:
-    """The state is saved to a file like a checkpoint.
+    """Learning rates follow the recipe, a saved state can be loaded, and wrong classes are counted.
 
-    It does not matter that random numbers are drawn before it is loaded.
+    The loaded state includes the state of the random number generator.
     """
     rate = {"base_lr": 0.1, "base_batch_size": 4, "warmup_epochs": 1}
     recipe = replace(ROW.recipe, **rate, lr_decay_epochs=(2,), lr_decay=0.5)
