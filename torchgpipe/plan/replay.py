@@ -24,8 +24,8 @@ class Costs:
         recompute: Seconds of each recomputation: zero if the task is not checkpointed.
         copy: Seconds of a copy over a boundary between partitions, in one direction: one number for
             all boundaries, or a list with a number for each boundary.
-        loss: Seconds of the loss, which is computed after all forwards and before all backwards.
-            With `None`, no loss of all micro-batches separates forwards and backwards.
+        loss: Seconds of the loss, if one loss is computed after all forwards and before all other
+            actions. `None` if there is no such loss.
         skips: Seconds of copying skips. The keys are pairs: the partition that stashes, and the
             partition that pops.
         blocking: Whether a copy occupies the sending and the receiving device, and starts when both
