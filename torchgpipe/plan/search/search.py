@@ -56,9 +56,9 @@ class Found:
 
 
 def chunk_choices(batch_size: int) -> list[int]:
-    """Return the numbers of micro-batches to try: one for each possible micro-batch size.
+    """Return the numbers of micro-batches into which `torch.chunk` can split a batch.
 
-    The list has at most twice the square root of the batch size as many numbers.
+    There are at most twice the square root of `batch_size` of these numbers.
     """
     choices = set()
     for size in range(1, batch_size + 1):
@@ -163,7 +163,7 @@ def _try(found: Found, n: int, work: Work, memory: float, close: float) -> float
 
 
 def _finish(found: Found, n: int, work: Work, memory: float, close: float) -> None:
-    """Search once more from balances by bytes, because this can find a faster setup."""
+    """Search once more with other first balances, because this can find a faster setup."""
     for share in BYTES:
         setup = replace(work.setup, balance=work.balance(n, share))
         trial = Trial(work, assess(work.predictor, setup), memory)
