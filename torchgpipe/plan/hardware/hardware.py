@@ -42,7 +42,7 @@ TABLES = ("peak", "compute_efficiency", "memory_efficiency")
 WORK = ("matmul", "conv", "conv3x3")
 """The classes of operators that need a compute efficiency. The other classes only move bytes."""
 WINOGRAD = "winograd"
-"""A class that a description may leave out: without such kernels, or if `conv3x3` has them."""
+"""A class that a description leaves out if such kernels do not exist or count as `conv3x3`."""
 FUSED = ("attention", "attention_backward")
 """The classes that have the efficiency of `matmul` if a description leaves them out."""
 

@@ -70,7 +70,7 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
 
 
 def _cpu_devices() -> int:
-    """Return for how many CPU devices this process has cores, with PyTorch's threads for each."""
+    """Return how many CPU devices this process has cores for (one core for a PyTorch thread)."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
