@@ -169,7 +169,7 @@ class Recorder(TorchFunctionMode):
             self._notes.setdefault(self._opened[-1], (what, where()))
 
     def note_draws(self) -> None:
-        """Note whether the running forward has advanced a random number generator."""
+        """Add a note if the running forward has advanced a random number generator."""
         if self._random is not None and random_states() != self._random:
             self.note("a random state")
 
