@@ -137,7 +137,10 @@ def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -
 
 
 def _earliest_starts(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
-    """Return a list: item k is the first layer from which k partitions within `bound` hold all."""
+    """Return for each k the first layer from which k partitions can hold all layers to the end.
+
+    No partition may cost more than `bound`.
+    """
     earliest = [len(prefix) - 1]
     for _ in range(partitions):
         end = earliest[-1]

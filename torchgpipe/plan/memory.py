@@ -40,7 +40,7 @@ Crossings = Sequence[tuple[int, int, Stashed]]
 
 
 class DeviceBytes(NamedTuple):
-    """The bytes that a device has allocated when its memory is fullest, by what they are for."""
+    """The bytes that a device has allocated when its memory is fullest, by their purpose."""
 
     parameters: float
     gradients: float

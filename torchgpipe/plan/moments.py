@@ -129,7 +129,7 @@ def _walk(
 
 @dataclass
 class _State:
-    """How many forwards one stage has left, and how many of its tasks are in flight."""
+    """How many forwards one stage has left, and how many of its tasks wait for their backward."""
 
     left: int
     """How many forwards the stage has left to do."""
@@ -210,7 +210,7 @@ def _duration(action: Action) -> float:
 
 
 def _add(alike: Alike, now: Moment) -> None:
-    """Add a moment to `alike`; keep only moments that no other moment covers."""
+    """Add a moment to `alike`, but keep only moments whose numbers no other moment exceeds."""
     counts = now.counts
     if any(_covers(known, counts) for known in alike):
         return

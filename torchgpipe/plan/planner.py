@@ -192,7 +192,7 @@ def _check_precision(
         if parameter.requires_grad and parameter.element_size() != 2:
             raise ValueError(
                 "master_weights is for parameters in 16 bits: "
-                "others are updated as they are, so leave it out"
+                "leave it out, because other parameters need no float32 copy"
             )
 
 

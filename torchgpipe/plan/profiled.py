@@ -224,7 +224,7 @@ def _curves(sizes: Sequence[int], seconds: Tensor) -> list[Curve]:
 def _in_steps(
     module: Sequential, sample: TensorOrTensors, sizes: Sequence[int], device: torch.device
 ) -> list[list[Seconds]]:
-    """Time steps of the whole model: several runs for each size; `[]` if memory is too small."""
+    """Time whole steps: a list of runs for each size, or `[]` if the memory is too small."""
     with suppress(torch.OutOfMemoryError):
         copy = _copy(module, device)
         found = []

@@ -13,21 +13,21 @@ from torchgpipe.trace.refuse import Where
 
 @dataclass(frozen=True)
 class Value:
-    """The placeholder of a tensor that is an input or that a call returned: the tensor's number."""
+    """A placeholder in recorded arguments for an input, or for a tensor that a call returned."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Held:
-    """The placeholder of a parameter, a buffer, or another tensor of the module: its name."""
+    """A placeholder in recorded arguments for a parameter, a buffer, or a constant tensor."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Device:
-    """The placeholder of the device that the module is on."""
+    """A placeholder in recorded arguments for the device that the module is on."""
 
 
 class Call(NamedTuple):

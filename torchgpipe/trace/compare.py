@@ -31,9 +31,9 @@ def check_state(module: Module, layers: Layers) -> None:
         names = sorted(name for name, x in plain.items() if ours[name] is not x)
     if names:
         raise Untraceable(
-            f"{type(module).__name__} keeps state in a way of its own ({', '.join(names[:3])}): "
-            "modules around others can have no state_dict hooks and no extra state; "
-            "keep them as one layer, whole=[…]"
+            f"{type(module).__name__} changes its state_dict ({', '.join(names[:3])}): "
+            "a module that is cut into layers can have no state_dict hooks and no extra state; "
+            "keep submodules that have them as one layer, whole=[…]"
         )
 
 
@@ -64,7 +64,7 @@ def check_outputs(module: Module, found: Ran, expected: Ran) -> None:
         reason = " ".join(str(error).split())
         raise Untraceable(
             f"the layers of {type(module).__name__} give something else than the module does: "
-            f"{reason}\nkeep a part of it as one layer, whole=[…]"
+            f"{reason}\nkeep a submodule that causes this as one layer, whole=[…]"
         ) from None
 
 
@@ -149,11 +149,12 @@ def check_halves(module: Module, signature: Signature, inputs: Tensors) -> None:
             return
     raise Untraceable(
         f"{type(module).__name__} gives other outputs for the two halves of the sample than for "
-        "all of it, in evaluation mode, so it would do something else on micro-batches\n"
-        "  dimension 0 has to be the batch, but for arguments that are named in shared=[…]; "
-        "what compares samples, such as x - x.mean(0), belongs after the pipeline\n"
-        "  a part that compares those of each micro-batch on purpose, such as experts with a "
-        "capacity, is let be where it is kept as one layer, whole=[…]"
+        "the whole sample (in evaluation mode), so outputs for micro-batches would differ, too\n"
+        "  dimension 0 of each argument has to be the batch, except for arguments that are named "
+        "in shared=[…]; code that compares samples, such as x - x.mean(0), belongs after the "
+        "pipeline\n"
+        "  if a submodule compares the samples of each micro-batch on purpose, such as experts "
+        "with a capacity, keep it as one layer, whole=[…]"
     )
 
 

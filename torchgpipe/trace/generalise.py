@@ -24,7 +24,7 @@ SIZES = (2, 3, 5)
 
 @dataclass(frozen=True)
 class Grows:
-    """The placeholder of a number that grows with the batch size: `each * batch size + fixed`."""
+    """A placeholder for a number that grows with the batch size: `each * batch size + fixed`."""
 
     each: int
     fixed: int
@@ -66,8 +66,8 @@ def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
             root,
             at,
             f"with batches of {', '.join(samples)} samples it does not do the same: {error}",
-            "keep the module with this line as one layer, whole=[ItsClass], or say which inputs "
-            "have no batch dimension, shared=[…]",
+            "keep the submodule that has this line as one layer, whole=[ItsClass], or say which "
+            "arguments have no batch dimension, shared=[…]",
         ) from None
     return calls
 
@@ -86,8 +86,8 @@ def _check_ends(recordings: Sequence[Recording]) -> None:
     if not all(same(end, ends[0]) for end in ends):
         returned = ", ".join(map(repr, structures))
         raise _Differs(
-            f"it uses other tensors that it holds, or returns {returned[:200]}; a pipeline can "
-            "return tensors alone, and what is the same for all"
+            f"it uses different constant tensors, or returns {returned[:200]}; a pipeline can "
+            "return tensors alone, and values that are equal for all batch sizes"
         )
 
 
@@ -110,11 +110,11 @@ def check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
                 module,
                 at,
                 f"it returns a tensor of shape {shape} for {recording.size} samples, but outputs "
-                "of micro-batches are concatenated along dimension 0, and no other may grow with "
-                "the batch",
-                "what compares samples or adds them up, such as a loss, belongs after the "
-                "pipeline: return what it is made of; or say which inputs have no batch dimension, "
-                "shared=[…]",
+                "of micro-batches are concatenated along dimension 0, and no other dimension may "
+                "grow with the batch",
+                "code that compares samples or adds them up, such as a loss, belongs after the "
+                "pipeline: return the inputs of this code; or say which arguments have no batch "
+                "dimension, shared=[…]",
             )
 
 

@@ -46,8 +46,8 @@ def check_notes(root: Module, notes: Notes) -> None:
             raise refused(
                 root,
                 at,
-                f"it sets or asks for {what}, which may be otherwise, or would be missed, "
-                "when the layers run",
-                "do that in a submodule of its own; what torch.utils.checkpoint does, "
-                "the pipeline does itself",
+                f"it sets or asks for {what}, which cannot be recorded: it may be different, or "
+                "have no effect, when the layers run",
+                "do that in a submodule, which is then kept whole; torch.utils.checkpoint is not "
+                "needed, because the pipeline does its own checkpointing",
             ) from None

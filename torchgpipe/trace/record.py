@@ -143,8 +143,8 @@ class Sizes:
             self._module = copy.deepcopy(module, memo)
         except Exception as error:
             raise Untraceable(
-                f"{type(module).__name__} cannot be copied, to see what it does with other batch "
-                f"sizes ({type(error).__name__}: {error}); make copy.deepcopy work on it"
+                f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}); "
+                "a copy is needed to check other batch sizes, so make copy.deepcopy work on it"
             ) from None
 
     def __call__(self, tensors: Tensors, training: bool) -> None:

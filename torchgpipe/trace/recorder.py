@@ -302,9 +302,7 @@ class Recorder(TorchFunctionMode):
             return Value(self._numbers[key])
         if key not in self._names:
             if isinstance(x, FakeTensor):
-                raise self.refusal(
-                    where(), "it uses a tensor that was made in a way that is not recorded"
-                )
+                raise self.refusal(where(), "it uses a tensor that was not made by a recorded call")
             if x.requires_grad:
                 raise self.refusal(where(), "it uses a parameter that is not registered")
             name = f"traced constants.{len(self.extra)}"  # no module has such a name
@@ -328,8 +326,8 @@ class Recorder(TorchFunctionMode):
         if slots.tensors or closed:
             raise self.refusal(
                 where(),
-                f"it passes on a {type(taken).__name__} that holds tensors or a closure; "
-                "if it is a cache, have none made (use_cache=False)",
+                f"it passes an argument of type {type(taken).__name__} that holds tensors or a "
+                "closure; if the argument is a cache, turn the cache off (use_cache=False)",
             )
         return taken
 

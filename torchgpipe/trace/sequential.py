@@ -254,9 +254,7 @@ def _batch(root: Module, plan: LayerPlan, recordings: Sequence[Recording]) -> Ba
             if each > 0 and list(lengths) == [each * size for size in SIZES]:
                 return BatchSize(number, dimension, each)
     at = plan.calls[0].where
-    raise refused(
-        root, at, "from here on no tensor has a batch dimension", "keep more as one layer"
-    )
+    raise refused(root, at, "from here on, no tensor has a batch dimension", "cut less: whole=[…]")
 
 
 def _hold_unused(module: Module, sequence: Layers) -> None:
@@ -284,12 +282,12 @@ def _check_root(module: Module) -> None:
     kind = type(module).__name__
     if hooks_of(module):
         raise Untraceable(
-            f"{kind} has hooks of its own, and its layers are not called by it; remove them, or "
-            "make it the only child of a module, where it stays whole"
+            f"{kind} has hooks of its own, which would not run, because a pipeline calls only its "
+            "layers; remove the hooks, or make it a submodule of another module"
         )
     if is_compiled(module):
         raise Untraceable(
-            f"{kind} is compiled; give the module itself, and compile submodules of it"
+            f"{kind} is compiled; give the module that was compiled, and compile its submodules"
         )
     for name, part in module.named_modules():
         if any(map(nn.parameter.is_lazy, (*part.parameters(), *part.buffers()))):

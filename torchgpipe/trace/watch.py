@@ -86,7 +86,7 @@ def _module_attributes(recorder: Recorder) -> list[Replacement]:
 
 
 def _noted_functions(recorder: Recorder) -> list[Replacement]:
-    """Return replacements for functions that read modes, use random states or draw numbers."""
+    """Return replacements that note each use of modes, random states and random numbers."""
 
     def noted(owner: Any, name: str, what: str) -> Replacement:
         run = getattr(owner, name)

@@ -42,15 +42,15 @@ SIZES = (2, 4)
 A single sample is not counted, because batch normalization can refuse it.
 """
 ADVICE = (
-    "check the sample's shape and type; layers are counted on device 'meta', where tensors have "
-    "no values, so one that needs values cannot be: find the balance with torchgpipe.balance, "
-    "which runs the layers"
+    "check the sample's shape and dtype; layers are counted on device 'meta', where tensors have "
+    "no values, so a layer that needs values cannot be counted: find the balance with "
+    "torchgpipe.balance, which runs the layers"
 )
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The costs of a model's layers: counted for two micro-batch sizes, and from these for any."""
+    """The costs of a model's layers for two micro-batch sizes, and methods for all other sizes."""
 
     low: Layers
     """The layers for the smaller of `SIZES`."""
@@ -175,8 +175,8 @@ def _refuse_compiled(module: Sequential) -> None:
         for part in layer.modules():
             if is_compiled(part):
                 raise ValueError(
-                    f"layer {name!r} is compiled by torch.compile, and how it fuses operators "
-                    "cannot be counted: count or plan the layers before they are compiled"
+                    f"layer {name!r} is compiled by torch.compile, and fused operators cannot be "
+                    "counted: count or plan the layers before they are compiled"
                 )
 
 

@@ -34,7 +34,7 @@ def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> 
     if not isinstance(a, tuple) or len(a) != len(b):
         if a != b:
             raise ValueError(
-                f"a layer differs for different batch sizes by more than its size: {a!r}, {b!r}"
+                f"a layer does something else for another batch size: {a!r} and {b!r} differ"
             )
         return a
     key = id(a), id(b)
@@ -70,7 +70,7 @@ def check_growth(
         if list(map(KIND, first)) != list(map(KIND, second)):
             raise ValueError(
                 f"layer {a.name!r} runs different operators for micro-batches of {smaller} "
-                f"and of {larger} samples, so its cost cannot be worked out for others"
+                f"and of {larger} samples, so its cost for other sizes cannot be computed"
             )
         for operator in between(first, second, share_of_none, {}):
             if operator.flops < 0 or operator.bytes < 0:

@@ -70,8 +70,8 @@ def optimizer_named(name: str, *, foreach: bool, master_weights: bool = False) -
 
     Args:
         name: One of `OPTIMIZERS`.
-        foreach: Whether its step updates all parameters at once.
-        master_weights: Whether it keeps a float32 copy of parameters in 16 bits.
+        foreach: Whether a step updates all parameters at once.
+        master_weights: Whether the optimizer keeps a float32 copy of parameters in 16 bits.
     """
     state, made, left, at_once = OPTIMIZERS[name]
     if name == "none":

@@ -223,7 +223,7 @@ def _efficiencies(key: str, shares: Shares, needed: Iterable[str], dtypes: Itera
     if wrong := sorted(shares.keys() - known):
         raise ValueError(
             f"{key}.{wrong[0]} is no class of operators, "
-            "nor one in a type of numbers that has a peak"
+            "and no class with a dtype that has a peak rate"
         )
     for kind in needed:
         if kind not in shares:

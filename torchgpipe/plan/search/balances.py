@@ -97,7 +97,7 @@ class Work:
         return self.bound(n, heaviest(self.seconds, balance), sum(copies))
 
     def stages(self, n: int) -> int:
-        """Return how many stages `n` devices have together with the setup's schedule.
+        """Return how many stages the setup's schedule has on `n` devices together.
 
         It is 0 if the schedule is not for `n` devices, or not for the setup's micro-batches.
         """

@@ -130,7 +130,7 @@ def least(  # noqa: PLR0913
     if not found:
         raise Impossible(
             f"no schedule that was asked for is for {partitions} device(s), {len(needed)} layers "
-            f"and {chunks[0]} micro-batches or more: choose from others"
+            f"and {chunks[0]} micro-batches or more: allow other schedules"
         )
     return min(found, key=lambda candidate: candidate.peak)
 
