@@ -115,7 +115,7 @@ class Rehearsal:
         return self.make()
 
     def prepare(self) -> TensorOrTensors:
-        """Forget the last run, and return the input for the next run."""
+        """Delete the last run's outputs and skips, and return a copy of the input for a new run."""
         self.output = ()
         self.scope = {}
         for key, x in self.skips.items():

@@ -78,7 +78,7 @@ def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
 
 
 class _Stage:
-    """The bytes that the tasks of one stage take."""
+    """The bytes that one stage takes: for a task of each kind, and for its parameters."""
 
     def __init__(self, counts: Counts, setup: Setup, s: int) -> None:
         start, stop = setup.cuts[s]

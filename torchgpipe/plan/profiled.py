@@ -85,7 +85,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Profile:
-    """The seconds of every layer by micro-batch size, and how they were measured."""
+    """The measured seconds of every layer by micro-batch size, and how they were measured."""
 
     curves: tuple[list[Curve], list[Curve], list[Curve]]
     """Curves of forwards without an autograd graph, of forwards with a graph, and of backwards."""

@@ -62,7 +62,7 @@ def recomputing(schedule: str | Schedule, n: int, m: int, v: int | None = None) 
 
 
 def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
-    """Return the timeline of one step.
+    """Return the timeline of one training step: when each task starts and ends.
 
     Args:
         costs: The seconds of every task and copy.

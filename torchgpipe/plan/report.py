@@ -107,7 +107,7 @@ class Plan:
 
     @property
     def peaks(self) -> list[float]:
-        """The predicted peak of each device, in bytes allocated to tensors."""
+        """The predicted peak memory of each device, in bytes that tensors take."""
         return [device.peak for device in self.best.devices]
 
     def gpipe(self, *, devices: Iterable[int | str | torch.device] | None = None) -> GPipe:
@@ -131,10 +131,10 @@ class Plan:
             schedule = getattr(self.schedule, "name", self.schedule)
             raise ValueError(
                 "the model is on device 'meta' and has no values to move: "
-                "build it on a real device, and give that "
+                "build the model on a real device, and make the pipeline with "
                 f"GPipe(model, {self.balance}, chunks={self.chunks}, "
                 f"checkpoint={self.checkpoint!r}, schedule={schedule!r}); "
-                "or give gpipe() devices that are 'meta', too"
+                "or call gpipe(devices=…) with 'meta' devices"
             )
         return GPipe(
             self.module,

@@ -279,7 +279,7 @@ class _Around(Module):
 
 
 def _submodule(module: Module, path: str) -> Any:
-    """Return a submodule by its path, even if an attribute has the same name."""
+    """Return the submodule at a path such as "layer1.0", even if an attribute has the same name."""
     for part in path.split(".") if path else ():
         module = module._modules[part]  # type: ignore[assignment]
     return module

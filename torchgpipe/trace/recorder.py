@@ -183,11 +183,11 @@ class Recorder(TorchFunctionMode):
         return number
 
     def number(self, x: Tensor) -> int:
-        """Return the number of a tensor that the module returns."""
+        """Return the number of a tensor that the module returns, or raise `Untraceable`."""
         if id(x) not in self._numbers:
             raise Untraceable(
                 f"{type(self.root).__name__} returns a tensor that no call has made, such as a "
-                "parameter; leave it out, or return a copy (x.clone())"
+                "parameter; do not return the tensor, or return a copy (x.clone())"
             )
         return self._numbers[id(x)]
 

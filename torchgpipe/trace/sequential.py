@@ -296,5 +296,5 @@ def _check_root(module: Module) -> None:
             )
         if isinstance(part, torch.jit.ScriptModule):
             raise Untraceable(
-                f"{kind} has a scripted part, {name!r}; use the module that was scripted"
+                f"{kind} has a scripted part, {name!r}; use the module before torch.jit.script"
             )

@@ -1,4 +1,4 @@
-"""Run operators on `meta` like on a CPU or a GPU: with its fused kernels and its autocast.
+"""Run operators on `meta` like on a CPU or a GPU: with that device's fused kernels and autocast.
 
 Without this module, autocast does nothing on `meta`. The lists of operators below come from
 PyTorch's documentation ("Autocast Op Reference"). An operator that is in no list runs in the dtype

@@ -10,7 +10,7 @@ from torchgpipe.plan.hardware.operators import Operator
 
 
 class Change(NamedTuple):
-    """Bytes that are allocated, or freed if they are negative."""
+    """A change of the allocated memory: bytes that are allocated, or negative if they are freed."""
 
     bytes: float
     storage: int | None
@@ -35,7 +35,7 @@ class Stashed(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """The memory that one layer takes for one micro-batch. Its lists of storages have numbers."""
+    """The memory that one layer takes for one micro-batch. Storages are given by their numbers."""
 
     inputs: tuple[int, ...] = ()
     pops: tuple[int, ...] = ()

@@ -145,7 +145,7 @@ def _backward(
 
 
 def _begins_in_place(layers: Sequence[Footprint]) -> bool:
-    """Return whether the first layer that does not just return its input changes it in place."""
+    """Return whether the first layer that computes something changes its input in place."""
     for layer in layers:
         if layer.in_place or layer.outputs != layer.inputs:
             return layer.in_place

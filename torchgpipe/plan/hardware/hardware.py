@@ -145,7 +145,7 @@ class Hardware:
 
 
 def hardware_names() -> list[str]:
-    """Return the names of the shipped descriptions, in order."""
+    """Return the names of the hardware descriptions in this package, sorted."""
     return sorted([path.stem for path in FOLDER.glob("*.json")])
 
 

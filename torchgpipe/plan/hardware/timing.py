@@ -22,7 +22,7 @@ from torchgpipe.tensors.microbatch import TensorOrTensors, mapped, tensors_of
 
 
 class Seconds(NamedTuple):
-    """The seconds of every layer for one micro-batch."""
+    """The seconds of every layer for one micro-batch: a list for each kind of pass."""
 
     forward: list[float]
     """The seconds of each layer's forward without an autograd graph."""

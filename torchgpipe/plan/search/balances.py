@@ -126,8 +126,8 @@ class Work:
         setup, counts = self.setup, self.predictor.counts
         m = len(setup.sizes)
         footprints = counts.footprints(setup.sizes[0])
-        copies = 1 + setup.optimizer.state  # of the bytes of the parameters
-        if m > 1:  # With one micro-batch, gradients come only while activations go.
+        copies = 1 + setup.optimizer.state  # bytes to hold for each byte of parameters
+        if m > 1:  # With one micro-batch, activations are freed before all gradients exist.
             copies += 1
         outputs = kept = 1
         if setup.gathered:

@@ -42,7 +42,7 @@ class Candidate:
         return max([device.peak for device in self.devices])
 
     def lacks(self, memory: float) -> float:
-        """Return the bytes that all devices together lack, if each has `memory` bytes."""
+        """Return how many bytes are missing on all devices together, if each has `memory` bytes."""
         return sum([max(0.0, device.peak - memory) for device in self.devices])
 
 
@@ -62,7 +62,7 @@ def assess(predictor: Predictor, setup: Setup, step: Timeline | None = None) -> 
 class Trial:
     """A search for the fastest balance of a setup that fits the memory.
 
-    As long as no balance fits, the balance that lacks the fewest bytes counts as the best.
+    As long as no balance fits, the balance with the fewest missing bytes counts as the best.
 
     Args:
         work: The setup, with the seconds and bytes of its layers.
@@ -81,7 +81,7 @@ class Trial:
 
     @property
     def lacking(self) -> float:
-        """The bytes that the devices lack with the best balance, added up over all devices."""
+        """How many bytes are missing on all devices together, with the best balance."""
         return self.best.lacks(self.memory)
 
     def take(self, balance: Balance) -> bool:
@@ -126,7 +126,13 @@ class Trial:
 
 
 def _moved(balance: Sequence[int], stride: int, sources: Iterable[int]) -> Iterator[Balance]:
-    """Yield every balance in which `stride` layers have moved from a source to another stage."""
+    """Yield each balance that results from moving `stride` layers from a source to another stage.
+
+    Args:
+        balance: The number of layers of each stage.
+        stride: How many layers to move.
+        sources: The stages from which layers may move.
+    """
     for source, target in product(sources, range(len(balance))):
         if source != target and balance[source] > stride:
             moved = list(balance)
