@@ -131,7 +131,7 @@ class Plan:
             schedule = getattr(self.schedule, "name", self.schedule)
             raise ValueError(
                 "the model is on device 'meta' and has no values to move: "
-                "build the model on a real device, and make the pipeline with "
+                "build it on a real device, and make the pipeline with "
                 f"GPipe(model, {self.balance}, chunks={self.chunks}, "
                 f"checkpoint={self.checkpoint!r}, schedule={schedule!r}); "
                 "or call gpipe(devices=…) with 'meta' devices"
