@@ -1,12 +1,13 @@
-"""Balance a sequence of layers over partitions, by what its layers cost on a sample.
+"""Balance a sequence of layers over partitions, by the cost of each layer on a sample.
 
-    balance = balance_by_time(4, model, sample)       # even seconds
-    balance = balance_by_size(4, model, mini_batch)   # even bytes
+    balance = balance_by_time(4, model, sample)       # cost: seconds
+    balance = balance_by_size(4, model, mini_batch)   # cost: bytes
     model = GPipe(model, balance, chunks=8)
 
-Both functions profile the layers one by one, on copies, and then find the balance whose heaviest
-partition is as light as possible. The module's mode, gradients and buffers (also the statistics of
-batch norms) and the random state are left as they were.
+A balance is a list: the number of layers in each partition. Both functions run a copy of each layer
+to measure its cost. Then they find the balance whose most expensive partition costs as little as
+possible. They do not change the module's mode, its gradients and its buffers (such as the
+statistics of batch norms), or the random state.
 """
 
 import torch
@@ -29,10 +30,11 @@ def balance_by_time(
     timeout: float = 1.0,
     device: Device | None = None,
 ) -> list[int]:
-    """Balance by the time that forward and backward of every layer take on a sample.
+    """Balance by the time that the forward and backward of every layer take on a sample.
 
-    The layers are timed in turn, in rounds, until the timeout, but each layer at least once. Each
-    copy of a layer runs once before it is timed. A layer's cost is the median of its times.
+    The function times the layers one after another, and starts again with the first layer until the
+    timeout. It times every layer at least once. Each copy of a layer runs once before it is timed.
+    The cost of a layer is the median of its times.
 
     Args:
         partitions: How many partitions to make, from 1 to the number of layers.
@@ -44,18 +46,18 @@ def balance_by_time(
             and "cpu" otherwise.
 
     Returns:
-        The number of layers of each partition, as `GPipe` takes it.
+        The number of layers of each partition: the argument `balance` of `GPipe`.
 
     Raises:
         TypeError: If an argument has a wrong type, skips do not match, or a layer cannot be copied.
-        ValueError: If a number is out of range, or the device is "meta", where nothing takes time.
+        ValueError: If a number is out of range. Or if the device is "meta", which has no times.
     """
     sample, place = _check(partitions, module, sample, device)
     if not timeout >= 0:
         raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")
     if place.type == "meta":
         raise ValueError(
-            "nothing takes time on device 'meta': name one that computes, or use balance_by_size"
+            "nothing takes time on device 'meta': name a real device, or use balance_by_size"
         )
     seconds = profile_times(module, sample, timeout, place)
     return minimise_heaviest(seconds, partitions)
@@ -70,12 +72,13 @@ def balance_by_size(  # noqa: PLR0913
     param_scale: float = 2.0,
     device: Device | None = None,
 ) -> list[int]:
-    """Balance by the memory that every layer takes to train.
+    """Balance by the memory that every layer takes in training.
 
         size = bytes for one micro-batch + param_scale * bytes of parameters
 
-    The bytes for one micro-batch are those of the storages that the layer's forward makes, and that
-    its backward or a later layer needs. Each storage counts once. Sparse tensors do not count.
+    The bytes for one micro-batch are the bytes of new storages: the layer's forward makes them, and
+    the layer's backward or a later layer needs them. Each storage counts once. Sparse tensors do
+    not count.
 
     Args:
         partitions: How many partitions to make, from 1 to the number of layers.
@@ -85,11 +88,11 @@ def balance_by_size(  # noqa: PLR0913
         param_scale: How many bytes are held for each byte of parameters. Parameters and gradients
             make 2. Add the optimizer's state: 0 for SGD, 1 for SGD with momentum, 2 for Adam. Add 1
             if a copy of the parameters is kept.
-        device: The device on which the layers run, as for `balance_by_time`. On "meta" the sizes
-            are found without computing.
+        device: The device on which the layers run. The default is "cuda" if it is available, and
+            "cpu" otherwise. On "meta", the function finds the sizes without computing.
 
     Returns:
-        The number of layers of each partition, as `GPipe` takes it.
+        The number of layers of each partition: the argument `balance` of `GPipe`.
 
     Raises:
         TypeError: If an argument has a wrong type, skips do not match, or a layer cannot be copied.
@@ -107,7 +110,7 @@ def balance_by_size(  # noqa: PLR0913
 def _check(
     partitions: int, module: nn.Sequential, sample: TensorOrTensors, device: Device | None
 ) -> tuple[TensorOrTensors, torch.device]:
-    """Check the arguments before time is spent; return the sample's tensors and the device."""
+    """Check the arguments before any layer runs; return the sample's tensors and the device."""
     sample = checked_sample(module, sample, "balanced")
     check_partitions(partitions, len(module))
     if device is None:

@@ -1,9 +1,10 @@
-"""Split a row of costs into consecutive partitions, so that the heaviest is as light as possible.
+"""Split a list of costs into consecutive partitions that minimise the cost of the heaviest one.
 
-The answer is exact. Costs become integers first, since every finite float is a fraction. Then the
-least bound for the heaviest partition is found by bisection, down to the last unit. A bound is
-possible if partitions that are filled greedily reach the end, each with a binary search in the
-prefix sums (Pinar and Aykanat, "Fast optimal load balancing algorithms for 1D partitioning", 2004).
+The answer is exact. Every finite float is a fraction, so the costs are first scaled to integers.
+Then a bisection finds the least possible bound: the cost that no partition exceeds. To test a
+bound, each partition takes as many layers as the bound allows, by a binary search in the prefix
+sums. The bound is possible if the partitions take all layers (Pinar and Aykanat, "Fast optimal load
+balancing algorithms for 1D partitioning", 2004).
 """
 
 from bisect import bisect_left, bisect_right
@@ -14,11 +15,11 @@ from math import lcm
 
 
 def minimise_heaviest(costs: Iterable[float | Fraction], partitions: int) -> list[int]:
-    """Return how many layers each partition takes, so that the heaviest is as light as possible.
+    """Return the number of layers in each partition that minimises the heaviest partition's cost.
 
-    A partition consists of consecutive layers, at least one. If several balances have the same
-    heaviest partition, the returned one has other partitions of about equal cost. Layers without a
-    cost are shared out by number.
+    A partition consists of consecutive layers, at least one. Several balances can have equally
+    heavy heaviest partitions. Of these balances, the returned one has other partitions of about
+    equal cost. If layers cost nothing, partitions get about equal numbers of them.
 
     Args:
         costs: One non-negative finite number per layer, in any unit (int, float or Fraction).
@@ -38,7 +39,7 @@ def minimise_heaviest(costs: Iterable[float | Fraction], partitions: int) -> lis
 
 
 def check_partitions(partitions: int, layers: int) -> None:
-    """Refuse a number of partitions that so many layers cannot fill."""
+    """Raise an error if `layers` layers cannot fill this number of partitions."""
     if not isinstance(partitions, int) or isinstance(partitions, bool):
         raise TypeError(f"partitions must be an int, got {partitions!r}")
     if partitions < 1:
@@ -46,7 +47,7 @@ def check_partitions(partitions: int, layers: int) -> None:
     if partitions > layers:
         raise ValueError(
             f"cannot fill {partitions} partitions with {layers} layer(s): "
-            f"every partition needs one, so ask for at most {layers}"
+            f"every partition needs a layer, so ask for at most {layers} partition(s)"
         )
 
 
@@ -55,7 +56,7 @@ def _integers(costs: Sequence[float | Fraction]) -> list[int]:
     numerators: list[int] = []
     denominators: list[int] = []
     for layer, cost in enumerate(costs):
-        # `not (0 <= cost < inf)` is also true of NaN.
+        # `not (0 <= cost < inf)` is also true if the cost is NaN.
         if not (0 <= cost < float("inf")):
             raise ValueError(
                 f"costs must be finite and not negative, got {cost!r} for layer {layer}"
@@ -85,9 +86,10 @@ def _least_bound(prefix: Sequence[int], heaviest_layer: int, partitions: int) ->
 
 
 def _place(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
-    """Return where partitions start, and the number of layers as the end.
+    """Return the first layer of each partition, followed by the number of layers.
 
-    Each partition takes about an even share of what is left, and costs no more than the bound.
+    From the first partition on, each partition takes about an equal share of the remaining cost. No
+    partition costs more than `bound`.
     """
     layers = len(prefix) - 1
     earliest = _earliest_starts(prefix, partitions, bound)
@@ -105,10 +107,10 @@ def _place(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
 
 
 def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
-    """Move every cut to the middle between its neighbours.
+    """Move each start of a partition to the middle (by cost) between the starts beside it.
 
-    That never makes the heavier side heavier. A cut is nearly in the middle before, unless a layer
-    that is heavier than a share pulled it away.
+    A move never makes the heavier of the two partitions beside it heavier. Most starts are nearly
+    in the middle already. They are far from it only if a layer is heavier than an equal share.
     """
     for _ in starts:
         before = list(starts)
@@ -122,9 +124,10 @@ def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
 
 
 def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -> int:
-    """Return the cut from `first` to `last` whose prefix sum is nearest to the share.
+    """Return the index from `first` to `last` whose prefix sum is nearest to `share`.
 
-    Layers without a cost make several such cuts. Then the cut nearest to the count is returned.
+    If layers cost nothing, several indices have that prefix sum. Then the function returns the
+    index nearest to `count`.
     """
 
     def distance(cut: int) -> tuple[int, int, int]:
@@ -134,7 +137,10 @@ def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -
 
 
 def _earliest_starts(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
-    """Return by k the first layer from which k partitions under the bound reach the end."""
+    """Return for each k the first layer from which k partitions can hold all layers to the end.
+
+    No partition may cost more than `bound`.
+    """
     earliest = [len(prefix) - 1]
     for _ in range(partitions):
         end = earliest[-1]

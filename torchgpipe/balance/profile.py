@@ -1,9 +1,9 @@
 """Profile a sequence layer by layer: seconds of forward and backward, or bytes for a micro-batch.
 
-Every layer runs on the outputs and skips of the layers before it, which are cut off from their
-autograd graph. An input requires grad if it would in training, so that a frozen layer costs no
-backward. Layers run one at a time, as copies. So the module stays untouched, and the device need
-not have room for all of it.
+Every layer runs on the outputs and skips of the layers before it, detached from their autograd
+graph. A detached tensor requires grad if the original does, so that the layer does the same
+backward as in training. Layers run one at a time, as copies. So the module does not change, and the
+device needs room for only one layer at a time.
 """
 
 import copy
@@ -27,7 +27,7 @@ from torchgpipe.trace.layer import batched, flat
 T = TypeVar("T")
 
 RUNS_PER_COPY = 3
-"""How often each copy is timed, so that copying does not take most of the timeout."""
+"""How often each copy is timed. With fewer runs, copying could take most of the timeout."""
 
 
 def profile_times(
@@ -38,7 +38,7 @@ def profile_times(
     Args:
         module: The layers.
         sample: An input of the first layer.
-        timeout: Seconds after which no further measurement starts, if each layer has been timed.
+        timeout: Seconds after which no further measurement starts, once each layer has been timed.
         device: Where the layers run.
     """
     seconds: list[list[float]] = [[] for _ in module]
@@ -67,7 +67,7 @@ def profile_sizes(
     param_scale: float,
     device: torch.device,
 ) -> list[float]:
-    """Return every layer's bytes: for one micro-batch, and `param_scale` times its parameters.
+    """Return every layer's bytes for one micro-batch, plus `param_scale` times its parameters'.
 
     Args:
         module: The layers.
@@ -89,13 +89,13 @@ def profile_sizes(
 
 @dataclass(eq=False)
 class Rehearsal:
-    """A layer to be profiled: what enters it, a copy of it that runs, and what the last run made.
+    """A layer to profile: its inputs, a copy of the layer that runs, and the last run's results.
 
     Attributes:
-        original: The layer, of which only a copy runs.
+        original: The layer itself. It never runs; only its copy does.
         value: The layer's input. Every run gets a copy of it.
         skips: The skips that the layer pops. Every run gets copies of them.
-        make: Makes the copy of the layer, when it is first needed.
+        make: Makes the copy of the layer. It is called when the copy is first needed.
         index: The number of the layer.
         output: The output of the last run.
         scope: The skips that the last run stashed.
@@ -115,7 +115,7 @@ class Rehearsal:
         return self.make()
 
     def prepare(self) -> TensorOrTensors:
-        """Forget the last run, and return the input for the next run."""
+        """Delete the last run's outputs and skips, and return a copy of the input for a new run."""
         self.output = ()
         self.scope = {}
         for key, x in self.skips.items():
@@ -123,12 +123,12 @@ class Rehearsal:
         return mapped(_fresh, self.value)
 
     def forward(self, value: TensorOrTensors) -> None:
-        """Run the layer on what `prepare` returned."""
+        """Run the layer's copy on an input that `prepare` has returned."""
         with skip_scope(self.scope):
             self.output = self.layer(value)
 
     def saved(self, value: TensorOrTensors) -> dict[int, torch.UntypedStorage]:
-        """Run the layer as `forward` does; return the storages that its graph keeps, by id."""
+        """Run the layer like `forward`; return the storages that the graph has saved, by id."""
         kept: dict[int, torch.UntypedStorage] = {}
 
         def keep(x: Tensor) -> Tensor:
@@ -148,12 +148,12 @@ class Rehearsal:
 
 
 def checked_sample(module: nn.Sequential, sample: TensorOrTensors, done: str) -> TensorOrTensors:
-    """Return the tensors of a sample for `module`; refuse what cannot be profiled.
+    """Return a sample's tensors as `module` takes them; raise an error if they cannot be profiled.
 
     Args:
         module: The layers.
         sample: An input, with the structure that the layers take.
-        done: What is to be done with the layers, for a message: "balanced".
+        done: A participle for the error message, such as "balanced": what the caller wants.
 
     Raises:
         TypeError: If an argument has a wrong type, or skips do not match.
@@ -172,14 +172,14 @@ def rehearse(
     device: torch.device,
     measure: Callable[[Rehearsal], T],
 ) -> Iterator[T]:
-    """Measure the layers in turn, and yield each measurement.
+    """Measure the layers one after another, and yield each layer's measurement.
 
     Args:
         module: The layers.
         sample: An input of the first layer.
         device: Where the layers run.
-        measure: Runs a layer once or more, and returns the measurement. The output of the last run
-            is the input of the next layer.
+        measure: A function that runs a layer at least once, and returns the measurement. The output
+            of the last run is the input of the next layer.
     """
 
     def cut_off(x: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def rehearse(
         waiting.update(
             {key: None if x is None else cut_off(x) for key, x in rehearsal.scope.items()}
         )
-        # The device may have room for only one layer, so no name may hold this layer's tensors.
+        # The device may have room for only one layer, so no variable may keep this layer's tensors.
         del rehearsal, skips
         yield measurement
 
@@ -209,14 +209,14 @@ def rehearse(
 def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.Module:
     """Copy layer number `index` to the device, for training.
 
-    Nothing that the copy does reaches the original.
+    Running the copy never changes the original.
 
     Raises:
         TypeError: If the layer cannot be copied.
     """
     original = module[index]
-    # deepcopy refuses tensors with an autograd graph. torch.nn.utils.weight_norm keeps such tensors
-    # as attributes.
+    # copy.deepcopy refuses tensors with an autograd graph. torch.nn.utils.weight_norm keeps tensors
+    # with a graph as attributes of a module, so they are copied here.
     copies: dict[int, Tensor] = {}
     for submodule in original.modules():
         for x in vars(submodule).values():
@@ -232,14 +232,14 @@ def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.M
             "make copy.deepcopy work on it, or give the balance by hand"
         ) from error
     layer = _placed(layer, device)
-    # Parts of a training module that eval() has frozen stay frozen.
+    # If the module is in training mode, submodules that are in eval mode stay in eval mode.
     return layer if module.training else layer.train()
 
 
 def time_forward(rehearsal: Rehearsal, device: torch.device) -> float:
     """Run forward once; return its seconds."""
     value = rehearsal.prepare()
-    _ = rehearsal.layer  # so that it is copied before the time is taken
+    _ = rehearsal.layer  # The copy is made here, so that its time does not count.
     return seconds_of(lambda: rehearsal.forward(value), device)
 
 
@@ -254,7 +254,7 @@ def time_run(rehearsal: Rehearsal, device: torch.device) -> tuple[float, float]:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Call `work`, and return the seconds until the device has done it."""
+    """Call `work`, and return the seconds until the device has finished all work."""
     synchronize(device)
     start = perf_counter()
     work()
@@ -280,7 +280,7 @@ def _kept_bytes(rehearsal: Rehearsal) -> int:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Record gradients, whatever the caller's mode is, and leave the random state as it was."""
+    """Enable gradients, whatever the caller's mode is, and restore the random state at the end."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
         yield
@@ -289,7 +289,8 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 def _placed(layer: nn.Module, device: torch.device) -> nn.Module:
     """Move a layer's copy to the device.
 
-    Parameters and buffers on `meta` get values with which activations neither grow nor vanish.
+    Parameters and buffers on `meta` get new values. With these, activations neither grow from layer
+    to layer nor vanish.
     """
     held = [*layer.parameters(), *layer.buffers()]
     if device.type == "meta" or not any(x.is_meta for x in held):
@@ -306,7 +307,7 @@ def _placed(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _fresh(x: Tensor) -> Tensor:
-    """Copy a tensor for one run. The copy is no leaf, so that a layer may change it in place."""
+    """Copy a tensor for one run. A layer may change the copy in place, because it is no leaf."""
     return x.detach().requires_grad_(x.requires_grad).clone()
 
 

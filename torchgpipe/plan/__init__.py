@@ -1,7 +1,8 @@
 """Plan a pipeline without running it.
 
-A plan counts the layers of a model, predicts the seconds and bytes of training steps, and searches
-for the fastest setup that fits the memory.
+`plan` counts the operators and bytes of a model's layers, predicts the seconds and bytes of a
+training step, and searches for the fastest setup that fits the memory. A setup is a balance, a
+number of micro-batches, a checkpoint mode and a schedule.
 
     from torchgpipe.plan import plan
     found = plan(
@@ -16,9 +17,10 @@ for the fastest setup that fits the memory.
     print(found)
     model = found.gpipe()
 
-`planner` puts the parts together. `count` tells what layers do and hold, and `hardware` how long a
-device takes for that; `profiled` can measure the layers instead. `predict` and `memory` predict the
-seconds and bytes of a step, and `search` finds the best setup.
+The modules: `planner` has the function `plan`. `count` counts each layer's operators and bytes, and
+`hardware` tells how long a device takes for an operator. Instead, `profiled` can measure the
+layers' seconds. `predict` predicts the seconds of a step, and `memory` its bytes. `search` finds
+the best setup.
 """
 
 from torchgpipe.plan.hardware.hardware import Hardware, hardware_names, load_hardware

@@ -19,7 +19,7 @@ def parse_amount(text: str | float) -> float:
     """Return the bytes of an amount: a number of bytes, or text with a unit, such as `24GiB`.
 
     Raises:
-        ValueError: If the amount is neither, or is not more than zero.
+        ValueError: If the amount is neither a number nor such a text, or is not more than zero.
     """
     sizes = {unit.lower(): size for unit, size in UNITS.items()}
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*)\s*", str(text))
@@ -38,7 +38,7 @@ def parse_amount(text: str | float) -> float:
 
 
 def amount(nbytes: float) -> str:
-    """Return bytes as text, such as `31.2 GiB`, in the largest unit that gives at least 1."""
+    """Format bytes as text, such as `31.2 GiB`, in the largest unit that gives at least 1."""
     for unit in ("GiB", "MiB", "KiB"):
         size = UNITS[unit]
         if nbytes >= size:

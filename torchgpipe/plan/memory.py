@@ -1,27 +1,28 @@
-"""Predict the most bytes that each device has allocated during a step.
+"""Predict the most bytes that each device has allocated at a time during a step.
 
-The prediction walks over a device's list of actions and adds up bytes, for micro-batches of one
-size. During an action, these tensors live on a device:
+The prediction goes through a device's list of actions (forwards, recomputations and backwards) and
+adds up bytes for each action. It takes all micro-batches to be of one size. During an action, these
+tensors are on a device:
 
-- always: parameters, buffers and the optimizer's state; the first stage's device also has the
-  mini-batch;
-- stashed: what the device's tasks in flight keep. A checkpointed task keeps its inputs, another
-  task keeps what its autograd graph has saved, and a task whose backward of the weights is left
-  keeps what that backward needs;
-- working: what the action itself allocates, by the traces of its layers;
-- copies: the next input, the gradient of the output and the gradient of the last input, while they
-  are copied;
-- skips on their way to a later stage, and their gradients on the way back;
+- always: the parameters, the buffers and the optimizer's state. The device of the first stage also
+  has the mini-batch;
+- stashed: the tensors that tasks between forward and backward keep. A checkpointed task keeps its
+  inputs. A task without checkpointing keeps the tensors that its autograd graph has saved. A task
+  that has only its weights' gradients left to compute keeps the tensors for that;
+- working: the tensors that the action itself allocates, by the traces of its layers;
+- copies: the next input, the gradient of the output and the gradient of the last input, while these
+  tensors are copied between devices;
+- skips: the skips between two stages, and their gradients on the way back;
 - gradients: the sum of this step's gradients, from the end of the first backward on, and the
   gradients that stay between steps;
-- update: what the optimizer's step allocates, after the last backward (see `optimizer`).
+- update: the tensors that the optimizer's step allocates after the last backward (see `optimizer`).
 
-CPU devices share their memory, so nothing is copied between them. There a tensor counts once, on
-one of the devices.
+CPU devices share their memory, so nothing is copied between them. A tensor that several of them use
+counts on only one of them.
 
-The bytes are those of tensors. Not counted are what an allocator reserves beyond them, the
-workspaces of libraries, what a criterion keeps, and the copies of buffers that checkpointed tasks
-make.
+Only tensors count. The prediction leaves out the memory that an allocator reserves beyond the
+tensors, the workspaces of libraries, the tensors that a criterion keeps, and the copies of buffers
+that checkpointed tasks make.
 """
 
 from collections.abc import Sequence
@@ -35,11 +36,11 @@ from torchgpipe.plan.predict import Setup, crossing
 from torchgpipe.tensors.checkpoint import checkpointed
 
 Crossings = Sequence[tuple[int, int, Stashed]]
-"""The skips between stages: the stage that stashes, the stage that pops, and the skip."""
+"""The skips between stages: for each, the stage that stashes, the stage that pops, and the skip."""
 
 
 class DeviceBytes(NamedTuple):
-    """The bytes that a device has allocated at its fullest moment, in parts."""
+    """The bytes that a device has allocated when its memory is fullest, by their purpose."""
 
     parameters: float
     gradients: float
@@ -49,18 +50,19 @@ class DeviceBytes(NamedTuple):
     skips: float = 0.0
     copies: float = 0.0
     update: float = 0.0
-    """What the optimizer's step allocates, if the device is fullest then."""
+    """What the optimizer's step allocates, if the memory is fullest during that step."""
 
     @property
     def peak(self) -> float:
-        """The most bytes at any moment of a step, after the first step."""
+        """The most bytes that the device has allocated at a time, in any step but the first."""
         return sum(self)
 
 
 def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
-    """Return the peak of every device, in each step after the first.
+    """Return the peak memory of every device, for any step but the first.
 
-    All micro-batches count as large as the first, also if the last micro-batch is smaller.
+    The prediction takes all micro-batches to be as large as the first micro-batch, although the
+    last micro-batch can be smaller.
     """
     sizes = setup.sizes
     crossings = crossing(counts.footprints(sizes[0]), setup.cuts)
@@ -76,14 +78,15 @@ def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
 
 
 class _Stage:
-    """The bytes that the tasks of one stage take."""
+    """The bytes that one stage takes: for a task of each kind, and for its parameters."""
 
     def __init__(self, counts: Counts, setup: Setup, s: int) -> None:
         start, stop = setup.cuts[s]
         sizes = setup.sizes
         size = sizes[0]
         recomputed = checkpointed(setup.checkpoint, len(sizes))
-        # Both kinds of tasks are worked out only where both exist: this takes most of the time.
+        # `counts.task` takes most of the time, so it is called for checkpointed and for other tasks
+        # only if the stage has both.
         self.checkpointed = counts.task(size, start, stop, checkpoint=recomputed > 0)
         self.plain = self.checkpointed
         if recomputed < len(sizes) or start == 0:
@@ -93,8 +96,8 @@ class _Stage:
         for layer in self.layers:
             self.parameters += map(float, layer.parameter_sizes)
         self.all_parameters = sum(self.parameters)
-        # A backward of the weights needs what layers with matrix products have saved, and the
-        # gradients of these layers' outputs.
+        # A backward that computes only weights' gradients needs the tensors that layers with matrix
+        # products have saved, and the gradients of these layers' outputs.
         late: list[Footprint] = []
         if setup.halves:
             footprints = counts.footprints(size)[start:stop]
@@ -107,19 +110,20 @@ class _Stage:
             saves = footprint.saves
             saved |= {storage: size for storage, size in footprint.sizes if storage in saves}
         self.half = sum(saved.values()) + self.output_grads
-        """What a task keeps until its backward of the weights."""
+        """The bytes that a task keeps until the weights' gradients are computed."""
 
     def stashed(self, recomputed: int, plain: int, later: int = 0) -> float:
-        """Return the bytes that so many tasks in flight keep."""
+        """Return the bytes that tasks in flight keep, from their numbers (see `InFlight`)."""
         return recomputed * self.checkpointed.inputs + plain * self.plain.kept + later * self.half
 
 
 class _Device:
-    """What a device holds at the moments of a step.
+    """The bytes that a device holds during each action of a step.
 
-    In GPipe's schedule, the user holds the gathered output on the last device, also during the
-    optimizer's step, and its gradient during the whole backward. While outputs are gathered, the
-    micro-batches' outputs and the gathered output are there at once.
+    In GPipe's schedule, the outputs of the micro-batches are concatenated (gathered) on the last
+    device. During the concatenation, that device holds the outputs twice. The caller keeps the
+    gathered output until the end of the optimizer's step, and its gradient during the whole
+    backward.
     """
 
     def __init__(
@@ -142,14 +146,15 @@ class _Device:
             frozen += counts.input * setup.batch_size
         self._parameters = parameters
         self._kept_grads = parameters if setup.zeroed else 0.0
-        """Gradients that stay between steps."""
+        """The bytes of gradients that stay between steps."""
         state = setup.optimizer.state * parameters
         self._always = DeviceBytes(parameters + frozen, self._kept_grads, state)
 
     def fullest(self, moments: Sequence[Moment]) -> DeviceBytes:
-        """Return what the device holds when it is fullest.
+        """Return the bytes that the device holds when its memory is fullest.
 
-        That is at one of the moments, between forward and backward, or in the optimizer's step.
+        That is during one of the actions in `moments`, between the forwards and the backwards, or
+        during the optimizer's step.
         """
         found = [self._at(moment) for moment in moments]
         gathered = 0.0
@@ -171,7 +176,7 @@ class _Device:
         return max(found, key=lambda each: each.peak)
 
     def _at(self, now: Moment) -> DeviceBytes:
-        """Return what the device holds at one moment."""
+        """Return the bytes that the device holds during one action."""
         running = self._stages[now.stage]
         task = running.checkpointed if now.recomputed else running.plain
         first = not now.begun[now.stages.index(now.stage)]
@@ -208,7 +213,11 @@ class _Device:
     def _outputs(self, plain: TaskBytes, now: Moment, waiting: int, here: bool) -> float:
         """Return the bytes of the last stage's outputs, and of their gradients.
 
-        `waiting` tasks wait for their backward; `here` says that one is in its backward.
+        Args:
+            plain: The bytes of one task of the last stage.
+            now: The action that runs.
+            waiting: How many tasks of the last stage wait for their backward.
+            here: Whether the action is a backward or a recomputation of the last stage.
         """
         if self._gathered and now.kind != "forward":
             return self._m * (plain.output + plain.output_grad)
@@ -217,7 +226,10 @@ class _Device:
         return waiting * plain.output
 
     def _working(self, now: Moment, stage: _Stage, task: TaskBytes, first: bool) -> float:
-        """Return what the action itself allocates; `first` is the first backward of its stage."""
+        """Return the bytes that the action allocates.
+
+        `first` says that the action's stage has done no backward yet.
+        """
         if now.kind == "forward":
             return task.inputs + task.forward
         if now.kind == "recompute":
@@ -225,7 +237,7 @@ class _Device:
         if now.kind == "backward_weights":
             return stage.half + max(stage.parameters, default=0.0)
         if not self._gathered or self._last > 0 or self._recomputed:
-            # Copies and checkpoints cut the graph, so that each task has a graph of its own.
+            # Copies and checkpoints cut the autograd graph, so each task has a separate graph.
             return task.kept + stage.output_grads + (task.first if first else task.later)
         peak = task.summed
         if first:
@@ -233,9 +245,10 @@ class _Device:
         return task.kept + peak
 
     def _skips(self, traffic: Traffic) -> float:
-        """Return the bytes of skips and of their gradients that lie between two stages.
+        """Return the bytes of skips and of skips' gradients on their way between two stages.
 
-        If nothing is copied, a skip and its gradient count on the device that makes them.
+        If nothing is copied between devices, a skip counts on the device that computes the skip,
+        and its gradient on the device that computes the gradient.
         """
         route = (traffic.source, traffic.target)
         found = 0.0

@@ -1,4 +1,4 @@
-"""List the moments of a step at which a device may hold the most bytes."""
+"""List the actions of a step during which a device may hold the most bytes."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -14,41 +14,46 @@ from torchgpipe.schedules.replay import units
 
 
 class InFlight(NamedTuple):
-    """How many tasks of one stage are in flight, apart from the task that is running."""
+    """How many tasks of one stage are between forward and backward, without the running task."""
 
     checkpointed: int
     plain: int
     """Tasks that are not checkpointed."""
     later: int
-    """Tasks of which only the backward of the weights is left."""
+    """Tasks that have only the gradients of their weights left to compute."""
 
 
 class Traffic(NamedTuple):
-    """How many skips and gradients of skips lie between two stages, in micro-batches.
+    """For how many micro-batches skips, or gradients of skips, are between two stages.
 
-    The memory of `source`'s device is counted. `source` stashes the skips that `away` and `early`
-    count, and it pops the skips whose gradients `waiting` counts.
+    The numbers are for the memory of the device of stage `source`.
     """
 
     source: int
     target: int
     away: int
-    """Skips that `source` has stashed and `target` has not popped yet."""
+    """Micro-batches with skips that `source` has stashed and `target` has not popped yet."""
     early: int
-    """Gradients that `target` has sent before the backward of `source` can use them."""
+    """Micro-batches with gradients that `target` has sent and `source` has not used yet.
+
+    They are gradients of skips that `source` has stashed.
+    """
     waiting: int
-    """Gradients that `source` has made and `target` has not used yet."""
+    """Micro-batches with gradients that `source` has made and `target` has not used yet.
+
+    They are gradients of skips that `source` has popped.
+    """
 
 
 class Moment(NamedTuple):
-    """The action that runs on a device, and what the device holds during the action."""
+    """An action that runs on a device, and which tasks and skips take memory there meanwhile."""
 
     kind: Kind
     stage: int
     recomputed: bool
     """Whether the task is checkpointed."""
     stages: tuple[int, ...]
-    """The stages on the device. The next three fields have one item for each of them."""
+    """The stages on the device. The next three fields have one item for each of these stages."""
     coming: tuple[bool, ...]
     """Whether the stage has forwards left to do."""
     begun: tuple[bool, ...]
@@ -59,7 +64,7 @@ class Moment(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many things of each sort take memory at this moment, in a fixed order."""
+        """All numbers of `held` and `skips`, in a fixed order. More of any takes more memory."""
         counts: list[int] = []
         for in_flight in self.held:
             counts += in_flight
@@ -69,19 +74,19 @@ class Moment(NamedTuple):
 
 
 Alike = dict[tuple[int, ...], Moment]
-"""Moments at which a device does the same, by what they hold (`Moment.counts`)."""
+"""Moments at which a device runs the same kind of action; the keys are their `counts`."""
 
 
 @lru_cache(maxsize=64)
 def moments(lists: Schedule, recomputed: int, skips: bool) -> list[list[Moment]]:
-    """Return the moments at which each device may hold the most bytes.
+    """Return for each device the moments (actions) during which it may hold the most bytes.
 
-    A moment is left out if the device does the same at another moment and holds at least as much
-    of everything then.
+    A moment is left out if the device runs the same kind of action at another moment and holds at
+    least as much memory of each sort then.
 
     Args:
         lists: The schedule, with a recomputation of every task.
-        recomputed: How many micro-batches are checkpointed. They are the first ones.
+        recomputed: How many micro-batches are checkpointed: the first `recomputed` micro-batches.
         skips: Whether skips go from one stage to another.
     """
     clock = _Clock(lists) if skips else None
@@ -100,7 +105,7 @@ def moments(lists: Schedule, recomputed: int, skips: bool) -> list[list[Moment]]
 def _walk(
     actions: Sequence[Action], micro_batches: int, recomputed: int, clock: "_Clock | None"
 ) -> Iterator[Moment]:
-    """Yield the moments of one device, in the order of its actions."""
+    """Yield a moment for each action of one device, in the order of the actions."""
     own = tuple(sorted({action.stage for action in actions}))
     states = {stage: _State(micro_batches) for stage in own}
     for k, action in enumerate(actions):
@@ -110,7 +115,8 @@ def _walk(
             continue
         traffic: tuple[Traffic, ...] = ()
         if clock is not None:
-            # A recomputation is directly before its backward, and the clock leaves it out.
+            # The clock has no time for recomputations. The action after a recomputation is its
+            # backward.
             timed = actions[k + 1] if kind == "recompute" else action
             traffic = clock.traffic(own, timed)
         states[stage].begin(kind, plain)
@@ -123,7 +129,7 @@ def _walk(
 
 @dataclass
 class _State:
-    """What one stage has left to do, and how many of its tasks are in flight."""
+    """How many forwards one stage has left, and how many of its tasks wait for their backward."""
 
     left: int
     """How many forwards the stage has left to do."""
@@ -136,7 +142,7 @@ class _State:
         return InFlight(self.checkpointed, self.plain, self.later)
 
     def begin(self, kind: Kind, plain: bool) -> None:
-        """Begin an action: its task no longer counts among those in flight."""
+        """Begin an action: its task no longer counts among the tasks in flight."""
         if kind == "forward":
             self.left -= 1
         elif kind == "recompute":
@@ -147,7 +153,7 @@ class _State:
             self.plain -= 1
 
     def end(self, kind: Kind, plain: bool) -> None:
-        """End an action: what its task keeps for later counts again."""
+        """End an action: if its task has another action left, it counts as in flight again."""
         if kind == "forward" and plain:
             self.plain += 1
         elif kind == "forward":
@@ -159,9 +165,10 @@ class _State:
 
 
 class _Clock:
-    """A replay that tells which forwards and backwards are done when an action runs.
+    """A replay of a schedule that tells which forwards and backwards end before an action.
 
-    Whole backwards take two units of time, other actions one, and recomputations none.
+    In the replay, a backward that is not split takes two units of time. Recomputations take no
+    time. Each other action takes one unit.
     """
 
     def __init__(self, lists: Schedule) -> None:
@@ -179,7 +186,10 @@ class _Clock:
                 self._backwards[stage].append(end)
 
     def traffic(self, own: Sequence[int], action: Action) -> tuple[Traffic, ...]:
-        """Return the traffic from each stage in `own` to each stage, while the action runs."""
+        """Return the traffic from each stage in `own` to each stage of the pipeline.
+
+        The traffic is counted while `action` runs.
+        """
         start, end = self._times[action]
         forwards = [bisect_right(self._forwards[s], start) for s in self._stages]
         backwards = [bisect_right(self._backwards[s], start) for s in self._stages]
@@ -200,7 +210,7 @@ def _duration(action: Action) -> float:
 
 
 def _add(alike: Alike, now: Moment) -> None:
-    """Add a moment to others that are alike, and drop the moments that another one covers."""
+    """Add a moment to `alike`, but keep only moments whose numbers no other moment exceeds."""
     counts = now.counts
     if any(_covers(known, counts) for known in alike):
         return

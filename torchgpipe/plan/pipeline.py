@@ -1,4 +1,4 @@
-"""Make a planned `GPipe` from any module."""
+"""Make a `GPipe` from any module, with a setup that a plan chooses."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,8 +30,8 @@ def pipeline(  # noqa: PLR0913
 ) -> GPipe:
     """Make a pipeline of any module.
 
-    The module is traced into layers by `sequential`, `plan` finds a setup for them, and `GPipe`
-    makes the pipeline.
+    `sequential` traces the module into layers, `plan` finds the fastest setup for the layers, and
+    `GPipe` makes the pipeline.
 
         model = pipeline(module, sample, devices=["cuda:0", "cuda:1"], batch_size=64)
         loss(model(input), target).backward()
@@ -39,21 +39,21 @@ def pipeline(  # noqa: PLR0913
     Args:
         module: Any module, with its parameters on one device.
         sample: The module's arguments, as for `sequential`: a tensor, a tuple of arguments, or a
-            dictionary of them by name. They are as large as for a large micro-batch.
+            dictionary of arguments by name. It has as many samples as a large micro-batch.
         devices: The devices to use. The plan may need fewer.
         batch_size: The samples of a mini-batch.
         memory: The memory of each device, in bytes or as text such as "24GiB".
-        hardware: The hardware to predict for: a description, its name or its file. By default the
-            layers are profiled on the sample's device.
+        hardware: The hardware to predict for: a description, its name or its file. By default, the
+            plan profiles the layers on the sample's device.
         optimizer: The name of the optimizer, as for `plan`.
         chunks: The numbers of micro-batches to choose from, or a single number.
         checkpoint: The checkpoint modes to choose from, or a single mode.
-        whole: Submodules, or classes of them, that are not cut into layers.
+        whole: Submodules, or classes of submodules, that are not cut into layers.
         shared: The names of arguments without a batch dimension, as for `sequential`.
 
     Raises:
         TypeError: If `sequential`, `plan` or `GPipe` refuses the type of an argument.
-        ValueError: If one of them refuses a value, or if no setup fits.
+        ValueError: If one of the three functions refuses a value, or if no setup fits.
     """
     given = list(devices)
     layers = sequential(module, sample, whole=whole, shared=shared)

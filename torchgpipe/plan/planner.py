@@ -1,4 +1,4 @@
-"""Choose the balance, micro-batches, checkpointing and schedule of a model, by prediction."""
+"""Choose a model's balance, number of micro-batches, checkpoint mode and schedule by prediction."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -45,48 +45,49 @@ def plan(  # noqa: PLR0913
     autocast: torch.dtype | None = None,
     master_weights: bool = False,
 ) -> Plan:
-    """Plan a pipeline for `module`.
+    """Plan a pipeline for `module`: find the fastest setup that fits the memory.
 
-    Seconds are predicted from a hardware description or from a profile. For a hardware description,
-    the layers are counted on the `meta` device, so neither a GPU nor memory for the model is
-    needed. A profile times the layers on the sample's device, in whole steps if these fit, and
-    takes about as long as fifteen steps of the sample. Bytes are counted in both cases.
+    The plan predicts seconds from a hardware description or from a profile. With a hardware
+    description, it counts each layer's operators on the `meta` device. This needs no GPU and no
+    memory for the model. A profile times the layers on the sample's device, in steps of the whole
+    model if such a step fits the memory. It takes about as long as fifteen steps on the sample. In
+    both cases, bytes are counted on the `meta` device.
 
     Args:
         module: The layers, on any device, also on `meta`.
         sample: An input of the module, a tensor or a tuple of tensors. For a profile, the sample is
-            on the device to profile on, and as large as the largest micro-batch to be considered.
+            on the device to profile on, and as large as the largest micro-batch to consider.
             Otherwise its device and its batch size do not matter.
         batch_size: The samples of a mini-batch.
         devices: The most devices to use; by default all devices of the node.
         memory: The memory of each device, in bytes or as text such as "24GiB"; by default the
-            node's.
+            memory that the node's devices have.
         headroom: The memory that is left to the allocator, as a share of the tensors' bytes. It is
             0.15 by default on a GPU, whose caching allocator reserves more than tensors take, and 0
             on a CPU. See `Hardware.room`.
         hardware: A hardware description, its name such as "h100x8", or its file; `hardware_names`
             lists the names. The default "here" profiles on the sample's device, and predicts for
-            devices like it. A CPU device then has as many cores as PyTorch has threads, and an
-            equal share of the memory.
-        optimizer: One of "none", "sgd", "momentum", "rmsprop", "adagrad", "adam" and "adamw". It
-            tells how large the optimizer's state is and what its step allocates, with PyTorch's
-            defaults. On a GPU, the step updates all parameters at once.
+            several devices like the sample's. A CPU device then has as many cores as PyTorch has
+            threads, and an equal share of the memory.
+        optimizer: One of "none", "sgd", "momentum", "rmsprop", "adagrad", "adam" and "adamw", with
+            PyTorch's defaults. It decides how large the optimizer's state is and what its step
+            allocates. On a GPU, the step updates all parameters at once.
         chunks: The numbers of micro-batches to choose from, or a single number. By default all
             numbers that give different micro-batches are tried.
         checkpoint: The checkpoint modes to choose from, or a single mode.
         schedules: The schedules to choose from, or a single schedule, as for
             `GPipe(schedule=…)`. Interleaved1F1B has two stages on each device.
-        autocast: The type of numbers of the training's autocast, such as `torch.bfloat16`. By
-            default it is that of the autocast which is enabled where `plan` is called.
+        autocast: The dtype of autocast in training, such as `torch.bfloat16`. By default, it is
+            the dtype of the autocast that is enabled when `plan` is called.
         master_weights: Whether the optimizer keeps a float32 copy of parameters in 16 bits.
 
     Returns:
-        The plan: the best setup, its prediction, and other setups beside it.
+        The plan: the best setup, its prediction, and other setups to compare it with.
 
     Raises:
         TypeError: If an argument has a wrong type, or skips do not match.
-        ValueError: If a value is out of range. It is an `Impossible` if no setup fits; its message
-            says why.
+        ValueError: If a value is out of range.
+        Impossible: If no setup fits (a ValueError). The message says why.
     """
     sample = checked_sample(module, sample, "planned")
     node = None
@@ -148,7 +149,8 @@ def plan(  # noqa: PLR0913
 def _numbers(most: int) -> list[int]:
     """Return the numbers of partitions to choose from.
 
-    They are all numbers up to 16, then powers of two and three times powers of two, and `most`.
+    The list has all numbers up to 16, then powers of two and three times powers of two up to
+    `most`, and `most`.
     """
     numbers = {*range(1, min(most, 16) + 1), most}
     for power in range(3, 12):
@@ -159,7 +161,7 @@ def _numbers(most: int) -> list[int]:
 
 
 def _check_number(name: str, given: Any, most: int | None = None) -> None:
-    """Refuse what is not a whole number from 1 to `most`, which is the batch size."""
+    """Raise an error if `given` is not a whole number from 1 to `most`, the batch size."""
     whole = isinstance(given, int) and not isinstance(given, bool)
     if not whole or not 1 <= given <= (most or given):
         allowed = f"from 1 to the batch size {most}" if most else "of at least 1"
@@ -172,7 +174,7 @@ def _check_mode(mode: object) -> None:
 
 
 def _check_schedule(schedule: str | Schedule) -> None:
-    """Refuse a schedule that no pipeline can run."""
+    """Raise an error if no pipeline can run the schedule."""
     if isinstance(schedule, Schedule):
         schedule.replay(buffered=1)
     else:
@@ -190,7 +192,7 @@ def _check_precision(
         if parameter.requires_grad and parameter.element_size() != 2:
             raise ValueError(
                 "master_weights is for parameters in 16 bits: "
-                "others are updated as they are, so leave it out"
+                "leave it out, because other parameters need no float32 copy"
             )
 
 
@@ -204,7 +206,7 @@ def _check_headroom(headroom: Any) -> None:
 
 
 def _several(name: str, given: Any, what: str, check: Callable[[Any], None]) -> list[Any]:
-    """Return a list of what was given, one item or a sequence of them, and check each item."""
+    """Check one item, or each item of a sequence; return the items as a list."""
     if isinstance(given, (str, int, Schedule)):
         items = [given]
     elif isinstance(given, Iterable):

@@ -3,8 +3,8 @@
     setup = Setup(batch_size=512, balance=(104, 137), chunks=32, checkpoint="except_last")
     step = Predictor(counts, hardware).step(setup)    # step.seconds, step.bubble
 
-The seconds of a layer follow from its counted operators and a hardware description. They are worked
-out once for each size of micro-batches.
+The seconds of a layer follow from its counted operators and from a hardware description. They are
+computed once for each micro-batch size.
 """
 
 import math
@@ -24,30 +24,31 @@ from torchgpipe.tensors.checkpoint import Mode, checkpointed
 
 Seconds = list[float]
 Cuts = Sequence[tuple[int, int]]
-"""For each partition its first layer, and the layer after its last."""
+"""For each partition, the number of its first layer and of the layer after its last."""
 
 DEARER = 1.05
 """How many times longer a backward takes if it is split into two halves.
 
-It was 1.02 to 1.08 times for tasks of useful size.
+Measurements gave 1.02 to 1.08 for tasks of useful size.
 """
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A way to train a model.
+    """A way to train a model: its balance, micro-batches, checkpoint mode, schedule and optimizer.
 
     Attributes:
         batch_size: The samples of a mini-batch.
         balance: How many layers each partition has.
         chunks: How many micro-batches the mini-batch is split into, at most.
         checkpoint: Which micro-batches are checkpointed.
-        optimizer: What the optimizer holds.
+        optimizer: The memory that the optimizer takes.
         portals: Whether skips are copied directly to the partition that pops them. Otherwise they
-            are copied through every partition between.
-        streams: Whether copies run beside tasks. Otherwise they occupy the devices on both sides.
-        zeroed: Whether gradients stay between steps and are set to zero, as PyTorch did by default
-            before 2.0. A step's gradients are then added to them.
+            are copied from partition to partition until they reach it.
+        streams: Whether devices copy tensors while they run tasks. Otherwise a copy occupies the
+            sending and the receiving device.
+        zeroed: Whether gradients stay allocated between steps and are set to zero, like in
+            PyTorch before 2.0 by default. A step then adds its gradients to these tensors.
         schedule: The name of a schedule, or a schedule.
     """
 
@@ -63,28 +64,30 @@ class Setup:
 
     @property
     def lists(self) -> Schedule:
-        """The actions of each device, as `lists_of` returns them."""
+        """The actions of each device, for the setup's number of micro-batches (see `lists_of`)."""
         return self.lists_of(len(self.sizes))
 
     def lists_of(self, m: int) -> Schedule:
         """Return the actions of each device for `m` micro-batches.
 
-        Every task has a recomputation. It takes no time if the task is not checkpointed.
+        Every task has a recomputation. If the task is not checkpointed, the recomputation takes no
+        time.
         """
         schedule, n, v, _ = arranged(self.schedule, len(self.balance))
         return recomputing(schedule, n, m, v)
 
     @property
     def gathered(self) -> bool:
-        """Whether the backward begins with the gathered output, as in `loss(model(x))`.
+        """Whether the loss is computed from the outputs of all micro-batches, as `loss(model(x))`.
 
-        That is so in GPipe's schedule. In other schedules, `GPipe.step` runs the step.
+        This is true of GPipe's schedule. With other schedules, `GPipe.step` runs a step, and
+        computes a loss for each micro-batch.
         """
         return isinstance(self.schedule, str) and self.schedule.lower() == "gpipe"
 
     @property
     def halves(self) -> bool:
-        """Whether the schedule splits some backwards into two halves: inputs and weights."""
+        """Whether the schedule splits some backwards: first inputs' gradients, later weights'."""
         schedule = self.schedule
         if not isinstance(schedule, Schedule):
             schedule = recomputing(schedule, 1, 1)
@@ -97,7 +100,7 @@ class Setup:
 
     @property
     def cuts(self) -> list[tuple[int, int]]:
-        """For each partition its first layer, and the layer after its last."""
+        """For each partition, the number of its first layer and of the layer after its last."""
         return list(pairwise(accumulate(self.balance, initial=0)))
 
 
@@ -106,19 +109,19 @@ class LayerSeconds:
     """The seconds of each layer for a micro-batch of one size."""
 
     forward: Seconds
-    """A forward without an autograd graph, as in a checkpointed task."""
+    """The seconds of a forward without an autograd graph, like in a checkpointed task."""
     graph: Seconds
-    """A forward that builds the graph, as in a recomputation or in a task without checkpoint."""
+    """The seconds of a forward with a graph: a recomputation, or a task without checkpointing."""
     backward: Seconds
     weights: Seconds
-    """The part of the backward that is for the weights, if it is done as a half of its own."""
+    """The part of `backward` for the weights' gradients, if they are computed separately."""
     accumulate: Seconds
-    """Adding the gradients of parameters to the gradients of earlier micro-batches."""
+    """The seconds of adding parameters' gradients to the gradients of earlier micro-batches."""
     layers: Sequence[LayerCount]
 
 
 def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
-    """Return the samples of each micro-batch, as `torch.chunk` splits: all equal but the last."""
+    """Return the samples of each micro-batch: all are equal but the last, like in `torch.chunk`."""
     size = math.ceil(batch_size / chunks)
     whole, rest = divmod(batch_size, size)
     sizes = [size] * whole
@@ -130,10 +133,12 @@ def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
 def apart(
     seconds: Sequence[float], products: Sequence[float], backward: Sequence[float]
 ) -> Seconds:
-    """Return how many of each layer's `seconds` of backward are for its weights.
+    """Return the part of each layer's backward seconds that is for the gradients of its weights.
 
-    The share is that of `products`, the matrix products with the weights, in the whole `backward`.
-    Both are given in the same unit, seconds or operations.
+    Args:
+        seconds: The seconds of each layer's whole backward.
+        products: The cost of each layer's matrix products with weights, in seconds or operations.
+        backward: The cost of each layer's whole backward, in the unit of `products`.
     """
     found = []
     for layer, product, whole in zip(seconds, products, backward, strict=True):
@@ -143,7 +148,7 @@ def apart(
 
 
 class Predictor:
-    """Predict steps of one model on one node.
+    """Predict training steps of one model on one node.
 
     Args:
         counts: The counted layers of the model.
@@ -170,9 +175,9 @@ class Predictor:
         return LayerSeconds(forward, forward, backward, weights, added, layers)
 
     def _totals(self, layers: Sequence[tuple[Operator, ...]]) -> Seconds:
-        """Return the seconds of each layer's operators.
+        """Return the seconds of each layer's operators together.
 
-        Layers that behave alike share one tuple of operators, which is added up once.
+        Layers that behave alike share one tuple of operators. It is added up only once.
         """
         known: dict[int, float] = {}
         for operators in layers:
@@ -184,7 +189,7 @@ class Predictor:
         """Return the seconds of every task and copy.
 
         Raises:
-            ValueError: If the balance is not for as many layers as the model has.
+            ValueError: If the sum of the balance is not the model's number of layers.
         """
         sizes, cuts, lists = setup.sizes, setup.cuts, setup.lists
         balanced = sum(setup.balance)
@@ -192,7 +197,8 @@ class Predictor:
             raise ValueError(f"the balance has {balanced} layers, and the model {len(self.counts)}")
         recomputed = checkpointed(setup.checkpoint, len(sizes))
         halves = setup.halves
-        # A backward adds its gradients to earlier ones. Without `zeroed` the first finds none.
+        # A backward adds its gradients to earlier gradients. Without `zeroed`, there are no earlier
+        # gradients for the first backward.
         backwards = [action for action in lists.lists[-1] if action.kind.startswith("backward")]
         first = None if setup.zeroed else backwards[0].micro_batch
         known: dict[tuple[int, bool, bool], tuple[Seconds, ...]] = {}
@@ -212,8 +218,8 @@ class Predictor:
             loss=0.0 if setup.gathered else None,
             skips=skips,
             blocking=not setup.streams,
-            # On a CPU, partitions that cannot overlap run one after another. Each recomputation is
-            # then directly before its backward.
+            # On a CPU, partitions that cannot overlap run one after another. Then each
+            # recomputation runs directly before its backward.
             ahead=not self.hardware.cpu or overlaps(len(sizes), len(lists.lists)),
             weights=weights,
         )
@@ -221,10 +227,11 @@ class Predictor:
     def _row(
         self, cuts: Cuts, size: int, recomputed: bool, first: bool, *, halves: bool
     ) -> tuple[Seconds, ...]:
-        """Return a micro-batch's seconds on each stage.
+        """Return a micro-batch's seconds on each stage: four lists with an item for each stage.
 
-        They are those of its forward, backward, recomputation and backward of the weights. `first`
-        says that this backward finds no gradients to add to.
+        The lists have the seconds of forwards, backwards, recomputations, and the parts of
+        backwards for the weights' gradients. The last list is empty if no backward is split. If
+        `first` is true, there are no earlier gradients to which the backwards add.
         """
         layers = self.layers(size)
         dearer = DEARER if halves else 1.0
@@ -241,9 +248,9 @@ class Predictor:
         return forward, backward, recompute, weights
 
     def copies(self, setup: Setup) -> tuple[Seconds, dict[tuple[int, int], float]]:
-        """Return the seconds of each boundary's copy, and the seconds of copying skips.
+        """Return the seconds of the copy at each boundary, and of copies of skips.
 
-        The keys of the skips are the partition that stashes them and the partition that pops them.
+        The keys for skips are pairs: the partition that stashes and the partition that pops.
         """
         size, cuts = setup.sizes[0], setup.cuts
         layers = self.layers(size).layers
@@ -267,7 +274,7 @@ class Predictor:
         return copies, skips
 
     def step(self, setup: Setup) -> Timeline:
-        """Predict one step. After its tasks, its seconds go on for the optimizer's step."""
+        """Predict one step. Its seconds include the optimizer's step, which follows all tasks."""
         layers = self.layers(setup.sizes[0]).layers
         lists = setup.lists
         parameters = [0.0] * len(lists.lists)
@@ -282,15 +289,15 @@ class Predictor:
     def update(self, setup: Setup, parameters: Sequence[float]) -> float:
         """Return the seconds of the optimizer's step, from the bytes of each device's parameters.
 
-        If gradients stay between steps, setting them to zero counts, too.
+        If gradients stay between steps, the time to set them to zero counts, too.
         """
         optimizer, hardware = setup.optimizer, self.hardware
         if not optimizer.updates:
             return 0.0
-        # GPUs update at the same time. On a CPU, one thread updates all parameters in turn.
+        # GPUs update at the same time. On a CPU, one thread updates the parameters of all devices.
         updated = sum(parameters) if hardware.cpu else max(parameters)
-        # The step reads the parameters and the gradients and writes the parameters. It reads and
-        # writes each state.
+        # The step reads the parameters and the gradients, and it writes the parameters. It reads
+        # and writes the optimizer's state.
         moved = 3.0 + 2.0 * optimizer.state
         if setup.zeroed:
             moved += 1.0
@@ -300,7 +307,7 @@ class Predictor:
 def crossing(layers: Sequence[Footprint], cuts: Cuts) -> list[tuple[int, int, Stashed]]:
     """List the skips that go from one partition to another.
 
-    An item is the partition that stashes the skip, the partition that pops it, and the skip.
+    An item is the partition that stashes the skip, the partition that pops the skip, and the skip.
     """
     popped: dict[int, int] = {}
     stashed: list[tuple[int, Stashed]] = []

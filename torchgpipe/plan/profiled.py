@@ -1,7 +1,7 @@
-"""Profile a model on the present device, instead of predicting the seconds of its operators.
+"""Time a model's layers on a device, instead of predicting the seconds of their operators.
 
-The layers are timed for the sample, for half of it, a quarter, and so on. For other micro-batch
-sizes, the seconds lie on straight lines between these points and beyond the ends.
+The layers are timed for the whole sample, for half of the sample, for a quarter, and so on. For
+other micro-batch sizes, the seconds lie on straight lines between these points and beyond the ends.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.layer import batched
 
 LEAST = 2
-"""The samples of the smallest micro-batch that is timed; twice as many are always timed, too.
+"""The fewest samples of a timed micro-batch. The largest one has at least twice as many.
 
-Batch normalization may refuse a single sample.
+A single sample is not timed, because batch normalization can refuse it.
 """
 
 
@@ -41,7 +41,7 @@ class Curve:
 
     Attributes:
         sizes: The micro-batch sizes at which the layer was timed, the smallest first.
-        seconds: The seconds for each of them.
+        seconds: The seconds for each of these sizes.
     """
 
     sizes: Sequence[int]
@@ -49,9 +49,10 @@ class Curve:
 
     @classmethod
     def through(cls, sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
-        """Return the curve through measurements.
+        """Return the curve through measured seconds.
 
-        Where fewer samples took longer, which is noise, the curve goes through the mean.
+        If fewer samples took longer than more samples, this is noise. The curve then goes through
+        the mean of these measurements.
         """
         level: list[list[float]] = []  # groups of measurements; each group counts by its mean
         for measured in seconds:
@@ -67,8 +68,8 @@ class Curve:
     def at(self, size: int) -> float:
         """Return the seconds for a micro-batch of `size` samples.
 
-        Beyond both ends the curve is straight, but no steeper than in proportion to the size.
-        Otherwise a fixed part or a further sample would take less than no time.
+        Beyond both ends, the curve goes straight on, but it is no steeper than the line from zero
+        to that end. A steeper line gives negative seconds for zero samples.
         """
         k = bisect(self.sizes, size)
         k = min(max(k, 1), len(self.sizes) - 1)
@@ -84,16 +85,16 @@ class Curve:
 
 @dataclass(frozen=True)
 class Profile:
-    """The seconds of every layer by micro-batch size, and how they were measured."""
+    """The measured seconds of every layer by micro-batch size, and how they were measured."""
 
     curves: tuple[list[Curve], list[Curve], list[Curve]]
-    """Curves of forwards without an autograd graph, of forwards with one, and of backwards."""
+    """Curves of forwards without an autograd graph, of forwards with a graph, and of backwards."""
     device: torch.device
     sizes: tuple[int, ...]
     whole: bool
-    """Whether the layers were timed in whole steps. Otherwise each was timed alone."""
+    """Whether the layers were timed in steps of the model. Otherwise each layer was timed alone."""
     workspace: float = 0.0
-    """Bytes that libraries, such as cuBLAS, have kept on the device since."""
+    """Bytes that libraries, such as cuBLAS, allocated during the timing and still hold."""
 
     def __str__(self) -> str:
         *sizes, last = map(str, self.sizes)
@@ -105,7 +106,7 @@ class Profile:
 
 
 class ProfiledPredictor(Predictor):
-    """Predict seconds from a profile. Memory and copied bytes are still predicted from counts.
+    """Predict a step's seconds from a profile, and its memory and copies from counted bytes.
 
     Args:
         counts: The counted layers of the model.
@@ -139,29 +140,29 @@ def predictor_here(
     devices: int | None = None,
     memory: float | None = None,
 ) -> ProfiledPredictor:
-    """Profile on the sample's device, and predict for devices like it.
+    """Time the layers on the sample's device, and return a predictor for devices like that device.
 
-    This is what `plan` does without `hardware`. The layers are timed in whole steps if a step with
-    the sample and a copy of the layers fit the memory. Otherwise each is timed alone. On a CPU, how
-    much devices slow each other down is measured too, while all run steps of the model with
-    micro-batches of medium size.
+    `plan` calls this function if it is called without `hardware`. The layers are timed in steps of
+    the whole model if a copy of the model and a step with the sample fit the memory. Otherwise each
+    layer is timed alone. On a CPU, the function also measures how much several devices slow each
+    other down, while each of them runs steps of the model with micro-batches of medium size.
 
     Args:
         module: The layers.
         sample: An input on the device to profile on, as large as the largest micro-batch.
         counts: The counted layers.
-        devices: How many devices there are; by default as many as are found.
-        memory: The bytes of each device; by default as many as it has.
+        devices: How many devices there are; by default all devices that are found.
+        memory: The bytes of each device; by default all of the device's memory.
 
     Raises:
         ValueError: If the sample is on `meta`, a layer does not fit the device, or the system does
-            not tell its memory.
+            not tell how much memory it has.
     """
     device = _device(sample)
     node = describe_here(device, devices, memory)
     largest = _sizes(module, sample)[-1]
     (step,) = setup_memory(counts, Setup(largest, (len(counts),), 1, "never"))
-    needed = step.peak  # for a step, and for the copies of the layers that run it
+    needed = step.peak  # bytes for a step, and below for the copies of the layers that run it
     for layer in counts.low:
         needed += layer.parameters + layer.frozen
     profile = profile_layers(module, sample, whole=needed <= node.memory)
@@ -183,7 +184,7 @@ def _copy(module: Sequential, device: torch.device) -> Sequential:
 
 
 def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool = True) -> Profile:
-    """Time the layers on the sample's device, in several micro-batch sizes.
+    """Time the layers on the sample's device, with several micro-batch sizes.
 
     The micro-batches are as large as the sample, half as large, and so on. Layers on `meta` are
     timed with random parameters.
@@ -191,8 +192,8 @@ def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool =
     Args:
         module: The layers.
         sample: An input on the device to profile on.
-        whole: Whether to time the layers in whole steps, on a copy of the model. If not, or if the
-            memory is too small for that, each layer is timed alone.
+        whole: Whether to time the layers in steps of the whole model, on a copy. If not, or if the
+            memory is too small for such a step, each layer is timed alone.
 
     Raises:
         ValueError: If the sample is on `meta`, or a layer does not fit the device.
@@ -216,14 +217,14 @@ def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool =
 
 
 def _curves(sizes: Sequence[int], seconds: Tensor) -> list[Curve]:
-    """Return the curve of each layer; `seconds` has a row for each size."""
+    """Return each layer's curve. `seconds` has a row for each size and a column for each layer."""
     return [Curve.through(sizes, layer) for layer in seconds.T.tolist()]
 
 
 def _in_steps(
     module: Sequential, sample: TensorOrTensors, sizes: Sequence[int], device: torch.device
 ) -> list[list[Seconds]]:
-    """Time whole steps; return every run for each size, or nothing if there is no memory."""
+    """Time whole steps: a list of runs for each size, or `[]` if the memory is too small."""
     with suppress(torch.OutOfMemoryError):
         copy = _copy(module, device)
         found = []
@@ -246,7 +247,7 @@ def _device(sample: TensorOrTensors) -> torch.device:
 
 
 def _sizes(module: Module, sample: TensorOrTensors) -> tuple[int, ...]:
-    """Return the micro-batch sizes that are timed, at least two, the smallest first."""
+    """Return the micro-batch sizes to time: at least two, the smallest first."""
     split = batched(module) or [True]
     first = list(split).index(True)  # the first tensor with a batch dimension
     size = max(2 * LEAST, len(tensors_of(sample)[first]))
@@ -258,7 +259,7 @@ def _sizes(module: Module, sample: TensorOrTensors) -> tuple[int, ...]:
 
 
 def _rows(module: Module, sample: TensorOrTensors, size: int) -> TensorOrTensors:
-    """Return the first `size` rows of the sample. If it has fewer rows, they are repeated."""
+    """Return the first `size` rows of the sample. If it has fewer rows, its rows are repeated."""
 
     def take(x: Tensor, grows: bool = True) -> Tensor:
         taken = x.detach()

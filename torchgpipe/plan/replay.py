@@ -1,4 +1,4 @@
-"""Replay a schedule with the seconds of tasks and copies. This module does without torch."""
+"""Compute the timeline of a schedule from the seconds of tasks and copies, without torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from torchgpipe.schedules.replay import Event, Timeline
 __all__ = ["Costs", "Event", "Timeline", "recomputing", "replay", "shared"]
 
 Table = Sequence[Sequence[float]]
-"""Seconds by micro-batch and partition."""
+"""Seconds for each micro-batch and partition: `table[micro_batch][partition]`."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,17 @@ class Costs:
         forward: Seconds of each forward.
         backward: Seconds of each whole backward.
         recompute: Seconds of each recomputation: zero if the task is not checkpointed.
-        copy: Seconds of a copy over a boundary between partitions, in one direction. It is one
-            number for all boundaries, or one for each.
-        loss: Seconds of the loss, which is computed after all forwards and before everything else.
-            With `None`, a step only follows its schedule.
-        skips: Seconds of copying skips, by the partition that stashes and the partition that pops.
-        blocking: Whether copies occupy the devices on both sides, and start when both are free.
-            Otherwise copies run on streams of their own: they delay only the receiver.
-        ahead: Whether a recomputation may run before its task's gradient is there.
-        weights: Seconds of the part of each backward that is for the weights alone and can be done
-            later. They are needed for schedules that split backwards into halves.
+        copy: Seconds of a copy over a boundary between partitions, in one direction: one number for
+            all boundaries, or a list with a number for each boundary.
+        loss: Seconds of the loss, if one loss is computed after all forwards and before all other
+            actions. `None` if there is no such loss.
+        skips: Seconds of copying skips. The keys are pairs: the partition that stashes, and the
+            partition that pops.
+        blocking: Whether a copy occupies the sending and the receiving device, and starts when both
+            devices are free. Otherwise copies run on separate streams and delay only the receiver.
+        ahead: Whether a recomputation may run before the gradient of its task's output arrives.
+        weights: Seconds of the part of each backward that computes only the weights' gradients.
+            Schedules that split backwards into two halves need these seconds.
     """
 
     forward: Table
@@ -52,16 +53,16 @@ def recomputing(schedule: str | Schedule, n: int, m: int, v: int | None = None) 
     A recomputation takes no time in a replay if the task is not checkpointed.
 
     Args:
-        schedule: Its name, or the schedule itself.
+        schedule: The name of a schedule, or the schedule itself.
         n: How many devices there are.
         m: How many micro-batches there are.
-        v: How many stages each device has, if the schedule does not say that itself.
+        v: How many stages each device has, if the schedule does not decide this.
     """
     return make(schedule, n, m, v, "always")
 
 
 def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
-    """Return the timeline of one step.
+    """Return the timeline of one training step: when each task starts and ends.
 
     Args:
         costs: The seconds of every task and copy.
@@ -98,9 +99,8 @@ def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
 def shared(timeline: Timeline, sharing: float) -> Timeline:
     """Return the timeline for devices that slow each other down.
 
-    Whenever several devices are at work, each task takes longer, by the share `sharing` of its time
-    for each other device at work. All tasks at a moment are slowed down alike, so time itself is
-    stretched there.
+    While k devices work at the same time, everything takes 1 + sharing * (k - 1) times as long. All
+    tasks that run at the same time are slowed down equally, so this stretches the time axis.
     """
     changes: dict[float, int] = {}
     for task in timeline.tasks:

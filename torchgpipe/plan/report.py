@@ -1,4 +1,4 @@
-"""Report a plan as text: the best setup, the best per number of devices, and what limits them."""
+"""Write a plan as text: the best setup, the best one for each number of devices, and its limits."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,43 +20,43 @@ GiB = 2**30
 WIDTH = 78
 INDENT = " " * 12
 MUCH = 0.1
-"""A setup that memory makes slower by more than this share is mentioned in the text."""
+"""The text mentions memory if its limit makes the best setup slower by more than this share."""
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as text, such as `1.23 s`; below one second in milliseconds."""
+    """Return seconds as text, such as `1.23 s`. Less than one second is in milliseconds."""
     if seconds >= 1:
         return f"{figure(seconds, 3)} s"
     return f"{figure(seconds * 1e3, 3)} ms"
 
 
 def figure(value: float, digits: int = 4) -> str:
-    """Return a number with so many significant digits, such as 12.34; from 1,000 on an integer."""
+    """Format a number with `digits` significant digits, or as an integer if it is 1,000 or more."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.{digits}g}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The best setup that was found, its prediction, and other setups beside it.
+    """The best setup that was found, its prediction, and other setups to compare it with.
 
-    `print` writes the plan as text.
+    `print(plan)` writes the plan as text.
     """
 
     candidates: Sequence[Candidate]
     """The best setup for each number of partitions, the fastest first."""
     bound: float
-    """The seconds that no setup can beat, among those that were asked for."""
+    """The lowest seconds that any setup can reach, among the setups that were asked for."""
     memory: float
     """The bytes of each device."""
     room: float
     """The bytes of each device that tensors may take."""
     hardware: Hardware
     source: str
-    """What the seconds were predicted from."""
+    """What the seconds were predicted from, as text: a profile or a hardware description."""
     by_devices: Mapping[int, Found] = field(repr=False)
-    """For each number of devices the best setup, and the seconds that no setup can beat."""
+    """For each number of devices, the best setup and the lowest seconds that any can reach."""
     beside: Sequence[Candidate] = field(repr=False)
-    """Data parallel training on each of these numbers of devices."""
+    """The predictions for data parallel training, for the same numbers of devices."""
     predictor: Predictor = field(repr=False)
     """The predictor that the plan was made with."""
     module: Sequential = field(repr=False)
@@ -83,42 +83,43 @@ class Plan:
 
     @property
     def schedule(self) -> str | Schedule:
-        """The schedule, as for `GPipe(schedule=…)`."""
+        """The schedule: the argument `schedule` of `GPipe`."""
         return self.best.setup.schedule
 
     @property
     def seconds(self) -> float:
         """The predicted seconds of a step.
 
-        In GPipe's schedule, a step is `loss(model(x))` and its `backward()`. In other schedules it
-        is `model.step`.
+        With GPipe's schedule, a step is `loss(model(x)).backward()`. With other schedules, it is
+        `model.step`.
         """
         return self.best.seconds
 
     @property
     def gap(self) -> float:
-        """The share by which another setup could be faster, at most."""
+        """The share by which another setup can be faster at most, such as 0.05 for 5 %."""
         return self.seconds / self.bound - 1
 
     @property
     def bubble(self) -> float:
-        """The predicted share of the devices' time in which they wait."""
+        """The predicted share of the devices' time in which the devices wait."""
         return self.best.bubble
 
     @property
     def peaks(self) -> list[float]:
-        """The predicted peak of each device, in bytes allocated to tensors."""
+        """The predicted peak memory of each device, in bytes that tensors take."""
         return [device.peak for device in self.best.devices]
 
     def gpipe(self, *, devices: Iterable[int | str | torch.device] | None = None) -> GPipe:
         """Return the `GPipe` that the plan describes. It moves the model's layers to the devices.
 
         Args:
-            devices: The devices, of which the first are used; by default as for `GPipe`.
+            devices: The devices to use. If there are more than the plan needs, only the first are
+                used. By default, `GPipe` chooses them.
 
         Raises:
-            ValueError: If the model is on `meta`, so that there is nothing to move, or if `GPipe`
-                refuses the devices.
+            ValueError: If the model is on `meta` and the devices are not, or if `GPipe` refuses the
+                devices.
         """
         given = None
         real = True
@@ -130,10 +131,10 @@ class Plan:
             schedule = getattr(self.schedule, "name", self.schedule)
             raise ValueError(
                 "the model is on device 'meta' and has no values to move: "
-                "build it on a real device, and give that "
+                "build it on a real device, and make the pipeline with "
                 f"GPipe(model, {self.balance}, chunks={self.chunks}, "
                 f"checkpoint={self.checkpoint!r}, schedule={schedule!r}); "
-                "or give gpipe() devices that are 'meta', too"
+                "or call gpipe(devices=…) with 'meta' devices"
             )
         return GPipe(
             self.module,
@@ -151,7 +152,7 @@ class Plan:
         return "\n\n".join(parts)
 
     def _setup(self) -> str:
-        """Return the setup, its seconds, how far they are from the bound, and its memory."""
+        """Return lines about the setup, its seconds, the gap to the lower bound, and its memory."""
         best, setup = self.best, self.best.setup
         balance = str(self.balance)
         if len(balance) > WIDTH - len(INDENT):
@@ -180,7 +181,7 @@ class Plan:
         return "\n".join(lines)
 
     def _devices(self) -> str:
-        """Return a table of what each device holds."""
+        """Return a table of the layers and the memory of each device."""
         setup = self.best.setup
         placement = setup.lists.placement
         lines = ["device  layers  model+grads  optimizer  stashed  working  copies    total"]
@@ -201,7 +202,7 @@ class Plan:
         return "\n".join(lines)
 
     def _numbers(self) -> str:
-        """Return a table of numbers of devices: the best setup, and data parallel training."""
+        """Return a table of the best setup and data parallel training by number of devices."""
         batch_size = self.best.setup.batch_size
         lines = ["devices  samples/s  chunks   checkpoint    GiB  bubble  | data parallel    GiB"]
         for (n, found), other in zip(self.by_devices.items(), self.beside, strict=True):
@@ -225,10 +226,10 @@ class Plan:
 
     @property
     def reason(self) -> str:
-        """What limits the plan, in a few sentences.
+        """What limits the plan's speed, in a few sentences.
 
-        They say how much time the bubble takes, what more samples, devices or memory would do, and
-        whether data parallel training has room and is faster.
+        The sentences say how much time the bubble takes, how much more samples, devices or memory
+        help, and whether data parallel training fits the memory and is faster.
         """
         best, n = self.best, len(self.best.devices)
         sentences = []

@@ -1,7 +1,7 @@
-"""Any module as a sequence of layers.
+"""Turn any module into a sequence of layers (`sequential`).
 
-The module's calls are recorded for several batch sizes, generalised to all batch sizes, and cut
-into layers. Then the layers are compared with the module.
+The calls that the module's forward makes are recorded for several batch sizes. They are generalised
+to all batch sizes, and cut into layers. Then the layers' outputs are compared with the module's.
 """
 
 from torchgpipe.trace.refuse import Untraceable

@@ -1,4 +1,4 @@
-"""Recordings of calls, with stand-ins for the tensors in their arguments; calls cut into layers."""
+"""Recordings of a module's calls, with placeholders for tensors; and calls cut into layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,36 +13,38 @@ from torchgpipe.trace.refuse import Where
 
 @dataclass(frozen=True)
 class Value:
-    """Stands for a tensor that is an input or was returned by a call, by its number."""
+    """A placeholder in recorded arguments for an input, or for a tensor that a call returned."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Held:
-    """Stands for a parameter, a buffer, or another tensor that the module holds, by its name."""
+    """A placeholder in recorded arguments for a parameter, a buffer, or a constant tensor."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Device:
-    """Stands for the device that the module is on."""
+    """A placeholder in recorded arguments for the device that the module is on."""
 
 
 class Call(NamedTuple):
-    """One call of a function or of a submodule.
+    """One recorded call of a function or of a submodule.
 
     Attributes:
         target: The function, or the submodule's name.
-        args: The arguments by place, with `Value`, `Held` and `Device` in them.
-        kwargs: The arguments by name, likewise.
-        outputs: The numbers of the tensors that the call returns, in their order.
-        grad: Whether gradients are recorded.
+        args: The positional arguments. Placeholders (`Value`, `Held`, `Device`) replace tensors and
+            the module's device.
+        kwargs: The keyword arguments, with the same placeholders.
+        outputs: The numbers of the tensors that the call returns, in order.
+        grad: Whether gradients are enabled during the call.
         spent: In a layer: the numbers of the values that no later call of the layer uses.
         caller: The name of the module whose forward makes the call.
-        since: The index of the call that made what this call changes in place; -1 for an input.
-            Both calls have to run on one device.
+        since: If the call changes a tensor in place, the index of the call that made the tensor, or
+            -1 if the tensor is an input. Otherwise the index of this call. The calls from `since`
+            to this call have to be in one layer.
         where: The file and line of the call.
     """
 
@@ -58,12 +60,14 @@ class Call(NamedTuple):
 
 
 class BatchSize(NamedTuple):
-    """Where a layer reads the batch size.
+    """From which tensor a layer reads the batch size.
+
+    The batch size is the length of a dimension, divided by `each`.
 
     Attributes:
-        value: The number of a value that enters the layer.
-        dimension: A dimension of it.
-        each: How long the dimension is for each sample.
+        value: The number of the tensor, which is an input or a skip of the layer.
+        dimension: The dimension of the tensor.
+        each: By how much the dimension is longer for each further sample.
     """
 
     value: int
@@ -73,17 +77,19 @@ class BatchSize(NamedTuple):
 
 @dataclass
 class Recording:
-    """What a module did with inputs of one batch size.
+    """The calls that a module made for inputs of one batch size, and what it returned.
 
     Attributes:
         size: The batch size.
         calls: The calls, in order.
-        shapes: The shapes of all values, by number. The inputs come first.
-        result: What the module returned, with slots in place of tensors, and these slots.
-        outputs: The numbers of the values that belong into the slots.
+        shapes: The shapes of the inputs and of all tensors that calls returned, by number. The
+            inputs come first.
+        result: The structure that the module returned, with slots (placeholders) instead of
+            tensors, and these slots.
+        outputs: The numbers of the tensors that belong into the slots.
         extra: Tensors that the module holds and that are neither parameters nor buffers, by name.
-        state: How the recording was unlike the first recordings, such as in another mode; for a
-            message.
+        state: A text for messages: the mode and the autocast of this recording, if they differ from
+            the first recordings.
     """
 
     size: int
@@ -97,16 +103,16 @@ class Recording:
 
 @dataclass
 class LayerPlan:
-    """A layer to be made: its calls, and the numbers of the values that enter and leave it.
+    """The plan of a layer: its calls, and the numbers of the tensors that enter and leave it.
 
     Attributes:
         name: The layer's name.
-        calls: The calls that it makes.
-        inputs: The values that it takes from the layer before.
-        outputs: The values that it gives to the following layer.
-        pops: The skips that it pops, by name, and their values.
-        stashes: The skips that it stashes, by name, and their values.
-        batch: Where it reads the batch size; `None` if no call needs that.
+        calls: The calls that the layer makes.
+        inputs: The numbers of the tensors from the previous layer.
+        outputs: The numbers of the tensors for the next layer.
+        pops: The skips that the layer pops: their names, and the numbers of their tensors.
+        stashes: The skips that the layer stashes: their names, and the numbers of their tensors.
+        batch: Where the layer reads the batch size; `None` if no call needs the batch size.
     """
 
     name: str
@@ -119,25 +125,26 @@ class LayerPlan:
 
 
 Stops = dict[int, list[int]]
-"""By value: the layers where it stops, in order."""
+"""For each tensor (by number), the indices of the layers that make, use or pass it, in order."""
 
 
 def cut(
     calls: Sequence[Call], names: Sequence[str], inputs: int, outputs: Sequence[int]
 ) -> list[LayerPlan]:
-    """Cut calls into layers, and find how values go from layer to layer.
+    """Cut calls into layers, and find how tensors go from layer to layer.
 
-    A layer begins with a call that has a name. Calls without a name join the layer before. All
-    calls from one that makes a tensor to the last one that changes it in place are in one layer.
+    A layer begins with a call that has a name in `names`. A call without a name is in the same
+    layer as the call before it. If a call makes a tensor and later calls change this tensor in
+    place, all calls from the first to the last of these are in one layer.
 
-    A tensor goes to the next layer that uses it: as an output if that is the following layer, and
-    as a skip if it is a later layer.
+    A tensor goes to the next layer that uses it. If that is the following layer, the tensor is an
+    output of its layer. If it is a later layer, the tensor is a skip.
 
     Args:
         calls: The calls.
-        names: The name of the layer that may begin with each call, or "".
-        inputs: The number of the module's inputs. The values below it are these inputs.
-        outputs: The values that the module returns.
+        names: For each call, the name of the layer that may begin with it, or "".
+        inputs: How many inputs the module has. Their numbers are 0 to `inputs` - 1.
+        outputs: The numbers of the tensors that the module returns.
     """
     layers = _divided(calls, names)
     stops = _stops(layers, inputs, outputs)
@@ -156,13 +163,13 @@ def cut(
 
 
 def _divided(calls: Sequence[Call], names: Sequence[str]) -> list[LayerPlan]:
-    """Return layers with their names and calls."""
-    # No layer begins between the call that makes a tensor and a call that changes it.
+    """Cut the calls into layers; set only the layers' names and calls."""
+    # No layer begins between a call that makes a tensor and a call that changes the tensor.
     inside: set[int] = set()
     for k, call in enumerate(calls):
         inside.update(range(call.since + 1, k + 1))
     named = [k for k, name in enumerate(names) if name]
-    starts = [0, *named[1:]]  # the calls before the first one with a name are in its layer
+    starts = [0, *named[1:]]  # The first layer has all calls before the first call with a name.
     bounds = [k for k in starts if k == 0 or k not in inside]
     bounds.append(len(calls))
     layers = []
@@ -173,7 +180,7 @@ def _divided(calls: Sequence[Call], names: Sequence[str]) -> list[LayerPlan]:
 
 
 def _stops(layers: Sequence[LayerPlan], inputs: int, outputs: Sequence[int]) -> Stops:
-    """Return the layers that make, use or pass each value."""
+    """Return for each tensor the layers that make, use or pass it."""
     stops: Stops = {number: [0] for number in range(inputs)}
     for k, layer in enumerate(layers):
         for call in layer.calls:
@@ -192,10 +199,10 @@ def _stops(layers: Sequence[LayerPlan], inputs: int, outputs: Sequence[int]) -> 
 
 
 def _hand_on(stops: Stops, k: int, layers: int) -> None:
-    """Let layer k have an output, which `GPipe` needs.
+    """Make sure that layer `k` has an output, because `GPipe` needs one.
 
-    If all values that the layer hands on would be skips, the one with the shortest way stops at
-    layer k and at the following layer, too.
+    If all tensors that go past layer k are skips, the skip with the shortest way becomes an output
+    of layer k: layers k and k + 1 are added to its stops.
     """
     shortest = (layers, 0)
     for number, places in stops.items():

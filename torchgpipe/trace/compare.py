@@ -1,6 +1,6 @@
-"""Compare the layers with the module that they were made of: its state, and what it computes.
+"""Compare a module with the layers that it was cut into: the state, outputs and gradients.
 
-Also compare what the module computes for a sample with what it computes for halves of it.
+Also compare the module's outputs for a sample with its outputs for the two halves of the sample.
 """
 
 from contextlib import suppress
@@ -19,11 +19,11 @@ from torchgpipe.trace.restore import as_it_was
 from torchgpipe.trace.signature import Signature, Tensors
 
 Ran = tuple[list[Tensor], dict[str, Tensor]]
-"""What a run gave: outputs and buffers, and gradients by name."""
+"""The results of a run: a list of outputs and buffers, and a dictionary of gradients by name."""
 
 
 def check_state(module: Module, layers: Layers) -> None:
-    """Refuse layers whose state is not the module's own, under the same names."""
+    """Raise an error if the layers' state has not the module's own tensors under the same names."""
     ours = layers.state_dict(keep_vars=True)
     plain = module.state_dict(keep_vars=True)
     names = sorted(ours.keys() ^ plain.keys())
@@ -31,19 +31,19 @@ def check_state(module: Module, layers: Layers) -> None:
         names = sorted(name for name, x in plain.items() if ours[name] is not x)
     if names:
         raise Untraceable(
-            f"{type(module).__name__} keeps state in a way of its own ({', '.join(names[:3])}): "
-            "modules around others can have no state_dict hooks and no extra state; "
-            "keep them as one layer, whole=[…]"
+            f"{type(module).__name__} changes its state_dict ({', '.join(names[:3])}): "
+            "a module that is cut into layers can have no state_dict hooks and no extra state; "
+            "keep submodules that have them as one layer, whole=[…]"
         )
 
 
 def check_outputs(module: Module, found: Ran, expected: Ran) -> None:
-    """Refuse layers that give something else on the sample than the module does.
+    """Raise an error if the layers' outputs or gradients on the sample differ from the module's.
 
     Args:
         module: The module.
-        found: What a run of the layers gave.
-        expected: What a run of the module gave.
+        found: The results of running the layers.
+        expected: The results of running the module.
     """
     values, grads = found
     plain_values, plain_grads = expected
@@ -54,7 +54,7 @@ def check_outputs(module: Module, found: Ran, expected: Ran) -> None:
     try:
         assert_close(values, plain_values, equal_nan=True)
         for name, y in plain_grads.items():
-            # Gradients of a tensor that is used several times are added in another order.
+            # The gradient of a tensor that is used several times is a sum. Its order may differ.
             relative = 1e-3 + 16 * torch.finfo(y.dtype).eps
             most = relative * norms[name] + 1e-6 * max(norms.values())
             grad = grads[name]
@@ -64,21 +64,22 @@ def check_outputs(module: Module, found: Ran, expected: Ran) -> None:
         reason = " ".join(str(error).split())
         raise Untraceable(
             f"the layers of {type(module).__name__} give something else than the module does: "
-            f"{reason}\nkeep a part of it as one layer, whole=[…]"
+            f"{reason}\nkeep a submodule that causes this as one layer, whole=[…]"
         ) from None
 
 
 def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> Ran:
-    """Run the module or its layers on the sample, and leave the module as it was.
+    """Run the module or its layers on the sample, then restore the module's state.
 
     Args:
         module: The module.
-        run: The module, or its layers.
+        run: What to run: the module, or its layers.
         signature: The module's signature.
         inputs: The tensors of the sample.
 
     Returns:
-        The outputs and then the buffers, and the gradients by name. On `meta`, nothing.
+        A list of the outputs and then the buffers, and the gradients by name. The list and the
+        dictionary are empty if a tensor is on `meta`.
     """
     held = (*inputs, *module.parameters(), *module.buffers())
     if any(x.is_meta for x in held):
@@ -93,7 +94,7 @@ def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> R
 
 
 def _gradients(outputs: Tensors, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return gradients of a weighted sum of the outputs; a missing gradient is an empty tensor."""
+    """Return the gradients of a weighted sum of the outputs; empty tensors for missing ones."""
     ends: list[Tensor] = []
     weights: list[Tensor] = []
     for y in outputs:
@@ -102,7 +103,7 @@ def _gradients(outputs: Tensors, wanted: dict[str, Tensor]) -> dict[str, Tensor]
             ends.append(y)
             weights.append(weight.to(y.dtype).view(y.shape))
     found: Any = [None] * len(wanted)
-    # Some functions have no derivative, but can be evaluated all the same.
+    # Some functions can be evaluated but have no derivative. They raise a RuntimeError.
     with suppress(RuntimeError):
         if ends and wanted:
             found = torch.autograd.grad(ends, [*wanted.values()], weights, allow_unused=True)
@@ -116,17 +117,17 @@ def _gradients(outputs: Tensors, wanted: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def _outputs(run: Module, signature: Signature, inputs: Tensors) -> list[Tensor]:
-    """Return the tensors that the module, or its layers, returns for copies of these inputs."""
+    """Run `run` (the module or its layers) on copies of the inputs; return its output tensors."""
     copies = list(map(torch.clone, inputs))
     return list(tensors_in(signature.call(run, copies)))
 
 
 def check_halves(module: Module, signature: Signature, inputs: Tensors) -> None:
-    """Refuse a module that gives something else for the sample's halves than for all of it.
+    """Raise an error if the outputs for the sample's halves differ from those for the whole sample.
 
-    The module runs in evaluation mode. It is not refused if it has batch norms without running
-    statistics, cannot run in evaluation mode, or gives something else each time, such as by
-    drawing random numbers.
+    The module runs in evaluation mode. There is no check if the module has batch norms without
+    running statistics, if it cannot run in evaluation mode, or if its outputs are different in each
+    run (for example because it draws random numbers).
     """
     everything = [*module.modules()]
     for part in everything:
@@ -144,22 +145,23 @@ def check_halves(module: Module, signature: Signature, inputs: Tensors) -> None:
             found = [torch.cat(column) for column in zip(*parts, strict=False)]
             if _alike(found, expected) or not _alike(_outputs(module, signature, inputs), expected):
                 return
-        except Exception:  # such as of a module that is only for training, or on `meta`
+        except Exception:  # for example of a module that is only for training, or on `meta`
             return
     raise Untraceable(
         f"{type(module).__name__} gives other outputs for the two halves of the sample than for "
-        "all of it, in evaluation mode, so it would do something else on micro-batches\n"
-        "  dimension 0 has to be the batch, but for arguments that are named in shared=[…]; "
-        "what compares samples, such as x - x.mean(0), belongs after the pipeline\n"
-        "  a part that compares those of each micro-batch on purpose, such as experts with a "
-        "capacity, is let be where it is kept as one layer, whole=[…]"
+        "the whole sample (in evaluation mode), so outputs for micro-batches would differ, too\n"
+        "  dimension 0 of each argument has to be the batch, except for arguments that are named "
+        "in shared=[…]; code that compares samples, such as x - x.mean(0), belongs after the "
+        "pipeline\n"
+        "  if a submodule compares the samples of each micro-batch on purpose, such as experts "
+        "with a capacity, keep it as one layer, whole=[…]"
     )
 
 
 def _alike(found: Tensors, expected: Tensors) -> bool:
-    """Return whether outputs are equal.
+    """Return whether outputs are equal, except for rounding.
 
-    They may differ by rounding, since other kernels may be chosen for another batch size.
+    Rounding may differ, because PyTorch may choose other kernels for another batch size.
     """
     for y, z in zip(found, expected, strict=False):
         if y.shape == z.shape and z.is_floating_point() and z.numel():

@@ -1,8 +1,8 @@
-"""Make one list of calls from recordings for several batch sizes, which is right for all sizes.
+"""Merge recordings for several batch sizes into one list of calls for all batch sizes.
 
-Where a number differs between the recordings, it has to grow evenly with the batch size. Any other
-difference means that the module does something else for other batch sizes. A fixed list of calls
-cannot repeat that, so the module is refused.
+If a number differs between the recordings, it has to be linear in the batch size. Any other
+difference means that the module makes other calls for other batch sizes. A fixed list of calls
+cannot repeat this, so such a module raises an error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,22 +19,22 @@ from torchgpipe.trace.parts import Slot
 from torchgpipe.trace.refuse import Untraceable, refused, where
 
 SIZES = (2, 3, 5)
-"""The batch sizes that are recorded: two give a line, and the third has to be on it."""
+"""The batch sizes to record: two of them define a line, and the third has to be on the line."""
 
 
 @dataclass(frozen=True)
 class Grows:
-    """A whole number that grows with the batch size: `each` for every sample, plus `fixed`."""
+    """A placeholder for a number that grows with the batch size: `each * batch size + fixed`."""
 
     each: int
     fixed: int
 
 
 def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
-    """Return the calls of the recordings, with `Grows` in place of numbers that differ.
+    """Merge the recordings into one list of calls, with `Grows` in place of numbers that differ.
 
     Raises:
-        Untraceable: If the recordings differ in another way.
+        Untraceable: If the recordings differ in anything but numbers that grow with the batch size.
     """
     sizes: list[int] = []
     lists: list[list[Call]] = []
@@ -66,8 +66,8 @@ def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
             root,
             at,
             f"with batches of {', '.join(samples)} samples it does not do the same: {error}",
-            "keep the module with this line as one layer, whole=[ItsClass], or say which inputs "
-            "have no batch dimension, shared=[…]",
+            "keep the submodule that has this line as one layer, whole=[ItsClass], or say which "
+            "arguments have no batch dimension, shared=[…]",
         ) from None
     return calls
 
@@ -76,7 +76,7 @@ _fixed = attrgetter("target", "outputs", "grad", "since")
 
 
 def _check_ends(recordings: Sequence[Recording]) -> None:
-    """Check that all recordings return the same and hold the same tensors, or raise `_Differs`."""
+    """Raise `_Differs` if recordings return different structures or use different tensors."""
     structures: list[Any] = []
     ends: list[Any] = []
     for recording in recordings:
@@ -86,13 +86,13 @@ def _check_ends(recordings: Sequence[Recording]) -> None:
     if not all(same(end, ends[0]) for end in ends):
         returned = ", ".join(map(repr, structures))
         raise _Differs(
-            f"it uses other tensors that it holds, or returns {returned[:200]}; a pipeline can "
-            "return tensors alone, and what is the same for all"
+            f"it uses different constant tensors, or returns {returned[:200]}; a pipeline can "
+            "return tensors alone, and values that are equal for all batch sizes"
         )
 
 
 def check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
-    """Refuse a module whose outputs have no batch dimension, or that returns no tensor."""
+    """Raise an error if the module returns no tensor, or a tensor without a batch dimension."""
     first = recordings[0]
     if not first.outputs:
         raise Untraceable(f"{type(module).__name__} returns no tensor")
@@ -110,27 +110,29 @@ def check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
                 module,
                 at,
                 f"it returns a tensor of shape {shape} for {recording.size} samples, but outputs "
-                "of micro-batches are concatenated along dimension 0, and no other may grow with "
-                "the batch",
-                "what compares samples or adds them up, such as a loss, belongs after the "
-                "pipeline: return what it is made of; or say which inputs have no batch dimension, "
-                "shared=[…]",
+                "of micro-batches are concatenated along dimension 0, and no other dimension may "
+                "grow with the batch",
+                "code that compares samples or adds them up, such as a loss, belongs after the "
+                "pipeline: return the inputs of this code; or say which arguments have no batch "
+                "dimension, shared=[…]",
             )
 
 
 class _Differs(Exception):
-    """Says in what recordings differ."""
+    """An internal error whose message says how recordings differ."""
 
 
 def general(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return what values have in common, with `Grows` in place of numbers that differ.
+    """Merge the arguments of one call, recorded for several batch sizes, into one value.
+
+    `Grows` replaces numbers that differ.
 
     Args:
-        values: What a module passed with each batch size.
+        values: The value that was recorded for each batch size.
         sizes: The batch sizes.
 
     Raises:
-        _Differs: If the values differ in another way.
+        _Differs: If the values differ in anything but numbers that grow with the batch size.
     """
     first = values[0]
     kinds = set(map(type, values))
@@ -157,7 +159,7 @@ def general(values: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def same(x: Any, y: Any) -> bool:
-    """Return whether two values have the same contents. One object may be a copy of the other."""
+    """Return whether two values have equal contents. One object may be a copy of the other."""
     return bool(_form(x) == _form(y))
 
 
@@ -179,10 +181,10 @@ _COMPARED = (
 
 
 def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
-    """Return what tells a value from others: its type and its contents.
+    """Return a value's type and contents in a form that can be compared with `==`.
 
-    The recordings may have copied an object, so its identity does not matter. `within` has the ids
-    of the objects around it.
+    A recording may have a copy of an object, so the identity of objects does not matter. Tensors
+    and classes are compared by their ids. `within` has the ids of the objects that contain `x`.
     """
     if isinstance(x, _COMPARED):
         return type(x), x if x == x else "nan"
@@ -201,7 +203,7 @@ def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
     else:
         try:
             reduced = x.__reduce_ex__(4)
-        except Exception:  # an object that cannot be copied is like no other
+        except Exception:  # An object that cannot be copied is not equal to any other.
             return object()
         if isinstance(reduced, str):
             parts = [id(x)]

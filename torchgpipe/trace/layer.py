@@ -1,11 +1,11 @@
 """Layers of a traced module. Each layer makes some of the module's calls.
 
 A layer holds the module's own submodules, parameters and buffers under their names, such as
-`layer1.0.conv2`. The modules around them, such as `layer1`, are empty modules.
+`layer1.0.conv2`. Empty modules take the place of the modules that contain them, such as `layer1`.
 
-A state of the layers has the same names as the module's state: the layer's own name in the
-sequence, such as `12:layer1/0/conv2`, is left out. The layer leaves it out when a state is read,
-and hooks of the sequence put it in when a state is loaded.
+The `state_dict` of the layers has the names of the module's `state_dict`. Each layer also has a
+name in the sequence, such as `12:layer1/0/conv2`. `state_dict` leaves this name out, and hooks of
+the sequence insert it when a state is loaded.
 """
 
 from collections import OrderedDict
@@ -24,18 +24,18 @@ from torchgpipe.trace.generalise import Grows
 from torchgpipe.trace.parts import tensors_in, within
 from torchgpipe.trace.signature import Signature, arguments
 
-# Pickles of older versions have these names.
+# Older versions called these classes `Step` and `Batch`, and their pickles contain these names.
 Step, Batch = Call, BatchSize
 
 
 class Layer(Module):
-    """A module that makes some of the calls of a traced module.
+    """A layer of a pipeline that makes some of the calls of a traced module.
 
     Args:
         root: The traced module.
-        plan: The calls, and the values that enter and leave the layer.
+        plan: The calls, and the tensors that enter and leave the layer.
         namespace: The namespace of the skips.
-        extra: The tensors of the traced module that it has not registered, by name.
+        extra: Tensors of the traced module that are neither parameters nor buffers, by name.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Layer(Module):
             self._namespaces[name] = namespace
             self._popped.append((SkipKey(namespace, name), value))
         self._skips = {"stash": frozenset(dict(plan.stashes)), "pop": frozenset(dict(plan.pops))}
-        # The order in which names are held becomes the order of the parameters. Dictionaries keep
-        # it, while the order of sets differs from process to process.
+        # The order of these names becomes the order of the layer's parameters. A dictionary keeps
+        # its order, while the order of a set differs from process to process.
         modules: dict[str, None] = {}
         tensors: dict[str, None] = {}
         for step in self._steps:
@@ -70,11 +70,11 @@ class Layer(Module):
         for name in (*sorted(modules, key=len), *sorted(tensors, key=len)):
             self.hold(root, name, extra.get(name))
 
-    # Checks the batch size. Only the first layer has it.
+    # A function that checks the batch size. Only the first layer has one.
     sizes: Callable[[Sequence[Tensor], bool], None] | None = None
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
-        """Make the calls."""
+        """Make the layer's calls, and return its outputs."""
         tensors = tensors_of(input)
         if self.sizes is not None:
             self.sizes(tensors, self.training)
@@ -87,7 +87,7 @@ class Layer(Module):
         if self._batch is not None:
             value, dimension, each = self._batch
             size = values[value].shape[dimension] // each
-        del input, tensors  # so that a value is freed when it is spent
+        del input, tensors  # so that a tensor is freed after its last use
 
         for step in self._steps:
             target: Any = step.target
@@ -108,7 +108,7 @@ class Layer(Module):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """Return the state with the names that it has in the traced module."""
+        """Return the layer's state under the names that the traced module has for it."""
         return super().state_dict(
             *args, destination=destination, prefix=self._outer(prefix), keep_vars=keep_vars
         )
@@ -116,10 +116,10 @@ class Layer(Module):
     def named_modules(
         self, memo: set[Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Module]]:
-        """Yield the submodules with the names that they have in the traced module.
+        """Yield the layer and its submodules, under the names that the traced module has for them.
 
-        The layer itself has its name in the sequence, unless it has parameters or buffers: PyTorch
-        derives their names from the layer's.
+        A layer without direct parameters and buffers has its name in the sequence. If it has some,
+        this name is left out, because PyTorch derives the names of parameters from it.
         """
         own = self._parameters or self._buffers
         outer = self._outer(f"{prefix}.")[:-1]
@@ -130,12 +130,12 @@ class Layer(Module):
                 yield name, module
 
     def hold(self, root: Module, name: str, extra: Tensor | None = None) -> None:
-        """Hold a tensor or a submodule of the traced module under the name that it has there.
+        """Add a tensor or a submodule of the traced module to this layer, under the same name.
 
         Args:
             root: The traced module.
-            name: The name.
-            extra: The tensor, if the traced module has not registered it.
+            name: The name of the tensor or submodule in the traced module.
+            extra: The tensor, if it is neither a parameter nor a buffer of the traced module.
         """
         *path, last = name.split(".")
         here: Any = self
@@ -158,9 +158,9 @@ class Layer(Module):
         here._non_persistent_buffers_set |= there._non_persistent_buffers_set & {last}
 
     def _filled(self, kept: Any, values: dict[int, Tensor], size: int, device: torch.device) -> Any:
-        """Return recorded arguments with tensors, numbers and the device filled in."""
-        # A function within `forward` would refer to itself, and keep the tensors until they are
-        # collected as garbage.
+        """Return recorded arguments with tensors, numbers and the device for the placeholders."""
+        # This is a method, and not a nested function of `forward`: a recursive nested function
+        # refers to itself, which keeps the tensors alive until the garbage collector runs.
         kind = type(kept)
         filled = kept
         if kind is Value:
@@ -183,13 +183,13 @@ class Layer(Module):
         return filled
 
     def _outer(self, prefix: str) -> str:
-        """Return a prefix of names without the layer's name in the sequence, which may end it."""
+        """Remove the layer's name in the sequence from the end of a prefix of names."""
         outer = prefix.removesuffix(f"{self.name}.")
         return outer if outer == "" or outer.endswith(".") else prefix
 
 
 def _steps(plan: LayerPlan) -> list[Call]:
-    """Return the calls of a layer, with the values that each may let go."""
+    """Return the calls of a layer; `spent` of each call lists the tensors to free after it."""
     needed = {*plan.outputs, *dict(plan.stashes).values()}
     steps: list[Call] = []
     for call in reversed(plan.calls):
@@ -204,14 +204,14 @@ def _steps(plan: LayerPlan) -> list[Call]:
 
 
 class Layers(nn.Sequential):
-    """The layers of a traced module, which are called like the module and have its state.
+    """The layers of a traced module. They are called like the module and have its state.
 
-    `GPipe` takes them as any other `nn.Sequential`.
+    `GPipe` takes them like any other `nn.Sequential`.
 
     Args:
         layers: The layers by name.
-        signature: What the module takes and returns. A slice has none: it takes and returns
-            tensors, as its layers do.
+        signature: The structure of the module's arguments and results. A slice of the layers has no
+            signature: it takes and returns tensors, like a layer.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Layers(nn.Sequential):
         keep_names(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layers one after another; take and return what the module does."""
+        """Call the layers one after another, with the arguments and results of the module."""
         if self.signature is None:
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         tensors = self.signature.flat(args, kwargs)
@@ -231,31 +231,31 @@ class Layers(nn.Sequential):
 
 
 def flat(module: Module, sample: Any) -> TensorOrTensors:
-    """Return the tensors that `module` takes for a sample of its arguments.
+    """Return the tensors in a sample of the arguments of `module`.
 
-    A module that is not a `Layers` takes the sample itself.
+    If the module is not a `Layers`, the function returns the sample itself.
     """
     signature = module.signature if isinstance(module, Layers) else None
     return sample if signature is None else signature.flat(*arguments(sample))
 
 
 def batched(module: Module) -> Sequence[bool] | None:
-    """Return which of the tensors that `module` takes have a batch dimension; `None` for all."""
+    """Return for each input of `module` whether it has a batch dimension; `None` if all have."""
     signature = module.signature if isinstance(module, Layers) else None
     return None if signature is None else signature.batched
 
 
 def keep_names(module: Module) -> None:
-    """Let `module` load a state that has the names of the traced module.
+    """Let `module` load a state with the names of the traced module.
 
-    The module's children may be layers of a traced module.
+    The children of `module` can be layers of a traced module.
     """
     module.register_load_state_dict_pre_hook(_into_layers)
     module.register_load_state_dict_post_hook(_out_of_layers)
 
 
 def _into_layers(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Put the names of layers into the names of a state."""
+    """Insert the layers' names in the sequence into the keys of a state."""
     given = dict(state)
     for key, layer in module._modules.items():
         if isinstance(layer, Layer) and layer.name == key:
@@ -267,7 +267,7 @@ def _into_layers(module: Module, state: dict[str, Any], prefix: str, *_: Any) ->
 
 
 def _out_of_layers(module: Module, incompatible: Any) -> None:
-    """Take the names of layers out of the names of missing and unexpected keys."""
+    """Remove the layers' names in the sequence from missing and unexpected keys."""
     for key, layer in module._modules.items():
         if isinstance(layer, Layer) and layer.name == key:
             for names in incompatible:
@@ -275,11 +275,11 @@ def _out_of_layers(module: Module, incompatible: Any) -> None:
 
 
 class _Around(Module):
-    """An empty module, in the place of a module around one that a layer holds."""
+    """An empty module. It takes the place of a module that contains something a layer holds."""
 
 
 def _submodule(module: Module, path: str) -> Any:
-    """Return a submodule by its path, even if an attribute has the same name."""
+    """Return the submodule at a path such as "layer1.0", even if an attribute has the same name."""
     for part in path.split(".") if path else ():
         module = module._modules[part]  # type: ignore[assignment]
     return module

@@ -1,4 +1,4 @@
-"""Notes: which modules use what a recording cannot repeat, such as their mode."""
+"""Notes: which modules use something that a recording cannot repeat, such as their mode."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch.nn import Module
 from torchgpipe.trace.refuse import Where, refused
 
 Notes = dict[Module, tuple[str, Where]]
-"""By module: what its forward uses that a recording cannot repeat, and the line that uses it."""
+"""For each module, the name of something that cannot be recorded, and the line that uses it."""
 
-# Functions whose result may be different when the layers run, and functions with other effects than
-# their result. A recorder sees the use of an attribute as a call of its `__get__` or `__set__`.
+# Functions whose results can differ when the layers run, and functions that do more than return a
+# result. A recorder sees the use of an attribute as a call of its `__get__` or `__set__`.
 NOTED: dict[Any, str] = {
     torch.autograd.grad: "torch.autograd.grad",
     torch.autograd.backward: "torch.autograd.backward",
@@ -37,17 +37,17 @@ for name in (
 
 
 def check_notes(root: Module, notes: Notes) -> None:
-    """Refuse a module that uses what a recording cannot repeat.
+    """Raise an error if a module uses something that a recording cannot repeat.
 
-    It may read its mode, since there will be another recording for the other mode.
+    A module may read its mode, because a second recording is made for the other mode.
     """
     for what, at in notes.values():
         if what != "training":
             raise refused(
                 root,
                 at,
-                f"it sets or asks for {what}, which may be otherwise, or would be missed, "
-                "when the layers run",
-                "do that in a submodule of its own; what torch.utils.checkpoint does, "
-                "the pipeline does itself",
+                f"it sets or asks for {what}, which cannot be recorded: it may be different, or "
+                "have no effect, when the layers run",
+                "do that in a submodule, which is then kept whole; torch.utils.checkpoint is not "
+                "needed, because the pipeline does its own checkpointing",
             ) from None

@@ -1,7 +1,4 @@
-"""The tensors in a structure, such as a dictionary or a dataclass.
-
-They are found, taken out, and replaced by others.
-"""
+"""Find, take out and replace the tensors in a structure, such as a dictionary or a dataclass."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ T = TypeVar("T")
 
 
 def within(value: Any, kind: type[T]) -> Iterator[T]:
-    """Yield all objects of a kind in a structure, in their order.
+    """Yield all objects of a class in a structure, in order.
 
     A structure consists of tuples, lists, sets, dictionaries, slices and dataclasses.
     """
@@ -37,13 +34,13 @@ def within(value: Any, kind: type[T]) -> Iterator[T]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a structure, in their order."""
+    """Yield the tensors in a structure, in order."""
     return within(value, Tensor)
 
 
 @dataclass(unsafe_hash=True)
 class Slot:
-    """The place of a tensor in a structure. Its number tells it from other slots."""
+    """The placeholder of a tensor in a structure. Each slot has its own number."""
 
     number: int = -1  # slots in older pickles have no number
 
@@ -52,12 +49,13 @@ class Slot:
 
 
 class Slots(TorchFunctionMode):
-    """The tensors that are taken out of structures. A slot is left in the place of each tensor.
+    """Take tensors out of structures and leave a slot (placeholder) for each tensor.
 
-    As a mode, it lets `copy.deepcopy` leave slots, whatever object holds the tensors.
+    It is also a `TorchFunctionMode`: while it is active, `copy.deepcopy` puts slots in place of the
+    tensors of any object.
 
     Args:
-        slots: The slots to leave first. More slots are made when these are used up.
+        slots: The slots to use first. More slots are made when all of them are used.
     """
 
     def __init__(self, slots: Sequence[Slot] = ()) -> None:
@@ -66,7 +64,7 @@ class Slots(TorchFunctionMode):
         self._slots = list(slots)
 
     def taken(self, value: Any) -> Any:
-        """Return a copy of `value` with slots in place of tensors, and add them to `tensors`."""
+        """Return a copy of `value` with slots for the tensors, and add the tensors to `tensors`."""
         if isinstance(value, Tensor):
             return self._slot(value)
         if type(value) in (tuple, list):
@@ -82,7 +80,7 @@ class Slots(TorchFunctionMode):
         return copy.deepcopy(value, dict(zip(ids, tensors, strict=True)))
 
     def again(self) -> Slots:
-        """Return slots without tensors, which leave the same slots as these."""
+        """Return new `Slots` that have no tensors and leave the same slots."""
         return Slots(self._slots)
 
     def _slot(self, x: Tensor) -> Slot:

@@ -1,9 +1,9 @@
-"""Record what a module calls: run it once on fake tensors, which have shapes and no contents.
+"""Record a module's calls by running it once on fake tensors, which have shapes but no contents.
 
-Every function of PyTorch that the module calls becomes a `Call`, and so does every call of a
-submodule that stays whole: PyTorch's own layers, and submodules with hooks or without submodules. A
-question about a tensor, such as its shape, becomes no call. Code that needs the contents of a
-tensor cannot be recorded.
+Every call of a PyTorch function becomes a `Call`. So does every call of a submodule that is kept
+whole: PyTorch's own layers, and submodules with hooks or without submodules. Reading an attribute
+of a tensor, such as its shape, is not recorded. Code that needs the contents of a tensor cannot be
+recorded.
 """
 
 import copy
@@ -28,7 +28,7 @@ from torchgpipe.trace.watch import watched
 from torchgpipe.trace.whole import HOOKS, stays_whole
 
 State = tuple[bool, torch.dtype | None]
-"""Whether a module is in training mode, and the type to which autocast turns its inputs."""
+"""Whether a module is in training mode, and the dtype of autocast (`None` if it is off)."""
 
 
 def record(
@@ -38,16 +38,16 @@ def record(
     size: int,
     device: torch.device | None = None,
 ) -> Recording:
-    """Record what a module does with fake tensors, and leave the module as it was.
+    """Record a module's calls on fake tensors, then restore the module's state.
 
     Args:
-        recorder: A new recorder of the module. Modules whose forward uses what a recording cannot
-            repeat are added to its notes.
+        recorder: A new recorder of the module. Its notes get the modules whose forward uses
+            something that a recording cannot repeat.
         signature: The module's signature.
-        inputs: Tensors like those that the module will get.
+        inputs: Tensors with the shapes and dtypes of the module's inputs.
         size: How many samples the fake tensors have, if they have a batch dimension.
-        device: The device on which a module on `meta`, and its inputs, are taken to be; `None` if
-            they are on their device.
+        device: A device for the fake tensors if the module is on `meta`. With `None`, they have the
+            devices of the module and of `inputs`.
 
     Raises:
         Untraceable: If the module needs the contents of a tensor, or raises an error.
@@ -88,17 +88,18 @@ def record(
 
 
 class Sizes:
-    """Refuse a batch size for which a module does something else than its layers.
+    """A check that raises an error if a module makes other calls for a batch size than its layers.
 
-    For each new batch size, mode and autocast, a copy of the module without contents and hooks is
-    recorded, and compared with the recordings that the layers were made of.
+    It keeps a copy of the module on `meta`, without hooks. For each new batch size, mode and
+    autocast, it records the copy, and compares this recording with the recordings from which the
+    layers were made.
 
     Args:
         module: The module.
         signature: The module's signature.
         inputs: The tensors of the sample.
-        whole: The submodules that stay whole.
-        recordings: The recordings that the layers were made of.
+        whole: The submodules that are kept whole.
+        recordings: The recordings from which the layers were made.
 
     Raises:
         Untraceable: If the module cannot be copied.
@@ -117,7 +118,7 @@ class Sizes:
         self._plain: list[tuple[Tensor, Tensor]] = []
         self._state: State = (module.training, _autocast(inputs[0]))
         self._known = {(recording.size, *self._state) for recording in recordings}
-        memo: dict[int, Any] = {}  # what stands for objects in the copy, by id
+        memo: dict[int, Any] = {}  # the objects in the copy, by the ids of the originals
         for x in (*module.parameters(), *module.buffers()):
             y = torch.empty_like(x, device="meta")
             if isinstance(x, nn.Parameter):
@@ -131,8 +132,8 @@ class Sizes:
             for hooks in HOOKS:
                 if hooks in attributes:
                     memo[id(attributes[hooks])] = type(attributes[hooks])()
-            # A recording changes the contents of tensors that are neither parameters nor buffers,
-            # if the forward does. So the copy of the module has copies of them.
+            # If the forward changes tensors that are neither parameters nor buffers, a recording
+            # changes them, too. So the copy of the module has copies of these tensors.
             for x in tensors_in([*attributes.values()]):
                 if id(x) not in own:
                     copied = x.detach().clone()
@@ -142,26 +143,27 @@ class Sizes:
             self._module = copy.deepcopy(module, memo)
         except Exception as error:
             raise Untraceable(
-                f"{type(module).__name__} cannot be copied, to see what it does with other batch "
-                f"sizes ({type(error).__name__}: {error}); make copy.deepcopy work on it"
+                f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}); "
+                "a copy is needed to check other batch sizes, so make copy.deepcopy work on it"
             ) from None
 
     def __call__(self, tensors: Tensors, training: bool) -> None:
-        """Check that the layers are right for the batch size of these inputs, in this mode.
+        """Check that the layers make the module's calls for this batch size and mode.
 
         Args:
             tensors: The inputs of the first layer.
             training: Whether the layers are in training mode.
 
         Raises:
-            Untraceable: If the layers are not right.
+            Untraceable: If the module makes other calls.
         """
         given = zip(tensors, self._signature.batched, strict=True)
         size = next(len(x) for x, batched in given if batched)
         state = (training, _autocast(tensors[0]))
         known = (size, *state)
         if known not in self._known and not tensors[0].is_meta:
-            # Modes of this thread, such as a recorder's, do not reach another thread.
+            # The check runs in a new thread, because this thread may have active modes, such as a
+            # recorder.
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(self._check, tensors, size, state).result()
             self._known.add(known)
@@ -176,8 +178,8 @@ class Sizes:
         if module.training != training:
             module.train(training)
         for part in module.modules():
-            # Batch norms of the module itself may be in evaluation mode by then. In training mode
-            # they would refuse a single sample.
+            # A batch norm in training mode refuses a single sample. The module's own batch norms
+            # can be in evaluation mode now, although those of the copy are not.
             if isinstance(part, nn.modules.batchnorm._NormBase):
                 part.training = False
         whole = set(map(module.get_submodule, self._whole))
@@ -195,7 +197,7 @@ class Sizes:
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
-    """Return the type to which autocast turns inputs like this one, if it is enabled."""
+    """Return the dtype of autocast on this tensor's device, or `None` if autocast is off."""
     kind = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(kind):
         return None

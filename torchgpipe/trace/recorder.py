@@ -1,4 +1,4 @@
-"""`Recorder` keeps the calls of a module's forward, with stand-ins for tensors in arguments."""
+"""Record the calls of a module's forward, with placeholders for the tensors in arguments."""
 
 import copy
 import random
@@ -24,7 +24,7 @@ from torchgpipe.trace.whole import stays_whole
 
 Run = Callable[..., Any]
 
-# Arguments of these types are kept as they are.
+# Arguments of these types are recorded as they are.
 _PLAIN = (
     int,
     float,
@@ -43,22 +43,23 @@ _PLAIN = (
 
 
 class Recorder(TorchFunctionMode):
-    """A mode that keeps the calls of a module's forward.
+    """A `TorchFunctionMode` that records the calls of a module's forward.
 
-    It keeps a call of each function of PyTorch, and of each submodule that stays whole. As a mode
-    it sees the functions, and `watched` tells it of the modules. Calls within a recorded call are
-    not recorded.
+    It records each call of a PyTorch function, and each call of a submodule that is kept whole.
+    PyTorch passes the functions to the mode; `watched` passes the calls of modules to it. Calls
+    within a recorded call are not recorded.
 
     Args:
         root: The module.
-        whole: The submodules that the user keeps whole, and others that cannot be recorded.
-        notes: Where modules are noted that use what a recording cannot repeat.
+        whole: The submodules that the user keeps whole, and submodules that cannot be recorded.
+        notes: Gets an entry for each module that uses something a recording cannot repeat.
 
     Attributes:
         fake: The mode in which the module's tensors are fake.
         calls: The recorded calls.
         shapes: The shapes of the inputs, and of the tensors that calls made, by number.
-        extra: The tensors that the module uses and has not registered, under new names.
+        extra: The tensors that the module uses and that are neither parameters nor buffers. They
+            get new names.
     """
 
     def __init__(self, root: Module, whole: Container[Module], notes: Notes) -> None:
@@ -79,20 +80,21 @@ class Recorder(TorchFunctionMode):
         for name, x in held:
             self._names.setdefault(id(x), name)
         self._device_type = held[0][1].device.type if held else "cpu"
-        # The module's own tensors, by the ids of the fake tensors that stand for them.
+        # The module's own tensors, by the ids of the fake tensors that replace them.
         self._real: dict[int, Tensor] = {}
-        # The numbers of inputs, and of tensors that calls made, by id. An id belongs to an object
-        # only while it lives, so these tensors are kept alive.
+        # The numbers of inputs, and of tensors that calls made, by id. The id of a freed object can
+        # be used again, so these tensors are kept alive.
         self._numbers: dict[int, int] = {}
         self._alive: list[object] = []
         # The index of the call that made each storage.
         self._made: dict[int, int] = {}
         self._calls_under_way = 0
-        # The modules whose forward is in progress and recorded, the innermost last. An error leaves
-        # them there.
+        # The modules whose forward is running and recorded, the innermost last. An error does not
+        # remove them, so that its message can name them.
         self._opened = [root]
         self._thread = threading.get_ident()
-        # The random states, which recorded code must not change; `None` if other threads may.
+        # The random states, which recorded code must not change; `None` if other threads may change
+        # them.
         self._random: tuple[Any, ...] | None = random_states()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,15 +107,15 @@ class Recorder(TorchFunctionMode):
         return self.call(func, func, args, kwargs)
 
     def call_module(self, module: Module, run: Run, args: Any, kwargs: Any) -> Any:
-        """Call a module, and record the call itself if the module stays whole.
+        """Call a module, and record the call if the module is kept whole.
 
-        Otherwise, the calls of its forward are recorded.
+        Otherwise, the calls in the module's forward are recorded.
 
         Args:
             module: The module.
-            run: What calls a module, with the module as its first argument.
-            args: The arguments by place.
-            kwargs: The arguments by name.
+            run: A function that calls a module. Its first argument is the module.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
         """
         if self.passes():
             return run(module, *args, **kwargs)
@@ -134,8 +136,8 @@ class Recorder(TorchFunctionMode):
         return result
 
     def put_fakes(self, device: torch.device | None) -> None:
-        """Put fake tensors in the place of the module's own; with a device, on that device."""
-        fakes: dict[int, Tensor] = {}  # a tensor may have several places
+        """Replace the module's tensors by fake tensors, on `device` if it is given."""
+        fakes: dict[int, Tensor] = {}  # by id, because a tensor can have several names
         for module in self.root.modules():
             holders: Any = (module._parameters, module._buffers)
             for holder in holders:
@@ -153,26 +155,26 @@ class Recorder(TorchFunctionMode):
         if device is None:
             return self.fake.from_tensor(x)
         self._device_type = device.type
-        self._random = None  # other threads may draw meanwhile
+        self._random = None  # Other threads may draw random numbers during the recording.
         y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
         return nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
 
     def passes(self) -> bool:
-        """Return whether nothing is recorded now: within a recorded call, or in another thread."""
+        """Return whether nothing is recorded: within a recorded call, or in another thread."""
         return self._calls_under_way > 0 or threading.get_ident() != self._thread
 
     def note(self, what: str) -> None:
-        """Note that the forward in progress uses what a recording cannot repeat."""
+        """Note that the module whose forward runs uses something that cannot be recorded."""
         if not self.passes():
             self._notes.setdefault(self._opened[-1], (what, where()))
 
     def note_draws(self) -> None:
-        """Note it if the forward in progress has moved a random state."""
+        """Add a note if the running forward has advanced a random number generator."""
         if self._random is not None and random_states() != self._random:
             self.note("a random state")
 
     def add(self, x: Tensor, call: int) -> int:
-        """Give a tensor that call number `call` made a number, and return the number."""
+        """Give a number to a tensor that call number `call` has made; return the number."""
         number = len(self.shapes)
         self._alive.append(x)
         self._numbers[id(x)] = number
@@ -181,22 +183,22 @@ class Recorder(TorchFunctionMode):
         return number
 
     def number(self, x: Tensor) -> int:
-        """Return the number of a tensor that the module returns."""
+        """Return the number of a tensor that the module returns, or raise `Untraceable`."""
         if id(x) not in self._numbers:
             raise Untraceable(
                 f"{type(self.root).__name__} returns a tensor that no call has made, such as a "
-                "parameter; leave it out, or return a copy (x.clone())"
+                "parameter; do not return the tensor, or return a copy (x.clone())"
             )
         return self._numbers[id(x)]
 
     def call(self, run: Run, target: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call and record it, unless it neither makes nor changes a tensor.
+        """Run a call, and record it if it makes or changes a tensor.
 
         Args:
-            run: What is called.
+            run: The function to run.
             target: The function or the name of a submodule, for the recording.
-            args: The arguments by place.
-            kwargs: The arguments by name.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
         """
         self._calls_under_way += 1
         try:
@@ -234,11 +236,11 @@ class Recorder(TorchFunctionMode):
             self._calls_under_way -= 1
 
     def _views(self, made: list[Tensor], changed: list[Tensor]) -> dict[int, Tensor]:
-        """Return views that stand for tensors of a result that are not new, by id.
+        """Return views to replace the tensors of a call's result that are not new, by their ids.
 
-        Some calls, such as `contiguous`, may return the tensor that they were given, and a new one
-        for another batch size. With a view, the result has a number of its own in both cases. A
-        tensor that the call changes keeps its number.
+        Some calls, such as `contiguous`, return their argument for one batch size and a new tensor
+        for another. With a view, the result has a new number in both cases. A tensor that the call
+        changes in place keeps its number.
         """
         kept = set(map(id, changed))
         views: dict[int, Tensor] = {}
@@ -250,7 +252,7 @@ class Recorder(TorchFunctionMode):
         return views
 
     def refusal(self, at: Where, why: str) -> Untraceable:
-        """Return the error for a line that cannot be recorded; it says what to do."""
+        """Return the error for a line that cannot be recorded. Its message says what to do."""
         modules = [m for m in self._opened if m is not self.root]
         if modules:
             kind = type(modules[-1]).__name__
@@ -260,7 +262,7 @@ class Recorder(TorchFunctionMode):
         return refused(self.root, at, why, what)
 
     def _run_whole(self, module: Module, run: Run, *args: Any, **kwargs: Any) -> Any:
-        """Run a module on fake tensors; if it needs contents, run a copy of it on real tensors."""
+        """Run a module on fake tensors; if that fails, run a copy of it on real tensors."""
         try:
             return run(*args, **kwargs)
         except Exception:
@@ -281,7 +283,7 @@ class Recorder(TorchFunctionMode):
         return slots.put_back(template, fakes)
 
     def _template(self, value: Any) -> Any:
-        """Return an argument of a call with stand-ins in the place of tensors and devices."""
+        """Return an argument of a call with placeholders for tensors and devices."""
         if isinstance(value, Tensor):
             return self._stand_in(value)
         if type(value) in (tuple, list, torch.Size):
@@ -294,15 +296,13 @@ class Recorder(TorchFunctionMode):
         return self._other(value)
 
     def _stand_in(self, x: Tensor) -> Value | Held:
-        """Return what stands for a tensor."""
+        """Return the placeholder of a tensor."""
         key = id(x)
         if key in self._numbers:
             return Value(self._numbers[key])
         if key not in self._names:
             if isinstance(x, FakeTensor):
-                raise self.refusal(
-                    where(), "it uses a tensor that was made in a way that is not recorded"
-                )
+                raise self.refusal(where(), "it uses a tensor that was not made by a recorded call")
             if x.requires_grad:
                 raise self.refusal(where(), "it uses a parameter that is not registered")
             name = f"traced constants.{len(self.extra)}"  # no module has such a name
@@ -312,7 +312,7 @@ class Recorder(TorchFunctionMode):
         return Held(self._names[key])
 
     def _other(self, value: Any) -> Any:
-        """Return a value that is no tensor and no structure, or what stands for it."""
+        """Return a value that is no tensor and no structure, or the placeholder of a device."""
         if isinstance(value, torch.Generator):
             self._notes.setdefault(self._opened[-1], ("a generator of its own", where()))
             return value
@@ -326,14 +326,14 @@ class Recorder(TorchFunctionMode):
         if slots.tensors or closed:
             raise self.refusal(
                 where(),
-                f"it passes on a {type(taken).__name__} that holds tensors or a closure; "
-                "if it is a cache, have none made (use_cache=False)",
+                f"it passes an argument of type {type(taken).__name__} that holds tensors or a "
+                "closure; if the argument is a cache, turn the cache off (use_cache=False)",
             )
         return taken
 
 
 def random_states() -> tuple[Any, ...]:
-    """Return the states of the generators from which PyTorch, Python and NumPy draw by default."""
+    """Return the states of the default random generators of PyTorch, Python and NumPy."""
     numpy = sys.modules.get("numpy")
     _, keys, *others = numpy.random.get_state() if numpy else ("", b"")
     with unset_fake_temporarily():
@@ -342,6 +342,6 @@ def random_states() -> tuple[Any, ...]:
 
 
 def _filled(x: Tensor) -> Tensor:
-    """Return a real tensor like a fake one, with contents."""
+    """Return a real tensor with the shape and dtype of `x`, filled with numbers."""
     real = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     return real.normal_() if x.is_floating_point() else real

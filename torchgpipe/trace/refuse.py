@@ -1,4 +1,4 @@
-"""Refuse a module, with the line of its code, the reason, and what to do."""
+"""The error for a module that cannot be traced: the line of code, the reason, and what to do."""
 
 import linecache
 import sys
@@ -16,12 +16,12 @@ Where = tuple[str, int]
 class Untraceable(TypeError):
     """The error for a module that cannot become a sequence of layers.
 
-    The message says which line of the module is the cause, why, and what to do.
+    The message says which line of the module is the cause, why it is, and what to do.
     """
 
 
 def refused(root: nn.Module, at: Where, why: str, what: str) -> Untraceable:
-    """Return the error for a module that is refused.
+    """Return the error for a module that cannot be traced.
 
     Args:
         root: The module.
@@ -39,11 +39,11 @@ def refused(root: nn.Module, at: Where, why: str, what: str) -> Untraceable:
 def where(error: BaseException | None = None) -> Where:
     """Return the file and line of the innermost code that is not PyTorch's or this library's.
 
-    It is searched for in the traceback of `error`, if there is one, and then in the running code.
+    The function searches the traceback of `error`, if it is given, and then the running code.
     """
     traceback = error.__traceback__ if error else None
     raised = reversed(list(walk_tb(traceback)))
-    running = walk_stack(sys._getframe(1))  # this frame itself would keep the error alive
+    running = walk_stack(sys._getframe(1))  # not this frame, which keeps the error alive
     for frame, line in chain(raised, running):
         file = frame.f_code.co_filename
         if not _ours(file):

@@ -1,4 +1,4 @@
-"""Restore a module and random states after the module has run."""
+"""Restore a module's attributes and all random states after the module has run."""
 
 import copy
 import random
@@ -19,8 +19,8 @@ from torchgpipe.trace.parts import tensors_in
 def as_it_was(root: Module) -> Iterator[None]:
     """At the end of the context, restore a module and all random states.
 
-    The attributes of all submodules and their contents are restored, except for the contents of
-    parameters.
+    It restores the attributes of all submodules, and the contents of the attributes. It does not
+    restore the contents of parameters.
     """
     with _same_attributes(root), _same_contents(root), _same_random_states(root):
         yield
@@ -28,7 +28,7 @@ def as_it_was(root: Module) -> Iterator[None]:
 
 @contextmanager
 def _same_attributes(root: Module) -> Iterator[None]:
-    """Restore the attributes of all submodules, and what is in their dictionaries and lists."""
+    """Restore all submodules' attributes, and the items of attributes that are dicts or lists."""
     modules: list[tuple[Module, dict[str, Any]]] = []
     containers: list[tuple[Any, Any]] = []
     for module in root.modules():
@@ -52,7 +52,7 @@ def _same_attributes(root: Module) -> Iterator[None]:
 
 @contextmanager
 def _same_contents(root: Module) -> Iterator[None]:
-    """Restore the contents of buffers, of other tensors, and of generators; not of parameters."""
+    """Restore the contents of tensors, except parameters, and the states of generators."""
     buffers = set(map(id, root.buffers()))
     tensors: list[tuple[Tensor, int | None, Tensor]] = []
     generators: list[tuple[torch.Generator, Tensor]] = []
@@ -62,7 +62,7 @@ def _same_contents(root: Module) -> Iterator[None]:
                 generators.append((held, held.get_state()))
             for x in tensors_in(held):
                 if x.is_leaf and not isinstance(x, nn.Parameter):
-                    # Kernels may change a buffer without giving it a new version.
+                    # Kernels can change a buffer without increasing its version.
                     version = None if id(x) in buffers else x._version
                     tensors.append((x, version, x.detach().clone()))
     try:
@@ -78,7 +78,7 @@ def _same_contents(root: Module) -> Iterator[None]:
 
 @contextmanager
 def _same_random_states(root: Module) -> Iterator[None]:
-    """Restore the random states of Python, NumPy and PyTorch, also on the module's devices."""
+    """Restore the random states of Python, NumPy and PyTorch (on the CPU and on the GPUs used)."""
     devices = {x.device for x in (*root.parameters(), *root.buffers()) if x.is_cuda}
     numpy = sys.modules.get("numpy")
     array = numpy.random.get_state() if numpy else None

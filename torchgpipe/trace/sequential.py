@@ -1,4 +1,4 @@
-"""`sequential`: any module as a sequence of its own layers."""
+"""Cut any module into a sequence of layers that hold its own parameters (`sequential`)."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ Whole = nn.Module | type[nn.Module]
 """A submodule, or a class of submodules."""
 
 Batched = tuple[bool, ...]
-"""Which of the tensors have a batch dimension."""
+"""For each input tensor, whether it has a batch dimension."""
 
 
 def sequential(
@@ -38,44 +38,45 @@ def sequential(
     whole: Iterable[Whole] = (),
     shared: Iterable[str] | None = None,
 ) -> Layers:
-    """Make a sequence of a module's own layers, in the order in which it calls them.
+    """Make a sequence of a module's own layers, in the order in which the module calls them.
 
         layers = sequential(torchvision.models.resnet50(), torch.randn(2, 3, 224, 224))
         model = GPipe(layers, balance, chunks=8)
 
-    The module's forward is recorded on fake tensors, for three batch sizes, and cut where a
-    submodule with parameters is called. A tensor that is used later than by the next layer becomes
-    a skip. Submodules, parameters and buffers are the module's own, and the state has the module's
-    names. The layers and the pipeline are called like the module.
+    The function records the module's forward on fake tensors, for three batch sizes. It cuts the
+    recording where a submodule with parameters is called. A tensor that a layer after the next
+    layer uses becomes a skip. The layers hold the module's own submodules, parameters and buffers,
+    and their `state_dict` has the module's names. The layers and the pipeline are called like the
+    module.
 
-    Outputs and gradients of the layers on the sample are compared with the module's. In evaluation
+    The layers' outputs and gradients on the sample are compared with the module's. In evaluation
     mode, the module's outputs for the two halves of the sample are compared with its outputs for
-    all of it, unless some submodules are kept `whole`. So a module is refused if it compares
-    samples, or if the batch is not in the first dimension.
+    the whole sample, unless some submodules are kept `whole`. So the function raises an error if
+    the module compares samples, or if the batch is not in the first dimension.
 
-    A submodule stays whole if its forward reads `training` or does something that no recording can
-    repeat, unless it has more than half of the parameters. Later calls need the sample's arguments
-    and shapes, except for the batch size. A batch size, a mode or an autocast for which the module
-    does something else is refused.
+    A submodule is kept whole (not cut) if its forward reads `training` or does something that a
+    recording cannot repeat. If it has more than half of the parameters, there is an error instead.
+    Later calls need arguments like the sample's, with the same shapes except for the batch size. A
+    later call raises an error if the module makes other calls for its batch size, mode or autocast.
 
     Args:
         module: Any module, with its parameters on one device.
-        sample: The module's arguments: a tensor, a tuple of arguments by place, or a dictionary of
-            arguments by name.
-        whole: Submodules that are not to be cut, or classes of them. They may compare the samples
-            of a micro-batch.
-        shared: The names of arguments without a batch dimension, which every micro-batch gets
-            whole. By default they are found: a tensor has a batch dimension if its dimension 0 can
-            grow together with dimension 0 of the other tensors.
+        sample: The module's arguments: a tensor, a tuple of positional arguments, or a dictionary
+            of keyword arguments.
+        whole: Submodules, or classes of submodules, that are not cut. These submodules may compare
+            the samples of a micro-batch.
+        shared: The names of arguments without a batch dimension. Every micro-batch gets the whole
+            argument. By default, the function finds them: a tensor has a batch dimension if its
+            dimension 0 can grow together with dimension 0 of the other tensors.
 
     Returns:
-        The layers, which `GPipe` takes as any other `nn.Sequential`.
+        The layers, which `GPipe` takes like any other `nn.Sequential`.
 
     Raises:
         Untraceable: If a line of the module cannot be recorded. The message says which line, why,
             and what to do.
-        ValueError: If the module has no such submodule as `whole` says, or no such argument as
-            `shared` says.
+        ValueError: If the module has no submodule that `whole` names, or no argument that `shared`
+            names.
     """
     _check_root(module)
     signature = Signature(module, sample)
@@ -95,25 +96,27 @@ def sequential(
                     layers = _layers(module, signature, inputs, set(kept))
                 except Untraceable as error:
                     first = first or error
-                    # The module itself runs if these tensors are batched. With fewer of them, it
-                    # would run as well, but the result would be another one.
+                    # If the error has no cause, the module runs with this guess, but cannot be
+                    # traced. With fewer batched tensors, the module may run, too, but its result
+                    # is another one.
                     if error.__cause__ is None:
                         break
                 else:
                     check_state(module, layers)
                     check_outputs(module, ran(module, layers, signature, inputs), expected)
-                    # What the user keeps whole may compare samples, as experts with a capacity do.
+                    # Submodules that the user keeps whole may compare samples, such as experts with
+                    # a capacity.
                     if not kept:
                         check_halves(module, signature, inputs)
                     return layers
         assert first is not None
         raise first
     finally:
-        del first  # its traceback refers to this frame, and would keep the module
+        del first  # Its traceback refers to this frame, which keeps the module alive.
 
 
 def _kept(module: Module, whole: Iterable[Whole]) -> set[Module]:
-    """Return the submodules that the user wants to keep whole."""
+    """Return the submodules that the user wants to keep whole, by the argument `whole`."""
     kept: set[Module] = set()
     for chosen in whole:
         alike: set[Module] = set()
@@ -130,10 +133,10 @@ def _kept(module: Module, whole: Iterable[Whole]) -> set[Module]:
 def _choices(
     signature: Signature, inputs: Tensors, shared: Iterable[str] | None
 ) -> Iterator[Iterable[Batched]]:
-    """Yield guesses which of the tensors have a batch dimension.
+    """Yield groups of guesses about which input tensors have a batch dimension.
 
-    Guesses for the same batch size come together, those with the most tensors first. If the user
-    names the arguments without a batch dimension, there is one guess.
+    Each group is for one batch size. Its guesses are in order, those with the most batched tensors
+    first. If `shared` names the arguments without a batch dimension, there is only one guess.
     """
     if shared is not None:
         names = set(shared)
@@ -151,7 +154,7 @@ def _choices(
 
 
 def _subsets(members: Sequence[int], n: int) -> Iterator[Batched]:
-    """Yield which of `n` are in each subset of `members` but the empty one, the largest first."""
+    """Yield a mask of length `n` for each non-empty subset of `members`, the largest first."""
     for count in range(len(members), 0, -1):
         for chosen in combinations(members, count):
             yield tuple([k in chosen for k in range(n)])
@@ -182,10 +185,10 @@ def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Mo
 def _recordings(
     module: Module, signature: Signature, inputs: Tensors, whole: set[Module]
 ) -> list[Recording]:
-    """Record a module for several batch sizes.
+    """Record a module's calls for several batch sizes.
 
-    Small submodules that cannot be recorded, such as one that reads the mode, are added to `whole`,
-    and the module is recorded again.
+    If small submodules cannot be recorded, for example because they read the mode, the function
+    adds them to `whole` and records the module again.
     """
     while True:
         notes: Notes = {}
@@ -206,10 +209,10 @@ def _recordings(
 
 
 def _small_modules(notes: Notes, root: Module) -> set[Module]:
-    """Return the noted modules that have at most half of the parameters.
+    """Return the modules in `notes` that have at most half of the parameters of `root`.
 
     Raises:
-        Untraceable: If there is none, and the root module cannot be recorded.
+        Untraceable: If there is no such module, and a module cannot be recorded.
     """
     total = sum(map(Tensor.numel, root.parameters()))
     small: set[Module] = set()
@@ -223,7 +226,7 @@ def _small_modules(notes: Notes, root: Module) -> set[Module]:
 
 
 def _names(root: Module, calls: Iterable[Call]) -> list[str]:
-    """Return by call the name of the layer that begins with it; "" if it has no parameters."""
+    """Return for each call the name of a layer that begins with it, or "" without parameters."""
     parameters = dict(root.named_parameters(remove_duplicate=False))
     names: list[str] = []
     for call in calls:
@@ -240,7 +243,7 @@ def _names(root: Module, calls: Iterable[Call]) -> list[str]:
 
 
 def _batch(root: Module, plan: LayerPlan, recordings: Sequence[Recording]) -> BatchSize | None:
-    """Return where a layer reads the batch size; `None` if no call of it needs that."""
+    """Return where a layer reads the batch size; `None` if none of its calls needs the size."""
     passed = [(call.args, call.kwargs) for call in plan.calls]
     if not any(within(passed, Grows)):
         return None
@@ -251,15 +254,14 @@ def _batch(root: Module, plan: LayerPlan, recordings: Sequence[Recording]) -> Ba
             if each > 0 and list(lengths) == [each * size for size in SIZES]:
                 return BatchSize(number, dimension, each)
     at = plan.calls[0].where
-    raise refused(
-        root, at, "from here on no tensor has a batch dimension", "keep more as one layer"
-    )
+    raise refused(root, at, "from here on, no tensor has a batch dimension", "cut less: whole=[…]")
 
 
 def _hold_unused(module: Module, sequence: Layers) -> None:
-    """Let layers hold the parameters and buffers that no call uses, since the state has them, too.
+    """Add parameters and buffers that no call uses to layers, because `state_dict` has them, too.
 
-    A second name of a parameter is held by the layer that has the first name.
+    If a parameter has a second name, the layer with the first name holds both. All other parameters
+    and buffers are added to the last layer.
     """
     holders: dict[Tensor, Any] = {}
     for layer in sequence:
@@ -276,16 +278,16 @@ def _hold_unused(module: Module, sequence: Layers) -> None:
 
 
 def _check_root(module: Module) -> None:
-    """Refuse a module whose call does more than its forward, which layers could not do."""
+    """Raise an error if calling the module does more than its forward, such as hooks."""
     kind = type(module).__name__
     if hooks_of(module):
         raise Untraceable(
-            f"{kind} has hooks of its own, and its layers are not called by it; remove them, or "
-            "make it the only child of a module, where it stays whole"
+            f"{kind} has hooks of its own, which would not run, because a pipeline calls only its "
+            "layers; remove the hooks, or make it a submodule of another module"
         )
     if is_compiled(module):
         raise Untraceable(
-            f"{kind} is compiled; give the module itself, and compile submodules of it"
+            f"{kind} is compiled; give the module that was compiled, and compile its submodules"
         )
     for name, part in module.named_modules():
         if any(map(nn.parameter.is_lazy, (*part.parameters(), *part.buffers()))):
@@ -294,5 +296,5 @@ def _check_root(module: Module) -> None:
             )
         if isinstance(part, torch.jit.ScriptModule):
             raise Untraceable(
-                f"{kind} has a scripted part, {name!r}; use the module that was scripted"
+                f"{kind} has a scripted part, {name!r}; use the module before torch.jit.script"
             )

@@ -1,4 +1,4 @@
-"""The signature of a traced module: the structures around the tensors that it takes and returns."""
+"""The signature of a traced module: the structures of its arguments and of its result."""
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
@@ -14,11 +14,11 @@ from torchgpipe.trace.parts import Slots
 Tensors = Sequence[Tensor]
 ByName = dict[str, Any]
 Arguments = tuple[tuple[Any, ...], ByName]
-"""Arguments by place, and arguments by name."""
+"""The positional arguments and the keyword arguments of a call."""
 
 
 class Signature:
-    """What a module takes and returns, as found from a sample.
+    """The structures of a module's arguments and result, found from a sample.
 
     Args:
         module: The module.
@@ -54,7 +54,7 @@ class Signature:
         self.batched = (True,) * len(self.names)
 
     def call(self, module: nn.Module, tensors: Tensors) -> Any:
-        """Call the module as with the sample, with these tensors in place of the sample's."""
+        """Call the module with the sample's arguments, but with other tensors in them."""
         found = self._slots.put_back(self._given, tensors)
         bound = self._parameters.bind_partial()
         for name in self._passed:
@@ -68,9 +68,10 @@ class Signature:
         return module(**by_name)
 
     def arguments(self, input: Any) -> Arguments:
-        """Return the arguments that an input stands for, as a sample stands for arguments.
+        """Return the positional and keyword arguments that an input gives.
 
-        A tuple that cannot be all arguments is taken as one argument.
+        A dictionary gives keyword arguments, and a tuple gives positional arguments. If the module
+        cannot take these arguments, the input is a single argument.
         """
         args, kwargs = arguments(input)
         try:
@@ -80,10 +81,11 @@ class Signature:
         return args, kwargs
 
     def flat(self, args: Sequence[Any], kwargs: ByName) -> TensorOrTensors:
-        """Return the tensors among the arguments.
+        """Return the tensors in the arguments of a call.
 
         Raises:
-            ValueError: If the arguments differ from the sample's in more than the batch size.
+            ValueError: If the arguments differ from the sample's in more than the batch size and
+                the contents of tensors.
         """
         slots = self._slots.again()
         for name, value in self._bound(args, kwargs).arguments.items():
@@ -108,13 +110,13 @@ class Signature:
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
     def returns(self, result: Any, slots: Slots, order: Collection[int]) -> None:
-        """Set the structure of what the module returns.
+        """Set the structure of the module's result.
 
         Args:
-            result: What the module returned, with slots in place of tensors.
+            result: The module's result, with slots (placeholders) instead of tensors.
             slots: The slots.
-            order: The numbers of the tensors in the slots. A tensor that is returned twice has the
-                same number twice.
+            order: For each slot, the number of its tensor. If the module returns a tensor twice,
+                two slots have the same number.
         """
         unique = list(dict.fromkeys(order))
         self._result = result
@@ -122,7 +124,7 @@ class Signature:
         self._order = list(map(unique.index, order))
 
     def structured(self, outputs: TensorOrTensors) -> Any:
-        """Return what the module returns, with these tensors in it."""
+        """Put output tensors into the structure of the module's result, and return the result."""
         flat = tensors_of(outputs)
         tensors = [flat[i] for i in self._order]
         return self._result_slots.put_back(self._result, tensors)
@@ -134,8 +136,8 @@ class Signature:
 
 
 def arguments(sample: Any) -> Arguments:
-    """Return the arguments that a sample stands for."""
-    if isinstance(sample, Mapping):  # not only a dictionary: what a tokenizer returns is none
+    """Return the positional and keyword arguments that a sample gives."""
+    if isinstance(sample, Mapping):  # a tokenizer returns a mapping that is no dictionary
         return (), dict(sample)
     if isinstance(sample, tuple):
         return sample, {}

@@ -1,4 +1,4 @@
-"""Watch what a module does besides calling functions of PyTorch."""
+"""Tell a recorder about calls of modules, and about uses of modes and random numbers."""
 
 import inspect
 import random
@@ -15,27 +15,27 @@ from torch.nn import Module
 from torchgpipe.trace.recorder import Recorder
 
 Replacement = tuple[Any, str, Any]
-"""A module or class, the name of an attribute of it, and what replaces the attribute."""
+"""A module or class, the name of one of its attributes, and the new value of the attribute."""
 
 _one_at_a_time = threading.RLock()
 
 
 @contextmanager
 def watched(recorder: Recorder) -> Iterator[None]:
-    """Tell a recorder what it does not see as a `TorchFunctionMode`.
+    """Within the context, tell a recorder about events that a `TorchFunctionMode` does not see.
 
-    It does not see calls of modules and of custom autograd functions, buffers that are replaced,
-    and reads of the mode. So methods of `nn.Module` and others are replaced within the context, in
-    the whole process. Then calls of other threads reach the recorder, too. It passes them on and
-    does not record them (`Recorder.passes`).
+    These are calls of modules and of custom autograd functions, assignments to buffers, and reads
+    of `training`. To see these events, the context replaces methods of `nn.Module` and others in
+    the whole process. So calls of other threads reach the recorder, too. The recorder does not
+    record calls of other threads (`Recorder.passes`).
     """
     replacements = [
         *_module_calls(recorder),
         *_module_attributes(recorder),
         *_noted_functions(recorder),
     ]
-    # Compiled code runs as it was written. A compiler does not expect the recorder, and would end
-    # the process.
+    # Compiled functions run eagerly in the context. The compiler cannot handle the recorder, and
+    # crashes the process.
     with _one_at_a_time, torch.compiler.set_stance("force_eager"), ExitStack() as stack:
         for replacement in replacements:
             stack.enter_context(mock.patch.object(*replacement, create=True))
@@ -43,7 +43,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
 
 
 def _module_calls(recorder: Recorder) -> list[Replacement]:
-    """Replace calls of modules and of custom autograd functions."""
+    """Return replacements for calls of modules and of custom autograd functions."""
     call: Any = Module.__call__
     apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 
@@ -63,7 +63,7 @@ def _module_calls(recorder: Recorder) -> list[Replacement]:
 
 
 def _module_attributes(recorder: Recorder) -> list[Replacement]:
-    """Replace how attributes of modules are set, and how the mode is read."""
+    """Return replacements that see assignments to modules' attributes and reads of `training`."""
     assign: Any = Module.__setattr__
 
     def assign_noted(module: Module, name: str, value: Any) -> None:
@@ -86,13 +86,13 @@ def _module_attributes(recorder: Recorder) -> list[Replacement]:
 
 
 def _noted_functions(recorder: Recorder) -> list[Replacement]:
-    """Replace functions whose use is noted, such as those that ask for a mode or draw numbers."""
+    """Return replacements that note each use of modes, random states and random numbers."""
 
     def noted(owner: Any, name: str, what: str) -> Replacement:
         run = getattr(owner, name)
 
         def run_noted(*args: Any, **kwargs: Any) -> Any:
-            # Uses by `torch.no_grad`, fake tensors and the recorder are not noted.
+            # Calls by `torch.no_grad`, fake tensors and the recorder are not noted.
             caller = sys._getframe(1).f_code.co_filename
             if not caller.endswith(("grad_mode.py", "fake_tensor.py", "recorder.py")):
                 recorder.note(what)

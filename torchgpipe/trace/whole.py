@@ -1,4 +1,4 @@
-"""Submodules that stay whole: a recording has their calls, and not the calls of their forwards."""
+"""Decide which submodules are kept whole: calls within their forward are not recorded."""
 
 from collections.abc import Container
 
@@ -9,7 +9,7 @@ from torchgpipe.tensors._autograd import is_compiled
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-# PyTorch's own modules stay whole, except for these.
+# All of PyTorch's own modules are kept whole, except for these containers.
 _OPENED = (
     nn.Sequential,
     nn.ModuleList,
@@ -21,7 +21,7 @@ _OPENED = (
 
 
 def stays_whole(module: Module, whole: Container[Module]) -> bool:
-    """Return whether a submodule stays whole. All submodules in `whole` do."""
+    """Return whether a submodule is kept whole: recorded as one call, and not cut into layers."""
     own = type(module).__module__.startswith("torch.") and not isinstance(module, _OPENED)
     childless = all(child is None for child in module._modules.values())
     return module in whole or own or hooks_of(module) or is_compiled(module) or childless

@@ -1,1 +1,1 @@
-"""Count on `meta` what layers do and hold, and what an optimizer holds."""
+"""Count the operators and the bytes of a model's layers on `meta`, and an optimizer's bytes."""

@@ -1,8 +1,8 @@
-"""Run operators on `meta` as a type of device would: with its fused kernels, under its autocast.
+"""Run operators on `meta` like on a CPU or a GPU: with that device's fused kernels and autocast.
 
-`meta` follows no autocast by itself. The lists of operators below are those of PyTorch's
-documentation ("Autocast Op Reference"), by name. An operator in no list runs in the type of its
-inputs; if they differ, in the widest type.
+Without this module, autocast does nothing on `meta`. The lists of operators below come from
+PyTorch's documentation ("Autocast Op Reference"). An operator that is in no list runs in the dtype
+of its inputs. If the inputs have different dtypes, it runs in the widest of these dtypes.
 """
 
 import functools
@@ -43,23 +43,23 @@ SENSITIVE = (
 MORE_ON_CPU = "avg_pool3d binary_cross_entropy huber_loss prod reflection_pad1d"
 
 LOWER = {"cpu": frozenset(PRODUCTS.split()), "cuda": frozenset((PRODUCTS + MORE_PRODUCTS).split())}
-"""The operators that run in autocast's type, by type of device."""
+"""The names of the operators that run in autocast's dtype, for each type of device."""
 FULL = {
     "cpu": frozenset((LOSSES + MORE_ON_CPU).split()),
     "cuda": frozenset((LOSSES + SENSITIVE).split()),
 }
-"""The operators that run in float32 under autocast, by type of device."""
+"""The names of the operators that run in float32 under autocast, for each type of device."""
 
 
 @contextmanager
 def as_on(device: str, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Run this thread's operators on `meta` as PyTorch runs them on a type of device.
+    """Run this thread's operators on `meta` like PyTorch runs them on "cuda" or "cpu".
 
-    Operators are cast while autocast is enabled for that type of device.
+    While autocast is enabled for that type of device, the inputs of operators are cast.
 
     Args:
         device: The type of device, "cuda" or "cpu".
-        autocast: The type of numbers to enable autocast with; `None` keeps autocast as it is.
+        autocast: The dtype to enable autocast with. `None` leaves autocast as it is.
     """
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     if autocast is not None:  # `torch.autocast` refuses a device that this machine does not have.
@@ -91,7 +91,7 @@ class _AsOn(TorchFunctionMode):
             if result is not None:
                 return result
         if func is torch.dropout and self.device == "cuda" and _drops(*args, **kwargs):
-            # CUDA has a single kernel, which keeps a mask of bytes.
+            # CUDA has a single kernel for dropout. It keeps a mask with one byte for each element.
             return torch.native_dropout(*args, **kwargs)[0]
         return func(*args, **kwargs)
 
@@ -102,10 +102,11 @@ def _drops(input: Tensor, p: float, train: bool) -> bool:
 
 @functools.cache
 def _body(func: Any) -> Callable[..., Any] | None:
-    """Return a function that is written in Python without its check for modes, or `None`.
+    """Return a Python function of PyTorch without its check for modes; `None` for other functions.
 
-    Such a function, for example `torch.nn.functional.multi_head_attention_forward`, asks the modes
-    first. If a mode answered by calling it, the mode would not see the operators within.
+    Functions such as `torch.nn.functional.multi_head_attention_forward` are written in Python. They
+    call a `TorchFunctionMode` first. If the mode calls the same function again, the function does
+    not show its operators to the mode. Without the check, it does.
     """
     if not isinstance(func, FunctionType) or func.__globals__["__name__"] not in WRITTEN_IN_PYTHON:
         return None
@@ -120,7 +121,7 @@ def _body(func: Any) -> Callable[..., Any] | None:
 def _cast(
     device: str, name: str, args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Return an operator's arguments in the type that autocast gives it on a type of device."""
+    """Cast an operator's arguments to the dtype that autocast chooses on this type of device."""
     if name in LOWER[device]:
         dtype = torch.get_autocast_dtype(device)
     elif name in FULL[device]:

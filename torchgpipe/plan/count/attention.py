@@ -1,8 +1,8 @@
-"""Run fused attention on `meta` as a device would, and count it as one operator.
+"""Run fused attention on `meta` like on a CPU or a GPU, and count it as one operator.
 
-PyTorch has special kernels for `scaled_dot_product_attention` on each type of device. It has none
-on `meta`, where it runs several plain operators instead and keeps the matrix of all scores. A fused
-kernel never writes that matrix to memory.
+PyTorch has fused kernels for `scaled_dot_product_attention` on CPUs and GPUs. On `meta`, PyTorch
+runs several plain operators instead, and keeps the matrix of all attention scores. A fused kernel
+never writes that matrix to memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from torchgpipe.trace.parts import tensors_in
 
 HALVES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
-"""The most channels of a head for which there are flash kernels."""
+"""The largest size of a head for which PyTorch has flash attention kernels."""
 FORWARD = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
@@ -24,9 +24,10 @@ FORWARD = (
 )
 BACKWARD = tuple(f"{name}_backward" for name in FORWARD)
 BACKWARD_PRODUCTS = 2.5
-"""The matrix products of the backward, over those of the forward.
+"""How many times as many operations the backward has as the forward.
 
-The backward computes the scores again, and then has four products instead of two.
+The forward has two matrix products. The backward computes the scores again, which is one product,
+and has four more products.
 """
 
 
@@ -44,17 +45,17 @@ class Arguments(NamedTuple):
 
 
 def attention(device: str, arguments: Arguments) -> Tensor | None:
-    """Run the fused kernel that `scaled_dot_product_attention` takes on a type of device.
+    """Run the fused kernel that `scaled_dot_product_attention` uses on a type of device.
 
-    The choice follows PyTorch's rules for CPUs and for GPUs since Ampere. Older GPUs have no flash
-    kernels, but their other kernels keep and move as many bytes.
+    The choice of the kernel follows PyTorch's rules for CPUs and for GPUs since Ampere. Older GPUs
+    have no flash attention kernels, but their other kernels keep and move as many bytes.
 
     Args:
         device: The type of device, "cuda" or "cpu".
         arguments: The arguments, with tensors on `meta`.
 
     Returns:
-        The output, or `None` if PyTorch takes no fused kernel.
+        The output, or `None` if PyTorch uses no fused kernel for these arguments.
     """
     query, key, value, mask, dropout, causal, scale, grouped = arguments
     heads = (query, key, value)
@@ -92,15 +93,15 @@ def attention(device: str, arguments: Arguments) -> Tensor | None:
 def attention_operator(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Operator | None:
-    """Return what a fused attention kernel does, or `None` for any other operator.
+    """Return the `Operator` for a fused attention kernel that ran, or `None` for other operators.
 
     A kernel with a causal mask does not compute the half of the scores that the mask hides.
 
     Args:
         func: The operator that ran.
-        args: Its arguments by place.
-        kwargs: Its arguments by name.
-        result: What it returned.
+        args: The positional arguments of the operator.
+        kwargs: The keyword arguments of the operator.
+        result: What the operator returned.
     """
     name = func.__name__.partition(".")[0]
     if name not in FORWARD and name not in BACKWARD:

@@ -1,15 +1,15 @@
-"""Count what convolutions do, as matrix products and as Winograd kernels.
+"""Count the operations and bytes of convolutions, as matrix products and as Winograd kernels.
 
-A 3 x 3 convolution at stride 1 need not multiply as often as its formula says. Winograd's
-F(m x m, 3 x 3) gets a tile of m x m results from (m + 2) x (m + 2) values, with one multiplication
-for each of these values instead of nine for each result (Lavin and Gray, Fast Algorithms for
-Convolutional Neural Networks, arXiv:1509.09308). Images are padded to whole tiles. Images and
-weights are transformed, which moves bytes. So Winograd does not pay if there are few tiles for each
-weight.
+A Winograd kernel computes a 3 x 3 convolution at stride 1 with fewer multiplications than the usual
+formula. F(m x m, 3 x 3) computes a tile of m x m results from (m + 2) x (m + 2) values. It
+multiplies once for each of these values; the usual formula multiplies nine times for each result
+(Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, arXiv:1509.09308). The kernel
+pads images to whole tiles. It also transforms images and weights, which moves bytes. So Winograd
+kernels are not faster if there are few tiles for each weight.
 
-The count is for m = 4 and for kernels that write transformed images to memory, as cuDNN's unfused
-kernels do. Its fused kernels, which keep transformed images on the chip, are left out: predictions
-agree as well with published timings without them.
+The count is for m = 4 and for kernels that write transformed images to memory, like cuDNN's unfused
+kernels. cuDNN also has fused kernels, which keep transformed images on the chip. They are not
+counted, because predictions agree equally well with published timings without them.
 """
 
 import math
@@ -22,18 +22,18 @@ from torch import Tensor
 from torchgpipe.plan.hardware.operators import Grid, Operator, OperatorClass, bytes_of, dtype_of
 
 VALUES = 36
-"""The values of a transformed tile, (m + 2) x (m + 2) for m = 4."""
+"""The number of values in a transformed tile, (m + 2) x (m + 2) for m = 4."""
 
 
 def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
-    """Return what `aten.convolution` or `aten.convolution_backward` does.
+    """Return the `Operator` items for `aten.convolution` or `aten.convolution_backward`.
 
-    A backward is one operator for each gradient that is asked for. The gradients of the image and
-    of the weight take as many operations as the result of the forward.
+    A backward is one item for each gradient that it computes. The gradient of the image and the
+    gradient of the weight each take as many operations as the forward.
 
     Args:
         args: The operator's arguments.
-        made: What it returned: the result, or the gradients of the image, the weight and the bias.
+        made: What the operator returned: the result, or the gradients of image, weight and bias.
     """
     backward = len(made) == 3
     image, weight, bias, stride, _, dilation, transposed, _, groups = (
@@ -47,16 +47,19 @@ def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
     dtype = dtype_of(weight)
     if dtype == "float32":
         precision = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-        if precision == "tf32":  # as is PyTorch's default
+        if precision == "tf32":  # This is PyTorch's default.
             dtype = "tf32"
     flops = 2.0 * weight.numel() * _pixels(image if transposed else result)
     moved = float(sum(map(bytes_of, (image, weight, result))))
 
     def operator(grid: Grid, tiled: Tensor, more: float = 0.0) -> Operator:
-        """Return the operator that computes matrices of `grid`, and moves `more` bytes.
+        """Return the operator that computes the matrices of `grid`.
 
-        `tiled` is what Winograd kernels cut into tiles: the output, or for the weight's gradient
-        the result of the forward.
+        Args:
+            grid: The number and the size of the matrices.
+            tiled: The tensor that Winograd kernels cut into tiles: the output of the operator, or,
+                for the gradient of the weight, the result of the forward.
+            more: The bytes that the operator moves beside image, weight and result.
         """
         other = _winograd(weight, tiled, grid, moved) if has_winograd else ()
         return Operator(kind, dtype, flops, moved + more, other, grid if plain else None)
@@ -79,9 +82,10 @@ def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
 
 
 def _winograd(weight: Tensor, tiled: Tensor, grid: Grid, moved: float) -> tuple[Operator, ...]:
-    """Return the Winograd kernels: transforms of tiles and weights, and matrix products.
+    """Return the Winograd kernels as two operators: transforms, and matrix products.
 
-    There is one product for each value of a tile. Its shape depends on what is computed.
+    The transforms are for tiles and weights. There is one matrix product for each value of a tile.
+    The shape of the product depends on whether the operator computes a result or a gradient.
     """
     dtype = dtype_of(weight)
     outputs, inputs = weight.shape[:2]
@@ -100,5 +104,5 @@ def _winograd(weight: Tensor, tiled: Tensor, grid: Grid, moved: float) -> tuple[
 
 
 def _pixels(image: Tensor) -> float:
-    """Return how many pixels a batch of images has."""
+    """Return how many pixels all images of a batch have together."""
     return float(image.shape[0] * math.prod(image.shape[2:]))

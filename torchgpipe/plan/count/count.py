@@ -1,12 +1,12 @@
-"""Count what every layer costs, on the `meta` device: nothing is computed and no memory is needed.
+"""Count each layer's operations and bytes on the `meta` device, without computing anything.
 
     counts = count(model, sample)     # only the shape of a sample matters, not its batch size
     layers = counts.at(16)            # for micro-batches of 16 samples
 
-The layers run one by one as copies (see `torchgpipe.balance.profile`). What a layer does lies on a
-straight line over the micro-batch size: a fixed part for the parameters, and the same part for each
-sample. So two sizes are counted, and all other sizes follow. Layers that multiply samples with each
-other are an exception (see `growth`).
+The layers run one by one as copies (see `torchgpipe.balance.profile`). The cost of a layer is
+linear in the micro-batch size: a fixed cost for the parameters, and an equal cost for each sample.
+So the layers are counted for two sizes, and the costs for all other sizes follow. Layers that
+multiply samples with each other are an exception (see `growth`).
 """
 
 from collections.abc import Sequence
@@ -37,52 +37,55 @@ Footprints = tuple[Footprint, ...]
 
 META = torch.device("meta")
 SIZES = (2, 4)
-"""The micro-batch sizes that are counted. Batch normalization may refuse a single sample."""
+"""The two micro-batch sizes for which layers are counted.
+
+A single sample is not counted, because batch normalization can refuse it.
+"""
 ADVICE = (
-    "check the sample's shape and type; layers are counted on device 'meta', where tensors have "
-    "no values, so one that needs values cannot be: find the balance with torchgpipe.balance, "
-    "which runs the layers"
+    "check the sample's shape and dtype; layers are counted on device 'meta', where tensors have "
+    "no values, so a layer that needs values cannot be counted: find the balance with "
+    "torchgpipe.balance, which runs the layers"
 )
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The costs of a model's layers for two micro-batch sizes, and by these for any size."""
+    """The costs of a model's layers for two micro-batch sizes, and methods for all other sizes."""
 
     low: Layers
     """The layers for the smaller of `SIZES`."""
     high: Layers
     """The layers for the larger of `SIZES`."""
     held: tuple[Footprints, Footprints] = field(repr=False)
-    """The footprints of the layers for both sizes."""
+    """The memory that the layers take (their footprints), for both sizes."""
     input: float
     """The bytes of one sample of the model's input."""
     copied: bool = True
-    """Whether a partition gets copies of its inputs. CPU devices share their memory."""
+    """Whether a partition gets copies of its inputs. CPU devices share memory and copy nothing."""
     known: dict[int, Footprints] = field(default_factory=dict, repr=False, compare=False)
-    """The footprints that are worked out already, by micro-batch size."""
+    """A cache of the footprints, by micro-batch size."""
     tasks: dict[tuple[int, int, int, bool], TaskBytes] = field(
         default_factory=dict, repr=False, compare=False
     )
-    """The bytes of tasks that are worked out already, by the arguments of `task`."""
+    """A cache of the results of `task`, by its arguments."""
 
     def at(self, size: int) -> Layers:
-        """Return the layers' counts for micro-batches of `size` samples."""
+        """Return the layers' operators and bytes for micro-batches of `size` samples."""
         return _line(self.low, self.high, size)  # type: ignore[no-any-return]
 
     def footprints(self, size: int) -> Footprints:
-        """Return what the layers hold for micro-batches of `size` samples."""
+        """Return the memory that the layers take for micro-batches of `size` samples."""
         if size not in self.known:
             self.known[size] = _line(*self.held, size)
         return self.known[size]
 
     def task(self, size: int, start: int, stop: int, *, checkpoint: bool) -> TaskBytes:
-        """Return the bytes of one task.
+        """Return the bytes of one task: one micro-batch on one partition.
 
         Args:
             size: The samples of the micro-batch.
             start: The first layer of the partition.
-            stop: The layer after its last.
+            stop: The layer after the partition's last layer.
             checkpoint: Whether the task is checkpointed.
         """
         key = (size, start, stop, checkpoint)
@@ -111,16 +114,16 @@ def count(
     autocast: torch.dtype | None = None,
     alike: Alike | None = None,
 ) -> Counts:
-    """Count the layers of `module` for inputs like `sample`.
+    """Count the operations and bytes of the layers of `module`, for inputs like `sample`.
 
     Args:
         module: The layers.
         sample: An input of any batch size.
         device: The type of device whose kernels are counted, "cuda" or "cpu".
-        autocast: The type of numbers that autocast is enabled with. `None` keeps autocast as it is
-            for that type of device.
-        alike: What was counted before. If several models are counted with the same `alike`, a
-            layer that is in two of them is counted once.
+        autocast: The dtype that autocast is enabled with. `None` leaves autocast as it is for that
+            type of device.
+        alike: A memory of earlier counts. If several models are counted with the same `alike`, a
+            layer that two of these models have is counted only once.
 
     Raises:
         TypeError: If a layer cannot be copied.
@@ -128,8 +131,8 @@ def count(
             sizes. The message names the layer.
 
     Warns:
-        UserWarning: If a layer does more for every further sample, so that larger micro-batches are
-            counted too low.
+        UserWarning: If the cost of a layer grows faster than the micro-batch size. The counts for
+            large micro-batches are then too low.
     """
     _refuse_compiled(module)
     alike = alike or Alike()
@@ -147,7 +150,7 @@ def count(
 
 
 def _at(sample: TensorOrTensors, module: Sequential, alike: Alike) -> tuple[Layers, Footprints]:
-    """Return what the layers do with a sample on `meta`, and what they hold."""
+    """Return the layers' operators and the memory that the layers take, for a sample on `meta`."""
     names = list(module._modules)
     storages = StorageNumbers(len(tensors_of(sample)))
     measure_count = partial(_count_layer, names)
@@ -172,16 +175,20 @@ def _refuse_compiled(module: Sequential) -> None:
         for part in layer.modules():
             if is_compiled(part):
                 raise ValueError(
-                    f"layer {name!r} is compiled by torch.compile, and how it fuses operators "
-                    "cannot be counted: count or plan the layers before they are compiled"
+                    f"layer {name!r} is compiled by torch.compile, and fused operators cannot be "
+                    "counted: count or plan the layers before they are compiled"
                 )
 
 
 def _count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
-    """Count one of the layers with these names.
+    """Count the operators and bytes of one layer.
+
+    Args:
+        names: The names of all layers.
+        rehearsal: The layer and its input.
 
     Raises:
-        ValueError: If the layer raises any exception. The message names the layer in one line.
+        ValueError: If the layer raises any exception. The message is one line and names the layer.
     """
     name = names[rehearsal.index]
     layer = rehearsal.layer
@@ -230,10 +237,10 @@ def _count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
 
 
 class _Entry(torch.autograd.Function):
-    """Let a tensor enter a layer. In the backward, note that its gradient arrives, and drop it.
+    """Copy an input of a layer. In the backward, note that its gradient arrives, and drop it.
 
-    The tensor is no leaf. For a leaf, PyTorch would copy a gradient that the layer passes on
-    unchanged, and the copy would be counted, though no step of a pipeline makes it.
+    The copy is no leaf of the graph. If a layer passes a gradient on unchanged to a leaf, PyTorch
+    copies the gradient. The count must not contain that copy, because no step of a pipeline has it.
     """
 
     @staticmethod
@@ -250,7 +257,7 @@ class _Entry(torch.autograd.Function):
 
 
 def _empty(sample: TensorOrTensors, size: int, split: Sequence[bool] | None) -> TensorOrTensors:
-    """Return tensors like the sample's with another batch size, without contents."""
+    """Return tensors on `meta` like the sample's tensors, with the batch size `size`."""
 
     def empty(x: Tensor, grows: bool = True) -> Tensor:
         shape = (size, *x.shape[1:]) if grows else x.shape

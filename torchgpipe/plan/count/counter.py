@@ -16,8 +16,8 @@ from torchgpipe.plan.hardware.operators import Operator, OperatorClass, bytes_of
 from torchgpipe.tensors._autograd import without_torch_function
 from torchgpipe.trace.parts import tensors_in
 
-# Parts of operators' names, and the class of these operators. All other operators without a formula
-# are elementwise.
+# The class of an operator by a part of its name. All other operators without a formula for
+# floating-point operations are elementwise.
 KINDS: dict[str, OperatorClass] = {
     "batch_norm": "norm",
     "instance_norm": "norm",
@@ -28,11 +28,11 @@ KINDS: dict[str, OperatorClass] = {
     "pool": "pool",
     "upsample": "pool",
 }
-# Operators that read only as much of their first tensor as they write.
+# Operators that read only as many bytes of their first tensor as they write.
 LOOKUPS = ("embedding", "index_select", "gather", "index")
 # Operators that overwrite their first tensor without reading it.
 WRITE_ONLY = ("fill_", "zero_", "copy_")
-# The beginnings of the names of operators that compute nothing.
+# How the names of operators begin that compute nothing.
 VIEWS = (
     "aten._unsafe_view.default",
     "aten.detach.default",
@@ -43,7 +43,7 @@ VIEWS = (
 
 
 class Counter(TorchDispatchMode):
-    """Append each operator that this thread runs to `operators`, except those that make views."""
+    """Append each operator that this thread runs to `operators`, except operators for views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,5 +100,5 @@ def _operators(
 
 
 def _makes_views(func: Any) -> bool:
-    """Return whether the operator computes nothing: it returns views or uninitialized tensors."""
+    """Return whether the operator only returns views or uninitialized tensors."""
     return getattr(func, "is_view", False) or str(func).startswith(VIEWS)

@@ -1,7 +1,7 @@
-"""Describe what one layer does and what it holds in memory, as numbers.
+"""Describe one layer's operators, and the memory that it takes (its footprint).
 
-A tensor that goes from layer to layer has one storage, and its storage has one number in the
-footprints of all layers, whichever of them save it.
+A tensor that goes from layer to layer has one storage. This storage has the same number in the
+footprints of all layers.
 """
 
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from torchgpipe.plan.hardware.operators import Operator
 
 
 class Change(NamedTuple):
-    """Bytes that are allocated, or freed if they are negative."""
+    """A change of the allocated memory: bytes that are allocated, or negative if they are freed."""
 
     bytes: float
     storage: int | None
-    """The number of a storage that entered the layer, or `SUMMED`; `None` for other storages."""
+    """The number of a storage that is an input of the layer, or `SUMMED`; `None` for any other."""
 
 
 SUMMED = -1
@@ -25,17 +25,17 @@ class Stashed(NamedTuple):
     """A skip that a layer stashes."""
 
     skip: int
-    """The number of its storage."""
+    """The number of the skip's storage."""
     bytes: float
-    """The bytes of its storage."""
+    """The bytes of the skip's storage."""
     copied: float = 0.0
-    """The bytes of its tensor, which are copied to another device."""
+    """The bytes of the skip's tensor, which are copied to another device."""
     grad: float = 0.0
-    """The bytes of its gradient."""
+    """The bytes of the skip's gradient."""
 
 
 class Footprint(NamedTuple):
-    """What one layer holds for one micro-batch. Storages are given by their numbers."""
+    """The memory that one layer takes for one micro-batch. Storages are given by their numbers."""
 
     inputs: tuple[int, ...] = ()
     pops: tuple[int, ...] = ()
@@ -43,51 +43,52 @@ class Footprint(NamedTuple):
     outputs: tuple[int, ...] = ()
     stashes: tuple[Stashed, ...] = ()
     saves: tuple[int, ...] = ()
-    """What the autograd graph saves for the backward, apart from parameters and buffers."""
+    """The storages that autograd saves for the backward, without parameters and buffers."""
     sizes: tuple[tuple[int, float], ...] = ()
     """The bytes of each storage."""
     forward: float = 0.0
-    """The peak of a forward without a graph, beside its inputs."""
+    """The peak memory of a forward without an autograd graph, without the layer's inputs."""
     graph: float = 0.0
-    """The peak of a forward that builds the graph, beside its inputs; it includes what is saved."""
+    """The peak memory of a forward with a graph and its saved tensors, without the inputs."""
     traces: tuple[tuple[Change, ...], ...] = ()
-    """Four backwards, from the moment at which the outputs' gradients are there.
+    """The changes of memory in four backwards, after the outputs' gradients have arrived.
 
-    The first and third find no gradients of parameters, the second and fourth do. In the third and
-    fourth, somebody else holds the outputs' gradients until the backward ends.
+    In the first and third backward, parameters have no gradients yet. In the second and fourth,
+    they have gradients. In the third and fourth, the caller holds the outputs' gradients until the
+    backward ends.
     """
     input_grad: float = 0.0
-    """The bytes of the gradients that the layer hands to the layer before."""
+    """The bytes of the gradients that the layer gives to the previous layer."""
     output_grad: float = 0.0
-    """The bytes of its outputs' gradients, apart from those of stashed skips."""
+    """The bytes of the gradients of the layer's outputs, without gradients of stashed skips."""
     in_place: bool = False
     """Whether the layer changes its input in place."""
 
 
 class LayerCount(NamedTuple):
-    """What one layer does for one micro-batch, in operators, and the bytes of its tensors."""
+    """The operators that one layer runs for one micro-batch, and the bytes of its tensors."""
 
     name: str
     forward: tuple[Operator, ...]
     backward: tuple[Operator, ...]
     accumulate: tuple[Operator, ...]
-    """What a backward does besides, if the parameters have gradients from earlier backwards."""
+    """The operators that add a backward's gradients to parameters' gradients of earlier ones."""
     output: float
-    """The bytes of the output, which the layer hands to the next layer."""
+    """The bytes of the layer's output."""
     parameters: int
     """The bytes of the parameters that get gradients."""
     parameter_sizes: tuple[int, ...]
     """The bytes of each of these parameters."""
     frozen: int
-    """The bytes of the other parameters, and of the buffers."""
+    """The bytes of buffers and of parameters that get no gradients."""
     gives: tuple[bool, ...]
     """For each input, whether the layer gives it a gradient."""
 
     @property
     def products(self) -> tuple[Operator, ...]:
-        """The matrix products with parameters.
+        """The matrix products of the forward that have a parameter as a factor.
 
-        The backward does each of them once more for the gradients of these parameters alone.
+        For the parameter's gradient, the backward has one product that is equally large.
         """
         if not self.parameters:
             return ()

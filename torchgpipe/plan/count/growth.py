@@ -1,8 +1,8 @@
-"""Work out what any micro-batch size costs, from two sizes on a straight line.
+"""Compute the cost of any micro-batch size from the costs of two sizes, on a straight line.
 
-An operator that multiplies samples with each other does not lie on a straight line. It is found
-because it does more than twice as much for twice the samples: its line would give it less than
-nothing to do for no samples.
+The cost of an operator that multiplies samples with each other is not on a straight line. With
+twice the samples, the operator costs more than twice as much. The line through both sizes then
+gives a negative cost for zero samples. This is how such an operator is found.
 """
 
 import warnings
@@ -13,7 +13,7 @@ from typing import Any
 from torchgpipe.plan.count.footprint import LayerCount
 
 KIND = attrgetter("kind", "dtype")
-"""What is the same in an operator for all micro-batch sizes."""
+"""The attributes of an operator that are equal for all micro-batch sizes."""
 
 
 def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> Any:
@@ -22,9 +22,9 @@ def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> 
     Args:
         a: The point at which `share` is 0.
         b: The point at which `share` is 1.
-        share: Where the point is; above 1 or below 0 it is beyond the ends.
-        known: The results for pairs of tuples that were met before, by their ids. Layers that
-            behave alike share their tuples.
+        share: The position on the line. Numbers above 1 and below 0 are beyond `a` and `b`.
+        known: A cache of the results for pairs of tuples, by their ids. Layers that behave alike
+            share their tuples.
 
     Raises:
         ValueError: If `a` and `b` differ in anything but floats.
@@ -34,7 +34,7 @@ def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> 
     if not isinstance(a, tuple) or len(a) != len(b):
         if a != b:
             raise ValueError(
-                f"a layer differs for different batch sizes by more than its size: {a!r}, {b!r}"
+                f"a layer does something else for another batch size: {a!r} and {b!r} differ"
             )
         return a
     key = id(a), id(b)
@@ -55,11 +55,11 @@ def check_growth(
         sizes: The two sizes.
 
     Raises:
-        ValueError: If a layer runs different operators for them.
+        ValueError: If a layer runs different operators for the two sizes.
 
     Warns:
-        UserWarning: If an operator does more for every further sample, so that larger micro-batches
-            are counted too low.
+        UserWarning: If the cost of an operator grows faster than the micro-batch size. The counts
+            for large micro-batches are then too low.
     """
     smaller, larger = sizes
     share_of_none = smaller / (smaller - larger)
@@ -70,7 +70,7 @@ def check_growth(
         if list(map(KIND, first)) != list(map(KIND, second)):
             raise ValueError(
                 f"layer {a.name!r} runs different operators for micro-batches of {smaller} "
-                f"and of {larger} samples, so its cost cannot be worked out for others"
+                f"and of {larger} samples, so its cost for other sizes cannot be computed"
             )
         for operator in between(first, second, share_of_none, {}):
             if operator.flops < 0 or operator.bytes < 0:

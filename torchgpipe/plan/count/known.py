@@ -1,7 +1,7 @@
-"""Remember what was counted: layers that behave alike, and operators on tensors that look alike.
+"""Caches for counting: by the behaviour of layers, and by operators and their arguments' shapes.
 
-PyTorch works out many shapes in Python, which takes most of the time of counting, and the layers of
-a model are often alike.
+Many layers of a model do the same. Without a cache, most of the time of counting is for PyTorch's
+Python code that finds shapes.
 """
 
 import io
@@ -24,22 +24,24 @@ T = TypeVar("T")
 
 
 class Alike:
-    """Remember measurements of layers by how the layers behave, for one model or for several."""
+    """A cache of measurements of layers. Layers that behave alike, in any model, share an entry."""
 
     def __init__(self) -> None:
         self._known: dict[object, tuple[Any, TensorOrTensors]] = {}
         """Measurements and outputs of layers, by their behaviour."""
         self._layers: dict[int, tuple[Module, object]] = {}
-        """Layers and their states, by ids, which stay theirs while the layers are held here."""
+        """Layers and their states, by the layers' ids. Holding the layers keeps the ids valid."""
         self._how: object = None
 
     def begin(self, module: Module, device: str) -> None:
-        """Go on with the layers of a module, which run with PyTorch's present settings.
+        """Begin with the layers of another module, and note PyTorch's present settings.
+
+        The settings are a part of every key, because they change what layers do.
 
         Args:
             module: The module. If it is not in training mode, the copies of its layers are put
-                into that mode (see `placed_copy`).
-            device: The type of device on which they run.
+                into training mode (see `placed_copy`).
+            device: The type of device on which the layers run.
         """
         self._layers.clear()
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -53,12 +55,13 @@ class Alike:
     def once(
         self, measure: Callable[[Rehearsal], T], rehearsal: Rehearsal, more: object = None
     ) -> T:
-        """Return what `measure` finds, without running a layer that behaves as an earlier one.
+        """Return the result of `measure`, from the cache if an earlier layer behaves alike.
 
         Args:
-            measure: Runs the layer and measures something.
-            rehearsal: The layer and its input. It gets the output.
-            more: What else decides the result. Different measurements have a different `more`.
+            measure: A function that runs the layer and measures something.
+            rehearsal: The layer and its input. The method sets its output.
+            more: A part of the key: whatever else decides the result. Different kinds of
+                measurements need a different `more`.
         """
         key = self.behaviour(rehearsal.original, rehearsal.value, more)
         if key is None:
@@ -70,10 +73,10 @@ class Alike:
         return found
 
     def behaviour(self, layer: Module, value: TensorOrTensors, more: object = None) -> object:
-        """Return a key that is equal for layers that behave alike on inputs that look alike.
+        """Return a key that is equal for layers that behave alike on inputs of equal shapes.
 
-        It has all state of the layer except the contents of tensors. It is `None` for layers with
-        skips, and for layers that cannot be pickled, which may do anything.
+        The key has all state of the layer except the contents of tensors. There is no key (`None`)
+        for layers with skips, and for layers that cannot be pickled.
         """
         if id(layer) not in self._layers:
             self._layers[id(layer)] = layer, _state(layer)
@@ -97,7 +100,10 @@ def _state(layer: Module) -> object:
 
 
 def _looks(x: Tensor, numbers: dict[int, int]) -> object:
-    """Return what a tensor looks like; `numbers` numbers storages by their addresses."""
+    """Return a tensor's shape, dtype, strides and storage, without its contents.
+
+    `numbers` maps the addresses of storages to the storages' numbers.
+    """
     storage = x.untyped_storage()
     number = numbers.setdefault(storage._cdata, len(numbers))
     return (
@@ -112,15 +118,15 @@ def _looks(x: Tensor, numbers: dict[int, int]) -> object:
 
 
 class _Shapes(pickle.Pickler):
-    """Pickle an object with the looks of its tensors instead of the tensors.
+    """Pickle an object with a description in place of each tensor (see `_looks`).
 
-    The looks also tell which tensors share their storage.
+    The descriptions also tell which tensors share a storage.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self._numbers: dict[int, int] = {}
-        """Numbers of storages by their addresses; the pickled tensors keep the storages alive."""
+        """The numbers of storages, by address. The pickled tensors keep the storages alive."""
 
     def persistent_id(self, item: object) -> object:
         if not isinstance(item, Tensor):
@@ -129,10 +135,10 @@ class _Shapes(pickle.Pickler):
 
 
 class Remembered(TorchDispatchMode):
-    """Answer operators of this thread from memory if their arguments look alike.
+    """A cache for this thread's operators on `meta`, by their arguments' shapes and dtypes.
 
-    An operator runs as usual if it returns views or its arguments. An answer is new tensors, each
-    with a storage of its own, as the operator would have made them.
+    From the cache come new tensors, each with a new storage, like the tensors that the operator
+    makes. Operators that return views or their arguments always run.
     """
 
     def __init__(self) -> None:
@@ -152,7 +158,7 @@ class Remembered(TorchDispatchMode):
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> object:
-    """Return what decides the result, or `None` if the operator has to run."""
+    """Return an operator's key in the cache, or `None` if the operator always has to run."""
     schema = getattr(func, "_schema", None)
     if schema is None or any(result.alias_info is not None for result in schema.returns):
         return None
@@ -175,9 +181,9 @@ def _described(item: Any) -> Any:
 
 
 def _made(result: Any, given: list[Tensor]) -> bool:
-    """Return whether the result is plain tensors that `_again` would make alike.
+    """Return whether `_again` can make tensors like the tensors of this result.
 
-    Each tensor needs a storage of its own, which is just as large as a new one.
+    Each tensor must have a separate storage, which is as large as that of a new tensor.
     """
     items = result if type(result) in (tuple, list) else [result]
     storages = {id(x.untyped_storage()) for x in given}
@@ -194,7 +200,7 @@ def _made(result: Any, given: list[Tensor]) -> bool:
 
 
 def _again(result: Any) -> Any:
-    """Return new tensors that look like these."""
+    """Return new tensors on `meta` with the shapes, strides and dtypes of the result's tensors."""
     if result is None:
         return None
     if isinstance(result, Tensor):

@@ -1,4 +1,4 @@
-"""Follow which storages are alive while operators run, and how many bytes they have."""
+"""Record which storages are allocated and freed while operators run, and their bytes."""
 
 import weakref
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torchgpipe.trace.parts import tensors_in
 
 
 class Live(TorchDispatchMode):
-    """Note every storage that is allocated or freed in this thread."""
+    """Record each storage that this thread's operators allocate, and when it is freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -25,10 +25,10 @@ class Live(TorchDispatchMode):
         self.gradients: set[int] = set()
         """The ids of the storages of the parameters' gradients."""
         self._summed: set[int] = set()
-        """The ids of the storages that were added to these gradients."""
+        """The ids of the storages that were added to the parameters' gradients."""
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
-        """Do not count tensors that the caller holds anyway."""
+        """Leave out tensors that the caller holds all the time, such as parameters."""
         for x in tensors:
             self._known[id(x.untyped_storage())] = None
 
@@ -46,7 +46,12 @@ class Live(TorchDispatchMode):
             return result
 
     def enter(self, x: Tensor, number: int | None) -> None:
-        """Note when a tensor's storage is freed; `number` is given if it entered the layer."""
+        """From now on, record when the storage of tensor `x` is freed.
+
+        Args:
+            x: The tensor.
+            number: The number of its storage if `x` is an input of the layer, otherwise `None`.
+        """
         storage = x.untyped_storage()
         key, nbytes = id(storage), float(storage.nbytes())
         self._known[key] = number
@@ -60,6 +65,6 @@ class Live(TorchDispatchMode):
         self.changes.append(Change(-nbytes, number))
 
     def peak(self) -> float:
-        """Return the most bytes at a time so far, apart from tensors that entered the layer."""
+        """Return the most bytes that were allocated at a time, without the layer's inputs."""
         made = [change.bytes for change in self.changes if change.storage is None]
         return max(accumulate(made, initial=0.0))

@@ -1,4 +1,4 @@
-"""Measure what a layer holds in memory.
+"""Measure the memory that a layer takes (its footprint).
 
 The layer runs alone on `meta`, where storages have sizes but take no memory.
 """
@@ -20,15 +20,17 @@ Needs = Sequence[bool] | None
 
 
 class StorageNumbers:
-    """Number storages over all layers. Each layer's footprint counts its own storages from 0.
+    """Give each storage one number for all layers of a model.
+
+    When a layer is measured, its storages have numbers from 0 on. `placed` replaces these numbers.
 
     Args:
-        inputs: How many tensors enter the first layer.
+        inputs: How many inputs the first layer has.
 
     Attributes:
-        next: The next number that is free.
-        value: The numbers of the present layer's inputs.
-        skips: The numbers of the skips that a later layer pops.
+        next: The next free number.
+        value: The numbers of the inputs of the layer that comes next.
+        skips: The numbers of the skips that are stashed and not popped yet.
     """
 
     def __init__(self, inputs: int) -> None:
@@ -37,7 +39,7 @@ class StorageNumbers:
         self.skips: dict[SkipKey, int] = {}
 
     def placed(self, own: Footprint, rehearsal: Rehearsal) -> Footprint:
-        """Return a layer's footprint with numbers for all layers, and go on to the next layer."""
+        """Return a layer's footprint with its numbers replaced, and go on to the next layer."""
         _, pops = skips_of(rehearsal.original)
         popped = []
         for key in pops:
@@ -74,7 +76,7 @@ class StorageNumbers:
 
 
 class _Head(torch.autograd.Function):
-    """The end of the graph: its backward makes the gradients of the layer's outputs."""
+    """The end of the autograd graph. Its backward makes the gradients of the layer's outputs."""
 
     @staticmethod
     def forward(ctx: Any, live: Live, held: list[Tensor] | None, *outputs: Tensor) -> Tensor:
@@ -92,29 +94,29 @@ class _Head(torch.autograd.Function):
 
 
 def measure_footprint(gives: Needs, takes: Needs, rehearsal: Rehearsal) -> Footprint:
-    """Measure the footprint of a layer, with storages that are counted from 0.
+    """Measure the footprint of a layer. Its storages have numbers from 0 on.
 
-    The storages that enter the layer come first, then the storages that it makes.
+    The numbers of the layer's inputs come first, then the numbers of storages that the layer makes.
 
     Args:
         gives: For each input, whether the layer gives it a gradient.
-        takes: For each output, whether the next layer gives it a gradient; `None` if all outputs
-            get one, as those of the last layer do.
-        rehearsal: The layer and its input. It gets the output.
+        takes: For each output, whether the next layer gives it a gradient. `None` means that all
+            outputs get a gradient, like the outputs of the last layer.
+        rehearsal: The layer and its input. The function sets its output.
     """
     layer = rehearsal.layer
     held = [*layer.parameters(), *layer.buffers()]
     with torch.no_grad():
         forward, _ = _backward(rehearsal, held, takes, hold=False)
     traces = []
-    for hold in (False, True):  # whether somebody else holds the outputs' gradients
+    for hold in (False, True):  # whether the outputs' gradients are held until the end
         layer.zero_grad()
         for _ in range(2):  # In the second run, parameters have gradients.
             graph, trace = _backward(rehearsal, held, takes, hold=hold)
             traces.append(trace)
     layer.zero_grad()
 
-    # The last run finds the storages. Its output is the next layer's input.
+    # One more run finds the storages. The next layer's input is the output of this run.
     value, entering = _entering(rehearsal)
     values = tensors_of(value)
     inputs = tuple([number for _, number in entering[: len(values)]])
@@ -173,9 +175,9 @@ def _grad_bytes(tensors: Sequence[Tensor], needs: Needs) -> float:
 
 
 def _entering(rehearsal: Rehearsal) -> tuple[Any, list[tuple[Tensor, int]]]:
-    """Return the input for a run, and the tensors and skips that enter with their numbers.
+    """Return the input for a run, and a list of input tensors and skips with storage numbers.
 
-    Tensors that share a storage share its number.
+    Tensors that share a storage have the same number.
     """
     value = rehearsal.prepare()
     storages = []
@@ -193,18 +195,19 @@ def _entering(rehearsal: Rehearsal) -> tuple[Any, list[tuple[Tensor, int]]]:
 def _backward(
     rehearsal: Rehearsal, held: Sequence[Tensor], takes: Needs, *, hold: bool
 ) -> tuple[float, tuple[Change, ...]]:
-    """Run a forward and, if gradients are enabled, a backward.
+    """Run a forward and, if gradients are enabled, a backward; return their memory.
 
-    Only the graph holds the tensors that they make, so no variable here may hold one.
+    No variable of this function may hold a tensor that the layer makes. Only the autograd graph may
+    hold such tensors, so that they are freed when the graph frees them.
 
     Args:
         rehearsal: The layer and its input.
         held: The layer's parameters and buffers.
-        takes: For each output, whether it gets a gradient; `None` if all do.
+        takes: For each output, whether it gets a gradient; `None` if all outputs get one.
         hold: Whether the outputs' gradients are held until the backward ends.
 
     Returns:
-        The peak of the forward, and the trace of the backward.
+        The peak memory of the forward, and the changes of memory during the backward.
     """
     live = Live()
     gradients = [x.grad for x in held if x.grad is not None]

@@ -1,15 +1,15 @@
-"""Tell what an optimizer holds on a device, beside parameters and gradients.
+"""Tell how much memory an optimizer takes on a device, beside parameters and gradients.
 
-It holds its state, and its step allocates temporary tensors. There are two kinds of steps. By
-default on a CPU, a step updates one parameter after another. It allocates tensors as large as the
-present parameter, while tensors of the previous parameter may still be there. By default on CUDA, a
-step updates all parameters of a device at once (`foreach`), and allocates tensors as large as all
-of them.
+The optimizer holds its state, and its step allocates temporary tensors. There are two kinds of
+steps. On a CPU, PyTorch's default is to update one parameter after another. Such a step allocates
+tensors as large as one parameter, while tensors for the previous parameter can still exist. On
+CUDA, the default is to update all parameters of a device at once (`foreach`). Such a step allocates
+tensors as large as all parameters together.
 
-If parameters are in 16 bits, an optimizer may keep a copy of them in float32, the master weights,
-and work on the copy. The state is then as large as for the copy, and the step also allocates
-gradients for the copy. Under autocast no copy is needed, since the parameters themselves are in
-float32.
+If parameters have 16 bits, an optimizer can keep a float32 copy of the parameters, the master
+weights, and update the copy. Then its state is as large as for float32 parameters, and its step
+also allocates float32 gradients. With autocast, no copy is needed, because the parameters
+themselves are float32.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,11 @@ OPTIMIZERS = {
     "adam": (2.0, 2.0, 1.0, 1.0),
     "adamw": (2.0, 2.0, 1.0, 1.0),
 }
-"""The optimizers with a name, with PyTorch's defaults. Tests compare the numbers with real steps.
+"""The memory of each optimizer, with PyTorch's defaults. Tests compare it with real steps.
 
-The four numbers are in bytes for each byte of parameters: the state, what a step allocates for one
-parameter, what is left of the previous parameter, and what a step allocates for all at once.
+The four numbers are in bytes for each byte of parameters: the state, the tensors that a step
+allocates for one parameter, the tensors that then still exist for the previous parameter, and the
+tensors that a step allocates if it updates all parameters at once.
 """
 
 MASTER = 2
@@ -37,21 +38,21 @@ MASTER = 2
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What an optimizer holds, in bytes for each byte of parameters."""
+    """The memory that an optimizer takes, in bytes for each byte of parameters."""
 
     state: float = 0.0
-    """What the optimizer keeps between steps."""
+    """The bytes of the state, which the optimizer keeps between steps."""
     made: float = 0.0
-    """The most that a step allocates at a time, for the parameters that it updates at a time."""
+    """The bytes that a step allocates for the parameter, or all parameters, that it updates."""
     left: float = 0.0
-    """What is still there of the previous parameter at that moment."""
+    """The bytes that then still exist for the previous parameter."""
     together: bool = False
     """Whether a step updates all parameters of a device at once."""
     updates: bool = True
-    """Whether there is an optimizer at all."""
+    """Whether there is an optimizer at all. If not, no step is predicted for it."""
 
     def temporaries(self, sizes: Sequence[float]) -> float:
-        """Return the most bytes that a step allocates for parameters of these sizes, in order."""
+        """Return the most bytes that a step allocates at a time, for parameters of these sizes."""
         if self.together:
             return self.made * sum(sizes)
         most = 0.0
@@ -65,12 +66,12 @@ STATELESS = Optimizer()
 
 
 def optimizer_named(name: str, *, foreach: bool, master_weights: bool = False) -> Optimizer:
-    """Return what the optimizer of that name holds.
+    """Return the memory that an optimizer takes, by the optimizer's name.
 
     Args:
         name: One of `OPTIMIZERS`.
-        foreach: Whether its step updates all parameters at once.
-        master_weights: Whether it keeps a float32 copy of parameters in 16 bits.
+        foreach: Whether a step updates all parameters at once.
+        master_weights: Whether the optimizer keeps a float32 copy of parameters in 16 bits.
     """
     state, made, left, at_once = OPTIMIZERS[name]
     if name == "none":

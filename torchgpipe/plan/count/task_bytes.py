@@ -1,4 +1,4 @@
-"""Add up the footprints of layers to the bytes that one micro-batch's task on them takes."""
+"""Compute the memory of a task (one micro-batch on one partition) from its layers' footprints."""
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -11,29 +11,29 @@ from torchgpipe.plan.count.footprint import SUMMED, Footprint
 class TaskBytes:
     """The bytes that one micro-batch's task on a partition takes, either checkpointed or not.
 
-    The task's inputs do not count, except where they are mentioned.
+    No field includes the task's inputs, except for fields that mention inputs.
     """
 
     inputs: float
-    """The copies that the partition is given: its inputs and skips. The mini-batch is no copy."""
+    """The inputs and skips that the partition gets. The mini-batch (first partition) counts 0."""
     forward: float
     """The peak of the forward."""
     graph: float
     """The peak of the pass that builds the autograd graph: the forward or the recomputation."""
     kept: float
-    """What lives after the graph is built. Inputs count here if the graph saves them."""
+    """The tensors that exist after the graph is built. Inputs that the graph saves count, too."""
     output: float
-    """What the partition hands to the next partition."""
+    """The output that the partition gives to the next partition."""
     output_grad: float
     input_grad: float
     first: float
-    """The peak of a backward that finds no gradients of parameters, beyond what lives before."""
+    """How many bytes a backward adds at its peak, if parameters have no gradients before."""
     later: float
-    """The same peak, if there are gradients of parameters to add to."""
+    """How many bytes a backward adds at its peak, if parameters have gradients before."""
     summed: float
-    """The same peak, if all micro-batches share one graph.
+    """How many bytes a backward adds at its peak, if all micro-batches share one graph.
 
-    Autograd then makes a new sum of gradients in each backward.
+    Autograd then makes a new tensor for each sum of gradients, and does not add in place.
     """
     arrivals: float
     """The skips among the inputs."""
@@ -47,16 +47,16 @@ def task_bytes(
     Args:
         footprints: The footprints of all layers of the model.
         start: The first layer of the partition.
-        stop: The layer after its last.
+        stop: The layer after the partition's last layer.
         checkpoint: Whether the task is checkpointed.
-        copied: Whether the partition gets copies of its inputs. If not, what the graphs of earlier
-            partitions save counts there.
+        copied: Whether the partition gets copies of its inputs. If not, a tensor that an earlier
+            partition's graph saves counts for that partition.
     """
     layers = footprints[start:stop]
     inputs = set(layers[0].inputs)
     cloned = checkpoint and len(inputs) == 1 and _begins_in_place(layers)
-    # Storages that others hold take no bytes here, and are not freed. For the first partition, the
-    # mini-batch is such a storage.
+    # `others` are the storages that something outside the task holds. They take no bytes here, and
+    # are not freed. The mini-batch is such a storage for the first partition.
     others: set[int] = set()
     if start == 0 and not cloned:
         others |= inputs
@@ -64,7 +64,7 @@ def task_bytes(
         for layer in footprints[:start]:
             others.update(layer.saves)
     size = dict.fromkeys(others, 0.0)
-    # The clone of the input lives as long as the layers run.
+    # The clone of the input exists as long as the layers run.
     clone = _total(inputs, dict(layers[0].sizes)) if cloned else 0.0
     saver: dict[int, int] = {}  # for each saved storage, the first layer that saves it
     saved = 0.0
@@ -111,22 +111,22 @@ def _backward(
     later: bool,
     apart: bool = True,
 ) -> float:
-    """Return the peak of a backward, beyond what lives when it begins.
+    """Return how many bytes a backward adds at its peak to the bytes before it.
 
     Args:
         layers: The footprints of the partition's layers.
-        others: The storages that others hold.
+        others: The storages that something outside the task holds.
         saver: For each saved storage, the first layer that saves it.
-        later: Whether there are gradients of parameters to add to.
-        apart: Whether the task has a graph of its own. Then gradients are added in place; otherwise
-            autograd makes a new sum of gradients.
+        later: Whether parameters have gradients before the backward.
+        apart: Whether the task has a separate graph. Then gradients are added in place. Otherwise,
+            autograd makes a new tensor for each sum of gradients.
     """
     live = most = 0.0
     held = True  # The caller holds the gradients from which the backward starts.
     for index in reversed(range(len(layers))):
         free_first, free_later, held_first, held_later = layers[index].traces
         if held and not free_first:
-            continue  # The layer hands the gradients on.
+            continue  # The layer passes the gradients on unchanged.
         if held:
             trace = held_later if later else held_first
             held = False
@@ -135,7 +135,7 @@ def _backward(
         for change in trace:
             number = change.storage
             if number is not None and (number in others or saver.get(number, index) < index):
-                continue  # Others or an earlier layer hold it.
+                continue  # Something outside the task, or an earlier layer, holds the storage.
             if number == SUMMED and not apart:
                 most = max(most, live - change.bytes)
             live += change.bytes
@@ -145,7 +145,7 @@ def _backward(
 
 
 def _begins_in_place(layers: Sequence[Footprint]) -> bool:
-    """Return whether the first layer that does not just hand on its input changes it in place."""
+    """Return whether the first layer that computes something changes its input in place."""
     for layer in layers:
         if layer.in_place or layer.outputs != layer.inputs:
             return layer.in_place

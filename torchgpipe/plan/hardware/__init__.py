@@ -1,1 +1,1 @@
-"""Tell how fast devices are, from descriptions of nodes or by measuring the present device."""
+"""Tell how fast devices are, from description files or from measurements on this machine."""

@@ -1,19 +1,19 @@
-"""Describe how fast a node's devices and links are, and predict how long operators and copies take.
+"""Describe how fast a node's devices and links are; predict the time of operators and copies.
 
     hardware = load_hardware("p40x8")          # a shipped description, or the path of a file
     seconds = hardware.seconds(operator)       # of one operator on one device
     seconds = hardware.transfer(nbytes)        # between two devices
 
 A description is a JSON file. Every figure in it is an object with a `value` and a `source`. Each
-class of operators has efficiencies. The compute efficiency is the share of the peak rate that
-operators with floating-point operations reach, and the memory efficiency is the share of the memory
-bandwidth. A compute efficiency with a name such as `conv.float16` is for one class in one type of
-numbers.
+class of operators, such as `conv`, has two efficiencies. The compute efficiency is the share of the
+peak rate that operators of the class reach. The memory efficiency is the share of the memory
+bandwidth that they reach. A compute efficiency with a name such as `conv.float16` is for one class
+and one dtype.
 
-If an operator can be computed in two ways, the faster way counts. Fused attention without an
-efficiency is taken to be as efficient as `matmul`, and TF32 without a peak rate to be as fast as
-float32. On CPUs, a task takes longer by the share `sharing` of its time for each other device that
-is at work.
+If an operator can be computed in two ways, the faster way counts. If a description has no
+efficiency for fused attention, the efficiency of `matmul` is used. If it has no peak rate for TF32,
+that of float32 is used. If k CPU devices work at the same time, a task takes
+1 + `sharing` * (k - 1) times as long.
 """
 
 import json
@@ -29,29 +29,30 @@ Shares = dict[str, float]
 FOLDER = Path(__file__).parent
 
 HEADROOM = 0.15
-"""The memory that a GPU's allocator is taken to reserve beyond tensors, as a share of their bytes.
+"""The memory that a GPU's allocator reserves beyond the tensors, as a share of the tensors' bytes.
 
-In the papers' tables of memory, 2 to 22 % more was reserved than is predicted for tensors
-(results/predicted), libraries' workspaces included. The median is 14 %, and it is rounded up.
+In the papers' tables of memory, the allocator reserved 2 to 22 % more than the bytes that are
+predicted for tensors (results/predicted). The reserved memory includes workspaces of libraries. The
+median is 14 %, which is rounded up here.
 """
 
 SCALARS = ("devices", "memory", "memory_bandwidth", "link_bandwidth", "link_latency", "launch")
 OPTIONAL = ("workspace", "processors", "sharing")
 TABLES = ("peak", "compute_efficiency", "memory_efficiency")
 WORK = ("matmul", "conv", "conv3x3")
-"""The classes that need a compute efficiency. All other classes only move bytes."""
+"""The classes of operators that need a compute efficiency. The other classes only move bytes."""
 WINOGRAD = "winograd"
-"""A class that may be left out: if there are no such kernels, or they are part of `conv3x3`."""
+"""A class that a description leaves out if such kernels do not exist or count as `conv3x3`."""
 FUSED = ("attention", "attention_backward")
-"""The classes that count as `matmul` if they are left out."""
+"""The classes that have the efficiency of `matmul` if a description leaves them out."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A node of equal devices, and how fast they are.
+    """A node of equal devices, and how fast the devices are.
 
-    Amounts are in bytes, rates in bytes per second, and durations in seconds. The rates of `peak`
-    are in operations per second, by type of floating-point number.
+    Amounts are in bytes, rates in bytes per second, and durations in seconds. The rates in `peak`
+    are in operations per second, for each floating-point dtype.
     """
 
     name: str
@@ -63,33 +64,33 @@ class Hardware:
     memory_efficiency: Mapping[str, float]
     link_latency: float
     launch: float = 0.0
-    """The seconds in which the host issues an operator. No operator is shorter on a GPU."""
+    """The seconds that the host needs to launch an operator. On a GPU, no operator is shorter."""
     peak: Mapping[str, float] = field(default_factory=dict)
     compute_efficiency: Mapping[str, float] = field(default_factory=dict)
     launch_overlaps: bool = True
-    """Whether operators are issued beside computing, as for a GPU, or before it, as on a CPU."""
+    """Whether launching overlaps with computing (on a GPU). On a CPU, it does not."""
     workspace: float = 0.0
     """The bytes that libraries (cuDNN, cuBLAS) hold on each device, beside all tensors."""
     processors: int = 0
-    """The parts of a device that compute tiles of matrices; 0 if tiles are not predicted."""
+    """The processors of a device, which compute tiles of matrices; 0 to ignore tiles."""
     sharing: float = 0.0
-    """A task takes longer by this share of its time for each other device at work.
+    """How much longer a task takes for each other device that works, as a share of its time.
 
-    The reason is that CPU devices share their memory bandwidth.
+    CPU devices slow each other down because they share their memory bandwidth.
     """
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Where each figure is from, by name. A figure in a table has a name such as `peak.float32`."""
+    """The source of each figure, by name. A figure in a table has a name like `peak.float32`."""
 
     @property
     def cpu(self) -> bool:
-        """Whether the devices are cores of a CPU, which issue operators themselves."""
+        """Whether the devices are cores of a CPU, which launch operators themselves."""
         return not self.launch_overlaps
 
     def seconds(self, operator: Operator) -> float:
-        """Return the seconds of one operator, computed in its fastest way.
+        """Return the seconds of one operator, computed in the fastest way.
 
-        A GPU computes, moves bytes and issues the next operator at the same time, so the longest of
-        these counts. A core of a CPU does one after another.
+        On a GPU, computing, moving bytes and launching the next operator happen at the same time,
+        so the longest of these three times counts. On a CPU core, the three times add up.
         """
         work = self._work(operator)
         if operator.other and WINOGRAD in self.compute_efficiency:
@@ -97,27 +98,27 @@ class Hardware:
         return max(work, self.launch) if self.launch_overlaps else work + self.launch
 
     def transfer(self, nbytes: float) -> float:
-        """Return the seconds that `nbytes` take from one device to another."""
+        """Return the seconds to copy `nbytes` bytes from one device to another."""
         return self.link_latency + nbytes / self.link_bandwidth if nbytes else 0.0
 
     def room(self, memory: float, headroom: float | None = None) -> float:
         """Return the bytes of a device that tensors may take.
 
-        PyTorch's caching allocator on a GPU needs room beside the tensors. It keeps the memory that
-        it has asked for: a freed block that does not suit the next tensor stays reserved. On a CPU,
-        freed memory goes back to the system.
+        PyTorch's caching allocator for GPUs needs memory beside the tensors, because a freed block
+        that does not suit the next tensor stays reserved. On a CPU, freed memory goes back to the
+        system.
 
         Args:
             memory: The bytes of the device.
-            headroom: What to leave to the allocator, as a share of the tensors' bytes. By default
-                it is `HEADROOM` on a GPU, and 0 on a CPU.
+            headroom: The memory to leave to the allocator, as a share of the tensors' bytes. By
+                default it is `HEADROOM` on a GPU, and 0 on a CPU.
         """
         if headroom is None:
             headroom = 0.0 if self.cpu else HEADROOM
         return (memory - self.workspace) / (1 + headroom)
 
     def _work(self, operator: Operator) -> float:
-        """Return the seconds of computing and moving bytes, without those of issuing."""
+        """Return the seconds that an operator computes and moves bytes, without its launch."""
         moving = operator.bytes / (self.memory_bandwidth * self.memory_efficiency[operator.kind])
         if not operator.flops:
             return moving
@@ -128,7 +129,7 @@ class Hardware:
         return computing + moving if self.cpu else max(computing, moving)
 
     def _rate(self, operator: Operator) -> float:
-        """Return the operations per second that an operator reaches."""
+        """Return how many floating-point operations per second an operator reaches."""
         dtype = operator.dtype
         if dtype == "tf32" and dtype not in self.peak:
             dtype = "float32"
@@ -144,7 +145,7 @@ class Hardware:
 
 
 def hardware_names() -> list[str]:
-    """Return the names of the shipped descriptions, in order."""
+    """Return the names of the hardware descriptions in this package, sorted."""
     return sorted([path.stem for path in FOLDER.glob("*.json")])
 
 
@@ -155,8 +156,8 @@ def load_hardware(name: str | Path) -> Hardware:
         name: The name of a shipped description, or the path of a `.json` file.
 
     Raises:
-        ValueError: If there is no such description, or the file is no description. The message is
-            one line.
+        ValueError: If there is no description with this name, or the file is not a description. The
+            message is one line.
     """
     path = Path(name)
     if path.suffix != ".json":
@@ -204,16 +205,17 @@ def _decoded(name: str, data: Any) -> Hardware:
 
 
 def _table(key: str, table: Any, sources: dict[str, str]) -> Shares:
-    """Return the values of a table of figures, and note their sources."""
+    """Return the values of a table of figures, and add each figure's source to `sources`."""
     if not isinstance(table, dict) or not table:
         raise ValueError(f"{key} is missing: expected an object of figures")
     return {item: _figure(f"{key}.{item}", figure, sources) for item, figure in table.items()}
 
 
 def _efficiencies(key: str, shares: Shares, needed: Iterable[str], dtypes: Iterable[str]) -> Shares:
-    """Check the classes in a table of efficiencies; return it with the classes of fused attention.
+    """Check a table of efficiencies; return it with entries for fused attention.
 
-    Every class in `needed` has to be there. Efficiencies may be for one of `dtypes`.
+    The table must have every class in `needed`. An efficiency may be for one class in one of
+    `dtypes`.
     """
     known = set(CLASSES)
     for dtype in dtypes:
@@ -221,7 +223,7 @@ def _efficiencies(key: str, shares: Shares, needed: Iterable[str], dtypes: Itera
     if wrong := sorted(shares.keys() - known):
         raise ValueError(
             f"{key}.{wrong[0]} is no class of operators, "
-            "nor one in a type of numbers that has a peak"
+            "and no class with a dtype that has a peak rate"
         )
     for kind in needed:
         if kind not in shares:
@@ -230,7 +232,7 @@ def _efficiencies(key: str, shares: Shares, needed: Iterable[str], dtypes: Itera
 
 
 def _figure(key: str, figure: Any, sources: dict[str, str]) -> float:
-    """Return a figure's value, and note its source."""
+    """Check a figure, return its value, and add its source to `sources`."""
     if not isinstance(figure, dict) or set(figure) != {"value", "source"}:
         raise ValueError(f"{key} has to be an object with value and source, got {figure!r}")
     value, source = figure["value"], figure["source"]

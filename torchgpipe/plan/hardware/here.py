@@ -1,4 +1,4 @@
-"""Describe a node of devices like the present one, whose links and memory are measured."""
+"""Describe a node with devices like this machine's, from measurements of its links and memory."""
 
 import math
 import os
@@ -20,28 +20,29 @@ CPU = torch.device("cpu")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """The file with a container's limit of memory, in bytes."""
 RUNS = 5
-"""How often each measurement here is timed, after a warm-up. The median counts."""
+"""How often each measurement is timed after a warm-up. The median of the times counts."""
 HAND_OVERS = 64
-"""The number of tiny micro-batches that are used to time a hand-over."""
+"""The number of micro-batches with which the hand-over between CPU partitions is timed."""
 MOST_AT_WORK = 4
-"""The most CPU devices that work at a time, to measure how much they slow each other down."""
+"""The most CPU devices that work at the same time while their slow-down is measured."""
 
 
 def describe_here(device: torch.device, devices: int | None, memory: float | None) -> Hardware:
-    """Describe a node of devices like this one.
+    """Describe a node of devices like `device`.
 
-    How fast they compute is not described, since the layers are profiled. A CPU device has as many
-    cores as PyTorch has threads, and its share of the memory. CPU devices share their memory, so
-    nothing is copied between them, but threads take time to hand tensors over. With a single GPU,
-    links are taken to be as fast as copies to the host.
+    The description does not say how fast the devices compute, because layers are profiled instead.
+    A CPU device has as many cores as PyTorch has threads, and an equal part of the memory. CPU
+    devices share their memory, so nothing is copied between them, but a thread takes time to hand a
+    tensor to another thread. If there is a single GPU, the description has the speed of copies to
+    the host for links between GPUs.
 
     Args:
-        device: The present device.
-        devices: How many devices the node has; by default as many as are found here.
-        memory: The bytes of each device; by default as many as are found here.
+        device: A device of this machine.
+        devices: How many devices the node has; by default as many as this machine has.
+        memory: The bytes of each device; by default as many as `device` has.
 
     Raises:
-        ValueError: If `memory` is not given, and the system does not tell its memory.
+        ValueError: If `memory` is not given, and the system does not tell how much memory it has.
     """
     cuda = device.type == "cuda"
     if devices is None:
@@ -69,7 +70,7 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
 
 
 def _cpu_devices() -> int:
-    """Return how many CPU devices the cores of this process make."""
+    """Return how many CPU devices this process has cores for (one core for a PyTorch thread)."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -78,10 +79,10 @@ def _cpu_devices() -> int:
 
 
 def _measure_link(source: Tensor) -> tuple[float, str]:
-    """Copy a tensor from its device to another; return bytes per second, and which copy it was.
+    """Time a copy of a tensor to another device; return bytes per second, and a text about it.
 
-    With a single GPU, the copy is to the host. Nothing is copied between CPU devices, so their
-    links are infinitely fast.
+    With a single GPU, the copy is to the host. Nothing is copied between CPU devices, so the links
+    between them are infinitely fast.
     """
     device = source.device
     if device.type != "cuda":
@@ -98,7 +99,7 @@ def _measure_link(source: Tensor) -> tuple[float, str]:
 def hand_over() -> float:
     """Return the seconds that a CPU partition takes to hand a tensor to the next partition.
 
-    They are measured with tasks that take next to no time.
+    The seconds are measured with a pipeline whose tasks take almost no time.
     """
     layers = nn.Sequential(nn.Identity(), nn.Identity())
     model = GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=HAND_OVERS, checkpoint="never")
@@ -109,15 +110,16 @@ def hand_over() -> float:
 
 
 def sharing(works: Sequence[Callable[[], object]]) -> float:
-    """Return how much CPU devices slow each other down.
+    """Return how much CPU devices that work at the same time slow each other down.
 
-    Each work is done over and over, in a thread of its own.
+    Each function in `works` runs again and again, each in a separate thread.
 
     Args:
-        works: What each device does.
+        works: For each device, a function that does its work.
 
     Returns:
-        How much longer the first work takes for each other work beside it, as a share of its time.
+        How much longer the first function takes for each other function that runs at the same time,
+        as a share of the time that it takes alone.
     """
     first, *others = works
     over = threading.Event()
@@ -144,7 +146,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _main_memory(limit: Path = MEMORY_LIMIT) -> float:
-    """Return the machine's memory in bytes, or a container's limit if that is less."""
+    """Return the machine's memory in bytes, or the container's memory limit if it is lower."""
     try:
         machine = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):
@@ -158,7 +160,7 @@ def _main_memory(limit: Path = MEMORY_LIMIT) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device, as in messages and reports."""
+    """Return a device's name for messages and reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()

@@ -1,12 +1,13 @@
 """Describe operators for predictions: their class, floating-point operations and bytes.
 
-An operator is what reaches PyTorch's dispatcher below autograd. On a GPU it is about one kernel.
-Libraries cut the output of a matrix product into tiles of fixed sizes, and one processor computes a
-tile. A tile that reaches over the edge of the matrix takes as long as a full tile. So does the last
-round of tiles, in which some processors have no tile.
+An operator is a call that reaches PyTorch's dispatcher below autograd. On a GPU, it is about one
+kernel. Libraries cut the output of a matrix product into tiles of fixed sizes. The processors of
+the GPU compute the tiles in rounds, one tile for each processor in a round. A tile that reaches
+over the edge of the matrix takes as long as a full tile. In the last round, some processors have no
+tile, but the round takes as long as the others.
 
-Only this module uses PyTorch's table of formulas for floating-point operations, which PyTorch does
-not promise to keep. `tests/library/plan/count/test_counter.py` fails if the table moves.
+PyTorch has a table of formulas for floating-point operations, but does not promise to keep it.
+Only this module uses the table. `tests/library/plan/count/test_counter.py` fails if it moves.
 """
 
 from __future__ import annotations
@@ -31,31 +32,30 @@ OperatorClass = Literal[
     "pool",
     "elementwise",
 ]
-"""The classes of operators, which have efficiencies of their own.
+"""The classes of operators. A hardware description has efficiencies for each class.
 
-- `conv3x3` are convolutions for which libraries have Winograd kernels (3 x 3 at stride 1), computed
-  like any other convolution.
-- `winograd` are the same convolutions, computed by these kernels (see `convolution`).
-- `attention` and `attention_backward` are fused kernels (see `attention`).
-- `elementwise` are all operators without another class; they read and write memory.
+- `conv3x3` are 3 x 3 convolutions at stride 1, computed by kernels as for other convolutions.
+- `winograd` are 3 x 3 convolutions at stride 1, computed by Winograd kernels (see `convolution`).
+- `attention` and `attention_backward` are fused attention kernels (see `attention`).
+- `elementwise` are all operators that are in no other class.
 """
 CLASSES: tuple[str, ...] = get_args(OperatorClass)
 
 TILES = ((128, 128), (128, 64), (64, 128), (128, 32), (32, 128))
-"""The sizes of tiles to choose from, in rows and columns.
+"""The sizes of tiles, in rows and columns.
 
-They are the sizes in the names of cuDNN's and cuBLAS's float32 kernels, such as `..._128x64_...`.
+The names of cuDNN's and cuBLAS's float32 kernels have these sizes, such as `..._128x64_...`.
 """
 
 
 class Grid(NamedTuple):
-    """What an operator's matrix products put out: `matrices` matrices of `rows` by `columns`."""
+    """The output of an operator's matrix products: `matrices` matrices of `rows` by `columns`."""
 
     rows: float
     columns: float
     matrices: int = 1
     divisible: bool = False
-    """Whether several processors can share one tile, so that no round leaves some without work."""
+    """Whether processors can share a tile, so that all of them have work in the last round."""
 
 
 class Operator(NamedTuple):
@@ -63,15 +63,15 @@ class Operator(NamedTuple):
 
     kind: OperatorClass
     dtype: str
-    """The type of numbers in which it computes."""
+    """The dtype in which the operator computes, such as "float32"."""
     flops: float
-    """Its floating-point operations."""
+    """The number of floating-point operations."""
     bytes: float
-    """The bytes that it reads and writes."""
+    """The bytes that the operator reads and writes."""
     other: tuple[Operator, ...] = ()
-    """Kernels that get the same result in another way. A library takes the faster way."""
+    """Other kernels that compute the same result. A library uses whichever are faster."""
     grid: Grid | None = None
-    """The matrices that it puts out, if their tiles are known to matter."""
+    """The matrices that the operator computes; `None` if tiles do not matter for it."""
 
 
 def bytes_of(x: Tensor) -> int:
@@ -84,7 +84,7 @@ def bytes_of(x: Tensor) -> int:
 
 
 def dtype_of(x: Tensor) -> str:
-    """Return the name of a tensor's type of numbers, such as 'float32'."""
+    """Return the name of a tensor's dtype, such as 'float32'."""
     return str(x.dtype).removeprefix("torch.")
 
 
@@ -93,9 +93,9 @@ def flops_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 
     Args:
         operator: The operator.
-        args: Its arguments by place.
-        kwargs: Its arguments by name.
-        result: What it returned.
+        args: The positional arguments of the operator.
+        kwargs: The keyword arguments of the operator.
+        result: What the operator returned.
 
     Returns:
         The number that PyTorch's formula gives, or 0 if there is no formula.
@@ -108,10 +108,12 @@ def flops_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 
 @functools.lru_cache(maxsize=1 << 16)
 def excess(grid: Grid, processors: int) -> float:
-    """Return how many times longer a product takes because of its tiles, with the best tile size.
+    """Return how many times as long matrix products take because of tiles, with the best tile size.
+
+    Tiles that reach over an edge and processors without a tile make products slower.
 
     Args:
-        grid: The matrices that are put out.
+        grid: The matrices that the products compute.
         processors: How many processors the device has.
     """
     elements = grid.matrices * grid.rows * grid.columns

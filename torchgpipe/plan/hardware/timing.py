@@ -1,9 +1,9 @@
-"""Time the layers of a model on the present device, in whole steps or each alone.
+"""Time the layers of a model on a device: in steps of the whole model, or each layer alone.
 
-In a step, a layer finds in the caches what the previous layer has left there. The autograd graph of
-all layers is kept, and memory that is used for the first time takes longer than memory that was
-just freed. A layer that runs alone, over and over, shows neither. So layers run alone only if a
-whole step does not fit the memory.
+In a step of the whole model, the output of the previous layer can still be in the device's caches.
+The graph of all layers stays in memory, so that layers use new memory, which takes longer than
+memory that was just freed. A layer that runs alone again and again has neither effect. So layers
+run alone only if a step of the whole model does not fit the memory.
 """
 
 from collections.abc import Callable
@@ -22,26 +22,27 @@ from torchgpipe.tensors.microbatch import TensorOrTensors, mapped, tensors_of
 
 
 class Seconds(NamedTuple):
-    """The seconds of every layer for one micro-batch."""
+    """The seconds of every layer for one micro-batch: a list for each kind of pass."""
 
     forward: list[float]
-    """Seconds of forwards without an autograd graph."""
+    """The seconds of each layer's forward without an autograd graph."""
     graph: list[float]
-    """Seconds of forwards with a graph."""
+    """The seconds of each layer's forward with an autograd graph."""
     backward: list[float]
 
 
 def time_step(module: Sequential, sample: TensorOrTensors, device: torch.device) -> Seconds:
-    """Run a step of all layers and time each of them on the way.
+    """Run a step of the whole model and time each layer in it.
 
-    The step is a forward without a graph, then a forward with one, and a backward. The backward of
-    a layer lasts from the arrival of its output's gradient to that of the previous layer's. Adding
-    to gradients of parameters is not timed, since it is counted: the gradients are freed first.
+    The step is a forward without an autograd graph, then a forward with a graph, and a backward.
+    The backward of a layer lasts from the arrival of the gradient of its output to the arrival of
+    the gradient of its input. Parameters' gradients are freed before the step. So the times do not
+    include adding to earlier gradients, which is counted separately.
 
     Args:
         module: The layers.
-        sample: Their input.
-        device: The device of both.
+        sample: The input of the first layer.
+        device: The device of the layers and the sample.
     """
     module.zero_grad()
     with torch.no_grad(), skip_scope({}):
@@ -63,9 +64,9 @@ def time_step(module: Sequential, sample: TensorOrTensors, device: torch.device)
     torch.autograd.backward(roots, gradients)
     synchronize(device)
     end = perf_counter()
-    # When the backward reaches each layer, from the last layer to the first. A layer whose output
-    # gets no gradient counts as reached at the end. Layers that take next to no time may be reached
-    # out of order, so the times are made to increase.
+    # The times at which the backward reaches each layer, from the last layer to the first. If a
+    # layer's output gets no gradient, the end of the backward counts. The backward can reach very
+    # fast layers out of order, so the times are made to increase.
     arrivals = [arrived.get(i, end) for i in reversed(range(len(module) - 1))]
     times = [*accumulate([start, *arrivals], max), end]
     backward = [later - earlier for earlier, later in pairwise(times)]
@@ -79,12 +80,12 @@ def _forward(
     device: torch.device,
     notice: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[list[float], TensorOrTensors]:
-    """Run the layers; return their seconds and the output.
+    """Run the layers; return the seconds of each layer, and the last layer's output.
 
-    `notice` is called with a layer's number when its output has its gradient.
+    `notice` is called with a layer's number when the gradient of the layer's output arrives.
     """
     seconds: list[float] = []
-    # A clone is no leaf, so layers may change it in place.
+    # A clone is no leaf of the graph, so layers may change it in place.
     value = mapped(lambda x: x.clone() if x.requires_grad else x, sample)
     for i, layer in enumerate(module):
         synchronize(device)
@@ -93,8 +94,9 @@ def _forward(
         synchronize(device)
         seconds.append(perf_counter() - start)
         if notice is not None:
-            # PyTorch crashes if a tensor gets a hook before an older view of it has noticed a
-            # change in place. A view notices the change when it is asked for its node.
+            # If a view's base was changed in place, the view gets its new graph node when its
+            # `grad_fn` is read. PyTorch crashes if a tensor gets a hook before that, so `grad_fn`
+            # is read for all tensors first.
             nodes = [(x, x.grad_fn) for x in tensors_of(value) if x.requires_grad]
             for x, _ in nodes:
                 x.register_hook(partial(notice, i))
@@ -108,15 +110,15 @@ def time_alone(
 
     Args:
         module: The layers.
-        sample: Their input.
+        sample: The input of the first layer.
         device: The device to run the copies on.
-        runs: How often each layer runs after a warm-up.
+        runs: How often each layer is timed, after a warm-up.
 
     Returns:
-        The seconds of every run.
+        The seconds of all layers, for every run.
 
     Raises:
-        ValueError: If there is no memory for a layer.
+        ValueError: If the device has too little memory for a layer.
     """
 
     def measure(rehearsal: Rehearsal) -> list[tuple[float, float, float]]:
@@ -134,8 +136,8 @@ def time_alone(
     except torch.OutOfMemoryError as error:
         samples = len(tensors_of(sample)[0])
         raise ValueError(
-            f"layer {len(layers)} cannot be profiled on {device} with {samples} samples, for which "
-            "it has no memory: give a smaller sample, or name the hardware to predict for"
+            f"layer {len(layers)} cannot be profiled on {device}, which has too little memory for "
+            f"{samples} samples: give a smaller sample, or name the hardware to predict for"
         ) from error
     found = []
     for run in zip(*layers, strict=True):

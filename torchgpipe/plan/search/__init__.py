@@ -1,1 +1,1 @@
-"""Search the setup with the shortest predicted step whose devices all have enough memory."""
+"""Search for the setup that has the shortest predicted step and fits every device's memory."""

@@ -1,4 +1,4 @@
-"""Bound the steps of a setup for any balance, and find the balances to begin a search with."""
+"""Compute lower bounds on a setup's step time for any balance, and balances to start a search."""
 
 import functools
 from collections.abc import Sequence
@@ -16,18 +16,20 @@ SAFE = 1 - 1e-9
 
 
 class Work:
-    """The seconds and bytes of a setup's layers, and balances that share them out.
+    """The seconds and bytes of a setup's layers, and balances that divide them evenly.
 
     Only the setup's micro-batches, checkpoint mode and schedule matter, not its balance.
 
-    The seconds give a lower bound on a step with any balance. In GPipe's schedule, a partition
-    waits while one micro-batch is in other partitions: the first micro-batch on its way forward to
-    the partition and backward from it, and the last micro-batch in the partitions behind. So a step
-    takes at least two parts: the seconds of one micro-batch's way through all layers, and the
-    seconds of any partition's layers for the other micro-batches (`seconds`).
+    The seconds give a lower bound on the step time, whatever the balance. In GPipe's schedule, a
+    partition waits while a micro-batch is in other partitions. It waits for the first micro-batch,
+    which comes from earlier partitions and returns there, and for the last micro-batch, which is
+    then in later partitions. So a step takes at least the sum of two times: one micro-batch's
+    forward and backward through all layers, and the work of any one partition for the other
+    micro-batches (`seconds`).
 
-    In other schedules, a step takes at least the longer of two parts: a micro-batch's way without
-    what may be done later, and all seconds of any partition's layers (`seconds`).
+    In other schedules, a step takes at least the longer of two times. One is a micro-batch's
+    forward and backward through all layers, without work that can be done later. The other is all
+    work of any one partition (`seconds`).
 
     Args:
         predictor: The predictor of the model.
@@ -53,31 +55,31 @@ class Work:
         if m > 1:
             ways = list(map(min, first_ways, last_ways))
         self.seconds: list[float] = []
-        """The seconds of each layer that keep its partition's device busy."""
+        """For each layer, the seconds in which it keeps its partition's device busy."""
         columns = (full.forward, full.graph, backwards, last_ways, ways)
         for forward, graph, backward, last_way, way in zip(*columns, strict=True):
             others = again * forward + (m - 1) * (graph + backward)
             beyond = last_way - way if gathered else last_way
             self.seconds.append(others + beyond)
         self._way: float = sum(ways)
-        """The seconds of one micro-batch's way through all layers."""
+        """The seconds of one micro-batch's forward and backward through all layers."""
         if setup.halves:
             self._way -= sum(full.weights)
         transfer = predictor.hardware.transfer
         copies = [2 * transfer(layer.output) for layer in full.layers[:-1]]
         self._copies = copies
-        """The seconds of a micro-batch's copies after each layer, forward and backward."""
+        """The seconds to copy a micro-batch after each layer, forward and backward together."""
         self._cheapest = list(accumulate(sorted(copies), initial=0.0))
-        """The least seconds of so many copies."""
+        """The least seconds that k boundaries' copies take, for each number k."""
         self._parameters = sum([layer.parameters for layer in full.layers])
 
     def bound(self, n: int, most: float = 0.0, copies: float = 0.0) -> float:
-        """Return the seconds that no balance can beat.
+        """Return a lower bound on the seconds of a step with any balance.
 
         Args:
             n: How many devices there are.
-            most: The least seconds of the heaviest partition's layers, if they are known.
-            copies: The least seconds of a micro-batch's copies, if they are known.
+            most: A lower bound on the seconds of the heaviest partition's layers, if it is known.
+            copies: A lower bound on the seconds of a micro-batch's copies, if it is known.
         """
         seconds, setup = self.seconds, self.setup
         most = max(most, sum(seconds) / n, max(seconds))
@@ -88,16 +90,16 @@ class Work:
         return (step + update) * SAFE
 
     def bound_of(self, balance: Sequence[int]) -> float:
-        """Return the seconds that this balance cannot beat."""
+        """Return a lower bound on the seconds of a step with this balance."""
         _, n, _, placement = arranged(self.setup.schedule, len(balance))
         cuts = zip(accumulate(balance), pairwise(placement), strict=False)
         copies = [self._copies[cut - 1] for cut, (here, there) in cuts if here != there]
         return self.bound(n, heaviest(self.seconds, balance), sum(copies))
 
     def stages(self, n: int) -> int:
-        """Return how many stages `n` devices have.
+        """Return how many stages the setup's schedule has on `n` devices together.
 
-        There are 0 if the schedule is not for so many devices or micro-batches.
+        It is 0 if the schedule is not for `n` devices, or not for the setup's micro-batches.
         """
         schedule = self.setup.schedule
         if isinstance(schedule, str):
@@ -106,9 +108,10 @@ class Work:
         return len(schedule.placement) if fits else 0
 
     def balance(self, n: int, share: float) -> tuple[int, ...]:
-        """Return a balance on `n` devices that evens out a mixture of seconds and bytes.
+        """Return a balance whose stages have about equal costs, for `n` devices.
 
-        The mixture has only seconds if `share` is 0, and only bytes if it is 1.
+        A layer's cost is a weighted sum of its seconds and its bytes: only seconds if `share` is 0,
+        and only bytes if `share` is 1.
         """
         all_seconds, all_bytes = self.seconds, self.held
         per_second = (1 - share) / (sum(all_seconds) or 1.0)
@@ -119,12 +122,12 @@ class Work:
 
     @functools.cached_property
     def held(self) -> list[float]:
-        """The bytes that each layer adds to its partition in the second backward, at the least."""
+        """The least bytes that each layer adds to its partition during the second backward."""
         setup, counts = self.setup, self.predictor.counts
         m = len(setup.sizes)
         footprints = counts.footprints(setup.sizes[0])
-        copies = 1 + setup.optimizer.state  # of the bytes of the parameters
-        if m > 1:  # With one micro-batch, gradients come only while activations go.
+        copies = 1 + setup.optimizer.state  # bytes to hold for each byte of parameters
+        if m > 1:  # With one micro-batch, activations are freed before all gradients exist.
             copies += 1
         outputs = kept = 1
         if setup.gathered:
@@ -143,7 +146,7 @@ class Work:
 
 
 def heaviest(costs: Sequence[float], balance: Sequence[int]) -> float:
-    """Return the costs of the heaviest partition."""
+    """Return the sum of the layers' costs in the partition that costs the most."""
     sums = list(accumulate(costs, initial=0.0))
     partitions = pairwise(accumulate(balance, initial=0))
     return max([sums[stop] - sums[start] for start, stop in partitions])

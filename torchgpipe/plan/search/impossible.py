@@ -1,4 +1,4 @@
-"""Say in one line why no setup fits."""
+"""Say in one line why no setup fits the memory of the devices."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +16,11 @@ from torchgpipe.tensors.checkpoint import MODES, Mode
 
 
 class Impossible(ValueError):
-    """No setup fits; the message says why in one line."""
+    """The error if no setup fits the devices. The message says why in one line."""
 
 
 def told(setup: Setup) -> str:
-    """Return a setup's micro-batches and checkpoint mode as text."""
+    """Return a setup's number of micro-batches and checkpoint mode as text."""
     sizes = setup.sizes
     micro_batches = f"chunks={len(sizes)} (micro-batches of {sizes[0]})"
     return f"{micro_batches} and checkpoint={setup.checkpoint!r}"
@@ -29,22 +29,22 @@ def told(setup: Setup) -> str:
 def refuse_hopeless(
     predictor: Predictor, batch_size: int, devices: int, memory: float, optimizer: Optimizer
 ) -> None:
-    """Refuse a model that no setup can train, before the search.
+    """Raise an error, before a search, if the devices have too little memory for any setup.
 
     Args:
         predictor: The predictor of the model.
         batch_size: The samples of a mini-batch.
         devices: How many devices there are.
-        memory: The bytes of each device, for tensors alone.
-        optimizer: What the optimizer holds.
+        memory: The bytes of each device that tensors may take.
+        optimizer: The memory that the optimizer takes.
 
     Raises:
-        Impossible: If a layer fits no device, or all devices together are too small for what stays
-            on them: parameters, gradients and the optimizer's state.
+        Impossible: If a layer fits no device. Or if parameters, gradients and the optimizer's state
+            need more memory than all devices have together.
     """
     layers = predictor.layers(1).layers
-    # With a single micro-batch, each gradient is made once. With several, each backward but the
-    # first makes its gradients beside the sum of the earlier ones.
+    # With one micro-batch, each gradient is made once. With several micro-batches, a backward
+    # allocates its gradients while the sum of the earlier gradients exists.
     needs = _alone(predictor, batch_size, optimizer, summed=False)
     if batch_size > 1:
         needs = list(map(min, needs, _alone(predictor, 1, optimizer, summed=True)))
@@ -70,10 +70,10 @@ def refuse_hopeless(
 
 
 def _alone(predictor: Predictor, size: int, optimizer: Optimizer, *, summed: bool) -> list[float]:
-    """Return the least bytes that each layer needs on a device of its own.
+    """Return for each layer the least memory of a device that has only this layer.
 
-    The layer works on `size` samples, or is updated by the optimizer's step. With `summed`, it adds
-    its gradients to earlier ones.
+    That is the most bytes during a forward or a backward of `size` samples, or during the
+    optimizer's step. With `summed`, the backward adds its gradients to earlier gradients.
     """
     footprints = predictor.counts.footprints(size)
     needs = []
@@ -102,19 +102,21 @@ def least(  # noqa: PLR0913
     modes: Sequence[Mode],
     schedules: Sequence[str | Schedule] = ("GPipe",),
 ) -> Candidate:
-    """Return the setup whose fullest device needs the least, among setups balanced by parameters.
+    """Return the setup that needs the least memory, among setups with evenly divided parameters.
+
+    The memory of a setup is that of the device that needs the most.
 
     Args:
         predictor: The predictor of the model.
         batch_size: The samples of a mini-batch.
         partitions: How many devices there are.
-        optimizer: What the optimizer holds.
+        optimizer: The memory that the optimizer takes.
         chunks: The numbers of micro-batches to choose from.
         modes: The checkpoint modes to choose from.
         schedules: The schedules to choose from.
 
     Raises:
-        Impossible: If no schedule is for so many devices, layers or micro-batches.
+        Impossible: If no schedule is for these numbers of devices, layers and micro-batches.
     """
     state = 2.0 + optimizer.state
     needed = [layer.parameters * state + layer.frozen for layer in predictor.counts.low]
@@ -128,7 +130,7 @@ def least(  # noqa: PLR0913
     if not found:
         raise Impossible(
             f"no schedule that was asked for is for {partitions} device(s), {len(needed)} layers "
-            f"and {chunks[0]} micro-batches or more: choose from others"
+            f"and {chunks[0]} micro-batches or more: allow other schedules"
         )
     return min(found, key=lambda candidate: candidate.peak)
 
@@ -136,14 +138,14 @@ def least(  # noqa: PLR0913
 def why(
     predictor: Predictor, allowed: Candidate, batch_size: int, devices: int, memory: float
 ) -> str:
-    """Say how much memory is lacking, and what would need less.
+    """Return a message that says how much memory is lacking, and which setup needs less.
 
     Args:
         predictor: The predictor of the model.
-        allowed: The setup that needs the least of those that were asked for.
+        allowed: The setup that needs the least memory, among the setups that were asked for.
         batch_size: The samples of a mini-batch.
         devices: How many devices there are.
-        memory: The bytes of each device, for tensors alone.
+        memory: The bytes of each device that tensors may take.
     """
     partitions = min(devices, len(predictor.counts))
     optimizer = allowed.setup.optimizer

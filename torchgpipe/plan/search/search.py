@@ -1,11 +1,13 @@
-"""Search for the fastest setup whose devices all have enough memory.
+"""Search for the fastest setup for which every device has enough memory.
 
 The search chooses the balance, the number of micro-batches, the checkpoint mode and the schedule.
-For the last three, there is a lower bound on the step with any balance (see `balances`). The search
-tries these choices in the order of their bounds. It leaves out a choice if its bound is no better
-than the best setup so far. A trial begins with balances that even out seconds or bytes. If one of
-them comes near the best setup, layers are moved across boundaries for as long as a replay says that
-it helps (see `trial`). Every setup that is returned was replayed, and its bytes were predicted.
+For each choice of the last three, there is a lower bound on the step time, whatever the balance
+(see `balances`). The search tries the choices in the order of their bounds, the lowest first. It
+skips a choice if its bound is not below the step time of the best setup so far. For each choice, it
+begins with a balance whose partitions take about equal time or equal memory. If the step time is
+near that of the best setup, the search moves layers from partition to partition as long as this
+makes the predicted step shorter (see `trial`). Every returned setup was replayed, and its memory
+was predicted.
 """
 
 from collections.abc import Sequence
@@ -22,9 +24,9 @@ from torchgpipe.schedules import Schedule
 from torchgpipe.tensors.checkpoint import MODES, Mode
 
 BYTES = (0.5, 1.0)
-"""Balances even out a mixture of seconds and bytes; these are the shares of the bytes in it.
+"""The weights of bytes, against seconds, in balances that divide a sum of bytes and seconds evenly.
 
-They are used if the memory is too small for a balance by seconds, and at the end of a search.
+These balances are tried if the memory is too small for a balance by seconds, and at the end.
 """
 CLOSE = 1e-3
 """A setup is good enough if its step is longer than the bound by at most this share."""
@@ -38,8 +40,9 @@ class Found:
 
     Attributes:
         best: The best setup, or `None` if no setup fits.
-        bound: The seconds that no setup can beat.
-        unlimited: The seconds of the fastest setup if memory had no limit, balanced by seconds.
+        bound: A lower bound on the seconds of any setup.
+        unlimited: The seconds of the fastest setup that is balanced by seconds, whether or not it
+            fits the memory.
     """
 
     best: Candidate | None = None
@@ -48,14 +51,14 @@ class Found:
 
     @property
     def limit(self) -> float:
-        """The seconds of the best setup, which others have to beat."""
+        """The seconds of the best setup, or infinity if there is none."""
         return inf if self.best is None else self.best.seconds
 
 
 def chunk_choices(batch_size: int) -> list[int]:
-    """Return the numbers of micro-batches that differ in the size of their micro-batches.
+    """Return the numbers of micro-batches into which `torch.chunk` can split a batch.
 
-    They are at most twice the square root of the batch size.
+    There are at most twice the square root of `batch_size` of these numbers.
     """
     choices = set()
     for size in range(1, batch_size + 1):
@@ -81,17 +84,17 @@ def search(  # noqa: PLR0913
     Args:
         predictor: The predictor of the model.
         batch_size: The samples of a mini-batch.
-        memory: The bytes of each device, for tensors alone.
-        partitions: The numbers of devices.
-        optimizer: What the optimizer holds.
-        chunks: The numbers of micro-batches to choose from; by default all that differ.
+        memory: The bytes of each device that tensors may take.
+        partitions: The numbers of devices to choose from.
+        optimizer: The memory that the optimizer takes.
+        chunks: The numbers of micro-batches to choose from; by default those of `chunk_choices`.
         checkpoint: The checkpoint modes to choose from.
         schedules: The schedules to choose from.
-        close: How near to the bound a setup is good enough: 0.01 means 1 %, and infinity means that
-            any setup that fits is good enough.
+        close: A setup is good enough if its step is longer than the lower bound by at most this
+            share: 0.01 means 1 %. With infinity, any setup that fits is good enough.
 
     Raises:
-        Impossible: If no setup fits; the message says what is in the way.
+        Impossible: If no setup fits. The message says why.
     """
     found = {n: Found() for n in partitions}
     base = Setup(batch_size, (len(predictor.counts),), optimizer=optimizer)
@@ -126,7 +129,7 @@ def search(  # noqa: PLR0913
 
 
 def _in_order(works: Sequence[Work], partitions: Sequence[int]) -> list[tuple[float, int, Work]]:
-    """Return each work with its bound on each number of devices, the lowest bound first."""
+    """List (bound, number of devices, work) for all combinations, the lowest bound first."""
     asked: list[tuple[float, int, Work]] = []
     for work in works:
         layers = len(work.seconds)
@@ -138,9 +141,9 @@ def _in_order(works: Sequence[Work], partitions: Sequence[int]) -> list[tuple[fl
 
 
 def _try(found: Found, n: int, work: Work, memory: float, close: float) -> float:
-    """Look for a faster setup among the balances on `n` devices.
+    """Look for a faster setup among the balances on `n` devices, and keep it in `found`.
 
-    Return the seconds that no balance that fits can beat.
+    Return a lower bound on the seconds of any balance that fits; infinity if no balance fits.
     """
     setup = replace(work.setup, balance=work.balance(n, 0.0))
     step = work.predictor.step(setup)
@@ -160,7 +163,7 @@ def _try(found: Found, n: int, work: Work, memory: float, close: float) -> float
 
 
 def _finish(found: Found, n: int, work: Work, memory: float, close: float) -> None:
-    """Move layers once more, beginning with other balances: this may lead to a faster setup."""
+    """Search once more with other first balances, because this can find a faster setup."""
     for share in BYTES:
         setup = replace(work.setup, balance=work.balance(n, share))
         trial = Trial(work, assess(work.predictor, setup), memory)

@@ -1,4 +1,4 @@
-"""Replay balances of a setup and keep the best; predict data parallel training for comparison."""
+"""Predict a setup's step for many balances, keep the best, and predict data parallel training."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from torchgpipe.plan.search.balances import Work
 Balance = tuple[int, ...]
 
 MOST_TASKS = 1_000_000
-"""How many tasks may be replayed for one setup, over all balances.
+"""The most tasks to replay for one setup, added up over all balances.
 
 A setup with more tasks in a single replay is tried only if no other setup fits.
 """
@@ -27,8 +27,8 @@ class Candidate:
     Attributes:
         setup: The setup.
         seconds: The seconds of a step.
-        bubble: The share of the devices' time in which they wait.
-        devices: The memory of each device.
+        bubble: The share of the devices' time in which the devices wait.
+        devices: The memory that each device needs.
     """
 
     setup: Setup
@@ -38,11 +38,11 @@ class Candidate:
 
     @property
     def peak(self) -> float:
-        """The bytes of the device that needs the most."""
+        """The peak bytes of the device that needs the most."""
         return max([device.peak for device in self.devices])
 
     def lacks(self, memory: float) -> float:
-        """Return the bytes that all devices together lack, if each has `memory` bytes."""
+        """Return how many bytes are missing on all devices together, if each has `memory` bytes."""
         return sum([max(0.0, device.peak - memory) for device in self.devices])
 
 
@@ -60,14 +60,14 @@ def assess(predictor: Predictor, setup: Setup, step: Timeline | None = None) -> 
 
 
 class Trial:
-    """Keep the fastest balance of a setup that fits the memory.
+    """A search for the fastest balance of a setup that fits the memory.
 
-    As long as no balance fits, the balance that lacks the fewest bytes is kept.
+    As long as no balance fits, the balance with the fewest missing bytes counts as the best.
 
     Args:
-        work: The setup, and what its layers take.
+        work: The setup, with the seconds and bytes of its layers.
         first: The prediction for the balance to begin with.
-        memory: The bytes of each device.
+        memory: The bytes of each device that tensors may take.
     """
 
     def __init__(self, work: Work, first: Candidate, memory: float) -> None:
@@ -81,11 +81,11 @@ class Trial:
 
     @property
     def lacking(self) -> float:
-        """The bytes that all devices together lack with the best balance."""
+        """How many bytes are missing on all devices together, with the best balance."""
         return self.best.lacks(self.memory)
 
     def take(self, balance: Balance) -> bool:
-        """Replay a balance, and return whether it is the best so far."""
+        """Predict the step of a balance, and return whether the balance is the best so far."""
         if balance in self.known or not self.left:
             return False
         self.known.add(balance)
@@ -96,7 +96,7 @@ class Trial:
         setup = replace(work.setup, balance=balance)
         step = work.predictor.step(setup)
         if not lacking and step.seconds >= self.best.seconds:
-            return False  # The memory, which takes longer to predict, does not matter.
+            return False  # The balance is not faster, so its memory need not be predicted.
         found = assess(work.predictor, setup, step)
         if (found.lacks(self.memory), found.seconds) >= (lacking, self.best.seconds):
             return False
@@ -104,10 +104,10 @@ class Trial:
         return True
 
     def improve(self, enough: float) -> None:
-        """Move layers from one partition to another for as long as that helps.
+        """Move layers from one partition to another as long as this gives better balances.
 
-        The moves begin with many layers and go on with fewer. They end when the best balance fits
-        and takes at most `enough` seconds.
+        The first moves are of many layers at a time, the later ones of fewer. The moves end when
+        the best balance fits and takes at most `enough` seconds, or when no move helps.
         """
         stride = sum(self.best.setup.balance) // 2
         while stride and (self.lacking or self.best.seconds > enough):
@@ -126,7 +126,13 @@ class Trial:
 
 
 def _moved(balance: Sequence[int], stride: int, sources: Iterable[int]) -> Iterator[Balance]:
-    """Yield every balance in which `stride` layers have moved from a source to another stage."""
+    """Yield each balance that results from moving `stride` layers from a source to another stage.
+
+    Args:
+        balance: The number of layers of each stage.
+        stride: How many layers to move.
+        sources: The stages from which layers may move.
+    """
     for source, target in product(sources, range(len(balance))):
         if source != target and balance[source] > stride:
             moved = list(balance)
@@ -138,20 +144,20 @@ def _moved(balance: Sequence[int], stride: int, sources: Iterable[int]) -> Itera
 def data_parallel(
     predictor: Predictor, batch_size: int, devices: int, optimizer: Optimizer
 ) -> Candidate:
-    """Predict data parallel training.
+    """Predict data parallel training, to compare pipelines with it.
 
-    Every device has the whole model and a share of the batch, and nothing is recomputed. Gradients
-    are summed over the devices by a ring all-reduce, in which each of k devices sends 2 (k - 1) / k
-    of their bytes to the next device (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
-    for clusters of workstations", 2009). The all-reduce overlaps with the backward, as in
-    `DistributedDataParallel`, which keeps a second copy of the gradients for it. On one device this
-    is plain training.
+    Every device has the whole model and an equal part of the batch, and nothing is recomputed. A
+    ring all-reduce sums the gradients over the devices: each of k devices sends 2 (k - 1) / k of
+    the gradients' bytes to the next device (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+    algorithms for clusters of workstations", 2009). The all-reduce overlaps with the backward, like
+    in `DistributedDataParallel`. For this, each device keeps a second copy of the gradients. On one
+    device, the prediction is for training without a pipeline.
 
     Args:
         predictor: The predictor of the model.
         batch_size: The samples of a batch, over all devices.
         devices: How many devices there are.
-        optimizer: What the optimizer holds.
+        optimizer: The memory that the optimizer takes.
     """
     counts, hardware = predictor.counts, predictor.hardware
     share = ceil(batch_size / devices)
