@@ -3,7 +3,7 @@
 Every rank has wires to every other rank, one for each purpose:
 
     control    the first stage's rank announces that a mini-batch begins
-    loss       the last stage's rank sends the loss
+    loss       the last stage's rank sends the loss, which may first be copied from a GPU
     liveness   every rank sends what it is doing now (liveness/liveness.py)
 
 Other wires carry activations and gradients from stage to stage (links.py). Skips have separate
