@@ -140,8 +140,8 @@ class Connections:
         """
         if self.parted:
             raise RuntimeError(
-                "the pipeline's connections were closed by close() since this mini-batch; call "
-                "backward() first"
+                "the pipeline's connections were closed by close() after the forward of this "
+                "mini-batch; call backward() before close()"
             )
         self.serial = serial
         with self.liveness.activity.call(serial, name, program):
@@ -220,7 +220,7 @@ class Connections:
             raise RuntimeError(
                 f"rank {receiver.rank} is in mini-batch {message.serial}, and rank {self.own} in "
                 f"{self.serial}: every rank has to call the pipeline, and then backward(), equally "
-                "often and in one order; after a failure, call close() on all of them first"
+                "often and in the same order; after a failure, call close() on all ranks first"
             )
         return message.about, message.tensors
 

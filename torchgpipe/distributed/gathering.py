@@ -30,7 +30,7 @@ def gather(store: Store, own: int, others: Sequence[int]) -> None:
     first = store.compare_set(_sign(own), "", here).decode()
     if first != here:
         raise RankFailed(
-            f"rank {own} is {first}, and {here} says the same: start each rank only once"
+            f"rank {own} is {first}, and {here} has the same rank: start each rank only once"
         )
     timeout: timedelta = store.timeout  # type: ignore[attr-defined]
     notice = min(timedelta(seconds=NOTICE), timeout)
@@ -41,7 +41,7 @@ def gather(store: Store, own: int, others: Sequence[int]) -> None:
         if _all_come(store, others, timeout - notice):
             return
     raise RankFailed(
-        f"{_absence(store, own, others, timeout)}; has it failed before? If it only takes longer, "
+        f"{_absence(store, own, others, timeout)}; has it failed? If it only needs more time, "
         "give init_process_group() a longer timeout"
     )
 

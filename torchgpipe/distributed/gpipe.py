@@ -120,8 +120,8 @@ class DistributedGPipe(Partitioned):
             self.timeout = silence
         if not dist.is_initialized():
             raise RuntimeError(
-                "ranks have not met: call torch.distributed.init_process_group(), in a program "
-                "that torchrun started"
+                "there is no process group: call torch.distributed.init_process_group(), in a "
+                "program that torchrun has started"
             )
         if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim != 1):
             raise TypeError(
@@ -232,7 +232,7 @@ class DistributedGPipe(Partitioned):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         raise TypeError(
-            "DistributedDataParallel would miss the calls of a pipeline's loss(); use "
+            "DistributedDataParallel does not notice calls of a pipeline's loss(); use "
             "replicate(model, device_mesh=...) or fully_shard(model.partition, mesh=...)"
         )
 
@@ -271,8 +271,8 @@ class DistributedGPipe(Partitioned):
         own = self._ranks[self.rank]
         if not dist.is_initialized() or dist.get_rank() != own:
             raise RuntimeError(
-                f"this is the part of rank {own}, and runs on that rank only; to begin with other "
-                "ranks, make a pipeline and load the state"
+                f"this pipeline has the partitions of rank {own}, and runs on that rank only; to "
+                "use other ranks, make a new pipeline and load the state"
             )
 
     def _run(self, args: Any, kwargs: Any, request: Request) -> Any:
@@ -281,14 +281,14 @@ class DistributedGPipe(Partitioned):
         with connections.call(self._serial, "the call"):
             if backward_id() != -1:
                 raise RuntimeError(
-                    "a pipeline over ranks cannot run within a backward, which each rank reaches "
-                    "at a time of its own (by torch.utils.checkpoint around it?); let the pipeline "
-                    "checkpoint instead"
+                    "a pipeline over ranks cannot run within a backward, because ranks reach a "
+                    "backward at different times; if torch.utils.checkpoint is around the "
+                    "pipeline, use the pipeline's argument checkpoint instead"
                 )
             if sharded([self]):
                 raise TypeError(
-                    "fully_shard of a pipeline would gather parameters once for all micro-batches; "
-                    "use it on the partition: fully_shard(model.partition, mesh=...)"
+                    "fully_shard(model) gathers parameters only once for all micro-batches; shard "
+                    "the partition instead: fully_shard(model.partition, mesh=...)"
                 )
             self._check()
             run = partial(self._run_batch, connections, args, kwargs, request)
@@ -341,5 +341,5 @@ def _close(reference: weakref.ref[Connections]) -> None:
 
 
 def _warn_of_silence(level: int) -> None:
-    line = "DistributedGPipe: silence is called timeout now, and the old name will go"
+    line = "DistributedGPipe: silence is now called timeout, and the old name will be removed"
     warnings.warn(line, DeprecationWarning, stacklevel=level + 1)

@@ -210,7 +210,7 @@ class Messages(Links):
                 names = ", ".join(dict.fromkeys(chain(*attributes)))
                 raise TypeError(
                     f"outputs of partition {s} have attributes ({names}), but {error}; return a "
-                    "tensor as an output of its own"
+                    "tensor as a separate output, not as an attribute"
                 ) from None
         needs = tuple([x is not None and x.requires_grad for x in item.flat])
         return (name, item.shared, needs), (*item.flat, told)
@@ -240,7 +240,7 @@ def _form_of(name: str) -> Form:
         found = getattr(found, part, None)
     if not (isinstance(found, type) and issubclass(found, Tensor | tuple)):
         raise TypeError(
-            f"a layer returned a {name}, which ranks do not find; define the class at the top of a "
-            "module"
+            f"a layer returned a {name}, which other ranks cannot import; define the class at the "
+            "top of a module"
         )
     return found

@@ -239,7 +239,7 @@ def make(
     if not name:
         raise ValueError(
             f"no schedule is called {schedule!r}; there are {', '.join(NAMED)}, "
-            "or a Schedule of your own"
+            "or a Schedule that you have made"
         )
     maker, only = NAMED[name]
     if v is None:
@@ -247,8 +247,8 @@ def make(
     if only not in (None, v) or min(n, m, v) < 1:
         some = ">= 1" if only is None else f"= {only}"
         raise ValueError(
-            f"{name} is for n >= 1 devices, m >= 1 and v {some} stages on each, "
-            f"not {n}, {m} and {v}"
+            f"{name} needs n >= 1 devices, m >= 1 micro-batches and v {some} stages on each "
+            f"device, but got n = {n}, m = {m} and v = {v}"
         )
     devices = list(range(n))
     placement = devices * v

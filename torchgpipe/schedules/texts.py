@@ -94,8 +94,8 @@ def read(file: File) -> tuple[list[int], list[list[Action]]]:
                     placement.setdefault(int(stage), d)
                 elif entry and not _DERIVED.fullmatch(entry):
                     raise ValueError(
-                        f"{file}, device {d}: {entry!r} is not stage, F, I, W or B, "
-                        "and micro-batch: 0F1"
+                        f"{file}, device {d}: {entry!r} is not an entry such as 0F1: a stage, a "
+                        "kind (F, I, W or B) and a micro-batch"
                     )
             lists.append(actions)
     stages = range(1 + max(placement, default=0))

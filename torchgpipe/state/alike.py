@@ -53,11 +53,11 @@ def check_alike(path: Path, saved: Metadata, training: Content, held: list[Held]
             here |= _trained(names)
     wrong = _differences(there, here)
     if wrong:
-        raise ValueError(f"the state in {path} is of another model: {'; '.join(wrong)}")
+        raise ValueError(f"the state in {path} belongs to another model: {'; '.join(wrong)}")
     of_saved = training["optimizer"]
     if kinds and kinds != of_saved:
         raise ValueError(
-            f"the state in {path} is of the optimizer {', '.join(of_saved)}, not of "
+            f"the state in {path} was saved with the optimizer {', '.join(of_saved)}, not with "
             f"{', '.join(kinds)}"
         )
 

@@ -202,8 +202,8 @@ def readable(path: Path) -> Iterator[None]:
         if lines and lines[0]:
             why = f"{why}: {lines[0]}"
         raise RuntimeError(
-            f"the state in {path} cannot be read ({why}); if it is damaged, remove it, and the "
-            "state before it is loaded"
+            f"the state in {path} cannot be read ({why}); if it is damaged, remove the folder, and "
+            "the previous state is loaded"
         ) from caught(error)
 
 

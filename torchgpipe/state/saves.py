@@ -105,8 +105,8 @@ class Saves:
             ranks = Meeting(model.rank, exchange)
             if dist.is_initialized() and dist.get_world_size() > ranks.n:
                 raise ValueError(
-                    f"the pipeline has {ranks.n} of {dist.get_world_size()} ranks, and only one of "
-                    "all ranks can be saved; where others hold replicas, use "
+                    f"the pipeline has {ranks.n} of {dist.get_world_size()} ranks, but only a "
+                    "pipeline over all ranks can be saved; if other ranks hold replicas, use "
                     "torch.distributed.checkpoint itself (docs/processes.md)"
                 )
             state = State(model, optimizer, ranks.own)
@@ -285,5 +285,5 @@ def _check_same(own: int, given: Content, rank: int, theirs: Content) -> None:
     if unlike:
         raise ValueError(
             f"ranks {own} and {rank} give different values of {', '.join(unlike)} to save; all "
-            "ranks have to give the same, since all get back that of rank 0"
+            "ranks have to give equal values, because all ranks load the values of rank 0"
         )

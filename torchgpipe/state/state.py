@@ -257,7 +257,8 @@ def _check_one_group(names: list[str], options: Options) -> None:
             if not same(first, other):
                 raise ValueError(
                     f"the optimizer has {names[0]!r} and {name!r} in one group, but in the saved "
-                    f"state their options differ: {option} is {first} and {other}"
+                    f"state their options differ: {option} is {first} for the first parameter and "
+                    f"{other} for the second"
                 )
 
 

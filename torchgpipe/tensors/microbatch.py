@@ -143,8 +143,8 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
     for i, y in enumerate(outputs):
         if _structure(y) != expected:
             raise TypeError(
-                f"outputs of all micro-batches have to be alike, but micro-batch 0 returned "
-                f"{expected} and micro-batch {i} {_structure(y)}; return the same for every input"
+                f"outputs of all micro-batches need the same structure, but micro-batch 0 returned "
+                f"{expected} and micro-batch {i} returned {_structure(y)}"
             )
     columns = list(zip(*map(tensors_of, outputs), strict=True))
     for column in columns:

@@ -134,7 +134,7 @@ def test_failures() -> None:
     linears = [nn.Linear(5, 5) for _ in range(5)]
     another_model = DistributedGPipe(nn.Sequential(*linears), [1, 1, 1, 2])
     # Every rank finds it out, and may hear before that another rank has.
-    told = r"is of another model: it lacks model\.\d\.weight"
+    told = r"belongs to another model: it lacks model\.\d\.weight"
     with pytest.raises((ValueError, RankFailed), match=told) as caught:
         Saves(folder).load(another_model, None)
     assert "\n" not in str(caught.value)

@@ -86,7 +86,7 @@ def _plain(x: Tensor) -> Tensor:
     if not plain or not strided:
         kind = type(x).__name__ if strided else f"tensor of {x.layout}"
         raise TypeError(
-            f"only dense tensors travel between ranks, but a partition returned a {kind}"
+            f"only dense tensors can be sent between ranks, but a partition returned a {kind}"
         )
     return x.detach().resolve_conj().resolve_neg()
 

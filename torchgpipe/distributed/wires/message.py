@@ -132,7 +132,7 @@ class Predicted:
             self.known.append((about, tuple(layouts)))
         except Exception:
             raise RuntimeError(
-                f"rank {rank} is another program, or another version of this one"
+                f"rank {rank} runs another program, or another version of this program"
             ) from None
 
     def large(self) -> list[int]:
