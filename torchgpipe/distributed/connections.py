@@ -184,7 +184,7 @@ class Connections:
             self._transfers.connect(device, placement, crossings, exchange, late=late)
 
     def wire(self, end: type[E], kind: str, peer: int, stages: Stages = (0, 0)) -> E:
-        """Return this rank's end of a wire to or from another rank; the first call makes the end.
+        """Return this rank's end of a wire (a message channel); the first call makes the end.
 
         Args:
             end: `Sender` or `Receiver`.
@@ -199,7 +199,7 @@ class Connections:
         return cast(E, self._ends[key])
 
     def address(self, kind: str, peer: int, broken: Broken, stages: Stages = (0, 0)) -> WireAddress:
-        """Return the address of a wire; `broken` is called if the connection breaks."""
+        """Return the address of a message channel; `broken` is called if the connection breaks."""
         low, high = stages
         tag = KINDS.index(kind) + len(KINDS) * (low << 12 | high)
         transfer = self._transfers.made.get((kind, peer, stages))

@@ -195,7 +195,7 @@ class Messages(Links):
         return self._connections.wire(end, kind, self._placement[other], pair)
 
     def _packed(self, item: Item, s: int) -> tuple[tuple[Hashable, ...], Flat]:
-        """Return the description and the tensors of an item of stage s, ready to be sent.
+        """Return a description and the tensors of an item (output or skip) of stage s for sending.
 
         The last tensor has the Python attributes of all other tensors, or is `None`.
         """
@@ -217,7 +217,7 @@ class Messages(Links):
 
 
 def _item(about: Sequence[Any], tensors: Sequence[Tensor | None]) -> Item:
-    """Return the item for which another rank has called `_packed`."""
+    """Return the item (output or skip) that another rank has prepared with `_packed` and sent."""
     name, shared, needs = about
     *flat, told = tensors
     if told is not None:

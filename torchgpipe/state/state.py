@@ -271,7 +271,7 @@ def parameter(key: str) -> str | None:
 
 
 def _placed(saved: Any, now: Any) -> Any:
-    """Return the saved value of an option, moved to the device of the current value if a tensor."""
+    """Return an option's saved value; move a tensor to the device of the option's current value."""
     if isinstance(saved, Tensor) and isinstance(now, Tensor):
         return saved.to(now.device)
     return saved

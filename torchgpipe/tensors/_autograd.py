@@ -61,7 +61,7 @@ _NODES_KEEP_GRAPHS = (int(_major), int(_minor)) >= (2, 13)
 def edge_of(y: Tensor) -> GradientEdge:
     """Return the gradient edge of `y`, at which a backward can begin; it keeps the graph alive.
 
-    The result is the result of `get_gradient_edge`. But `get_gradient_edge` takes longer, and it
+    The result equals that of `get_gradient_edge`. But `get_gradient_edge` takes longer, and it
     needs a view of `y`, which sparse tensors do not support.
     """
     node = y.grad_fn
@@ -148,7 +148,7 @@ def run_backward(
 
 
 def saved_by(node: Any, name: str) -> Any:
-    """Return the value that a node of the graph has saved under a name; detach it if a tensor."""
+    """Return the value that a graph node has saved under a name; a tensor is returned detached."""
     value = getattr(node, f"_saved_{name}")
     return value.detach() if isinstance(value, Tensor) else value
 

@@ -90,7 +90,7 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
     """
     if model.observer is not None:
         raise ValueError(
-            "recording a timeline needs model.observer, which is already set: set it to None"
+            "recording a timeline needs model.observer, which is already set; set it to None first"
         )
     devices = {stage.index: stage.device for stage in model._stages}
     path = Path(file) if file is not None and 0 in devices else None

@@ -48,7 +48,7 @@ class Wires(Protocol):
     """The methods of `Connections` that `Liveness` uses."""
 
     def address(self, kind: str, peer: int, broken: Broken) -> WireAddress:
-        """Return the address of a wire to or from another rank."""
+        """Return the address of a wire (a message channel) to or from another rank."""
 
     def pending(self, peer: int) -> bool:
         """Return whether a rank has not received all messages that were sent to it."""
@@ -60,8 +60,8 @@ class Wires(Protocol):
 class Liveness:
     """Tell all other ranks what this rank does, and receive what all other ranks do.
 
-    For each other rank, there is a wire to the rank, a wire from the rank, and a thread that
-    receives the rank's messages.
+    For each other rank, there is a wire (a message channel) to the rank, a wire from the rank, and
+    a thread that receives the rank's messages.
 
     Args:
         own: This rank.

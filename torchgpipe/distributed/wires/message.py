@@ -66,7 +66,10 @@ def described(about: Hashable, layouts: Iterable[Layout | None]) -> Tensor:
 
 
 def places(sizes: Iterable[int]) -> list[tuple[int, int | None]]:
-    """Return the size of each part and its offset in the slot, or `None` if it does not fit."""
+    """Return the size of each part of a message, and its offset in the slot (a buffer).
+
+    The offset is `None` if the part does not fit into the slot.
+    """
     found: list[tuple[int, int | None]] = []
     at = HEAD.size
     for size in sizes:
@@ -136,7 +139,7 @@ class Predicted:
             ) from None
 
     def large(self) -> list[int]:
-        """Predict the sizes of the next message's tensors that do not fit into the slot."""
+        """Predict the sizes of the next message's tensors that do not fit into its first buffer."""
         if self.number is None:
             return []
         expected = sizes(self.known[self.number])

@@ -26,7 +26,7 @@ class _Posted(NamedTuple):
 
 
 class Receiver(End):
-    """The receiving end of a wire. Messages arrive in the order in which they were sent.
+    """The receiving end of a wire (a message channel). Messages arrive in the order of sending.
 
     Attributes:
         rank: The rank that sends the messages.

@@ -21,7 +21,7 @@ from torchgpipe.tensors.microbatch import Flat
 
 
 class Sender(End):
-    """The sending end of a wire. Messages are sent in order.
+    """The sending end of a wire (a message channel). Messages are sent in order.
 
     Attributes:
         rank: The rank that receives the messages.
@@ -156,7 +156,7 @@ class Sender(End):
         )
 
     def _post(self, message: Message) -> list[Any]:
-        """Send a message as bytes: the slot, and the parts that do not fit into the slot.
+        """Send a message as bytes: the slot (a buffer), and the parts that do not fit into it.
 
         Returns:
             The operations of gloo; the caller has to wait for them.

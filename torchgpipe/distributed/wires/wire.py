@@ -34,7 +34,7 @@ These parts need a different tag, because receives of slots are posted earlier.
 
 
 class WireAddress(NamedTuple):
-    """The address of a wire: the other rank, and what is needed to send and receive messages.
+    """The address of a wire (a message channel): the other rank, and how to reach it.
 
     Attributes:
         group: The gloo process group.
