@@ -91,7 +91,11 @@ class RankBatch(Batch):
 
     @contextmanager
     def _agreed(self, seeded: AbstractContextManager[object]) -> Iterator[None]:
-        """Enter the context of the seeds for a run; send the head before it, and hear the loss."""
+        """Return a context for a run, with seeded random numbers and messages before and after.
+
+        Before the run, the first stage's rank sends the head. After the run, every rank except the
+        last stage's rank receives the loss.
+        """
         with seeded:
             if self._connections.own == self._first:
                 self._tell_head()

@@ -198,11 +198,11 @@ class Schedule:
         return later, earlier
 
     def _room(self, buffered: int) -> dict[Action, Action]:
-        """Return which action makes room in a buffer for the result of which other action.
+        """For each action that may have to wait for buffer space, return the action that frees it.
 
-        The dictionary maps an action to another action. If a buffer holds `buffered` results, an
-        action's result finds room when the result sent `buffered` results earlier is taken. The
-        action that takes that result is the value.
+        A buffer between two devices holds `buffered` results. So there is room for a result as soon
+        as another action takes the result that was sent `buffered` results earlier. The dictionary
+        maps the action that sends the later result to the action that takes the earlier result.
         """
         at = self.placement
         takers: dict[Action, Action] = {}

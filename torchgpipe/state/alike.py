@@ -20,7 +20,7 @@ Held = tuple[Forms, str | None, list[str]]
 
 
 def form_of(x: Any) -> str:
-    """Return the type and shape of a tensor (or of a saved tensor) as text, or "" if it is none."""
+    """Return the type and shape of a tensor or a saved tensor as text; "" for other values."""
     if isinstance(x, TensorStorageMetadata):
         dtype, shape = x.properties.dtype, x.size
     elif isinstance(x, Tensor):

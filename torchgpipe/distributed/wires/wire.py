@@ -2,10 +2,11 @@
 
 With gloo, a receive needs a buffer of the right size. If the buffer is too small, the process ends.
 If the buffer is too large, a part of it is filled without notice. So the receiver always has a
-receive posted for a slot of fixed size, which describes the rest of the message (message.py). It
-takes time to post the receives of large tensors only then. So the sender and the receiver predict
-the next message, and the receiver posts the receives of its large tensors early, while a task runs.
-If the prediction is wrong, the sender first sends an empty tensor to each of these receives.
+receive posted for a slot of fixed size, which describes the rest of the message (message.py). If
+the receives of large tensors were posted only after the slot arrives, this would cost time. So the
+sender and the receiver predict the next message, and the receiver posts the receives of its large
+tensors early, while a task runs. If the prediction is wrong, the sender first sends an empty tensor
+to each of these receives.
 
 A send returns immediately. The thread that takes a message waits for gloo. This wait ends when
 connections are closed (connections.py), but not when the user presses Ctrl-C. A wait that times out
