@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.partitioned import Partitioned
 
 Settings = Mapping[str, Any]
-"""Settings by the words by which messages name them."""
+"""Maps the name of a setting, as error messages write it, to the setting's value."""
 
 
 def settings_of(
@@ -21,11 +21,12 @@ def settings_of(
 
     Args:
         pipeline: This rank's pipeline.
-        order: The name of the schedule, and a checksum if it is the user's own.
+        order: The name of the schedule, followed by a checksum if the user has made the schedule.
         timeout: The timeout of the pipeline.
-        checksum: The checksum of the model's parameters. Without it, if ranks make two pipelines in
-            different orders, parts of the two could train as one.
-        call: The method that the user has called.
+        checksum: The checksum of the model's parameters. It detects that ranks have made two
+            pipelines in different orders. Otherwise partitions of different models could be
+            connected and trained together.
+        call: The method that the user has called, such as "loss()".
     """
     kind = pipeline._stages[0].device.type
     autocast: bool | str = False
@@ -56,10 +57,10 @@ def checksum_of_parameters(module: nn.Module) -> int:
 
 
 def check_alike(what: str, own: Settings, theirs: Settings, rank: int, peer: int) -> None:
-    """Raise `ValueError` if two ranks do the same with different settings.
+    """Raise `ValueError` if two ranks make a call with different settings.
 
     Args:
-        what: What both ranks do.
+        what: The name of the call.
         own: The settings of this rank.
         theirs: The settings of the other rank.
         rank: This rank.

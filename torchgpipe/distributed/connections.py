@@ -1,23 +1,23 @@
-"""All wires of one rank to the other ranks, and how their connections end.
+"""All wires (ordered message channels) from one rank to other ranks, and how connections end.
 
 Every rank has wires to every other rank, one for each purpose:
 
-    control    the first stage's rank tells that a mini-batch begins
-    loss       the last stage's rank tells the loss, which may have to be read from a GPU
-    liveness   every rank tells how it is (liveness/liveness.py)
+    control    the first stage's rank announces that a mini-batch begins
+    loss       the last stage's rank sends the loss, which may first be copied from a GPU
+    liveness   every rank sends what it is doing now (liveness/liveness.py)
 
-Other wires carry items of programs from stage to stage (links.py). Skips have wires of their own,
-straight from the rank that stashes a skip to the rank that pops it.
+Other wires carry activations and gradients from stage to stage (links.py). Skips have separate
+wires, directly from the rank that stashes a skip to the rank that pops the skip.
 
-Connections end in one of three ways, after which the next call of the pipeline makes new ones:
+Connections end in one of three ways. The next call of the pipeline makes new connections:
 
-    close()      This rank needs nothing more. All that it has sent is received first. Other ranks
-                 are told, and may go on.
+    close()      This rank needs nothing more. It waits until its messages are received. Other
+                 ranks are told that it has ended, and can continue.
     fail(error)  An error was raised on this rank. Other ranks are told, and raise `RankFailed`.
     abort()      Another rank has failed, or there is no time left. Other ranks are told nothing.
 
-In the end, all three disconnect. Then every thread of this process that waits for another rank
-raises `Stopped`.
+All three methods disconnect at the end. Then every thread of this process that waits for another
+rank raises `Stopped`.
 """
 
 import os
@@ -63,15 +63,15 @@ KINDS = (
     "nothing",
     "loss",
 )
-"""The kinds of wires. A kind's index and the two stages of a wire make the tag that gloo needs."""
+"""The kinds of wires. The gloo tag of a wire encodes its kind's index here and its two stages."""
 
 E = TypeVar("E", Sender, Receiver)
 
 _made: Counter[tuple[int, ...]] = Counter()
-"""How often this process has met the same ranks; all of them count this alike."""
+"""How often this process has connected to the same ranks; the number is equal on these ranks."""
 
 _beside = defaultdict[tuple[int, tuple[int, ...]], list[Activity]](list)
-"""The activities of all open connections, by this rank's index and the ranks of the pipeline."""
+"""Maps this rank's index and the pipeline's ranks to the activities of all open connections."""
 
 
 class Connections:
@@ -84,10 +84,10 @@ class Connections:
 
     Attributes:
         own, n, timeout: This rank's index, the number of ranks, and the timeout.
-        serial: The number of the mini-batch of this rank's present call.
+        serial: The number of the mini-batch that this rank runs now.
         closed: Whether the connections have ended.
-        parted: Whether they have ended by `close()`, while no rank had failed.
-        sockets: The sockets of gloo. There may be sockets of another thread among them.
+        parted: Whether the connections have ended by `close()`, while no rank had failed.
+        sockets: The sockets of gloo. The set can include sockets that another thread has opened.
     """
 
     def __init__(self, ranks: Sequence[int], own: int, timeout: float | None) -> None:
@@ -96,8 +96,8 @@ class Connections:
         self.timeout = timeout
         self.serial = 0
         self._others = [peer for peer in range(self.n) if peer != own]
-        # The process group is not made by `new_group`. That function names groups by their number,
-        # and where groups have come and gone, ranks may have different numbers.
+        # `new_group` is not used, because it names groups by a running number. This number can
+        # differ between ranks that have made different numbers of groups.
         which = tuple(ranks)
         name = f"torchgpipe/{which}/{_made[which]}"
         self._store = PrefixStore(name, _get_default_store())
@@ -106,7 +106,7 @@ class Connections:
         before = sockets()
         try:
             gather(self._store, own, self._others)
-            _made[which] += 1  # all ranks count this meeting, even if a connection fails below
+            _made[which] += 1  # on all ranks, even if a connection fails below
             group = dist.ProcessGroupGloo(self._store, own, self.n, NEVER)
         except RankFailed:
             raise
@@ -117,30 +117,31 @@ class Connections:
         self._group = cast(dist.ProcessGroup, group)
         self.sockets = sockets() - before
         for number, _ in self.sockets:
-            with suppress(OSError):  # a socket of another thread may be closed by now
-                # A program that this process starts may outlive it, and must not keep the socket.
+            with suppress(OSError):  # another thread may have closed its socket
+                # A program that this process starts can run longer than this process, and must not
+                # keep the socket open.
                 os.set_inheritable(number, False)
         self._ends: dict[tuple[type, str, int, Stages], Any] = {}
         self.closed = self.parted = False
         self._ending = threading.RLock()
-        # The limit is a second longer, so that the monitor is the first to say what is wrong.
+        # This limit is one second longer, so that the monitor reports a problem first.
         self._limit = NEVER if timeout is None else timedelta(seconds=timeout + 1)
         end_with_process(self)
         self.liveness = Liveness(own, self._others, timeout, self, _beside[own, which])
 
     @contextmanager
     def call(self, serial: int, name: str, program: Program | None = None) -> Iterator[None]:
-        """Enter a call of the pipeline. If one rank raises within its call, all others do, too.
+        """Return a context for a call; if one rank raises an error within it, all ranks raise one.
 
         Args:
             serial: The number of the mini-batch.
-            name: What the call does, for messages.
-            program: The program that the call runs, if it is known already.
+            name: The name of the call in messages.
+            program: The program (the rank's list of tasks) that the call runs, if already known.
         """
         if self.parted:
             raise RuntimeError(
-                "the pipeline's connections were closed by close() since this mini-batch; call "
-                "backward() first"
+                "the pipeline's connections were closed by close() after the forward of this "
+                "mini-batch; call backward() before close()"
             )
         self.serial = serial
         with self.liveness.activity.call(serial, name, program):
@@ -149,7 +150,8 @@ class Connections:
                     raise Stopped
                 yield
             except Stopped as stopped:
-                # The user need not see where this rank waited, and its frames are let go of.
+                # The traceback shows where this rank waited, which does not help the user. Without
+                # the traceback, its frames are freed.
                 stopped.__traceback__ = None
                 try:
                     raise self.liveness.failure() from None
@@ -168,13 +170,13 @@ class Connections:
         *,
         late: bool,
     ) -> None:
-        """Let all ranks agree in their first mini-batch how tensors travel; later do nothing.
+        """Agree with all ranks, in the first mini-batch only, on how tensors are transferred.
 
         Args:
             device: This rank's device.
             placement: The rank of each stage.
-            crossings: The skips that leave their stage.
-            late: Whether skips leave later than they are made (wires/cuda.py).
+            crossings: The skips between stages.
+            late: Whether skips are sent later than they are made (wires/cuda.py).
         """
         if not self._met:
             self._met = True
@@ -182,7 +184,7 @@ class Connections:
             self._transfers.connect(device, placement, crossings, exchange, late=late)
 
     def wire(self, end: type[E], kind: str, peer: int, stages: Stages = (0, 0)) -> E:
-        """Return this rank's end of a wire to or from another rank, and make it at the first call.
+        """Return this rank's end of a wire (a message channel); the first call makes the end.
 
         Args:
             end: `Sender` or `Receiver`.
@@ -197,7 +199,7 @@ class Connections:
         return cast(E, self._ends[key])
 
     def address(self, kind: str, peer: int, broken: Broken, stages: Stages = (0, 0)) -> WireAddress:
-        """Return the address of a `wire`; `broken` is called if the connection breaks."""
+        """Return the address of a message channel; `broken` is called if the connection breaks."""
         low, high = stages
         tag = KINDS.index(kind) + len(KINDS) * (low << 12 | high)
         transfer = self._transfers.made.get((kind, peer, stages))
@@ -208,27 +210,27 @@ class Connections:
         return [end for end in ends if isinstance(end, Sender)]
 
     def give(self, sender: Sender, about: Any, tensors: Flat) -> None:
-        """Send a message of this mini-batch: tensors, and plain values `about` them."""
+        """Send a message of this mini-batch: tensors, and plain values (`about`)."""
         sender.give(Message(self.serial, about, tensors))
 
     def take(self, receiver: Receiver) -> tuple[Any, Flat]:
-        """Wait for the next message of a wire; return its `about` and its tensors."""
+        """Wait for the next message of a wire; return its plain values and its tensors."""
         message = receiver.take()
         if message.serial != self.serial:
             raise RuntimeError(
                 f"rank {receiver.rank} is in mini-batch {message.serial}, and rank {self.own} in "
                 f"{self.serial}: every rank has to call the pipeline, and then backward(), equally "
-                "often and in one order; after a failure, call close() on all of them first"
+                "often and in the same order; after a failure, call close() on all ranks first"
             )
         return message.about, message.tensors
 
     def tell(self, what: str, tensors: Flat, about: Hashable = None, kind: str = "control") -> None:
-        """Send a message to all other ranks, each of which has to `hear` it.
+        """Send a message to all other ranks, each of which has to call `hear`.
 
         Args:
-            what: A name for the message, which ranks that hear it compare with what they expect.
+            what: A name for the message. Other ranks compare it with the name that they expect.
             tensors: The tensors of the message.
-            about: What the message says beside, in plain values.
+            about: Plain values that the message has, too.
             kind: One of `KINDS`.
         """
         for peer in self._others:
@@ -237,7 +239,7 @@ class Connections:
             self.give(sender, (what, about), tensors)
 
     def hear(self, what: str, peer: int, kind: str = "control") -> tuple[Sequence[Any], Any]:
-        """Wait for what a rank tells all others; return the tensors and the message's `about`."""
+        """Wait for a message that a rank sends with `tell`; return its tensors and its `about`."""
         receiver = self.wire(Receiver, kind, peer)
         receiver.begin()
         self.liveness.activity.hears = True
@@ -245,12 +247,13 @@ class Connections:
         self.liveness.activity.hears = False
         if told != what:
             raise RuntimeError(
-                f"every rank has to call the same, but rank {peer} is at its {told}, not its {what}"
+                f"all ranks have to make the same calls in the same order, but rank {peer} is in "
+                f"its {told}, and not in its {what}"
             )
         return tensors, about
 
     def exchange(self, what: str, own: Tensor, alike: Settings | None = None) -> list[Tensor]:
-        """Return the tensors that all ranks give to this call, in the order of ranks.
+        """Send a tensor to all ranks, and return the tensors of all ranks in order.
 
         Args:
             what: The purpose of the exchange, which has to be the same on all ranks.
@@ -273,9 +276,9 @@ class Connections:
         return given
 
     def deliver(self, patience: float | None = None) -> None:
-        """Send all messages that would leave later, and wait until other ranks have all of them.
+        """Send all messages that are held back, and wait until other ranks have received them.
 
-        This is called when the program has no more tasks.
+        This method is called when the program has no more tasks.
 
         Raises:
             queue.Empty: If a message takes longer than `patience` seconds.
@@ -287,11 +290,11 @@ class Connections:
             sender.settle(patience=patience)
 
     def pending(self, peer: int) -> bool:
-        """Return whether a message of a program is on its way to another rank."""
+        """Return whether a rank has not received all messages that were sent to it."""
         return any(sender.pending > 0 for sender in self._senders() if sender.rank == peer)
 
     def close(self) -> None:
-        """End the connections because this rank needs nothing more from others."""
+        """End the connections because this rank needs nothing more from other ranks."""
         with self._ending:
             if not self.closed and not self.liveness.stopped:
                 self._transfers.finish()
@@ -311,7 +314,10 @@ class Connections:
         self.abort()
 
     def abort(self) -> None:
-        """End the connections and all threads at once, except that others are told of a failure."""
+        """End the connections and their threads immediately.
+
+        If there was a failure, other ranks are told about it first.
+        """
         with self._ending:
             if self.closed:
                 return
@@ -319,8 +325,8 @@ class Connections:
             threads = self.liveness.close()
             for sender in self._senders():
                 threads.append(sender.thread)
-            # A thread that is in gloo when Python ends may abort the process. But a thread that
-            # waits until a message is sent may never return.
+            # The process can crash if a thread is in gloo when Python ends. But a thread that waits
+            # for gloo to send a message may never return, so there is a deadline.
             deadline = time.monotonic() + GRACE
             for thread in threads:
                 left = deadline - time.monotonic()
@@ -328,9 +334,10 @@ class Connections:
 
     def disconnect(self) -> None:
         """End all waits for other ranks, in all threads."""
-        # Gloo closes the connections of a group when a wait times out. `abort()` should do so, too,
-        # but it does not wake threads that wait. On a broken connection the receive fails at once.
-        # All this works even after `destroy_process_group()`.
+        # Gloo closes the connections of a group when a wait times out. So this method waits for a
+        # message that never comes. The `abort()` of a process group does not wake waiting threads.
+        # If a connection is already broken, the receive fails immediately.
+        # All of this works even after `destroy_process_group()`.
         tag = KINDS.index("nothing")
         for peer in self._others:
             with suppress(RuntimeError):

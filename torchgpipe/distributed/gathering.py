@@ -1,4 +1,4 @@
-"""Ranks wait for each other before they connect: `gather`."""
+"""Wait for all ranks before they connect to each other: `gather`."""
 
 import os
 import platform
@@ -12,24 +12,25 @@ from torchgpipe.patience import NOTICE, say
 
 
 def gather(store: Store, own: int, others: Sequence[int]) -> None:
-    """Wait until all ranks are about to connect.
+    """Wait until all ranks have called this function.
 
-    The longest wait is the timeout that `init_process_group` was given. After a minute, a line on
-    standard error names the ranks that are missing.
+    The wait is at most as long as the timeout of `init_process_group`. After a minute, a line on
+    standard error names the missing ranks.
 
     Args:
-        store: The store at which ranks meet.
+        store: The key-value store (of `torch.distributed`) that all ranks use.
         own: This rank.
         others: All other ranks.
 
     Raises:
-        RankFailed: If a rank does not come in time, or another process is the same rank.
+        RankFailed: If a rank is still missing after the timeout, or if another process has the same
+            rank as this process.
     """
     here = f"process {os.getpid()} on {platform.node()}"
     first = store.compare_set(_sign(own), "", here).decode()
     if first != here:
         raise RankFailed(
-            f"rank {own} is {first}, and {here} says the same: start each rank only once"
+            f"rank {own} is {first}, and {here} has the same rank: start each rank only once"
         )
     timeout: timedelta = store.timeout  # type: ignore[attr-defined]
     notice = min(timedelta(seconds=NOTICE), timeout)
@@ -40,18 +41,18 @@ def gather(store: Store, own: int, others: Sequence[int]) -> None:
         if _all_come(store, others, timeout - notice):
             return
     raise RankFailed(
-        f"{_absence(store, own, others, timeout)}; has it failed before? If it only takes longer, "
+        f"{_absence(store, own, others, timeout)}; has it failed? If it only needs more time, "
         "give init_process_group() a longer timeout"
     )
 
 
 def _sign(rank: int) -> str:
-    """Return the key by which a rank shows that it is here."""
+    """Return the key that a rank sets in the store when it has called `gather`."""
     return f"rank {rank} is here"
 
 
 def _all_come(store: Store, others: Sequence[int], timeout: timedelta) -> bool:
-    """Wait for all other ranks, and return whether they came in time."""
+    """Wait for all other ranks, and return whether all of them have come in time."""
     signs = [_sign(peer) for peer in others]
     try:
         store.wait(signs, timeout)
@@ -61,7 +62,7 @@ def _all_come(store: Store, others: Sequence[int], timeout: timedelta) -> bool:
 
 
 def _absence(store: Store, own: int, others: Sequence[int], waited: timedelta) -> str:
-    """Say for which ranks this one has waited in vain."""
+    """Return a text that names the ranks for which this rank has waited in vain."""
     missing = [str(peer) for peer in others if not store.check([_sign(peer)])]
     return (
         f"rank {own} has waited for {waited.total_seconds():g} s for others to make their "

@@ -1,4 +1,4 @@
-"""`DistributedGPipe`: a pipeline whose devices are processes."""
+"""`DistributedGPipe`: a pipeline over processes, each of which is a device of the pipeline."""
 
 import threading
 import warnings
@@ -35,7 +35,7 @@ from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors, check
 
 Request = StepRequest | LossRequest | None
-"""What a mini-batch is run for; `None` is a call of the pipeline itself."""
+"""The arguments of `step()` or `loss()`; `None` for a call of the pipeline itself."""
 
 
 class DistributedGPipe(Partitioned):
@@ -45,46 +45,46 @@ class DistributedGPipe(Partitioned):
         # x is used on rank 0, and target on the last rank.
         loss = model.step(nn.functional.cross_entropy, x, target)
 
-    Each process holds one partition or several. Output and gradients are those of `GPipe` in one
-    process, which has the same arguments and rules. Parameters, gradients, buffers and state are
-    those of this rank's layers, under the names that they have in the model. So an optimizer on
-    each rank updates the rank's parameters, and the states of all ranks together are the state of
-    the model.
+    Each process (rank) holds one or more partitions. The output and the gradients are the same as
+    with `GPipe` in one process, and so are most arguments and rules. The object's parameters,
+    gradients, buffers and state belong to this rank's layers, and have the names of the whole
+    model. Each rank has an optimizer for its own parameters. The states of all ranks together are
+    the state of the model.
 
     Args:
-        module: The layers, the same on every rank. On device `meta` they take no memory, and need
+        module: The layers, the same on every rank. Layers on device `meta` take no memory, and need
             `init`.
         balance: How many layers each partition has. There are as many partitions as ranks, or v
             times as many if the schedule has v partitions on each rank.
-        mesh: One dimension of a mesh, whose ranks hold the partitions. By default, all ranks do.
-        device: This rank's device; `"cuda"` is the current GPU. If every rank has a GPU of its own,
-            tensors travel between GPUs by NCCL, and otherwise through the memory of the hosts.
-        chunks: As for `GPipe`.
-        checkpoint: As for `GPipe`.
-        deferred_batch_norm: As for `GPipe`.
-        init: As for `GPipe`, for the layers of this rank.
-        schedule: As for `GPipe`. "The last rank" is the rank of the last stage. In ZBVZeroBubble
-            that is rank 0.
-        timeout: After how many seconds a rank counts as failed if it gives no sign of life, or if
-            its task neither ends nor computes. All ranks count as failed if all of them wait for
-            each other for so long. `None` means never. The timeout has to be longer than the
-            largest message takes.
+        mesh: One dimension of a mesh, whose ranks hold the partitions. The default is all ranks.
+        device: This rank's device; `"cuda"` is the current GPU. If every rank has a different GPU,
+            NCCL transfers tensors between GPUs. Otherwise tensors go through host memory.
+        chunks: See `GPipe`.
+        checkpoint: See `GPipe`.
+        deferred_batch_norm: See `GPipe`.
+        init: See `GPipe`. It is called for the layers of this rank only.
+        schedule: See `GPipe`. "The last rank" is the rank of the last stage. In ZBVZeroBubble, the
+            last rank is rank 0.
+        timeout: A rank counts as failed if for so many seconds it gives no sign of life, or its
+            task neither ends nor computes. All ranks count as failed if they wait for each other
+            for so long. `None` means never. The timeout has to be longer than the transfer of the
+            largest message.
         silence: The old name of `timeout`, which will be removed.
 
     Attributes:
-        balance, chunks, checkpoint, timeout: As above.
-        observer: As of `GPipe`.
-        schedule: As of `GPipe`.
+        balance, chunks, checkpoint, timeout: The arguments.
+        observer: See `GPipe`.
+        schedule: See `GPipe`.
         partitions: The partitions of this rank.
         partition: The only partition of this rank, an `nn.Sequential`.
         rank: The index of this rank among the ranks of the pipeline.
 
     Raises:
         RuntimeError: If there is no process group.
-        TypeError: As for `GPipe`.
-        ValueError: As for `GPipe`; if ranks share a parameter, a buffer that changes, or a random
-            generator; if there are not v partitions for each rank; or if a layer is on `meta` and
-            there is no `init`.
+        TypeError: See `GPipe`.
+        ValueError: See `GPipe`. Also if ranks share a parameter, a buffer that changes, or a random
+            generator; if the number of partitions is not v for each rank; or if a layer is on
+            `meta` and there is no `init`.
     """
 
     _traced_instead = (
@@ -120,8 +120,8 @@ class DistributedGPipe(Partitioned):
             self.timeout = silence
         if not dist.is_initialized():
             raise RuntimeError(
-                "ranks have not met: call torch.distributed.init_process_group(), in a program "
-                "that torchrun started"
+                "there is no process group: call torch.distributed.init_process_group(), in a "
+                "program that torchrun has started"
             )
         if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim != 1):
             raise TypeError(
@@ -148,7 +148,7 @@ class DistributedGPipe(Partitioned):
         here = [device if rank == self.rank else None for rank in placement]
         names = [f"rank {rank}" for rank in placement]
         self._hold(here, names, init)
-        self._connected()  # now, since a rank may fail before its first mini-batch
+        self._connected()  # already now, because a rank can fail before its first mini-batch
 
     def _build(self) -> None:
         super()._build()
@@ -175,8 +175,8 @@ class DistributedGPipe(Partitioned):
 
     @silence.setter
     def silence(self, timeout: float | None) -> None:
-        """Set `timeout` by its old name."""
-        # `nn.Module.__setattr__` is between the caller and this method.
+        """Set `timeout` under its old name."""
+        # The level is 3, because the caller's assignment calls `nn.Module.__setattr__` first.
         _warn_of_silence(3)
         self.timeout = timeout
 
@@ -190,11 +190,11 @@ class DistributedGPipe(Partitioned):
         return cast(nn.Sequential, self._partitions[0])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a mini-batch through the pipeline; the input counts on the first rank only.
+        """Run a mini-batch through the pipeline; only the first rank's input is used.
 
         Returns:
-            On the last rank, the output. On other ranks a zero, whose `backward()` runs this rank's
-            part of the backward, or `None` if there is no gradient.
+            On the last rank, the output. On other ranks, a tensor that is zero, or `None` if there
+            is no gradient. The tensor's `backward()` runs this rank's part of the backward.
 
         Raises:
             RankFailed: If another rank has failed.
@@ -205,14 +205,14 @@ class DistributedGPipe(Partitioned):
         return cast(Tensor, self._run(args, kwargs, request))
 
     def loss(self, criterion: Callable[[Any, Any], Tensor], input: Any, target: Any) -> Tensor:
-        """Return `criterion(output, target)`, the same number on every rank.
+        """Return the loss `criterion(output, target)`, the same number on every rank.
 
-        All ranks call `backward()` on it.
+        All ranks have to call `backward()` on the loss.
 
         Args:
-            criterion: A function of the whole output and the target; it counts on the last rank.
-            input: The mini-batch; it counts on the first rank.
-            target: The target of the mini-batch; it counts on the last rank.
+            criterion: A function of the mini-batch's output and the target, used on the last rank.
+            input: The mini-batch, used on the first rank.
+            target: The target of the mini-batch, used on the last rank.
 
         Raises:
             TypeError: If `criterion` does not return a scalar.
@@ -230,27 +230,28 @@ class DistributedGPipe(Partitioned):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         raise TypeError(
-            "DistributedDataParallel would miss the calls of a pipeline's loss(); use "
+            "DistributedDataParallel does not notice calls of a pipeline's loss(); use "
             "replicate(model, device_mesh=...) or fully_shard(model.partition, mesh=...)"
         )
 
     def close(self) -> None:
-        """Close the connections to other ranks, and count mini-batches anew.
+        """Close the connections to other ranks, and reset the number of mini-batches to zero.
 
-        The next call of the pipeline connects again. All ranks call this in the end. They also call
-        it after a failure, because some ranks may have begun one mini-batch more than others.
+        The next call of the pipeline connects again. All ranks call this method at the end of the
+        training. All ranks also call it after a failure, because some ranks may have begun one more
+        mini-batch than other ranks.
         """
         if self._connections is not None:
             self._connections.close()
         self._serial = 0
 
     def _connected(self) -> Connections:
-        """Return open connections, which are made if there are none."""
+        """Return the open connections, and make new ones if there are none."""
         if self._connections is None or self._connections.closed:
             self._check_connectable()
             self._connections = Connections(self._ranks, self.rank, self.timeout)
-            # The pipeline does not keep connections open, so that it can be collected. Open ones
-            # are kept by their threads.
+            # Threads keep open connections alive, but not the pipeline, so the pipeline can be
+            # garbage-collected. Then its connections are closed.
             weakref.finalize(self, _close, weakref.ref(self._connections)).atexit = False
         if self._connections.timeout != self.timeout:
             raise RuntimeError(
@@ -268,8 +269,8 @@ class DistributedGPipe(Partitioned):
         own = self._ranks[self.rank]
         if not dist.is_initialized() or dist.get_rank() != own:
             raise RuntimeError(
-                f"this is the part of rank {own}, and runs on that rank only; to begin with other "
-                "ranks, make a pipeline and load the state"
+                f"this pipeline has the partitions of rank {own}, and runs on that rank only; to "
+                "use other ranks, make a new pipeline and load the state"
             )
 
     def _run(self, args: Any, kwargs: Any, request: Request) -> Any:
@@ -278,14 +279,14 @@ class DistributedGPipe(Partitioned):
         with connections.call(self._serial, "the call"):
             if backward_id() != -1:
                 raise RuntimeError(
-                    "a pipeline over ranks cannot run within a backward, which each rank reaches "
-                    "at a time of its own (by torch.utils.checkpoint around it?); let the pipeline "
-                    "checkpoint instead"
+                    "a pipeline over ranks cannot run within a backward, because ranks reach a "
+                    "backward at different times; if torch.utils.checkpoint is around the "
+                    "pipeline, use the pipeline's argument checkpoint instead"
                 )
             if sharded([self]):
                 raise TypeError(
-                    "fully_shard of a pipeline would gather parameters once for all micro-batches; "
-                    "use it on the partition: fully_shard(model.partition, mesh=...)"
+                    "fully_shard(model) gathers parameters only once for all micro-batches; shard "
+                    "the partition instead: fully_shard(model.partition, mesh=...)"
                 )
             self._check()
             run = partial(self._run_batch, connections, args, kwargs, request)
@@ -327,9 +328,9 @@ class DistributedGPipe(Partitioned):
 
 
 def _close(reference: weakref.ref[Connections]) -> None:
-    """Close connections, unless they are collected already, in a thread of its own.
+    """Close connections in a new thread, unless the connections are already garbage-collected.
 
-    A pipeline can be collected in any thread at any time, where nothing may wait.
+    Python can collect a pipeline in any thread at any time, and this thread must not be blocked.
     """
     connections = reference()
     if connections is not None:
@@ -337,5 +338,5 @@ def _close(reference: weakref.ref[Connections]) -> None:
 
 
 def _warn_of_silence(level: int) -> None:
-    line = "DistributedGPipe: silence is called timeout now, and the old name will go"
+    line = "DistributedGPipe: silence is now called timeout, and the old name will be removed"
     warnings.warn(line, DeprecationWarning, stacklevel=level + 1)

@@ -1,4 +1,4 @@
-"""The links of a rank's program to the programs of other ranks, over wires."""
+"""Send activations and gradients between the programs (task lists) of ranks: `Messages`."""
 
 import sys
 from collections import defaultdict, deque
@@ -25,19 +25,20 @@ from torchgpipe.tensors.item import Item
 from torchgpipe.tensors.microbatch import Flat, Form
 
 _KINDS = {True: ("forward",), False: ("backward", "backward_inputs")}
-"""The actions that hand something on, forward (`True`) or backward."""
+"""The kinds of actions that send a result to another stage, in forward (`True`) or in backward."""
 
 Told = tuple[Hashable, Flat]
-"""What is said about an item, in plain values, and the tensors that go with that."""
+"""A description of some tensors, in plain values, and the tensors."""
 
 
 class RandomState(NamedTuple):
-    """What ranks hand on about random numbers, with each micro-batch.
+    """What ranks send about random numbers with each micro-batch.
 
     Attributes:
-        seeds: The seeds of the mini-batch; `seeds.drew` says whether any stage so far has drawn.
-        in_order: Whether tasks run one after another. Then the state of the default generator is
-            handed on, too.
+        seeds: The seeds of the mini-batch. `seeds.drew` is true if a stage so far has drawn random
+            numbers.
+        in_order: Whether tasks run one after another. In this case, ranks also send the state of
+            the default generator.
     """
 
     seeds: Seeds
@@ -45,16 +46,17 @@ class RandomState(NamedTuple):
 
 
 class Messages(Links):
-    """The links of a program for one run, over wires; see `torchgpipe.engine.program.Links`.
+    """Send and receive the results of actions over wires, for one run of a rank's program.
 
-    A wire is named by its direction and by its two stages, the lower one first.
+    The base class `torchgpipe.engine.program.Links` describes the methods. A wire is identified by
+    its direction and its two stages, the lower stage first.
 
     Args:
         connections: The connections of this rank.
-        crossings: The skips that leave their stage.
+        crossings: The skips between stages.
         placement: The rank of each stage.
         lists: The actions of each rank.
-        random: What is handed on about random numbers.
+        random: What ranks send about random numbers.
     """
 
     def __init__(
@@ -69,18 +71,19 @@ class Messages(Links):
         self._placement = placement
         self._lists = lists
         self._seeds, self._in_order = random
-        # The skips between each two stages.
+        # Maps a pair of stages to the skips between them.
         self._between: dict[Stages, list[Crossing]] = defaultdict(list)
         for crossing in crossings:
             self._between[crossing.source, crossing.target].append(crossing)
-        # The micro-batches whose skips, or gradients of skips, are still to be sent, in order.
+        # Maps a direction and a pair of stages to the micro-batches whose skips are still to be
+        # transferred.
         self._order: dict[tuple[bool, Stages], deque[int]] = {}
         for forward in {action.kind == "forward" for action in lists[connections.own]}:
             for pair in pairwise(range(len(placement))):
                 self._begin(forward, "", pair)
             for pair in self._between:
                 self._begin(forward, " skips", pair)
-        # Skips that have arrived and are not fetched yet, and those that are still to be sent.
+        # Skips that have arrived and are not fetched yet, and skips that are not sent yet.
         self._kept: dict[tuple[bool, int, Crossing], Any] = {}
         self._left: dict[Crossing, Told] = {}
 
@@ -128,8 +131,8 @@ class Messages(Links):
             self._left[crossing] = self._packed(skip, action.stage)
         else:
             self._left[crossing] = "gradient", (skip,)
-        # All skips between two stages are one message. They are left in another order than they
-        # are fetched.
+        # All skips between two stages are sent in one message, because the receiver does not fetch
+        # skips in the order in which the sender makes them.
         between = self._between[pair]
         if not self._left.keys() >= {*between}:
             return
@@ -153,7 +156,7 @@ class Messages(Links):
         while wanted not in self._kept:
             receiver = self._wire(Receiver, forward, " skips", pair)
             abouts, tensors = self._connections.take(receiver)
-            # Messages come in the order of the other stage's list.
+            # Messages come in the order in which the sending stage does its micro-batches.
             i = self._order[forward, pair].popleft()
             width = len(tensors) // len(abouts)
             for k, arrived in enumerate(self._between[pair]):
@@ -163,7 +166,7 @@ class Messages(Links):
         return self._kept.pop(wanted)
 
     def _begin(self, forward: bool, what: str, pair: Stages) -> None:
-        """Begin a mini-batch on a wire, if one of its stages is on this rank."""
+        """Begin a mini-batch on a wire, if exactly one of the wire's stages is on this rank."""
         own = self._connections.own
         ranks = [self._placement[s] for s in pair]
         if own not in ranks or self._stays(pair):
@@ -192,9 +195,12 @@ class Messages(Links):
         return self._connections.wire(end, kind, self._placement[other], pair)
 
     def _packed(self, item: Item, s: int) -> tuple[tuple[Hashable, ...], Flat]:
-        """Return what is said about an item of stage s, and its tensors with their attributes."""
+        """Return a description and the tensors of an item (output or skip) of stage s for sending.
+
+        The last tensor has the Python attributes of all other tensors, or is `None`.
+        """
         name = f"{item.form.__module__}:{item.form.__qualname__}"
-        _form_of(name)  # if ranks cannot find the class, the rank that sends raises the error
+        _form_of(name)  # raises an error already on this rank if other ranks cannot find the class
         attributes = [{} if x is None else vars(x) for x in item.flat]
         told = None
         if any(attributes):
@@ -204,14 +210,14 @@ class Messages(Links):
                 names = ", ".join(dict.fromkeys(chain(*attributes)))
                 raise TypeError(
                     f"outputs of partition {s} have attributes ({names}), but {error}; return a "
-                    "tensor as an output of its own"
+                    "tensor as a separate output, not as an attribute"
                 ) from None
         needs = tuple([x is not None and x.requires_grad for x in item.flat])
         return (name, item.shared, needs), (*item.flat, told)
 
 
 def _item(about: Sequence[Any], tensors: Sequence[Tensor | None]) -> Item:
-    """Return the item that was packed."""
+    """Return the item (output or skip) that another rank has prepared with `_packed` and sent."""
     name, shared, needs = about
     *flat, told = tensors
     if told is not None:
@@ -222,10 +228,11 @@ def _item(about: Sequence[Any], tensors: Sequence[Tensor | None]) -> Item:
 
 
 def _form_of(name: str) -> Form:
-    """Return the class of this name, `Tensor` or a class of tuples, from a module that is imported.
+    """Return the class with this name, such as "builtins:tuple", from an imported module.
 
     Raises:
-        TypeError: If there is no such class in this process.
+        TypeError: If this process has no class with this name, or if the class is neither `Tensor`
+            nor a tuple class.
     """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
@@ -233,7 +240,7 @@ def _form_of(name: str) -> Form:
         found = getattr(found, part, None)
     if not (isinstance(found, type) and issubclass(found, Tensor | tuple)):
         raise TypeError(
-            f"a layer returned a {name}, which ranks do not find; define the class at the top of a "
-            "module"
+            f"a layer returned a {name}, which other ranks cannot import; define the class at the "
+            "top of a module"
         )
     return found

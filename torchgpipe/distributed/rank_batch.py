@@ -1,4 +1,4 @@
-"""One rank's part of a mini-batch: its program, and what ranks agree on around the program."""
+"""One rank's part of a mini-batch: run the rank's tasks, and exchange messages before and after."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,17 +20,17 @@ from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather, tensors
 
 
 class LossRequest(NamedTuple):
-    """What `loss()` is given beside the input; the criterion is called with the whole output."""
+    """The arguments of `loss()` apart from the input."""
 
     criterion: Callable[[Any, Any], Tensor]
     target: Any
 
 
 class RankBatch(Batch):
-    """Run the partitions of one rank in a mini-batch, and agree with all other ranks.
+    """Run the partitions of one rank in a mini-batch, together with all other ranks.
 
-    In each mini-batch, two messages go from one rank to all others, by `Connections.tell` and
-    `Connections.hear`. Time goes downward:
+    In each mini-batch, `Connections.tell` and `Connections.hear` send two messages ("head" and
+    "loss") from one rank to all other ranks. Time goes downward:
 
         rank of the first stage      ranks in between           rank of the last stage
         -----------------------      ----------------           ----------------------
@@ -40,26 +40,26 @@ class RankBatch(Batch):
                                      _hear_loss  <--- loss ---  tell
         _hear_loss  <-------------------------------- loss ---
 
-    The head has the base of the seeds, the checksums of the data, the sizes of micro-batches, and
-    the settings. Other ranks need it to make their program, so they hear it in `__init__`. The rank
-    of the first stage draws the base and tells the head just before its run.
+    The head has the base of the random seeds, the checksums of the data, the sizes of micro-batches
+    and the settings. Other ranks receive the head in `__init__`, because they need it to make their
+    program. The rank of the first stage draws the base, and sends the head just before its run.
 
-    The loss comes with all that other ranks need to go on: whether the loss takes a gradient, and
-    the state of the default generator if that has changed. It is told as soon as it is known: in a
-    step during the run, and otherwise after the run. Other ranks hear it after their run.
+    The loss message also says whether the loss requires a gradient. It has the state of the default
+    generator if the state has changed. The message is sent as soon as the loss is known: during the
+    run in `step()`, and otherwise after the run. Other ranks receive the message after their run.
 
-    During the run, items go from stage to stage by `Messages`.
+    During the run, `Messages` sends activations and gradients from stage to stage.
 
     Args:
-        connections: The connections of this rank, in a call for this mini-batch.
+        connections: The connections of this rank, within a call for this mini-batch.
         settings: The settings of the pipeline that have to be the same on all ranks.
         inputs: The micro-batches on the rank of the first stage; empty on other ranks.
         given: Checksums of this rank's input and target.
         owner: The pipeline.
 
     Attributes:
-        given: The checksums of the data that the rank of the first stage was given.
-        inputs: As above.
+        given: The checksums of the input and the target on the rank of the first stage.
+        inputs: The argument `inputs`.
         sizes: The size of each micro-batch, the same on all ranks.
         program: The program of this rank.
     """
@@ -72,7 +72,8 @@ class RankBatch(Batch):
         given: list[int],
         owner: Partitioned,
     ) -> None:
-        # The batch keeps its pipeline: a pipeline that is collected closes its connections.
+        # This reference keeps the pipeline alive, because the connections are closed when the
+        # pipeline is garbage-collected.
         self._owner = owner
         self._connections = connections
         self._serial = connections.serial
@@ -90,7 +91,11 @@ class RankBatch(Batch):
 
     @contextmanager
     def _agreed(self, seeded: AbstractContextManager[object]) -> Iterator[None]:
-        """Enter the context of the seeds around the run, and agree as the class's picture shows."""
+        """Return a context for a run, with seeded random numbers and messages before and after.
+
+        Before the run, the first stage's rank sends the head. After the run, every rank except the
+        last stage's rank receives the loss.
+        """
         with seeded:
             if self._connections.own == self._first:
                 self._tell_head()
@@ -106,7 +111,10 @@ class RankBatch(Batch):
         self._connections.tell("head", (head,), settings)
 
     def _hear_head(self) -> int:
-        """Take over what the first stage's rank tells, and return the base of the seeds."""
+        """Receive the head from the first stage's rank, and return the base of the seeds.
+
+        Also store the checksums and the sizes, and check the settings.
+        """
         own, first = self._connections.own, self._first
         (head,), theirs = self._connections.hear("head", first)
         check_alike("the pipeline", self._settings, dict(theirs), own, first)
@@ -118,15 +126,16 @@ class RankBatch(Batch):
     def tell(
         self, loss: Tensor, needs: bool = False, ours: bool = False, before: Tensor | None = None
     ) -> None:
-        """Tell all other ranks the loss, and the state of the default generator if they need it.
+        """Send the loss to all other ranks, and the state of the default generator if needed.
 
-        They need it if tasks run one after another, or if the state has changed since `before`.
+        Other ranks need the generator's state if tasks run one after another, or if the state has
+        changed since `before`.
 
         Args:
             loss: The mini-batch's loss.
-            needs: Whether the loss takes a gradient.
-            ours: Whether this pipeline has a part in the loss's backward.
-            before: An earlier state of the generator, if the state may have changed since.
+            needs: Whether the loss requires a gradient.
+            ours: Whether the backward of the loss goes through this pipeline.
+            before: An earlier state of the generator, or `None` if the state cannot have changed.
         """
         super().tell(loss.detach())
         after = torch.get_rng_state()
@@ -145,7 +154,7 @@ class RankBatch(Batch):
         self.loss = loss.to(self.devices[0])
 
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
-        """Let this rank's program do its list of actions in the given modes."""
+        """Run this rank's list of actions within the context that `modes` returns."""
         random = RandomState(self._seeds, in_order=not self._overlaps)
         connections = self._connections
         crossings = self._owner._layout()
@@ -153,15 +162,15 @@ class RankBatch(Batch):
         actions = lists[connections.own]
         with self._in_place, modes():
             self.program.run(actions, links, io, keep=keep)
-        # A message that is not sent yet would be lost if the process ended now.
+        # Otherwise, a message that is not sent yet is lost if the process ends now.
         connections.deliver()
 
     def finished(self, request: LossRequest | None) -> Any:
-        """Run the forward of every task, and return what the caller of the pipeline gets.
+        """Run the forward of every task, and return the result for the caller of the pipeline.
 
-        On the rank of the last stage that is the output, or the loss if it is requested. Other
-        ranks get the same loss, or a zero, without its graph. If that takes a gradient, its
-        backward runs the backward of this rank.
+        On the rank of the last stage, the result is the output, or the loss if `request` is given.
+        On other ranks, the result is a tensor with the value of the loss, or zero without a
+        request. If this tensor requires a gradient, its backward runs the backward of this rank.
         """
         outputs = run_forward(self, self.inputs)
         if self.last:
@@ -172,7 +181,10 @@ class RankBatch(Batch):
         return leaf[0]
 
     def _result(self, outputs: list[TensorOrTensors], request: LossRequest | None) -> Any:
-        """Return the output or the loss, on the rank of the last stage, and tell the loss."""
+        """Send the loss to other ranks, and return the loss, or the output without a request.
+
+        This method is called on the rank of the last stage.
+        """
         before = torch.get_rng_state()
         output = gather(outputs)
         owner = self._owner
@@ -193,7 +205,7 @@ class RankBatch(Batch):
         return result
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
-        """Do the remaining actions, in a call of its own.
+        """Do the remaining actions of this rank, most of which are backwards.
 
         Returns:
             The gradients of the micro-batches' inputs, on the rank of the first stage.
@@ -203,9 +215,9 @@ class RankBatch(Batch):
 
 
 def _with_ends(loss: Tensor, ends: tuple[Tensor, ...]) -> Tensor | None:
-    """Return the loss such that its backward also goes on to the ends of the pipeline.
+    """Return the loss with extra graph edges to all outputs of the pipeline (`ends`).
 
-    The criterion may have left an end out of the loss, but other ranks wait for its gradient.
+    The criterion may not use all outputs, but other ranks wait for the gradients of all outputs.
     """
 
     def onward(grads: list[Flat], keep: bool) -> list[Flat]:

@@ -1,9 +1,9 @@
-"""Whether ranks were given the same samples; one rank uses the input, and another one the target.
+"""Check that ranks were given the same samples, because different ranks use input and target.
 
-A script may give (x, target) on every rank. Rank 0 uses its x, and the last rank its target. If a
-sampler shuffles differently on each rank, the samples of rank 0 meet labels of other samples. So
-the rank of the first stage sends checksums of its input and its target, with the message by which a
-mini-batch begins. The rank of the last stage compares them with those of its own data.
+A script can pass (x, target) on every rank. Rank 0 uses its x, and the last rank uses its target.
+If a sampler shuffles differently on each rank, samples of rank 0 get the labels of other samples.
+So the rank of the first stage sends checksums of its input and its target, in the first message of
+a mini-batch. The rank of the last stage compares these checksums with checksums of its own data.
 """
 
 import warnings
@@ -14,19 +14,19 @@ from torch import Tensor
 
 from torchgpipe.trace.parts import tensors_in
 
-FIRST, EVERY = 3, 100  # the first three mini-batches are compared, and then each hundredth
-READ = 64  # about so many values of each tensor are read
+FIRST, EVERY = 3, 100  # the first 3 mini-batches are compared, and then every 100th mini-batch
+READ = 64  # about how many values of each tensor are read
 
 
 def checksums(serial: int, input: Any, target: Any) -> list[int]:
-    """Return a checksum of the input and one of the target.
+    """Return a checksum of the input and a checksum of the target.
 
-    Both are 0 if this mini-batch is not compared.
+    The checksums are 0 if this mini-batch is not compared.
 
     Args:
         serial: The number of the mini-batch, which is the same on all ranks.
-        input: What the rank was given as the input.
-        target: What the rank was given as the target.
+        input: The input on this rank.
+        target: The target on this rank.
     """
     if serial > FIRST and serial % EVERY:
         return [0, 0]
@@ -36,11 +36,11 @@ def checksums(serial: int, input: Any, target: Any) -> list[int]:
 def warn_if_unlike(own: list[int], theirs: list[int], last: int, first: int) -> bool:
     """Warn if the ranks of the first and the last stage were given different data.
 
-    If both were given a target, only the targets are compared: each rank may augment inputs with
-    random numbers of its own.
+    If both ranks were given a target, only the targets are compared, because the data augmentation
+    of inputs can draw different random numbers on each rank.
 
     Args:
-        own: The checksums of the rank of the last stage, which calls this.
+        own: The checksums of the rank of the last stage, which calls this function.
         theirs: The checksums of the rank of the first stage.
         last: The rank of the last stage.
         first: The rank of the first stage.
@@ -75,9 +75,9 @@ def _checksum(value: Any) -> int:
             flat = x.detach().reshape(-1)
             step = len(flat) // READ + 1
             read.append(flat[::step].tolist())
-    except RuntimeError:  # values of some types and layouts cannot be read like this
+    except RuntimeError:  # values of some types and layouts cannot be read in this way
         return 0
-    # Empty tensors, zeros and the like stand for data that a rank does not have.
+    # An empty tensor, or a tensor with equal values, means that the rank does not have the data.
     if all(len({*values}) < 2 for values in read):
         return 0
     return crc32(repr(read).encode())

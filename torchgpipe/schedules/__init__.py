@@ -1,6 +1,6 @@
-"""Schedules: which device does what, in which order, as data.
+"""Schedules: data that says which device does which action, and in which order.
 
-Dependencies between actions, times, memory and pictures are derived from the lists of actions.
+The library derives dependencies, times, memory and pictures from a schedule's lists of actions.
 """
 
 from torchgpipe.schedules.action import Action, Kind

@@ -1,12 +1,12 @@
-"""Actions: what a device does for one micro-batch on one stage, and what has to end before that."""
+"""Actions: what a device does for one micro-batch on one stage, and which actions come before."""
 
 from collections.abc import Container
 from typing import Literal, NamedTuple
 
 Kind = Literal["forward", "recompute", "backward", "backward_inputs", "backward_weights", "copy"]
-"""The kind of a task. A schedule lists no copies: they follow from the actions on two stages."""
+"""The kind of a task. Schedules do not list copies, because copies follow from the actions."""
 
-# The kinds of actions by their letters in files and pictures.
+# Maps the letter that stands for a kind in files and pictures to the kind.
 LETTERS: dict[str, Kind] = {
     "F": "forward",
     "R": "recompute",
@@ -19,8 +19,8 @@ LETTERS: dict[str, Kind] = {
 class Action(NamedTuple):
     """A piece of a device's work: a forward, a recomputation, a backward, or half of a backward.
 
-    A backward is either one action, or two halves: first the one that makes the gradients of the
-    stage's inputs, and later the one that makes the gradients of its weights.
+    A backward is either one action or two halves. The first half computes the gradients of the
+    stage's inputs. The second half computes the gradients of the stage's weights, and runs later.
     """
 
     kind: Kind
@@ -28,22 +28,22 @@ class Action(NamedTuple):
     stage: int
 
     def __str__(self) -> str:
-        """Name it as messages do."""
+        """Return the action's description, which error messages use."""
         return f"{self.kind} of micro-batch {self.micro_batch} on stage {self.stage}"
 
 
 def needs(action: Action, among: Container[Action]) -> list[Action]:
     """Return the actions that have to end before an action starts.
 
-    - A forward needs the forward of its micro-batch on the previous stage.
+    - A forward needs the forward of the same micro-batch on the previous stage.
     - A recomputation needs the forward that it repeats. It does not need the gradient.
-    - A backward of the weights needs the backward of the inputs on its own stage.
-    - Every other backward needs its recomputation, or its forward if nothing is recomputed. It also
-      needs the gradient that the backward on the next stage makes: the half for the inputs, if that
-      backward is split.
+    - A backward of the weights needs the backward of the inputs on the same stage.
+    - Every other backward needs the recomputation of its activations, or the forward if nothing is
+      recomputed. It also needs the backward on the next stage, which computes its gradient. If
+      that backward is split into halves, it needs only the half for the inputs.
 
     Args:
-        action: The action that is to start.
+        action: The action.
         among: All actions of the schedule.
     """
     kind, i, stage = action

@@ -1,4 +1,4 @@
-"""Check that devices can do their lists of actions, and find an order in which one thread could."""
+"""Check that devices can do their lists of actions, and find an order for a single thread."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
@@ -6,30 +6,31 @@ from itertools import chain, pairwise
 from torchgpipe.schedules.action import LETTERS, Action, needs
 
 Lists = Sequence[Sequence[Action]]
-"""The actions of each device, in the order in which it does them."""
+"""The actions of each device, in the order in which the device does them."""
 
 Needs = Mapping[Action, list[Action]]
-"""What each action needs."""
+"""Maps each action to the actions that have to end before it starts."""
 
 Room = Mapping[Action, Action]
-"""By action: which other action has to start before there is room for the action's result."""
+"""Maps an action to another action, which has to start to make room for the first one's result."""
 
 
 def in_turn(lists: Lists, room: Room | None = None) -> list[Action]:
-    """Return all actions in an order in which a single thread could do them.
+    """Return all actions in an order in which a single thread can do them.
 
-    The order agrees with each device's list, and has every action behind the actions that it needs.
-    A recomputation is also behind the action that makes the gradient for its backward. A result is
-    used as soon as possible: in GPipe, a micro-batch goes through all stages before the next one.
+    The order keeps the order of each device's list. Every action comes after the actions that it
+    needs. A recomputation also comes after the action that computes the gradient for its backward.
+    Results are used as soon as possible. In GPipe, for example, a micro-batch goes through all
+    stages before the next micro-batch starts.
 
     Args:
         lists: The actions of each device.
-        room: Maps an action to another action that has to start before there is room, at a boundary
-            between devices, for the action's result.
+        room: Maps an action to another action. The buffer between two devices has no room for the
+            first action's result until the other action starts.
 
     Raises:
-        ValueError: If there is no such order. The message names a device that would wait for ever,
-            and the action that it would wait for.
+        ValueError: If no order is possible. The message names a device that waits for ever, and
+            the action that the device waits for.
     """
     room = room or {}
     among = dict.fromkeys(chain.from_iterable(lists))
@@ -38,7 +39,7 @@ def in_turn(lists: Lists, room: Room | None = None) -> list[Action]:
     for action in among:
         needed[action] = needs(action, among)
         followers[action] = []
-    blockers = dict.fromkeys(among, 0)  # how many earlier actions are not in the order yet
+    blockers = dict.fromkeys(among, 0)  # how many of its earlier actions are not in `order` yet
     for earlier, later in _pairs(lists, needed, room):
         followers[earlier].append(later)
         blockers[later] += 1
@@ -57,9 +58,13 @@ def in_turn(lists: Lists, room: Room | None = None) -> list[Action]:
 
 
 def _pairs(lists: Lists, needed: Needs, room: Room) -> list[tuple[Action, Action]]:
-    """Return all pairs of an earlier and a later action, and add what `room` says to `needed`."""
+    """Return all pairs of an earlier and a later action, and add the actions of `room` to `needed`.
+
+    A device's list, the actions that an action needs, and `room` determine the pairs.
+    """
     pairs: list[tuple[Action, Action]] = []
-    gradients: dict[Action, list[Action]] = {}  # by recomputation: what makes its gradient
+    # Maps a recomputation to the action that computes the gradient for its backward.
+    gradients: dict[Action, list[Action]] = {}
     for actions in lists:
         for action, following in pairwise(actions):
             pairs.append((action, following))
@@ -88,7 +93,11 @@ def _refuse_waiting(lists: Lists, needed: Needs, done: set[Action], room: Room) 
 
 
 def check(placement: Sequence[int], lists: Lists) -> list[Action]:
-    """Return all actions in the order of `in_turn`, or raise the errors that `Schedule` names."""
+    """Check the lists of a schedule, and return all actions in the order of `in_turn`.
+
+    Raises:
+        ValueError: If devices cannot do the lists; the docstring of `Schedule` lists the cases.
+    """
     devices = set(placement)
     if not placement or devices != set(range(len(lists))):
         raise ValueError(
@@ -101,7 +110,11 @@ def check(placement: Sequence[int], lists: Lists) -> list[Action]:
 
 
 def _places(placement: Sequence[int], lists: Lists) -> dict[Action, int]:
-    """Return the place of each action in its device's list. No action may be there twice."""
+    """Return the index of each action in its device's list, and refuse actions that are wrong.
+
+    An action is wrong if it has an unknown kind, is on another device than its stage, or is listed
+    twice.
+    """
     kinds = LETTERS.values()
     places: dict[Action, int] = {}
     for d, actions in enumerate(lists):
@@ -118,7 +131,10 @@ def _places(placement: Sequence[int], lists: Lists) -> dict[Action, int]:
 
 
 def _check_complete(placement: Sequence[int], actions: Iterable[Action]) -> None:
-    """Check that each stage has a forward and one backward, or its halves, for each micro-batch."""
+    """Check that each stage has a forward and a backward of each micro-batch.
+
+    The backward is one action or its two halves, but not both.
+    """
     present = set(actions)
     last = max((action.micro_batch for action in present), default=0)
     for i in range(last + 1):
@@ -136,14 +152,17 @@ def _check_complete(placement: Sequence[int], actions: Iterable[Action]) -> None
 
 
 def _check_order(placement: Sequence[int], lists: Lists, places: Mapping[Action, int]) -> None:
-    """Check that no device does an action before another action of its own that it needs."""
+    """Check that each device does an action only after the actions on this device that it needs.
+
+    Also check that each recomputation is directly before its backward.
+    """
     for action, place in places.items():
         d = placement[action.stage]
         for other in needs(action, places):
             if placement[other.stage] == d and places[other] > place:
                 raise ValueError(f"device {d} does {action} before {other}, which it needs")
         if action.kind == "recompute":
-            # There is a next action: the backward, which needs the recomputation, is behind it.
+            # There is a next action, because the backward of this micro-batch comes later.
             following = lists[d][place + 1]
             if following[1:] != action[1:]:
                 raise ValueError(

@@ -1,8 +1,9 @@
-"""The schedules that have names, for any number of devices and micro-batches.
+"""Well-known schedules by name, for any number of devices and micro-batches.
 
-The names are those of `torch.distributed.pipelining`, and ZBH1 and ZBH2 are from the Zero Bubble
-paper (arXiv:2401.10241). Each function here returns the lists of one schedule for n devices, m
-micro-batches and v stages on each device. `torchgpipe.schedules.texts` says how to read a picture.
+`torch.distributed.pipelining` uses the same names. The names ZBH1 and ZBH2 come from the Zero
+Bubble paper (arXiv:2401.10241). A schedule's function returns one list of actions for each device.
+Its arguments are n devices, m micro-batches and v stages on each device. The docstring of
+`torchgpipe.schedules.texts` explains how to read the pictures here.
 """
 
 from collections import Counter, deque
@@ -19,17 +20,18 @@ def looped(
 ) -> list[list[Action]]:
     """Return lists in which a device does n micro-batches on one stage, then on its next stage.
 
-    Device d begins with `ahead(d)` forwards. Then forwards and backwards take turns, until only one
-    of the two is left. If n does not divide m, the lists are those for the next multiple of n,
-    without the micro-batches that are too many. Larger groups than n would make the bubble smaller,
-    but then a boundary between devices would have to hold more than one item.
+    Device d begins with `ahead(d)` forwards. Then it alternates forwards and backwards, until only
+    forwards or only backwards are left. If m is not a multiple of n, the lists for the next
+    multiple of n are made, and the surplus micro-batches are removed. Groups of more than n
+    micro-batches make the bubble smaller, but need room for more than one activation or gradient
+    between two devices.
 
     Args:
         n: How many devices there are.
         m: How many micro-batches there are.
         v: How many stages each device has. Device d has the stages d, d + n, d + 2n and so on.
-        ahead: Returns how many forwards a device does before its first backward.
-        backward: The kind of the backwards.
+        ahead: Returns how many forwards device d does before it begins to alternate.
+        backward: The kind of the backward actions.
     """
     lists = []
     for d in range(n):
@@ -51,9 +53,10 @@ def looped(
 
 
 def gpipe(n: int, m: int, v: int) -> Lists:
-    """Return the lists of GPipe (arXiv:1811.06965).
+    """Return each device's list of actions in GPipe (arXiv:1811.06965).
 
-    A device does all forwards, and then all backwards, the last micro-batch first::
+    Each device does all forwards and then all backwards. The backwards start with the last
+    micro-batch::
 
         0 | 0 1 2 3 . . . . . . B3  B2  B1  B0
         1 | . 0 1 2 3 . . . B3  B2  B1  B0
@@ -67,35 +70,35 @@ def gpipe(n: int, m: int, v: int) -> Lists:
 
 
 def interleaved(n: int, m: int, v: int) -> Lists:
-    """Return the lists of 1F1B, or of interleaved 1F1B if there are several stages on each device.
+    """Return each device's list of actions in 1F1B, or in interleaved 1F1B if v > 1.
 
-    A backward comes as soon as it can. In 1F1B (arXiv:2006.09503), device d keeps at most n - d
-    micro-batches::
+    Each backward runs as soon as possible. In 1F1B (arXiv:2006.09503), device d keeps the
+    activations of at most n - d micro-batches::
 
         0 | 0 1 2 . . . . B0  3 B1  . B2  . B3
         1 | . 0 1 . . B0  2 B1  3 B2  . B3
         2 | . . 0 B0  1 B1  2 B2  3 B3
 
-    Several stages on each device make the bubble smaller (arXiv:2104.04473)::
+    With several stages on each device, the bubble is smaller (arXiv:2104.04473)::
 
         0 | 0a 1a 0b 1b 2a .  B0b   3a B1b   2b B0a   3b B1a   .  B2b   .  B3b   B2a   B3a
         1 | .  0a 1a 0b B0b   1b B1b   2a B0a   3a B1a   2b B2b   3b B3b   B2a   B3a
     """
-    per_device = 1 if v == 1 else 2  # forwards that a device has ahead of the device after it
+    per_device = 1 if v == 1 else 2  # how many more forwards a device begins with than the next one
     return looped(n, m, v, lambda d: (v - 1) * n + per_device * (n - 1 - d))
 
 
 def fill(lists: Lists, most: int) -> Lists:
-    """Return lists with backwards of weights where devices would wait.
+    """Add backwards of weights to lists, at the times when devices otherwise wait.
 
-    No other action needs a backward of weights, which only frees memory. So each action takes one
-    unit of time here, and a device that cannot do its next action in a unit does its oldest
-    backward of weights that is left, if there is one.
+    No other action waits for a backward of weights, so it can run late. This function replays the
+    lists, in which each action takes one unit of time. If a device cannot do its next action in a
+    unit, it does the oldest backward of weights that it has not done yet.
 
     Args:
-        lists: The forwards and the backwards of inputs of each device.
-        most: How many tasks a device may keep at most; before it would keep more by a forward, it
-            does a backward of weights.
+        lists: For each device, its forwards and its backwards of inputs.
+        most: For how many tasks a device keeps activations at most. A device at this limit does a
+            backward of weights before its next forward.
     """
     among = set(chain.from_iterable(lists))
     change = {"forward": 1, "backward_weights": -1}
@@ -126,10 +129,10 @@ def fill(lists: Lists, most: int) -> Lists:
 
 
 def zb_h1(n: int, m: int, v: int) -> Lists:
-    """Return the lists of ZB-H1 of the Zero Bubble paper (arXiv:2401.10241).
+    """Return each device's list of actions in ZB-H1 of the Zero Bubble paper (arXiv:2401.10241).
 
-    It is 1F1B with split backwards. A device does a backward of weights where it would wait, or
-    would keep more than n micro-batches::
+    ZB-H1 is 1F1B with backwards that are split into halves. A device does a backward of weights
+    when it otherwise waits, or when it already keeps the activations of n micro-batches::
 
         0 | 0  1  2  .  .  I0 W0 3  I1 W1 I2 W2 I3 W3
         1 | .  0  1  .  I0 2  I1 W0 3  I2 W1 I3 W2 W3
@@ -140,11 +143,11 @@ def zb_h1(n: int, m: int, v: int) -> Lists:
 
 
 def zb_h2(n: int, m: int, v: int) -> Lists:
-    """Return the lists of ZB-H2 of the Zero Bubble paper (arXiv:2401.10241).
+    """Return each device's list of actions in ZB-H2 of the Zero Bubble paper (arXiv:2401.10241).
 
-    It is ZB-H1 with twice as many forwards before the first backward. If there are enough
-    micro-batches, devices wait only at the start and at the end, but they keep 2n - 1
-    micro-batches::
+    ZB-H2 is ZB-H1 with twice as many forwards before the first backward. If there are enough
+    micro-batches, devices wait only at the start and at the end. But a device keeps the activations
+    of up to 2n - 1 micro-batches::
 
         0 | 0  1  2  3  .  I0 W0 I1 W1 I2 W2 I3 W3
         1 | .  0  1  2  I0 3  I1 W0 I2 W1 I3 W2 W3
@@ -155,10 +158,11 @@ def zb_h2(n: int, m: int, v: int) -> Lists:
 
 
 def zb_v(n: int, m: int, v: int) -> Lists:
-    """Return the lists of ZB-V, with two stages on each device.
+    """Return each device's list of actions in ZB-V, which has two stages on each device.
 
-    A micro-batch goes down the devices, and then up again. So a device keeps no more than in 1F1B,
-    and with at least 2n - 1 micro-batches it waits only at the start and at the end::
+    Each micro-batch goes from the first device to the last one, and then back to the first one. So
+    a device keeps no more activations than in 1F1B. With at least 2n - 1 micro-batches, a device
+    waits only at the start and at the end::
 
         0 | 0a  1a  2a  0b  I0b W0b 1b  I1b W1b I0a W0a 2b  I2b W2b I1a W1a I2a W2a
         1 | .   0a  0b  1a  1b  I0b W0b 2a  I0a W0a 2b  I1b W1b I1a I2b I2a W1a W2b W2a
@@ -167,8 +171,8 @@ def zb_v(n: int, m: int, v: int) -> Lists:
     steady = m >= last
     lists: list[list[Action]] = []
     for d in range(n):
-        # A letter is an action for the next micro-batch: a large letter on the way down, a small
-        # letter on the way up.
+        # A letter is an action for the next micro-batch. An upper-case letter is for the device's
+        # first stage, and a lower-case letter for its second stage.
         rest = n - d
         letters = "F" * (2 * rest - 1)
         letters += "fF" * d
@@ -193,9 +197,10 @@ def zb_v(n: int, m: int, v: int) -> Lists:
 
 
 Maker = Callable[[int, int, int], Lists]
-"""Returns lists for n devices, m micro-batches and v stages on each device."""
+"""A function that returns each device's list, given n devices, m micro-batches and v stages."""
 
-# The maker of each name, and its number of stages on each device; `None` if any number will do.
+# Maps a name to the function that makes the lists, and to the number of stages on each device.
+# The number is `None` if any number is possible.
 NAMED: dict[str, tuple[Maker, int | None]] = {
     "GPipe": (gpipe, 1),
     "1F1B": (interleaved, 1),
@@ -209,14 +214,14 @@ NAMED: dict[str, tuple[Maker, int | None]] = {
 def make(
     schedule: str | Schedule, n: int, m: int, v: int | None = None, checkpoint: str = "never"
 ) -> Schedule:
-    """Return the schedule with a name, or cut a given schedule to fit.
+    """Return the schedule of a name, or shorten a given schedule to m micro-batches.
 
     Args:
-        schedule: A name, in small or large letters, or a schedule for at least m micro-batches.
+        schedule: A name, in lower or upper case, or a schedule for at least m micro-batches.
         n: How many devices there are.
         m: How many micro-batches there are.
-        v: How many stages each device has. By default it is the number that the schedule asks for;
-            if any number will do, it is 2.
+        v: How many stages each device has. The default is the number that the schedule needs, or 2
+            if any number is possible.
         checkpoint: Which micro-batches are recomputed: 'always' for all of them, 'except_last' for
             all but the last one, or 'never' for none.
 
@@ -234,7 +239,7 @@ def make(
     if not name:
         raise ValueError(
             f"no schedule is called {schedule!r}; there are {', '.join(NAMED)}, "
-            "or a Schedule of your own"
+            "or a Schedule that you have made"
         )
     maker, only = NAMED[name]
     if v is None:
@@ -242,8 +247,8 @@ def make(
     if only not in (None, v) or min(n, m, v) < 1:
         some = ">= 1" if only is None else f"= {only}"
         raise ValueError(
-            f"{name} is for n >= 1 devices, m >= 1 and v {some} stages on each, "
-            f"not {n}, {m} and {v}"
+            f"{name} needs n >= 1 devices, m >= 1 micro-batches and v {some} stages on each "
+            f"device, but got n = {n}, m = {m} and v = {v}"
         )
     devices = list(range(n))
     placement = devices * v
@@ -269,7 +274,7 @@ def _check_fits(schedule: Schedule, n: int, m: int, v: int | None) -> None:
 def draw(
     schedule: str | Schedule, n: int, m: int, v: int | None = None, checkpoint: str = "never"
 ) -> str:
-    """Return a picture of a schedule as text; `torchgpipe.schedules.texts` says how to read it.
+    """Return a picture of a schedule as text; `torchgpipe.schedules.texts` explains the picture.
 
     Args:
         schedule: A name or a schedule, as for `make`.

@@ -1,4 +1,4 @@
-"""Timelines: when the tasks of a step start and end, in a replay or as measured."""
+"""Timelines: when the tasks of a step start and end. The times are simulated or measured."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ Seconds = Callable[[Action], float]
 """Returns how many seconds an action takes."""
 
 Copies = Iterable[tuple[int, int, float]]
-"""A source stage, a later target stage, and the seconds of a copy between their devices.
+"""Copies between devices, each as a source stage, a later target stage, and seconds.
 
-The activation takes so long from the source to the target, and its gradient so long back.
+The seconds are the time to copy one activation to the target, or its gradient back to the source.
 """
 
 
 def units(action: Action) -> float:
-    """Return the time of an action in pictures: 2 units for a whole backward, 1 for all others."""
+    """Return an action's duration in pictures: 2 units for a whole backward, 1 for other kinds."""
     return 2 if action.kind == "backward" else 1
 
 
@@ -35,10 +35,12 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The tasks of one step, replayed or measured. Copies occupy no device.
+    """The tasks of one step, with simulated or measured times.
+
+    A copy between devices does not count as work of a device.
 
     Attributes:
-        events: The tasks. In a replay, every event is behind the events that it needs.
+        events: The tasks. If times are simulated, each task is listed after the tasks it needs.
         seconds: How long the step takes.
         partitions: How many rows the timeline has: one for each device.
         placement: The row of each stage. It is empty if each device has one stage.
@@ -55,7 +57,7 @@ class Timeline:
 
     @cached_property
     def tasks(self) -> list[Event]:
-        """All events but copies."""
+        """All events except copies."""
         return [event for event in self.events if event.kind != "copy"]
 
     @cached_property
@@ -74,9 +76,9 @@ class Timeline:
 
     @property
     def window(self) -> tuple[float, float]:
-        """When the first task starts and when the last task ends.
+        """The time when the first task starts, and the time when the last task ends.
 
-        A measured step goes on after that, with its optimizer.
+        A measured training step continues after that time with the optimizer.
         """
         tasks = self.tasks
         if not tasks:
@@ -86,12 +88,12 @@ class Timeline:
         return first.start, last.end
 
     def busy(self, partition: int) -> float:
-        """Return the seconds during which a device works."""
+        """Return for how many seconds a device works."""
         return _worked(self.devices[partition])
 
     @property
     def bubble(self) -> float:
-        """The share of the devices' time in which they wait, from 0 to 1, within the window."""
+        """The fraction of time, from 0 to 1, in which devices wait between first and last task."""
         start, end = self.window
         if end <= start:
             return 0.0
@@ -100,9 +102,10 @@ class Timeline:
 
     @property
     def bubble_of_longest(self) -> float:
-        """The share in which a device waits between its own first and last task.
+        """The fraction of time, from 0 to 1, in which one device waits within its own span.
 
-        The device is the one with the longest time between these two.
+        A device's span lasts from its first task to its last task. The property takes the device
+        with the longest span.
         """
         longest, worked = 0.0, 0.0
         for tasks in self.devices:
@@ -113,5 +116,5 @@ class Timeline:
 
 
 def _worked(tasks: Iterable[Event]) -> float:
-    """Return the seconds of all tasks together."""
+    """Return the sum of the tasks' durations in seconds."""
     return sum(task.end - task.start for task in tasks)

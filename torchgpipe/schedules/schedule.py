@@ -15,14 +15,15 @@ from torchgpipe.schedules.replay import Copies, Event, Seconds, Timeline, units
 from torchgpipe.schedules.texts import drawn, read, written
 
 Targets = defaultdict[int, list[tuple[int, int, float]]]
-"""By stage: the stages that it sends to, their devices, and the seconds of a copy to each."""
+"""Maps a stage to the stages that it sends to, each with its device and the seconds of a copy."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each device does in a step: lists of actions, which are checked to be possible.
+    """Lists of the actions that each device does in a step, in order.
 
-    Schedules are compared by value. `str` returns a picture of one.
+    The constructor checks that devices can do the lists. Schedules are compared by value. `str`
+    returns a picture of the schedule.
 
     Attributes:
         name: The schedule's name.
@@ -30,9 +31,10 @@ class Schedule:
         lists: The actions of each device, in order.
 
     Raises:
-        ValueError: If an action is missing, is there twice, is on a device that does not have its
-            stage, is before an action that it needs, or would wait for ever; or if a recomputation
-            is not directly before its backward. The message names the action and the device.
+        ValueError: If an action is missing, is listed twice, is on another device than its stage,
+            or comes before an action that it needs. Also if a device waits for ever, or if a
+            recomputation is not directly before its backward. The message names the action and the
+            device.
     """
 
     name: str
@@ -40,29 +42,32 @@ class Schedule:
     lists: Lists
 
     def __post_init__(self) -> None:
-        """Make tuples of the placement and the lists, and check them."""
+        """Convert the placement and the lists to tuples, and check the schedule."""
         lists = [tuple(starmap(Action, actions)) for actions in self.lists]
         object.__setattr__(self, "placement", tuple(self.placement))
         object.__setattr__(self, "lists", tuple(lists))
-        _ = self._order  # which checks them
+        _ = self._order  # this property checks the lists
 
     def __str__(self) -> str:
-        """Draw the schedule; `torchgpipe.schedules.texts` says how to read the picture."""
+        """Draw the schedule as text; `torchgpipe.schedules.texts` explains the picture."""
         return drawn(self.replay())
 
     @classmethod
     def load(cls, file: str | PathLike[str]) -> "Schedule":
-        """Read a file of `torch.distributed.pipelining`; the file's name becomes the schedule's."""
+        """Read a schedule file of `torch.distributed.pipelining`.
+
+        The schedule's name is the file's name without its extension.
+        """
         placement, lists = read(file)
         return cls(Path(file).stem, placement, lists)
 
     def save(self, file: str | PathLike[str]) -> None:
-        """Write a file for `torch.distributed.pipelining`. Recomputations are left out."""
+        """Write a schedule file for `torch.distributed.pipelining`, without recomputations."""
         written(file, self.replay(lambda action: action.kind != "recompute"))
 
     @cached_property
     def _order(self) -> Sequence[Action]:
-        """All actions in an order in which one thread could do them."""
+        """All actions in an order in which a single thread can do them."""
         return check(self.placement, self.lists)
 
     @cached_property
@@ -83,7 +88,10 @@ class Schedule:
 
     @property
     def in_flight(self) -> list[int]:
-        """How many tasks each device keeps at most, from their forward to their last backward."""
+        """For each device, the largest number of tasks that are between forward and backward.
+
+        If backwards are split into halves, a task ends with its backward of weights.
+        """
         change = {"forward": 1, "backward": -1, "backward_weights": -1}
         most = []
         for actions in self.lists:
@@ -104,35 +112,37 @@ class Schedule:
         ahead: bool = True,
         loss: float | None = None,
     ) -> Timeline:
-        """Return when each action runs if every device does its list in order, as soon as it can.
+        """Simulate a step, and return a timeline of when each action runs.
 
-        Recomputations that take no time are not in the timeline.
+        Every device does the actions of its list in order, each as soon as possible. The timeline
+        leaves out recomputations that take no time.
 
         Args:
             seconds: Returns how many seconds an action takes.
             copies: The copies that take time, each as a source stage, a target stage, and
                 seconds. A skip's target may be any later stage. Other copies take no time.
-            buffered: How many items a boundary between stages on two devices holds in each
-                direction; `None` for no limit. An item is the activation or the gradient of one
-                micro-batch. It leaves when the action that needs it starts. A device whose item
-                finds no room waits.
+            buffered: How many items the buffer between two stages on different devices holds, in
+                each direction; `None` for no limit. An item is the activation or the gradient of
+                one micro-batch. An item leaves the buffer when the action that needs it starts. A
+                device waits if the buffer has no room for its item.
             blocking: Whether a copy occupies both devices, and starts when both are free.
-            ahead: Whether a recomputation may start before the gradient of its task is there.
-            loss: The seconds of a loss between the last forward and all other actions, in a
-                schedule whose forwards come first; `None` for no loss.
+            ahead: Whether a recomputation may start before the gradient of its task arrives.
+            loss: For how many seconds the loss is computed, between the last forward and all other
+                actions; `None` for no loss. In the schedule, all forwards have to come first.
 
         Raises:
-            ValueError: If a device would wait for ever, because `buffered` is too small.
+            ValueError: If a device waits for ever, because `buffered` is too small.
         """
         at = self.placement
         room = {} if buffered is None else self._room(buffered)
         order = self._order if buffered is None else in_turn(self.lists, room)
         later, earlier = self._targets(copies)
         nowhere: Targets = defaultdict(list)
-        # When inputs of forwards, and gradients for backwards, arrive: by micro-batch and stage.
+        # The times when activations and gradients arrive, by micro-batch and stage.
         activations = [[0.0] * len(at) for _ in range(self.micro_batches)]
         gradients = [[0.0] * len(at) for _ in range(self.micro_batches)]
-        # By kind: whether it waits for an arrival, the table of arrivals, and where results go.
+        # For each kind of action: whether the action waits for a tensor to arrive, the table of
+        # arrival times, and the stages to which the action's result is sent.
         ways = {
             "forward": (True, activations, later),
             "recompute": (not ahead, gradients, nowhere),
@@ -140,7 +150,7 @@ class Schedule:
             "backward_inputs": (True, gradients, earlier),
             "backward_weights": (False, gradients, nowhere),
         }
-        free = [0.0] * len(self.lists)  # since when each device is free
+        free = [0.0] * len(self.lists)  # the time since which each device is free
         starts: dict[Action, float] = {}
         events: list[Event] = []
         for action in order:
@@ -149,7 +159,8 @@ class Schedule:
             arrived = arrivals[i]
             d = at[stage]
             if loss is not None and kind != "forward":
-                # All forwards are over. Every device waits for the loss on the last stage's device.
+                # All forwards have ended. All devices wait while the last stage's device computes
+                # the loss.
                 begin = max(free) if blocking else free[at[-1]]
                 free = [begin + loss] * len(free)
                 loss = None
@@ -173,7 +184,7 @@ class Schedule:
         return Timeline(events, max(free), len(self.lists), at)
 
     def _targets(self, copies: Copies) -> tuple[Targets, Targets]:
-        """Return where stages send their outputs, and where they send gradients of their inputs."""
+        """Return where each stage sends its outputs, and where it sends its inputs' gradients."""
         at = self.placement
         later: Targets = defaultdict(list)
         earlier: Targets = defaultdict(list)
@@ -187,9 +198,11 @@ class Schedule:
         return later, earlier
 
     def _room(self, buffered: int) -> dict[Action, Action]:
-        """Return by action which other action has to start before there is room for its result.
+        """For each action that may have to wait for buffer space, return the action that frees it.
 
-        The action that takes an item makes room for the item that is `buffered` places behind it.
+        A buffer between two devices holds `buffered` results. So there is room for a result as soon
+        as another action takes the result that was sent `buffered` results earlier. The dictionary
+        maps the action that sends the later result to the action that takes the earlier result.
         """
         at = self.placement
         takers: dict[Action, Action] = {}
@@ -197,7 +210,8 @@ class Schedule:
             for other in needs(action, self.actions):
                 if at[other.stage] != at[action.stage]:
                     takers[other] = action
-        # The actions that send something, in order, by the stages that they send from and to.
+        # For each pair of a source stage and a target stage: the actions that send a result, in
+        # order.
         senders: dict[tuple[int, int], list[Action]] = defaultdict(list)
         for actions in self.lists:
             for action in actions:
@@ -212,9 +226,9 @@ class Schedule:
 
 
 def recomputing(lists: Lists, m: int, checkpoint: str) -> Lists:
-    """Return lists for the first m micro-batches, with recomputations directly before backwards.
+    """Shorten lists to the first m micro-batches, and add recomputations before backwards.
 
-    `checkpoint` is 'always', 'except_last' or 'never'.
+    `checkpoint` says which micro-batches are recomputed: 'always', 'except_last' or 'never'.
     """
     checkpointed = {"always": m, "except_last": m - 1, "never": 0}
     if checkpoint not in checkpointed:

@@ -3,14 +3,14 @@
     0 | 0 1 . . B0  B1      A row is a device, and a column is a unit of time.
     1 | . 0 B0  1 B1        A forward takes one unit, a whole backward two.
 
-A bare number is the forward of that micro-batch. R is a recomputation, B a whole backward, I a
-backward of the inputs, and W a backward of the weights. A dot is a unit in which the device waits.
-Where a device has several stages, a letter after the number says which one: a is the first, b the
-second.
+A number without a letter is the forward of the micro-batch with this number. R is a recomputation,
+B a whole backward, I a backward of the inputs, and W a backward of the weights. A dot is a unit in
+which the device waits. If a device has several stages, a letter after the number names the stage:
+a is the device's first stage, and b the second.
 
-A file has a row for each device. Each entry is a stage, a kind and a micro-batch, such as 0F1. The
+A file has a row for each device. An entry such as 0F1 has a stage, a kind and a micro-batch. The
 kinds are F for a forward, B for a whole backward, I for a backward of the inputs, and W for a
-backward of the weights. Recomputations are not written. In an empty entry the device waits.
+backward of the weights. Files have no recomputations. An empty entry means that the device waits.
 """
 
 import csv
@@ -24,13 +24,13 @@ from torchgpipe.schedules.replay import Event, Timeline
 File = str | PathLike[str]
 
 _ENTRY = re.compile(r"(\d+)([FIWB])(\d+)")
-# Entries of PyTorch for which this library has no action.
+# Matches entries of PyTorch's files for which this library has no action.
 _DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")
 _LETTER = dict(zip(LETTERS.values(), LETTERS, strict=True))
 
 
 def drawn(units: Timeline) -> str:
-    """Return a picture of what each device does, in columns as wide as the longest entry needs."""
+    """Return a text picture with a row for each device and a column for each unit of time."""
     rows = list(map(_entries, units.devices))
     width = 0
     for row in rows:
@@ -50,7 +50,7 @@ def drawn(units: Timeline) -> str:
 
 
 def _entries(events: list[Event]) -> list[tuple[str, int, int]]:
-    """Return the text of each event of one device, with a space behind it, its start and end."""
+    """Return the text (with a space at its end), the start and the end of one device's events."""
     stages = sorted({event.partition for event in events})
     entries = []
     for kind, micro_batch, stage, start, end in events:
@@ -61,7 +61,7 @@ def _entries(events: list[Event]) -> list[tuple[str, int, int]]:
 
 
 def written(file: File, units: Timeline) -> None:
-    """Write a file with what each device does in each unit of time."""
+    """Write a schedule file, in which a row lists what a device does in each unit of time."""
     with open(file, "w", newline="") as opened:
         writer = csv.writer(opened)
         for events in units.devices:
@@ -74,7 +74,7 @@ def written(file: File, units: Timeline) -> None:
 
 
 def read(file: File) -> tuple[list[int], list[list[Action]]]:
-    """Return the device of each stage, and the actions of each device.
+    """Read a schedule file, and return each stage's device and each device's actions.
 
     Raises:
         ValueError: If an entry is not an action.
@@ -94,8 +94,8 @@ def read(file: File) -> tuple[list[int], list[list[Action]]]:
                     placement.setdefault(int(stage), d)
                 elif entry and not _DERIVED.fullmatch(entry):
                     raise ValueError(
-                        f"{file}, device {d}: {entry!r} is not stage, F, I, W or B, "
-                        "and micro-batch: 0F1"
+                        f"{file}, device {d}: {entry!r} is not an entry such as 0F1: a stage, a "
+                        "kind (F, I, W or B) and a micro-batch"
                     )
             lists.append(actions)
     stages = range(1 + max(placement, default=0))

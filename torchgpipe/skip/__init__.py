@@ -1,6 +1,6 @@
-"""Skip connections between layers of a sequence, also across partitions.
+"""Skip connections between layers of an `nn.Sequential`, also across partitions.
 
-Layers declare their skips, and the skips of a whole model are checked before it runs.
+Each layer class declares its skips. The skips of a model are checked before the model runs.
 """
 
 from torchgpipe.skip.layout import verify_skippables

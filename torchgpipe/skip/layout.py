@@ -1,7 +1,7 @@
-"""The skips of a whole model: whether they match, and which of them cross partitions.
+"""Check that the skips of a model match, and find the skips that cross partitions.
 
-Portals, which take a skip straight to the partition that pops it, are from section 3.3 of the
-torchgpipe paper.
+A portal sends a skip directly to the partition that pops it. Portals are described in section 3.3
+of the torchgpipe paper.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from torchgpipe.skip.skippable import skips_of
 
 
 class Crossing(NamedTuple):
-    """A skip that leaves partition `source` for partition `target`."""
+    """A skip that is sent from partition `source` to partition `target`."""
 
     key: SkipKey
     source: int
@@ -23,13 +23,15 @@ class Crossing(NamedTuple):
 
 
 def skip_layout(partitions: Iterable[nn.Module], *, portals: bool = True) -> list[Crossing]:
-    """Return how a model's skips cross its partitions. Skips within one partition are left out.
+    """Return the skips that cross partitions, each with its source and target partition.
+
+    Skips within one partition are left out.
 
     Args:
         partitions: The model's partitions, in order.
-        portals: Whether a skip goes straight from the partition that stashes it to the partition
-            that pops it. Otherwise it travels through every partition between them, as one more
-            tensor of the micro-batch.
+        portals: Whether a skip is sent directly from the partition that stashes it to the partition
+            that pops it. Otherwise each partition sends the skip to the next partition, as an
+            additional tensor of the micro-batch.
     """
     origins: dict[SkipKey, int] = {}
     crossings: list[Crossing] = []
@@ -50,11 +52,11 @@ def skip_layout(partitions: Iterable[nn.Module], *, portals: bool = True) -> lis
 def verify_skippables(module: nn.Sequential) -> None:
     """Check that the skips of a sequence of layers match.
 
-    Each skip has to be stashed by one layer and popped by one later layer. Where a class is used
-    several times, `layer.isolate(Namespace())` tells the skips of its layers apart.
+    Exactly one layer has to stash each skip, and exactly one later layer has to pop it. If a model
+    uses a class several times, `layer.isolate(Namespace())` gives a layer its own skips.
 
     Raises:
-        TypeError: If skips do not match. The message lists every fault.
+        TypeError: If skips do not match. The message lists every mismatch.
     """
     faults: list[str] = []
     stashed: dict[SkipKey, str] = {}

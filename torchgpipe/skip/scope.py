@@ -1,4 +1,4 @@
-"""Names of skips, and where stashed tensors wait until a later layer pops them."""
+"""Names of skips, and the dictionaries that hold stashed tensors until later layers pop them."""
 
 import threading
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from torch import Tensor
 class Namespace:
     """A namespace for names of skips: the same name in two namespaces means two skips.
 
-    Namespaces are compared by an identity that copying and pickling keep, so that a copied model
-    still finds its skips.
+    A copied or unpickled namespace is equal to the original one, so a copied model still finds its
+    skips.
     """
 
     _id: str = field(default_factory=lambda: uuid4().hex, init=False)
@@ -40,13 +40,13 @@ class SkipKey(NamedTuple):
 
 
 Scope = dict[SkipKey, Tensor | None]
-"""The tensors that are stashed and not popped yet."""
+"""Maps skips to the tensors that layers have stashed and not popped yet."""
 
 _local = threading.local()
 
 
 def current_scope() -> Scope:
-    """Return the scope that layers stash into and pop from in the running thread."""
+    """Return the scope (a dictionary) in which layers stash and pop tensors in this thread."""
     # Layers that run without a pipeline, in a plain nn.Sequential, use the thread's first scope.
     scope: Scope = vars(_local).setdefault("scope", {})
     return scope

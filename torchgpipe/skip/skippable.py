@@ -1,7 +1,7 @@
-"""Skippable layers: one layer stashes a tensor, and a later layer pops it.
+"""Skippable layers: one layer stashes a tensor, and a later layer pops the tensor.
 
-They are an idea of the torchgpipe paper, section 3.3. A skippable layer works in a `GPipe` as in a
-plain `nn.Sequential`.
+Section 3.3 of the torchgpipe paper introduces skippable layers. A skippable layer works in a
+`GPipe` and in a plain `nn.Sequential`.
 """
 
 import functools
@@ -20,11 +20,11 @@ Layer = TypeVar("Layer", bound=type[Module])
 
 @dataclass(slots=True, eq=False)
 class stash:
-    """What a forward yields to stash a tensor for a later layer: `yield stash(name, tensor)`.
+    """A request to stash a tensor for a later layer; a forward yields it: `yield stash(name, x)`.
 
     Args:
         name: The skip's name, as `skippable` declares it.
-        tensor: The tensor that the later layer will pop, or `None`.
+        tensor: The tensor that the later layer pops, or `None`.
 
     Raises:
         TypeError: If `tensor` is neither a tensor nor `None`.
@@ -41,7 +41,7 @@ class stash:
 
 @dataclass(slots=True, eq=False)
 class pop:
-    """What a forward yields to get what an earlier layer stashed: `tensor = yield pop(name)`.
+    """A request for a stashed tensor; a forward yields it: `tensor = yield pop(name)`.
 
     Args:
         name: The skip's name, as `skippable` declares it.
@@ -53,17 +53,18 @@ class pop:
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
     """Return a decorator that lets a module class stash and pop the named skips.
 
-    The class's `forward` may then be a generator that yields `stash(name, tensor)` and `pop(name)`,
-    and returns its output. Every forward has to use every declared name. The class gets a method
-    `isolate(ns, *, only=None)`, which puts a layer's skips, or only the skips named in `only`, into
-    a namespace and returns the layer.
+    The class's `forward` can then be a generator that yields `stash(name, tensor)` and `pop(name)`,
+    and returns its output. Every call of `forward` has to use every declared name. The decorator
+    adds a method `isolate(ns, *, only=None)` to the class. The method puts a layer's skips, or only
+    the skips named in `only`, into a namespace, and returns the layer.
 
     Args:
         stash: The names of the skips that the layer stashes.
         pop: The names of the skips that the layer pops.
 
     Raises:
-        TypeError: If no name is declared, a name is in both, or one of the two is a single string.
+        TypeError: If there is no name, if a name is in `stash` and in `pop`, or if `stash` or `pop`
+            is a single string.
     """
     stashes, pops = _names("stash", stash), _names("pop", pop)
     if not stashes and not pops:
@@ -101,7 +102,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
 def skips_of(module: Module) -> tuple[list[SkipKey], list[SkipKey]]:
     """Return the skips that `module` and its submodules stash, and the skips that they pop.
 
-    They are in the order of the modules, and sorted by name within each module.
+    Both lists are in the order of the modules, and sorted by name within each module.
     """
     stashes: list[SkipKey] = []
     pops: list[SkipKey] = []
@@ -122,7 +123,7 @@ def _names(what: str, names: Iterable[str]) -> frozenset[str]:
 
 
 def _declared(layer: Module) -> dict[str, frozenset[str]]:
-    """Return the declared names by verb: the layer's own dictionary, or its class's."""
+    """Return the names that a layer declares, under the keys "stash" and "pop"."""
     return layer._skips  # type: ignore[return-value]
 
 
@@ -148,9 +149,10 @@ def _isolate(self: Module, ns: Namespace, *, only: Iterable[str] | None = None) 
 
 
 def _drive(layer: Module, steps: Generator[object, Tensor | None, Any], used: set[str]) -> Any:
-    """Run a generator forward to its end, and return its output.
+    """Run a forward that is a generator, and return its output.
 
-    Each yielded `pop` is answered with a tensor. The names that are used are added to `used`.
+    The function sends a tensor into the generator for each `pop` that the generator yields. It adds
+    the names of stashed and popped skips to `used`.
     """
     scope = current_scope()
     kind = type(layer).__name__

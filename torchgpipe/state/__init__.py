@@ -1,1 +1,1 @@
-"""The state of a training: what belongs to it, and how it is saved in files and loaded."""
+"""Save the state of a training (layers, optimizer, random generators) in files, and load it."""

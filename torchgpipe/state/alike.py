@@ -1,4 +1,4 @@
-"""Whether a saved state is of the model and optimizer that the ranks hold."""
+"""Check that a saved state fits the model and the optimizer into which it is loaded."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,17 +10,17 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torchgpipe.state.state import Content
 
 _NAMED = 5
-"""An error message names at most this many parts of a state."""
+"""How many keys of a state an error message names at most."""
 
 Forms = dict[str, str]
-"""Type and shape of each tensor of a state, by the tensor's key."""
+"""Maps the key of each tensor in a state to a text with the tensor's type and shape."""
 
 Held = tuple[Forms, str | None, list[str]]
-"""A rank's forms, the class of its optimizer, and the names of that optimizer's parameters."""
+"""A rank's tensors with their types and shapes, its optimizer's class, and optimized parameters."""
 
 
 def form_of(x: Any) -> str:
-    """Return the type and shape of a tensor or of a saved tensor, and "" for any other value."""
+    """Return the type and shape of a tensor or a saved tensor as text; "" for other values."""
     if isinstance(x, TensorStorageMetadata):
         dtype, shape = x.properties.dtype, x.size
     elif isinstance(x, Tensor):
@@ -31,7 +31,14 @@ def form_of(x: Any) -> str:
 
 
 def check_alike(path: Path, saved: Metadata, training: Content, held: list[Held]) -> None:
-    """Raise `ValueError` if a saved state is not of the model and optimizer that the ranks hold."""
+    """Raise `ValueError` if a saved state does not fit the ranks' model and optimizer.
+
+    Args:
+        path: The folder of the saved state, for messages.
+        saved: The metadata of the saved state.
+        training: The optimizer's class and options in the saved state.
+        held: What each rank has.
+    """
     there: Forms = {}
     for key, x in saved.state_dict_metadata.items():
         if key.startswith(("model.", "generator.")):
@@ -46,22 +53,22 @@ def check_alike(path: Path, saved: Metadata, training: Content, held: list[Held]
             here |= _trained(names)
     wrong = _differences(there, here)
     if wrong:
-        raise ValueError(f"the state in {path} is of another model: {'; '.join(wrong)}")
+        raise ValueError(f"the state in {path} belongs to another model: {'; '.join(wrong)}")
     of_saved = training["optimizer"]
     if kinds and kinds != of_saved:
         raise ValueError(
-            f"the state in {path} is of the optimizer {', '.join(of_saved)}, not of "
+            f"the state in {path} was saved with the optimizer {', '.join(of_saved)}, not with "
             f"{', '.join(kinds)}"
         )
 
 
 def _trained(names: Iterable[str]) -> Forms:
-    """Return an entry without a form for each parameter that an optimizer has."""
+    """Return a dictionary with a key for each parameter of an optimizer, and empty values."""
     return {f"optimizer of {name}": "" for name in names}
 
 
 def _differences(there: Forms, here: Forms) -> list[str]:
-    """Say in which parts a saved state and the state of the ranks differ."""
+    """Return texts that name the keys in which a saved state and the ranks' state differ."""
     unlike = []
     for key, form in here.items():
         saved = there.get(key, form)

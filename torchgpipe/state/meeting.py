@@ -1,6 +1,6 @@
-"""What ranks tell each other when they save or load a state: `Meeting`.
+"""Exchange values between ranks while they save or load a state: `Meeting`.
 
-In a single process there is one rank, and it meets itself.
+A pipeline in a single process has one rank, which exchanges values only with itself.
 """
 
 import pickle
@@ -16,11 +16,13 @@ from torchgpipe.plain import packed, unpacked
 ONE_FOLDER = "all ranks need one folder, on a filesystem that all machines share"
 
 _FOLDER_NAME = re.compile(r"[\w-]+")
-"""A name within the folder of the states: a path that leads to another folder does not match."""
+"""Matches the name of a subfolder, but no path that leads to another folder."""
 
 
 class Meeting:
-    """A meeting of the ranks of a pipeline: all of them call its methods, in the same order.
+    """An exchange of values between the ranks of a pipeline.
+
+    All ranks have to call the methods, in the same order.
 
     Attributes:
         own: This rank's index.
@@ -34,15 +36,15 @@ class Meeting:
         self.n = len(self.all(None))
 
     def all(self, own: Any) -> list[Any]:
-        """Return the plain value that each rank gives, in the order of ranks."""
+        """Send a plain value to all ranks, and return the values of all ranks in order."""
         given = self._exchange(packed(own))
         return list(map(unpacked, given))
 
     def through(self, folder: Path, own: Any) -> list[Any]:
-        """Return the value of any type that each rank gives, in the order of ranks.
+        """Give a value of any type to all ranks through files; return the values of all ranks.
 
-        Ranks pickle their values into files `told-*` of the folder, because what comes from the
-        network is never unpickled.
+        Ranks pickle their values into files `told-*` of the folder. Values do not go over the
+        network, because nothing that comes from the network is ever unpickled.
         """
         if self.n == 1:
             return [own]
@@ -53,10 +55,14 @@ class Meeting:
         return [pickle.loads(file.read_bytes()) for file in files]
 
     def first(self, folder: Path, name: Callable[[], str | None]) -> Path | None:
-        """Return the path of the subfolder that rank 0 names, or `None` if rank 0 names none.
+        """Return the path of the subfolder that rank 0 chooses, or `None` if rank 0 chooses none.
+
+        Args:
+            folder: The folder that contains the subfolder.
+            name: Returns the subfolder's name, or `None`. It is called on rank 0 only.
 
         Raises:
-            RuntimeError: If this rank does not see that subfolder.
+            RuntimeError: If this rank does not see the subfolder.
         """
         own = name() if self.own == 0 else None
         named = self.all(own)[0]

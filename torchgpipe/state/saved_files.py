@@ -1,6 +1,6 @@
 """The files of a saved state: a checkpoint of `torch.distributed.checkpoint`, and its checksums.
 
-Ranks agree by a `Meeting` on what each of them writes.
+Ranks use a `Meeting` to exchange what each rank writes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchgpipe.caught import caught
 from torchgpipe.state.meeting import Meeting
 
 MARK = "saved-by-torchgpipe.json"
-"""The file that is written last. It holds the checksum of every other file of the state."""
+"""The name of the file that is written last. It has the checksums of all other files."""
 
 _BLOCK = 2**20
 """How many bytes of a file are read at once."""
@@ -36,9 +36,9 @@ _BLOCK = 2**20
 def marked(path: Path) -> bool:
     """Return whether a folder holds a state that this library has saved.
 
-    Older versions wrote no mark, so their folders are known by the content of `.metadata`. A link
-    whose target is not there, such as on a disk that is not mounted, counts as a state: loading it
-    then fails, and no older state is loaded without notice.
+    Older versions did not write the file `MARK`, so the content of `.metadata` identifies their
+    folders. A broken link (for example, to a disk that is not mounted) counts as a state. Then
+    loading fails with an error, and does not silently load an older state.
     """
     with suppress(OSError):
         if (path / MARK).is_file() or not path.exists():
@@ -49,7 +49,7 @@ def marked(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or a link to a folder, and ignore what cannot be removed."""
+    """Remove a folder, or a link to a folder, and ignore errors."""
     with suppress(OSError):
         if path.is_symlink():
             path.unlink()
@@ -58,10 +58,12 @@ def remove(path: Path) -> None:
 
 
 def check(path: Path, ranks: Meeting) -> dict[str, int]:
-    """Check this rank's share of a state's files, and return the checksums of all its files.
+    """Check some of a state's files on this rank, and return the checksums of all files.
+
+    Each rank checks a different part of the files.
 
     Raises:
-        ValueError: If the content of a file differs from what was written.
+        ValueError: If a file's content does not have the checksum from the time of writing.
     """
     mark = path / MARK
     if not mark.exists():
@@ -83,7 +85,13 @@ def _checksum(path: Path) -> int:
 
 
 def write(content: dict[str, Any], path: Path, ranks: Meeting) -> None:
-    """Write a checkpoint, to which each rank adds its part, and flush it to the disk."""
+    """Write a checkpoint together with all other ranks, and flush it to the disk.
+
+    Args:
+        content: The values that this rank writes.
+        path: The folder of the checkpoint.
+        ranks: The exchange of values between ranks.
+    """
     first = ranks.own == 0
     writer = FileSystemWriter(path)
     writer.fs = files = _Files()
@@ -116,7 +124,7 @@ def _mark(path: Path, sums: list[dict[str, int]]) -> None:
 
 
 class _Files(FileSystem):
-    """The filesystem that a rank writes to; it keeps a checksum of each file."""
+    """A filesystem for PyTorch's checkpoint writer that computes the checksum of each file."""
 
     def __init__(self) -> None:
         self._made: dict[str, _File] = {}
@@ -133,9 +141,9 @@ class _Files(FileSystem):
 
 
 class _File(io.BufferedWriter):
-    """A file with a checksum, which may be flushed after it was closed.
+    """A file that computes its checksum; `flush` does nothing after the file was closed.
 
-    PyTorch's writer does so after an item that it could not write.
+    PyTorch's writer flushes a closed file after an item that it could not write.
     """
 
     sum = 0
@@ -150,7 +158,7 @@ class _File(io.BufferedWriter):
 
 
 def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
-    """Return the parts of a checkpoint with these keys."""
+    """Return the values of a checkpoint that have these keys."""
     content: dict[str, Any] = {}
     for key in keys:
         content[key] = _blank(saved.state_dict_metadata[key])
@@ -164,14 +172,14 @@ def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
 
 
 def _blank(saved: Any) -> Tensor | None:
-    """Return an empty tensor for PyTorch to read into, or `None` for a part that is no tensor."""
+    """Return an empty tensor into which PyTorch reads, or `None` if the value is not a tensor."""
     if not isinstance(saved, TensorStorageMetadata):
         return None
     return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
 
 
 def flush(path: Path) -> None:
-    """Let the content of a file, or the names in a folder, reach the disk."""
+    """Flush the content of a file, or the list of names in a folder, to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -181,10 +189,10 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn any error within the context into one that names the state and says what to do.
+    """Convert any error within the context into a `RuntimeError` that says what to do.
 
     Raises:
-        RuntimeError: If the state cannot be read.
+        RuntimeError: If the state cannot be read. The message names the folder of the state.
     """
     try:
         yield
@@ -194,19 +202,19 @@ def readable(path: Path) -> Iterator[None]:
         if lines and lines[0]:
             why = f"{why}: {lines[0]}"
         raise RuntimeError(
-            f"the state in {path} cannot be read ({why}); if it is damaged, remove it, and the "
-            "state before it is loaded"
+            f"the state in {path} cannot be read ({why}); if it is damaged, remove the folder, and "
+            "the previous state is loaded"
         ) from caught(error)
 
 
 class FileLock:
-    """An exclusive lock on a file, held for as long as this object lives.
+    """An exclusive lock on a file, which is held as long as this object exists.
 
-    The lock belongs to the open file (`flock`). A POSIX lock (`lockf`) would end when this process
-    closes any descriptor of the file, for example after it has copied the folder. This process
-    could not lock a file that it opens a second time, so there is one object for each file, which
-    all parts of the process share (`FileLock.all`). A forked process inherits the open file and
-    closes it. Otherwise the lock would outlive the process that took it.
+    The lock belongs to the open file (`flock`). A POSIX lock (`lockf`) ends as soon as this process
+    closes any descriptor of the file, for example after it has copied the folder. With `flock`, a
+    process cannot lock a file twice. So there is one object for each file, and the whole process
+    shares it (`FileLock.all`). A forked process inherits the open file, and closes it. Otherwise
+    the lock lasts longer than the process that has taken it.
 
     Raises:
         RuntimeError: If another process holds the lock.

@@ -1,12 +1,12 @@
-"""Saved states of a training, from which the training goes on: `Saves`.
+"""Save states of a training, and load a state to continue the training: `Saves`.
 
-A state is either whole or not there. All ranks write it into one folder with a preliminary name,
-and flush it to the disk. When every rank has done so, rank 0 gives the folder its final name. If a
-rank or a machine dies before that, the next save removes what it has left. An older state is
-removed only when the newer one is whole.
+A state counts as saved only when it is complete. All ranks write the state into one folder with a
+preliminary name, and flush the files to the disk. When every rank has written its files, rank 0
+gives the folder its final name. If a rank or a machine dies earlier, the next save removes the
+incomplete folder. An older state is removed only when the newer state is complete.
 
-A state is a checkpoint of `torch.distributed.checkpoint`. The ranks agree on its parts by messages
-of the pipeline. So if a rank fails or dies while they save, the pipeline ends on all ranks.
+A state is a checkpoint of `torch.distributed.checkpoint`. Ranks exchange its metadata by messages
+of the pipeline. So if a rank fails or dies during a save, the pipeline ends on all ranks.
 """
 
 import os
@@ -39,10 +39,10 @@ from torchgpipe.state.saved_files import (
 from torchgpipe.state.state import Content, State, same
 
 _WHOLE = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})-step-(0|-?[1-9][0-9]*)")
-"""The names of folders that hold a whole state."""
+"""Matches the name of a folder with a complete state."""
 
 _PART = re.compile(r"part-[0-9a-f]{32}")
-"""The names of folders that ranks write into, or that are being removed."""
+"""Matches the preliminary name of a folder that is being written or removed."""
 
 
 class Saves:
@@ -56,17 +56,17 @@ class Saves:
 
     All ranks call `load` and `save`, between mini-batches. A state holds the layers, the optimizer,
     the states of random generators, and the values that the caller adds. It can be loaded with any
-    balance. With as many ranks as before, each rank gets back its own state of PyTorch's default
-    generator. With another number of ranks, all of them get the generator state of rank 0, which
-    decides what the pipeline draws.
+    balance. If the number of ranks is the same as before, each rank loads its own state of
+    PyTorch's default generator. Otherwise all ranks load the generator state of rank 0, which
+    determines the pipeline's random numbers.
 
     Args:
-        folder: A folder that all ranks see. Each pipeline needs a folder of its own. If a second
-            job saves into the same folder, that job raises an error, provided that the filesystem
+        folder: A folder that all ranks see. Each pipeline needs a separate folder. If a second job
+            saves into the same folder, the second job raises an error, provided that the filesystem
             has locks.
-        keep: How many whole states stay; older ones are removed. Each state is a checkpoint of
-            `torch.distributed.checkpoint` in a folder `NUMBER-step-STEP`. Folders are numbered in
-            the order in which they were saved.
+        keep: How many complete states to keep; older states are removed. Each state is a checkpoint
+            of `torch.distributed.checkpoint` in a folder `NUMBER-step-STEP`. Folders are numbered
+            in the order in which they were saved.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
@@ -81,22 +81,22 @@ class Saves:
     ) -> None:
         """Save the state after a step; gradients are not saved.
 
-        When this returns, the state is whole and on the disk.
+        When this method returns, the complete state is on the disk.
 
         Args:
             step: The number of the step that the training has just completed.
             model: The pipeline.
             optimizer: The optimizer of this rank's parameters, or `None` if there is none.
-            others: Further values from which the training goes on, such as the state of a learning
-                rate schedule, or of a generator that draws samples. They are tensors and plain
-                Python values, and the same on all ranks.
+            others: Further values that the training needs to continue, such as the state of a
+                learning rate schedule, or of a generator that draws samples. The values are tensors
+                and plain Python values. All ranks have to give equal values.
 
         Raises:
-            OSError: If the state cannot be written, for example on a full disk. States that were
-                saved before stay.
+            OSError: If the state cannot be written, for example because the disk is full. States
+                that were saved earlier are kept.
             RuntimeError: If a rank does not see the folder of rank 0, or another job saves into it.
-            ValueError: If the pipeline does not have all ranks, if the optimizer holds anything
-                beside the states of its parameters, or if ranks give different values of `others`.
+            ValueError: If the pipeline does not use all ranks, if the optimizer has state that does
+                not belong to a parameter, or if ranks give different values of `others`.
             RankFailed: If another rank has failed.
         """
         if not isinstance(step, int) or isinstance(step, bool):
@@ -105,8 +105,8 @@ class Saves:
             ranks = Meeting(model.rank, exchange)
             if dist.is_initialized() and dist.get_world_size() > ranks.n:
                 raise ValueError(
-                    f"the pipeline has {ranks.n} of {dist.get_world_size()} ranks, and only one of "
-                    "all ranks can be saved; where others hold replicas, use "
+                    f"the pipeline has {ranks.n} of {dist.get_world_size()} ranks, but only a "
+                    "pipeline over all ranks can be saved; if other ranks hold replicas, use "
                     "torch.distributed.checkpoint itself (docs/processes.md)"
                 )
             state = State(model, optimizer, ranks.own)
@@ -115,13 +115,14 @@ class Saves:
             try:
                 self._write(part, ranks, state, training)
             except BaseException:
-                # Other ranks may still write into the folder, and then the next save removes it.
+                # With several ranks, other ranks may still write into the folder. In that case, the
+                # next save removes it.
                 if ranks.n == 1:
                     remove(part)
                 raise
 
     def _write(self, part: Path, ranks: Meeting, state: State, training: Content) -> None:
-        """Write a state into the folder `part`; rank 0 gives the folder its final name."""
+        """Write a state into the folder `part`; rank 0 then gives the folder its final name."""
         given = {"step": training["step"], **training["others"]}
         told = ranks.through(part, (given, state.kind, state.options()))
         kinds = set()
@@ -137,19 +138,19 @@ class Saves:
         write(content, part, ranks)
         if ranks.own == 0:
             self._complete(part, training["step"])
-        ranks.all(None)  # the other ranks return only when the state is whole, too
+        ranks.all(None)  # all ranks wait here until the state is complete
 
     def _complete(self, part: Path, step: int) -> None:
-        """Give a folder that all ranks have written its final name, and remove old states."""
+        """Rename the folder of a complete state to its final name, and remove old states."""
         number = max(self._whole(), default=0) + 1
-        # A folder of the same name may be there that this library has not made.
+        # A folder with this name can exist that this library has not made.
         while os.path.lexists(path := self.folder / f"{number:06}-step-{step}"):
             number += 1
         os.rename(part, path)
         flush(self.folder)
         whole = sorted(self._whole().items())
         for _, name in whole[: -self.keep]:
-            # It loses its name first: a state that is removed in part must not look whole.
+            # The folder is renamed first, so that a partly removed state does not look complete.
             old = self.folder / _new_part()
             os.rename(self.folder / name, old)
             remove(old)
@@ -157,20 +158,20 @@ class Saves:
     def load(self, model: Partitioned, optimizer: Optimizer | None) -> dict[str, Any] | None:
         """Load the newest state into the pipeline, the optimizer and the random generators.
 
-        Nothing is changed before every rank has read its part. Gradients are deleted: those of a
-        mini-batch that failed must not be added to those of the next one.
+        Nothing is changed before every rank has read its part of the state. Gradients are deleted,
+        so that gradients of a failed mini-batch are not added to gradients of the next mini-batch.
 
         Args:
             model: The pipeline.
-            optimizer: The optimizer of this rank's parameters. With `None`, the optimizer's saved
-                state is left out.
+            optimizer: The optimizer of this rank's parameters. If it is `None`, the saved state of
+                the optimizer is not loaded.
 
         Returns:
-            The saved `step` and the `others` that were given to `save`, in one dictionary, or
-            `None` if there is no state.
+            A dictionary with the saved `step` and the `others` that `save` was given, or `None` if
+            there is no state.
 
         Raises:
-            ValueError: If the state is of another model or optimizer.
+            ValueError: If the state belongs to another model or another class of optimizer.
             RuntimeError: If a rank does not see the folder of rank 0, or the state is damaged.
             RankFailed: If another rank has failed.
         """
@@ -202,7 +203,7 @@ class Saves:
             return {"step": training["step"], **training["others"]}
 
     def _whole(self) -> dict[int, str]:
-        """Return the names of all whole states by their numbers."""
+        """Return a dictionary from the number of each complete state to its folder's name."""
         whole: dict[int, str] = {}
         if not self.folder.is_dir():
             return whole
@@ -213,9 +214,9 @@ class Saves:
         return whole
 
     def _newest(self) -> str | None:
-        """Return the name of the newest state, or `None` if there is none.
+        """Return the name of the newest state, or `None` if there is no state.
 
-        In that case, check that a state can be written, before a long training begins.
+        If there is no state, check that the folder can be written, before a long training begins.
         """
         whole = self._whole()
         if whole:
@@ -230,13 +231,14 @@ class Saves:
         return None
 
     def _begin(self) -> str:
-        """Make a folder to write into, and return its name.
+        """Make a folder with a preliminary name for a new state, and return the name.
 
-        The name is new: a rank whose filesystem has cached that a name is missing would not see it.
+        Each name is used only once. If a rank has looked for a name earlier, its network filesystem
+        may remember that the name does not exist.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder.resolve() / "lock"
-        # This object holds the lock for as long as it lives.
+        # This object holds the lock as long as it exists.
         self._locked = FileLock.all.get(path) or FileLock(path)
         for name in os.listdir(self.folder):
             if _PART.fullmatch(name):
@@ -247,7 +249,7 @@ class Saves:
 
     @contextmanager
     def _reported(self, step: int) -> Iterator[None]:
-        """Turn a failure to write into an `OSError` of one line, which says what is still saved."""
+        """Convert a failed write into an `OSError` that says whether older states are kept."""
         try:
             yield
         except Exception as error:
@@ -266,7 +268,7 @@ def _new_part() -> str:
 
 
 def _os_error(error: BaseException) -> OSError | None:
-    """Return an error, or the first of the errors that have led to it, that is an `OSError`."""
+    """Return the first `OSError` among an error and its causes, or `None` if there is none."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         if cause.__cause__ is not None or cause.__suppress_context__:
@@ -277,11 +279,11 @@ def _os_error(error: BaseException) -> OSError | None:
 
 
 def _check_same(own: int, given: Content, rank: int, theirs: Content) -> None:
-    """Raise `ValueError` if rank `own` and another rank give different values to save."""
+    """Raise `ValueError` if this rank and another rank give different values to save."""
     names = {**given, **theirs}
     unlike = [name for name in names if not same(given.get(name, ...), theirs.get(name, ...))]
     if unlike:
         raise ValueError(
             f"ranks {own} and {rank} give different values of {', '.join(unlike)} to save; all "
-            "ranks have to give the same, since all get back that of rank 0"
+            "ranks have to give equal values, because all ranks load the values of rank 0"
         )

@@ -1,4 +1,4 @@
-"""The part of a training's state that one process holds: `State`."""
+"""The state of a training in one process: `State`."""
 
 import pickle
 from collections import defaultdict
@@ -18,23 +18,23 @@ _STATE = "optimizer.state."
 _PARAMETERS = ("params", "param_names")
 """The entries of an optimizer's group that list its parameters.
 
-They depend on the balance. All other entries are options, such as the learning rate.
+These entries depend on the balance. All other entries are options, such as the learning rate.
 """
 
 Content = dict[str, Any]
 
 Options = dict[str, Content]
-"""The optimizer's options for each parameter, by the parameter's name."""
+"""Maps the name of a parameter to the optimizer's options for the parameter."""
 
 
 class State:
-    """The state of a pipeline's layers in this process, of their optimizer, and of generators.
+    """The state of this process's layers, of their optimizer, and of random generators.
 
-    Each value has a name, which does not depend on the balance. A parameter or buffer of the model
-    is `model.NAME`, and a value that the optimizer holds for a parameter is
-    `optimizer.state.NAME.KEY`. The generator of a layer is `generator.NAME`. PyTorch's default
-    generator of a rank is `random.RANK`. If the device of a partition has a default generator of
-    its own, that generator is `random.device.PARTITION`.
+    Each value has a key, which does not depend on the balance. The key is `model.NAME` for a
+    parameter or buffer, and `optimizer.state.NAME.KEY` for a value that the optimizer holds for a
+    parameter. It is `generator.NAME` for a generator that a layer has, and `random.RANK` for a
+    rank's default CPU generator. It is `random.device.PARTITION` for the default generator of a
+    partition's GPU.
 
     Attributes:
         kind: The name of the optimizer's class, or `None` without an optimizer.
@@ -65,7 +65,7 @@ class State:
                 self._defaults[f"random.device.{partition}"] = generator
 
     def content(self) -> Content:
-        """Return all values that are to be saved."""
+        """Return all values to save, by their keys."""
         content = self.fixed()
         for key, generator in self._defaults.items():
             content[key] = generator.get_state()
@@ -76,7 +76,10 @@ class State:
         return content
 
     def fixed(self) -> Content:
-        """Return the values whose names, types and shapes are determined by the layers."""
+        """Return the values to save that the layers determine: parameters, buffers and generators.
+
+        A saved state fits only if its values have the same keys, types and shapes.
+        """
         fixed: Content = {}
         for name, x in self._model.state_dict().items():
             fixed[f"model.{name}"] = x
@@ -87,7 +90,7 @@ class State:
     def options(self) -> Options:
         """Return the optimizer's options for each parameter.
 
-        The parameters of one group share one dictionary, so that pickle writes it only once.
+        The parameters of one group share a single dictionary, so that pickle writes it only once.
         """
         options: Options = {}
         for names, group in zip(self._groups, self._group_states, strict=True):
@@ -103,7 +106,7 @@ class State:
 
         Args:
             keys: All keys of the saved state.
-            same_ranks: Whether the state was saved by as many ranks as there are now.
+            same_ranks: Whether the number of ranks is the same as when the state was saved.
         """
         fixed = self.fixed()
         names = {*self._names}
@@ -113,14 +116,14 @@ class State:
         return wanted
 
     def packed(self, content: Mapping[str, Any], options: Options) -> Content:
-        """Return the optimizer's state in the form that its `load_state_dict` takes.
+        """Return the optimizer's saved state as a dictionary for its `load_state_dict`.
 
         Args:
             content: The values that were read from the saved state.
             options: The saved options of every parameter.
 
         Raises:
-            ValueError: If parameters of one group had different options when they were saved.
+            ValueError: If two parameters of one group had different options in the saved state.
         """
         states = self._states_by_name(content)
         numbered: dict[int, Content] = {}
@@ -138,7 +141,10 @@ class State:
         return {"state": numbered, "param_groups": groups}
 
     def _states_by_name(self, content: Mapping[str, Any]) -> dict[str, Content]:
-        """Return what the optimizer holds for each parameter, with the parameter's strides."""
+        """Return the values that the optimizer holds for each parameter, by the parameter's name.
+
+        Tensors get the strides of their parameter.
+        """
         states: dict[str, Content] = defaultdict(dict)
         for key, value in content.items():
             name = parameter(key)
@@ -153,14 +159,14 @@ class State:
         return states
 
     def put(self, content: Mapping[str, Any], packed: Content, *, same_ranks: bool) -> None:
-        """Put what was read into layers, optimizer and generators, and delete all gradients.
+        """Load values into the layers, the optimizer and the generators, and delete all gradients.
 
-        Gradients would belong to the parameters' earlier values.
+        Gradients are deleted because they belong to earlier values of the parameters.
 
         Args:
             content: The values that were read from the saved state.
-            packed: The optimizer's state, as `packed` returns it.
-            same_ranks: Whether the state was saved by as many ranks as there are now.
+            packed: The optimizer's state, from the method `packed`.
+            same_ranks: Whether the number of ranks is the same as when the state was saved.
         """
         for p in self._parameters.values():
             p.grad = None
@@ -177,7 +183,7 @@ class State:
             generator.set_state(content[key])
 
     def _restore_types(self, states: dict[int, Content]) -> None:
-        """Undo the casts of `load_state_dict`, which gives each value the type of its parameter."""
+        """Restore the saved types: `load_state_dict` has cast values to the parameter's type."""
         for number, values in states.items():
             p = self._parameters[self._names[number]]
             state = self._optimizer.state[p]
@@ -186,10 +192,10 @@ class State:
                     state[key] = saved.to(state[key].device)
 
     def _drawing(self, keys: Collection[str], same_ranks: bool) -> list[tuple[str, Generator]]:
-        """Return each default generator with the key of the saved state that it gets.
+        """Return pairs of a key in the saved state and the default generator that loads its value.
 
-        That is the generator's own key, or the key of the first rank or partition if the number of
-        ranks has changed or the state has no such key.
+        A generator has its own key. If the number of ranks has changed, or the saved state lacks
+        this key, the generator loads the value of the first rank or the first partition.
         """
         drawing = []
         for own, generator in self._defaults.items():
@@ -201,7 +207,11 @@ class State:
 
 
 def _check_nothing_else(held: list[Any]) -> None:
-    """Raise `ValueError` if an optimizer holds anything beside the states of its parameters."""
+    """Raise `ValueError` if an optimizer has state that does not belong to a parameter.
+
+    Args:
+        held: The keys of such state.
+    """
     if held:
         other = held[0]
         what = repr(other)
@@ -209,27 +219,28 @@ def _check_nothing_else(held: list[Any]) -> None:
             what = f"a tensor of shape {list(other.shape)}"
         raise ValueError(
             f"the optimizer holds {what} beside the states of parameters, which would be lost; "
-            "save the layers without the optimizer, and its state by a name of its own"
+            "save the layers with optimizer=None, and pass the optimizer's state_dict() to save() "
+            "under another name"
         )
 
 
 def _named_groups(optimizer: Optimizer, names: Mapping[Parameter, str]) -> list[list[str]]:
-    """Return the names of the parameters of each of an optimizer's groups."""
+    """Return a list of parameter names for each parameter group of an optimizer."""
     groups = []
     for group in optimizer.param_groups:
         parameters = group["params"]
         if any(p not in names for p in parameters):
             raise ValueError(
-                "the optimizer has a parameter that the model does not have; give what else is "
-                "trained an optimizer of its own, and save the states of both under names of their "
-                "own"
+                "the optimizer has a parameter that the model does not have; use a separate "
+                "optimizer for parameters outside the model, and pass its state_dict() to save() "
+                "under another name"
             )
         groups.append([names[p] for p in parameters])
     return groups
 
 
 def _generators_of(model: Partitioned) -> dict[str, Generator]:
-    """Return the generators that are attributes of layers, by their keys in a saved state."""
+    """Return the generators that are attributes of layers, by their keys."""
     generators = {}
     for name, module in model.named_modules():
         for attribute, value in module.__dict__.items():
@@ -246,15 +257,13 @@ def _check_one_group(names: list[str], options: Options) -> None:
             if not same(first, other):
                 raise ValueError(
                     f"the optimizer has {names[0]!r} and {name!r} in one group, but in the saved "
-                    f"state their options differ: {option} is {first} and {other}"
+                    f"state their options differ: {option} is {first} for the first parameter and "
+                    f"{other} for the second"
                 )
 
 
 def parameter(key: str) -> str | None:
-    """Return the name of the parameter for which an optimizer holds the value of this key.
-
-    A key of another kind gives `None`.
-    """
+    """Return the parameter's name in a key `optimizer.state.NAME.KEY`, or `None` for other keys."""
     if not key.startswith(_STATE):
         return None
     name, _, _ = key.removeprefix(_STATE).rpartition(".")
@@ -262,16 +271,16 @@ def parameter(key: str) -> str | None:
 
 
 def _placed(saved: Any, now: Any) -> Any:
-    """Return a saved option; a tensor is moved to the device of the present option."""
+    """Return an option's saved value; move a tensor to the device of the option's current value."""
     if isinstance(saved, Tensor) and isinstance(now, Tensor):
         return saved.to(now.device)
     return saved
 
 
 def same(x: Any, y: Any) -> bool:
-    """Return whether two values are equal; they may be nested plain values and tensors.
+    """Return whether two values, such as tensors or nested dictionaries and lists, are equal.
 
-    NaN equals NaN.
+    NaN counts as equal to NaN.
     """
     if type(x) is not type(y):
         return False

@@ -1,1 +1,1 @@
-"""Tensors that tasks hand on: micro-batches, skips and copies; and private names of autograd."""
+"""Tensors that tasks pass to each other, copies of tensors, and private functions of autograd."""

@@ -1,7 +1,7 @@
-"""The functions of this library that use private names of PyTorch's autograd.
+"""The functions of this library that use private names of PyTorch.
 
-A later version of PyTorch may rename or remove these names. Then
-`tests/library/tensors/test_autograd_adapter.py` fails and says which name is gone.
+If a later version of PyTorch renames or removes a name,
+`tests/library/tensors/test_autograd_adapter.py` fails and says which name is missing.
 """
 
 import sys
@@ -26,43 +26,43 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 _engine = torch.autograd.Variable._execution_engine
 
 at_end: Callable[[Callable[[], None]], None] = _engine.queue_callback
-"""Call a function at the end of the backward in progress, unless that fails."""
+"""Call a function at the end of the running backward, unless the backward fails."""
 
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-"""Return whether the backward in progress was asked to keep its graph (`retain_graph=True`)."""
+"""Return whether the running backward keeps its graph (`retain_graph=True`)."""
 
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the number of the backward in progress; a later backward has a higher one."""
+"""Return the number of the running backward, or -1; a later backward has a higher number."""
 
 packs_saved_tensors: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
-"""Return whether this thread is within `saved_tensors_hooks`, as it is in a plain checkpoint."""
+"""Return the `saved_tensors_hooks` of this thread (a plain checkpoint has some), or `None`."""
 
 let_gradients_go_forward: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
 """Switch forward-mode gradients on or off; they are off in an `autograd.Function`'s forward."""
 
 torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
-"""Return whether tensor subclasses see what is called on them; not in such a loss's backward."""
+"""Return whether `__torch_function__` is enabled; a tensor subclass's `backward()` disables it."""
 
 with_torch_function: Callable[[], AbstractContextManager[object]] = torch._C._EnableTorchFunction
-"""Let tensor subclasses see the functions that are called on them."""
+"""Return a context in which `__torch_function__` of tensor subclasses is enabled."""
 
 without_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
-"""Hide the functions that are called from tensor subclasses and from modes."""
+"""Return a context in which `__torch_function__` of subclasses and of modes is disabled."""
 
 push_mode, pop_mode = _push_mode, _pop_mode
-"""Begin or end a mode of this thread; its own `__enter__` writes to what all threads share."""
+"""Push or pop a mode of this thread. A mode's own `__enter__` also changes shared variables."""
 
 _major, _minor, *_ = torch.__version__.split(".")
 
 _NODES_KEEP_GRAPHS = (int(_major), int(_minor)) >= (2, 13)
-"""Whether the node of a custom `autograd.Function`, held from Python, keeps its graph alive."""
+"""Whether a Python reference to the node of a custom `autograd.Function` keeps its graph alive."""
 
 
 def edge_of(y: Tensor) -> GradientEdge:
-    """Return the edge by which the gradient of `y` enters the graph; it keeps the graph alive.
+    """Return the gradient edge of `y`, at which a backward can begin; it keeps the graph alive.
 
-    The result is that of `get_gradient_edge`. But that function takes longer, and it needs a view
-    of `y`, which sparse tensors do not have.
+    The result equals that of `get_gradient_edge`. But `get_gradient_edge` takes longer, and it
+    needs a view of `y`, which sparse tensors do not support.
     """
     node = y.grad_fn
     if node is None:
@@ -75,20 +75,20 @@ def edge_of(y: Tensor) -> GradientEdge:
 def accumulator_of(leaf: Tensor) -> Any:
     """Return the node that accumulates a leaf's gradient.
 
-    The node exists only while a graph or a reference from Python holds it.
+    The node exists only while a graph or a Python reference holds it.
     """
     return get_gradient_edge(leaf).node
 
 
 ONLY_WHOLE = {"CheckpointFunctionBackward", "RegisterPostBackwardFunctionBackward"}
-"""Nodes of a reentrant `torch.utils.checkpoint`, and of FSDP2 (`fully_shard`).
+"""Names of the nodes of a reentrant `torch.utils.checkpoint`, and of FSDP2 (`fully_shard`).
 
-They accumulate gradients by themselves, but only in a backward that goes to all leaves.
+These nodes accumulate gradients themselves, but only in a backward that goes to all leaves.
 """
 
 
 def leaves_behind(y: Tensor) -> tuple[list[Tensor], bool]:
-    """Return the leaves behind `y`, and whether backward works only for all of them at once."""
+    """Return the leaves behind `y`, and whether a backward works only if it goes to all leaves."""
     leaves: list[Tensor] = []
     only_whole = False
     unseen = [get_gradient_edge(y).node]
@@ -108,7 +108,7 @@ def leaves_behind(y: Tensor) -> tuple[list[Tensor], bool]:
 
 @contextmanager
 def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Keep the hooks of these leaves (`register_hook`) from running within this context."""
+    """Disable the hooks of these leaves (`register_hook`) within this context."""
     hooked = [(x, x._backward_hooks) for x in leaves if x._backward_hooks]
     try:
         for x, _ in hooked:
@@ -120,7 +120,7 @@ def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 
 is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
-"""Return whether a gradient stands for several, as with `is_grads_batched=True`."""
+"""Return whether a tensor is a batch of gradients, which `is_grads_batched=True` makes."""
 
 
 def run_backward(
@@ -132,14 +132,14 @@ def run_backward(
 ) -> None:
     """Run a backward, and accumulate gradients into leaves.
 
-    It does the same as `torch.autograd.backward`, but without checks that take longer than the
-    backward of a small layer.
+    This function does the work of `torch.autograd.backward`, but leaves out checks that take longer
+    than the backward of a small layer.
 
     Args:
         roots: The edges at which the backward begins.
         grads: The gradient for each root.
         keep_graph: Whether the graph can be used for another backward.
-        ends: The only edges to which the backward goes; if there are none, it goes to all leaves.
+        ends: The edges at which the backward ends; if empty, the backward goes to all leaves.
     """
     edges, given, inputs, create_graph = tuple(roots), tuple(grads), tuple(ends), False
     _engine.run_backward(
@@ -148,13 +148,13 @@ def run_backward(
 
 
 def saved_by(node: Any, name: str) -> Any:
-    """Return the value that an operator's node has saved under a name; a tensor is detached."""
+    """Return the value that a graph node has saved under a name; a tensor is returned detached."""
     value = getattr(node, f"_saved_{name}")
     return value.detach() if isinstance(value, Tensor) else value
 
 
 def reads_saved(node: Any, names: Iterable[str]) -> bool:
-    """Return whether a node has saved only plain, dense tensors under these names.
+    """Return whether all tensors that a node has saved under these names are plain and dense.
 
     A tensor that `saved_tensors_hooks` has packed does not count as plain.
     """
@@ -183,10 +183,10 @@ def hooked_in_the_old_way(modules: Iterable[Module]) -> bool:
 
 
 def refuse_transforms(*, forward_mode: bool = True) -> None:
-    """Raise `RuntimeError` if the caller is within a transform that tasks would not see.
+    """Raise `RuntimeError` if the caller is within a `torch.func` transform or forward-mode AD.
 
-    Tasks have graphs or threads of their own, which `torch.func` transforms and forward-mode
-    gradients do not reach.
+    A pipeline runs each task in a separate graph or thread. Transforms and forward-mode gradients
+    do not reach these graphs and threads.
 
     Args:
         forward_mode: Whether to refuse forward-mode gradients, too.
@@ -204,9 +204,9 @@ def refuse_transforms(*, forward_mode: bool = True) -> None:
 
 
 def sharded(modules: Iterable[Module]) -> set[Module]:
-    """Return the modules among and below `modules` that FSDP2 (`fully_shard`) has sharded.
+    """Return all modules within those of `modules` that FSDP2 (`fully_shard`) has sharded.
 
-    FSDP2 exchanges their parameters between ranks by itself.
+    FSDP2 itself exchanges the parameters of these modules between ranks.
     """
     found: set[Module] = set()
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -228,13 +228,13 @@ def averages_gradients(modules: Iterable[Module]) -> bool:
 
 
 def is_compiled(module: Module) -> bool:
-    """Return whether `torch.compile` has made this module, or has compiled its call or forward."""
+    """Return whether a module, its call or its `forward` is a result of `torch.compile`."""
     compiled = hasattr(module.forward, "_torchdynamo_orig_callable")
     return compiled or module._compiled_call_impl is not None
 
 
 _averaging: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-"""Every `DistributedDataParallel` of this process; `replicate` makes them, too."""
+"""Every `DistributedDataParallel` of this process, also those that `replicate` makes."""
 
 
 def _note_averaging(module: Module, name: str, submodule: Module | None) -> None:
@@ -248,10 +248,11 @@ register_module_module_registration_hook(_note_averaging)
 
 
 def misses_steps(model: Module) -> bool:
-    """Return whether `DistributedDataParallel` wraps `model` and would not average a `step`.
+    """Return whether `DistributedDataParallel` wraps `model`, but does not average in `model.step`.
 
-    It averages gradients only in the backward of an output of its own forward, which `step` does
-    not call. `replicate` does average them, because it takes each call of the model for a forward.
+    `DistributedDataParallel` averages gradients only in a backward after its own `forward`, and
+    `step` does not call this `forward`. `replicate` averages the gradients of `step`, because it
+    treats each call of the model as a forward.
     """
     if not _averaging or averages_gradients([model]):
         return False
@@ -263,7 +264,7 @@ def misses_steps(model: Module) -> bool:
 
 
 def refuse_cached_parametrizations() -> None:
-    """Raise `RuntimeError` within `torch.nn.utils.parametrize.cached()`."""
+    """Raise `RuntimeError` if the caller is within `torch.nn.utils.parametrize.cached()`."""
     if parametrize._cache_enabled:
         raise RuntimeError(
             "torch.nn.utils.parametrize.cached() keeps a weight for all micro-batches, but each "
@@ -273,11 +274,11 @@ def refuse_cached_parametrizations() -> None:
 
 
 def within_plain_checkpoint(function: str = "") -> bool:
-    """Return whether the caller is a layer that `torch.utils.checkpoint` runs.
+    """Return whether `torch.utils.checkpoint` has called the caller, directly or indirectly.
 
     Args:
-        function: The name of a function of that module; with a name, only calls by that function
-            count.
+        function: The name of a function in `torch.utils.checkpoint`. If it is given, only calls by
+            this function count.
     """
     file = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)
     if file is None:
@@ -292,13 +293,13 @@ def within_plain_checkpoint(function: str = "") -> bool:
 
 
 Stacks = tuple[list[Any], ...]
-"""A thread's modes that see functions, and its modes that see operators, each from outside in."""
+"""A thread's `TorchFunctionMode`s and its `TorchDispatchMode`s, each from the outermost inward."""
 
 NO_MODES: Stacks = ([], [])
 
 
 def mode_stacks() -> Stacks:
-    """Return this thread's `TorchFunctionMode`s and its `TorchDispatchMode`s."""
+    """Return the `TorchFunctionMode`s and the `TorchDispatchMode`s of this thread."""
     functions = torch._C._len_torch_function_stack()
     operators = torch._C._len_torch_dispatch_stack()
     if not functions and not operators:
@@ -322,9 +323,9 @@ def set_mode_stacks(stacks: Stacks) -> None:
 
 
 def is_other_generator(generator: Any) -> bool:
-    """Return whether an operator was given a generator other than the default one.
+    """Return whether a generator that an operator gets is not the default CPU generator.
 
-    The operator gets the default generator as another Python object, so that `is` does not work.
+    Operators get the default generator as a different Python object, so `is` does not work.
     """
     if generator is None:
         return False
@@ -336,7 +337,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def storage_of(x: Tensor) -> int:
-    """Return a number that is equal for two tensors if and only if they share memory."""
+    """Return a number that is the same for two tensors if and only if they share a storage."""
     layout = x.layout
     if layout is not torch.strided:
         if layout is torch.sparse_coo:

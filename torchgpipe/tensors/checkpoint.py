@@ -1,7 +1,7 @@
-"""Checkpointing: which micro-batches are checkpointed, and in which of its passes a layer runs.
+"""Checkpointing: which micro-batches are checkpointed, and which pass of a task is running.
 
 A checkpointed task runs twice. The first pass keeps no activations. The second pass, in backward,
-recomputes them.
+recomputes the activations.
 """
 
 import threading
@@ -23,8 +23,8 @@ _thread = _Thread()
 def checkpointed(mode: Mode, m: int) -> int:
     """Return how many of `m` micro-batches are checkpointed, counted from the first micro-batch.
 
-    The mode `except_last` leaves out the last micro-batch, because its recomputation would start as
-    soon as its forward has ended (torchgpipe paper, section 3.2.3).
+    The mode `except_last` does not checkpoint the last micro-batch, because its backward follows
+    directly after its forward (torchgpipe paper, section 3.2.3).
     """
     return {"always": m, "except_last": m - 1, "never": 0}[mode]
 
@@ -32,7 +32,7 @@ def checkpointed(mode: Mode, m: int) -> int:
 def is_checkpointing() -> bool:
     """Return whether the running layer is in the first pass of a checkpointed task.
 
-    That pass keeps no activations.
+    The first pass keeps no activations.
     """
     return _thread.checkpointing
 
@@ -40,24 +40,24 @@ def is_checkpointing() -> bool:
 def is_recomputing() -> bool:
     """Return whether the running layer is in the second pass of a checkpointed task.
 
-    That pass runs during backward. A layer with an effect beside its output, such as a counter,
-    should have the effect in only one of the two passes.
+    The second pass runs during backward. A layer with a side effect, such as a counter, should have
+    the effect in only one of the two passes.
     """
     _thread.asked = True
     return _thread.recomputing
 
 
 def has_asked() -> bool:
-    """Return whether any of the running layers has called `is_recomputing` in this pass."""
+    """Return whether any layer has called `is_recomputing` in the current pass."""
     return _thread.asked
 
 
 class CheckpointPhase:
-    """A context that marks in which pass of a checkpointed task this thread is.
+    """A context that sets which pass of a checkpointed task runs in this thread.
 
     Args:
-        checkpointing: Whether this is the first pass. `None` keeps the current flag.
-        recomputing: Whether this is the second pass. `None` keeps the current flag.
+        checkpointing: Whether the first pass runs. `None` keeps the current flag.
+        recomputing: Whether the second pass runs. `None` keeps the current flag.
     """
 
     def __init__(

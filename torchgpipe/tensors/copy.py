@@ -1,4 +1,4 @@
-"""Copies between devices, on CUDA streams of their own (torchgpipe paper, section 3.2.4).
+"""Copies between devices, on separate CUDA streams (torchgpipe paper, section 3.2.4).
 
 One node of the autograd graph copies all tensors that a task sends to another device:
 
@@ -7,12 +7,12 @@ One node of the autograd graph copies all tensors that a task sends to another d
     the copy ends          the target's copy stream records an event            `expect`
     the next task begins   the target's compute stream waits for that event     `arrive`
 
-In backward, gradients are copied back in the same way. So a copy overlaps the computation of both
-devices. If a stream uses memory that was allocated on another stream, that use is recorded
-(`Tensor.record_stream`), so that PyTorch does not reuse the memory too early.
+In backward, gradients are copied back in the same way. So copies run at the same time as the
+computation of both devices. If a stream uses memory that was allocated on another stream,
+`Tensor.record_stream` records the use, so that PyTorch does not reuse the memory too early.
 
-A stream that waits holds up all later work on it. So streams wait for events rather than for all
-work of another stream, and no two paths share a stream.
+When a stream waits, all later work on the stream waits, too. So streams wait for single events, not
+for all work of another stream, and each `CopyPath` has its own copy streams.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,12 @@ from torchgpipe.tensors.observe import NOTHING, Observer, observed
 
 
 class StreamFence:
-    """One side of a task: where its inputs arrive, or where its outputs leave.
+    """The synchronization of CUDA streams for the inputs of a task, or for its outputs.
 
-    In backward, the gradients of inputs leave and the gradients of outputs arrive. The methods are
-    the four waits that the module lists. The compute stream is the device's current stream at the
-    time when the fence is made.
+    A task has two fences. At the fence of the inputs, inputs arrive in forward, and their gradients
+    leave in backward. At the fence of the outputs, outputs leave in forward, and their gradients
+    arrive in backward. The module's docstring lists when the four methods are called. The compute
+    stream is the device's current stream at the time when the fence is made.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,12 +43,12 @@ class StreamFence:
         self._expected: list[Event] = []
 
     def leave(self) -> None:
-        """Record an event on the compute stream, after which the tensors that leave are ready."""
+        """Record an event on the compute stream: after it, the tensors to copy are ready."""
         if self._compute is not None:
             self._left = self._compute.record_event()
 
     def arrive(self, tensors: Flat) -> None:
-        """Let the compute stream wait for the end of all expected copies, which made `tensors`."""
+        """Let the compute stream wait for the expected copies; `tensors` are their results."""
         if self._compute is not None and self._expected:
             for event in self._expected:
                 self._compute.wait_event(event)
@@ -55,29 +56,29 @@ class StreamFence:
             self._expected.clear()
 
     def hold(self, stream: Stream | None, tensors: Flat) -> None:
-        """Let a copy stream wait until the tensors that leave are ready."""
+        """Let a copy stream wait until `tensors`, which it will copy, are ready."""
         if stream is not None and self._left is not None:
             stream.wait_event(self._left)
             _keep(tensors, stream)
 
     def expect(self, stream: Stream | None) -> None:
-        """Record an event on a copy stream, after which the tensors that arrive are there."""
+        """Record an event on a copy stream: after it, the copies have arrived."""
         if stream is not None and self._compute is not None:
             self._expected.append(stream.record_event())
 
 
 class CopyPath:
-    """The way from the device of one partition to the device of another one.
+    """Copies of tensors from the device of one partition to the device of another partition.
 
     Args:
         devices: The device of each partition.
         source: The partition that sends.
         target: The partition that receives.
-        own: Whether the path has copy streams of its own on CUDA. If not, copies use the streams
-            that are current at the time.
+        own: Whether the path makes new copy streams on CUDA. Otherwise copies use the streams that
+            are current at the time of the copy.
 
     Attributes:
-        elsewhere: Whether the two devices differ; if they do not, nothing is copied.
+        elsewhere: Whether the two devices differ. If they are equal, nothing is copied.
     """
 
     def __init__(
@@ -99,14 +100,15 @@ class CopyPath:
         tie: Tensor | None = None,
         observer: Observer | None = None,
     ) -> Flat:
-        """Copy tensors to the target, by one node of the autograd graph.
+        """Copy tensors to the target, with a single node of the autograd graph.
 
         Args:
             tensors: The tensors to copy.
             i: The index of the micro-batch.
-            departure: The fence of the task that sends, on the side of its outputs.
-            arrival: The fence of the task that receives, on the side of its inputs.
-            tie: A tensor whose task comes after this copy in backward.
+            departure: The fence of the sending task's outputs.
+            arrival: The fence of the receiving task's inputs.
+            tie: A tensor that makes an extra edge in the graph: the backward of the task that made
+                this tensor runs after the backward of this copy.
             observer: The observer of the mini-batch.
         """
         if not self.elsewhere:
@@ -130,7 +132,7 @@ class CopyPath:
     ) -> Flat:
         """Copy tensors to the target on the current streams.
 
-        A copy to the host has ended when this returns.
+        A copy to the host has ended when this method returns.
 
         Args:
             i: The index of the micro-batch.
@@ -150,7 +152,7 @@ class CopyPath:
 
 
 _GIVEN = 4
-"""How many inputs `_Copy` has before the tensors."""
+"""How many arguments of `_Copy` come before the tensors."""
 
 
 class _Copy(torch.autograd.Function):
@@ -179,24 +181,24 @@ class _Copy(torch.autograd.Function):
 
 
 def _keep(tensors: Flat, stream: Stream) -> None:
-    """Keep the memory of CUDA tensors until the stream has done the work that it has now."""
+    """Keep the memory of CUDA tensors until the stream has done its present work."""
     for x in tensors:
         if x is not None and x.device.type == stream.device.type:
             x.record_stream(stream)
 
 
 def new_stream(device: torch.device) -> Stream | None:
-    """Return a new stream of the device, or `None` if it is no CUDA device."""
+    """Return a new stream of a device, or `None` if the device is not a CUDA device."""
     return Stream(device) if device.type == "cuda" else None
 
 
 def current_stream(device: torch.device) -> Stream | None:
-    """Return the current stream of the device, or `None` if it is no CUDA device."""
+    """Return the current stream of a device, or `None` if the device is not a CUDA device."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def using(*streams: Stream | None) -> AbstractContextManager[object]:
-    """Make each stream the current stream of its device until the returned context ends.
+    """Return a context in which each stream is the current stream of its device.
 
     `None` stands for a device without streams.
     """
@@ -210,4 +212,4 @@ def using(*streams: Stream | None) -> AbstractContextManager[object]:
 
 
 NO_FENCE = StreamFence(torch.device("cpu"))
-"""The fence of tasks whose tensors stay on one device."""
+"""A fence that does nothing, for tasks that need no synchronization of CUDA streams."""

@@ -1,9 +1,9 @@
-"""Items: the tensors that one task hands to another task, and whether they share memory.
+"""Items: the tensors that one task passes to another task, and whether these share memory.
 
-A layer may hand on the same tensor in two ways: as an output and as a skip, or twice in a tuple.
-Without a pipeline, if a later layer changes one of the two in place, the other one changes, too.
-Between partitions the two are copied apart, and the other one would not change. So such a change is
-refused.
+A layer can return the same tensor twice: as an output and as a skip, or twice in a tuple. Without a
+pipeline, if a later layer changes one of these two tensors in place, the other tensor changes, too.
+A pipeline copies the two tensors separately between partitions, so the other tensor does not
+change. To avoid different results, the pipeline refuses such in-place changes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from torchgpipe.tensors.copy import NO_FENCE, StreamFence
 from torchgpipe.tensors.microbatch import Flat, Form, carrying
 
 Shared = tuple[bool, ...]
-"""Whether each of some tensors shares memory with another tensor of the same micro-batch."""
+"""For each tensor, whether it shares memory with another tensor of the same micro-batch."""
 
 
 @dataclass(slots=True)
 class Item:
-    """Tensors on their way from one task to another.
+    """The tensors that one task passes to another task.
 
     Attributes:
         flat: The tensors of a micro-batch, then its skips.
-        form: The form of the micro-batch.
-        shared: Whether each tensor shares memory with another tensor.
-        fence: The CUDA streams to wait for; only the graph engine has them.
-        tie: A tensor that orders backward; only the graph engine has one.
-        versions: How often each tensor had been changed in place when the item was handed on.
+        form: The class of the micro-batch: `Tensor`, `tuple` or a subclass of `tuple`.
+        shared: For each tensor, whether it shares memory with another tensor.
+        fence: The synchronization of CUDA streams; only the graph engine uses it.
+        tie: A tensor that makes an extra edge in the graph, so that tasks run in the right order in
+            backward; only the graph engine uses it.
+        versions: How often each tensor had been changed in place when the item was made.
     """
 
     flat: Flat
@@ -46,20 +47,20 @@ class Item:
         self.versions = versions(self.flat)
 
     def with_skip(self, skip: Item, partition: int) -> Item:
-        """Return the micro-batch with one more skip, which `partition` takes."""
+        """Return this item with one more skip; an error names `partition`, which takes the skip."""
         skip.check_handed_on(partition)
         flat = self.flat + skip.flat
         shared = self.shared + skip.shared
         return Item(flat, self.form, shared, self.fence, self.tie)
 
     def parted(self) -> tuple[Item, Item]:
-        """Return the micro-batch without its last skip, and that skip."""
+        """Split off the last skip: return the item without the last skip, and the skip."""
         rest = Item(self.flat[:-1], self.form, self.shared[:-1], self.fence, self.tie)
         skip = Item(self.flat[-1:], Tensor, self.shared[-1:], self.fence)
         return rest, skip
 
     def check_handed_on(self, partition: int) -> None:
-        """Raise `RuntimeError` if a tensor was changed in place after it was handed on."""
+        """Raise `RuntimeError` if a tensor was changed in place after this item was made."""
         if versions(self.flat) != self.versions:
             raise RuntimeError(
                 f"an input of partition {partition} was changed in place before the partition took "
@@ -71,13 +72,15 @@ class Item:
 def shared_by(
     outputs: Flat, inputs: Flat = (), shared: Shared = (), held: frozenset[int] = frozenset()
 ) -> Shared:
-    """Return whether each output of a task shares memory with another output or with its layers.
+    """For each output of a task, return whether another tensor uses the same memory.
+
+    The other tensor can be another output, or a parameter or buffer of the task's layers.
 
     Args:
         outputs: The outputs of the task.
         inputs: The inputs of the task.
-        shared: Whether each input shares memory. If a layer returns such an input, the output
-            still does.
+        shared: For each input, whether it shares memory with another tensor. If a layer returns
+            an input that shares memory, this output shares memory, too.
         held: The storages of the parameters and buffers of the task's layers.
     """
     if len(outputs) == 1 and True not in shared:
@@ -97,24 +100,24 @@ def shared_by(
 
 
 def versions(tensors: Flat) -> list[int | None]:
-    """Return how often each tensor was changed in place, or `None` where PyTorch does not count."""
+    """Return how often each tensor was changed in place, or `None` if PyTorch does not count it."""
     try:
         return [None if x is None else x._version for x in tensors]
     except RuntimeError:
-        # An inference tensor has no count. To ask each tensor beforehand would take longer.
+        # An inference tensor has no count. It takes longer to ask each tensor beforehand.
         return [None if x is None or x.is_inference() else x._version for x in tensors]
 
 
 def unshared(outputs: Flat, shared: Shared, inputs: Sequence[Tensor | None]) -> Flat:
-    """Return the pipeline's outputs, in which a tensor that shares memory is replaced by a copy.
+    """Return the pipeline's outputs after replacing tensors that share memory with copies.
 
-    The only micro-batch of a mini-batch needs this. Several micro-batches are concatenated, which
-    copies them anyway.
+    This function is needed only if a mini-batch has a single micro-batch. The outputs of several
+    micro-batches are concatenated, so they are copies anyway.
 
     Args:
         outputs: The outputs of the last partition.
-        shared: Whether each output shares memory with another one.
-        inputs: The inputs of the pipeline, with which outputs must not share memory either.
+        shared: For each output, whether it shares memory with another tensor.
+        inputs: The inputs of the pipeline. Outputs that share memory with an input are copied, too.
     """
     given = {storage_of(x) for x in inputs if x is not None}
     copied: list[Tensor | None] = []

@@ -1,4 +1,7 @@
-"""Micro-batches: check a mini-batch, scatter it, gather the outputs (GPipe paper, section 2.2)."""
+"""Check a mini-batch, split it into micro-batches, and concatenate the outputs of micro-batches.
+
+Section 2.2 of the GPipe paper describes micro-batches.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
@@ -15,7 +18,7 @@ Flat = tuple[Tensor | None, ...]
 Form = type[Any]
 """The class of a micro-batch: `Tensor` for a single tensor, `tuple`, or a subclass of `tuple`.
 
-Any class of tensors is `Tensor` here. Named tuples are a subclass of `tuple`.
+The form of a tensor subclass is `Tensor`, too. Named tuples are subclasses of `tuple`.
 """
 
 
@@ -25,26 +28,27 @@ def tensors_of(value: TensorOrTensors) -> tuple[Tensor, ...]:
 
 
 def form_of(value: TensorOrTensors) -> Form:
-    """Return the form of `value`."""
+    """Return the form of `value`: `Tensor` for any tensor, or the class of the tuple."""
     return Tensor if isinstance(value, Tensor) else type(value)
 
 
 def together(form: Form, tensors: Flat) -> Any:
-    """Return the tensors as one value of a form; the opposite of `tensors_of`."""
+    """Return the tensors as one value of class `form`; this is the inverse of `tensors_of`."""
     if form is Tensor:
         return tensors[0]
     if form is tuple:
         return tensors
     if hasattr(form, "n_fields"):  # a class of torch.return_types has no other constructor
         return form(tensors)
-    # Named tuples do the same. The class may have a constructor that takes other arguments.
+    # Named tuples are made in the same way, because a subclass can have a constructor that takes
+    # other arguments.
     return tuple.__new__(form, tensors)
 
 
 def carrying(y: Tensor, x: Tensor) -> Tensor:
-    """Return `y` after it got the attributes that Python code has given to `x`.
+    """Copy the Python attributes of `x`, such as `x.scale = 3.0`, to `y`, and return `y`.
 
-    For example, `x.scale = 3.0` is such an attribute. Those that `y` has already stay.
+    Attributes that `y` already has are not changed.
     """
     if given := x.__dict__:
         y.__dict__.update(given | y.__dict__)
@@ -52,7 +56,7 @@ def carrying(y: Tensor, x: Tensor) -> Tensor:
 
 
 def moved(tensors: Flat, device: torch.device, *, non_blocking: bool = False) -> Flat:
-    """Return the tensors on a device, with their attributes."""
+    """Return the tensors on a device, with their Python attributes."""
     there: list[Tensor | None] = []
     for x in tensors:
         if x is not None:
@@ -87,15 +91,16 @@ def scatter(
 ) -> list[TensorOrTensors]:
     """Split a mini-batch along dimension 0 into at most `chunks` micro-batches.
 
-    Every tensor is split in the same way, into parts of ⌈batch / chunks⌉ samples. The last part may
-    be smaller. There may be fewer parts than `chunks`: 13 samples in 8 chunks make 7 parts, since 6
-    of them have two samples.
+    Every tensor is split in the same way, into parts of ⌈batch / chunks⌉ samples. The last part can
+    be smaller, and there can be fewer parts than `chunks`. For example, 13 samples and 8 chunks
+    give 7 parts: 6 parts of two samples, and one part of one sample.
 
     Args:
-        value: The mini-batch. Its tensors have one batch size.
+        value: The mini-batch. All of its tensors have the same batch size.
         chunks: The largest number of micro-batches.
-        batched: Whether each tensor has a batch dimension. A tensor without one is given to every
-            micro-batch as a whole. By default, all tensors have one.
+        batched: For each tensor, whether it has a batch dimension. A tensor without a batch
+            dimension is not split, and becomes part of every micro-batch. By default, all tensors
+            have a batch dimension.
 
     Raises:
         ValueError: If a batched tensor is a scalar, or if batch sizes differ.
@@ -127,7 +132,7 @@ def scatter(
 
 
 def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
-    """Concatenate the outputs of all micro-batches along dimension 0; the opposite of `scatter`.
+    """Concatenate the outputs of all micro-batches along dimension 0; the inverse of `scatter`.
 
     Raises:
         TypeError: If the outputs differ in their number of tensors.
@@ -139,8 +144,8 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
     for i, y in enumerate(outputs):
         if _structure(y) != expected:
             raise TypeError(
-                f"outputs of all micro-batches have to be alike, but micro-batch 0 returned "
-                f"{expected} and micro-batch {i} {_structure(y)}; return the same for every input"
+                f"outputs of all micro-batches need the same structure, but micro-batch 0 returned "
+                f"{expected} and micro-batch {i} returned {_structure(y)}"
             )
     columns = list(zip(*map(tensors_of, outputs), strict=True))
     for column in columns:

@@ -1,4 +1,4 @@
-"""Observe tasks: a context around each task, for timelines, memory counts and utilization."""
+"""Observers: a context around each task, which measures times, memory or utilization."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,8 +10,8 @@ from torchgpipe.schedules.action import Kind as Kind
 class Task(NamedTuple):
     """One piece of work on a micro-batch in a partition, such as a forward or a copy.
 
-    A copy moves all tensors, or all gradients, that go from one task to one other device. It
-    belongs to the partition that sends them.
+    A copy moves all tensors, or all gradients, that one task sends to another device. The copy
+    belongs to the partition that sends.
     """
 
     kind: Kind
@@ -23,13 +23,13 @@ Observer = Callable[[Task], AbstractContextManager[object]]
 """A function that returns a context for a task; the thread that runs the task enters it."""
 
 NOTHING = nullcontext()
-"""A context that does nothing. It is made only once, because it is entered for every task."""
+"""A context that does nothing. All tasks without an observer share it, which saves time."""
 
 
 def observed(
     observer: Observer | None, kind: Kind, i: int, j: int
 ) -> AbstractContextManager[object]:
-    """Return the observer's context for a task, or without an observer `NOTHING`."""
+    """Return the observer's context for a task, or `NOTHING` if there is no observer."""
     if observer is None:
         return NOTHING
     return observer(Task(kind, i, j))

@@ -1,9 +1,9 @@
 """Write timelines as Chrome trace JSON, which Perfetto (ui.perfetto.dev) opens.
 
 The file is a JSON object in the Trace Event Format. It has a complete event (`"ph": "X"`) for each
-task, with times in microseconds, arrows between events (`"s"` where an arrow starts and `"f"` where
-it ends), and metadata (`"M"`), which names the rows. Each device has a row for its tasks, and a
-second row if it copies tensors.
+task, with times in microseconds. It has two events for each arrow between tasks: `"s"` at the start
+of the arrow, and `"f"` at its end. Metadata events (`"M"`) name the rows. Each device has a row for
+its tasks, and a second row if the device copies tensors.
 """
 
 import json
@@ -15,7 +15,7 @@ from torchgpipe.schedules.action import Action, needs
 from torchgpipe.schedules.replay import Event, Timeline
 
 MICROSECONDS = 1e6
-PROCESS = 1  # Perfetto hides thread 0 of process 0, which it takes for an idle task of the system
+PROCESS = 1  # not 0, because Perfetto takes thread 0 of process 0 for an idle task and hides it
 
 _NAMES = {
     "recompute": "recomputation",
@@ -26,21 +26,21 @@ _NAMES = {
 TraceEvent = dict[str, Any]
 
 _Arrows = dict[Action, int]
-"""The number of the arrow that starts or ends at each of these tasks."""
+"""Maps a task to the number of the arrow that starts or ends at the task."""
 
 
 def perfetto(steps: Sequence[Timeline], title: str, row: str, **more: float) -> bytes:
-    """Return the JSON of some mini-batches.
+    """Return a timeline file, as JSON, for some mini-batches.
 
-    Arrows lead from each task to the task that needs its result. Where a device does nothing
-    between the first and the last task of a mini-batch, there is an event `bubble`, so that
-    Perfetto can sum up these times. The share of the bubble is also written beside the events.
+    Arrows lead from each task to the task that needs its result. If a device does nothing for a
+    while between the first and the last task of a mini-batch, an event `bubble` fills the time.
+    Perfetto can sum up these events. The key `otherData` has the bubble's fraction of the time.
 
     Args:
-        steps: A timeline of each mini-batch, all with times of one clock.
+        steps: A timeline of each mini-batch. The times of all timelines are from one clock.
         title: The name of the process, which Perfetto shows above the rows.
-        row: The name of a row, such as `device`, to which the row's number is added.
-        more: Values that are written beside the events.
+        row: The first word of each row's name, such as `device`. The row's number follows.
+        more: Further values for the key `otherData`.
     """
     shares = bubbles(steps)
     events = [_name("process_name", 0, title)]
@@ -68,10 +68,10 @@ def perfetto(steps: Sequence[Timeline], title: str, row: str, **more: float) -> 
 
 
 def bubbles(steps: Sequence[Timeline]) -> list[float]:
-    """Return the share of each partition's time in which it waits, from 0 to 1.
+    """Return the fraction of time, from 0 to 1, in which each row of the timelines has no task.
 
-    The time of a mini-batch lasts from its first task to its last task, on any partition. Time
-    between mini-batches does not count.
+    A row stands for a device. The time of a mini-batch lasts from the first task on any device to
+    the last task on any device. Time between mini-batches does not count.
     """
     windows = [step.window for step in steps]
     seconds = sum(end - begin for begin, end in windows)
@@ -95,12 +95,12 @@ def _copying(steps: Sequence[Timeline]) -> set[int]:
 
 
 def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[TraceEvent]]:
-    """Yield the events of each task or copy: its own one, then the ends of arrows at it.
+    """Yield a list of events for each task or copy: its complete event, then the ends of arrows.
 
     Args:
         number: The number of the mini-batch.
         step: The timeline of the mini-batch.
-        arrows: The numbers for further arrows.
+        arrows: Unused numbers, for new arrows.
     """
     arriving, leaving = _arrows(step, arrows)
     for event in step.events:
@@ -117,8 +117,12 @@ def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[
 
 
 def _arrows(step: Timeline, numbers: Iterator[int]) -> tuple[_Arrows, _Arrows]:
-    """Number the arrows between stages, by the tasks at which they end, and at which they start."""
-    # A dictionary keeps the order of tasks, in which arrows are numbered. A set would not.
+    """Return the numbers of arrows by the tasks where they end, and by the tasks where they start.
+
+    Arrows lead only from one stage to another stage.
+    """
+    # A dictionary keeps the order of the tasks, which determines the numbers of arrows. A set does
+    # not keep the order.
     tasks = dict.fromkeys(Action(*event[:3]) for event in step.tasks)
     pairs = []
     arriving: _Arrows = {}
@@ -136,7 +140,7 @@ def _arrows(step: Timeline, numbers: Iterator[int]) -> tuple[_Arrows, _Arrows]:
 
 
 def _waits(number: int, step: Timeline) -> Iterator[list[TraceEvent]]:
-    """Yield an event for each time in which a device does nothing."""
+    """Yield a list with one event for each interval in which a device does nothing."""
     begin, end = step.window
     for j in range(step.partitions):
         spans = sorted((task.start, task.end) for task in step.devices[j])
@@ -157,7 +161,7 @@ def _task(number: int, step: Timeline, event: Event) -> TraceEvent:
 def _span(
     name: str, kind: str, thread: int, window: tuple[float, float], about: dict[str, int]
 ) -> TraceEvent:
-    """Return a complete event; `window` is its start and its end in seconds."""
+    """Return a complete event; `window` has its start and its end in seconds."""
     start, end = window
     return {
         "ph": "X",
@@ -176,10 +180,10 @@ def _name(what: str, thread: int, name: str) -> TraceEvent:
 
 
 def _thread(row: int, *, copies: bool = False) -> int:
-    """Return the thread as which Perfetto shows the tasks of a row, or its copies."""
+    """Return the thread number under which the file lists the tasks, or the copies, of a row."""
     return 1 + 2 * row + copies
 
 
 def row_of(thread: int) -> int:
-    """Return the row of a device by the thread's number in the file."""
+    """Return the row of the device that a thread number in the file stands for."""
     return (thread - 1) // 2

@@ -1,4 +1,4 @@
-"""Record when the tasks of some mini-batches run, on all ranks, and write that into one file."""
+"""Record when the tasks of mini-batches run on all ranks, and write the times into one file."""
 
 import time
 from collections import Counter, defaultdict
@@ -22,15 +22,15 @@ ROUNDS = 50
 
 @dataclass
 class Recording:
-    """Mini-batches as they ran on all ranks, in seconds since the first task began.
+    """The recorded times of mini-batches on all ranks, in seconds since the first task began.
 
-    Every rank gets the same recording.
+    Every rank gets an equal recording.
 
     Attributes:
-        steps: A timeline of each mini-batch. The list is complete when the `with` of `record` has
-            ended.
+        steps: A timeline of each mini-batch. The list is filled when the `with` block of `record`
+            ends.
         clock_error: The largest error, in seconds, of the times of one rank relative to rank 0.
-        over_ranks: Whether each device is a rank.
+        over_ranks: Whether the pipeline runs over several ranks, each of which is a device.
     """
 
     steps: list[Timeline] = field(default_factory=list)
@@ -39,14 +39,18 @@ class Recording:
 
     @property
     def row(self) -> str:
-        """The word for a row of the timeline: a rank, a device, or a device's only partition."""
+        """The word for a row of the timeline: "rank", "device" or "partition".
+
+        It is "rank" if the pipeline runs over ranks. Otherwise it is "device" if a device has
+        several partitions, and "partition" if each device has one.
+        """
         if self.over_ranks:
             return "rank"
         several = any(len(step.placement) > step.partitions for step in self.steps)
         return "device" if several else "partition"
 
     def __str__(self) -> str:
-        """Say the bubble: the share of the mini-batches' time in which devices compute no task.
+        """Return a line with the bubble, the fraction of time in which devices compute no task.
 
         The time of a mini-batch lasts from its first task to its last task.
         """
@@ -66,33 +70,33 @@ class Recording:
 
 @contextmanager
 def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recording]:
-    """Record the mini-batches within a `with`, and write them to a file for Perfetto.
+    """Record the mini-batches within a `with` block, and write their times to a file for Perfetto.
 
         with record(model, "timeline.json") as recording:
             for x, target in batches[:3]:
                 ...                                                  # a training step
-        print(recording)                                             # the share of the bubble
+        print(recording)                                             # the fraction of the bubble
 
-    With a pipeline over ranks, all ranks enter this context, and the first rank writes one file for
-    all of them. An exception within the context is passed on, and then no file is written.
+    If the pipeline runs over ranks, all ranks have to enter this context. The first rank writes one
+    file for all ranks. If the `with` block raises an exception, no file is written.
 
     Args:
         model: The pipeline.
-        file: Where to write the timeline, or `None` to write no file.
+        file: The path of the file, or `None` to write no file.
 
     Raises:
-        ValueError: If the model has an observer already.
+        ValueError: If `model.observer` is already set.
         OSError: If the file cannot be written.
     """
     if model.observer is not None:
         raise ValueError(
-            "a timeline is recorded by the model's observer, but it has one already: set it to None"
+            "recording a timeline needs model.observer, which is already set; set it to None first"
         )
     devices = {stage.index: stage.device for stage in model._stages}
     path = Path(file) if file is not None and 0 in devices else None
     part = None if path is None else path.with_name(f"{path.name}.part")
     if part is not None:
-        part.touch()  # if the file cannot be written, that is known before the training
+        part.touch()  # raises an error before the training if the file cannot be written
     recording = Recording()
     model.observer = stopwatch = Stopwatch(devices)
     try:
@@ -111,7 +115,7 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
 
 
 def _gather(recording: Recording, model: Partitioned, stopwatch: Stopwatch) -> None:
-    """Fill a recording with the events of all ranks, by the clock of rank 0."""
+    """Fill a recording with the events of all ranks, with times of the clock of rank 0."""
     own = [tuple(event) for event in stopwatch.events()]
     with model._together("recording a timeline") as exchange:
         ahead, recording.clock_error = clocks_ahead(exchange)
@@ -126,9 +130,9 @@ def _gather(recording: Recording, model: Partitioned, stopwatch: Stopwatch) -> N
 
 
 def mini_batches(events: Iterable[Event], placement: Sequence[int]) -> list[Timeline]:
-    """Return a timeline of each mini-batch, with times since the first task of all mini-batches.
+    """Return a timeline of each mini-batch, with times in seconds since the very first task.
 
-    A mini-batch begins on each partition with the forward of micro-batch 0.
+    On each partition, a mini-batch begins with the forward of micro-batch 0.
     """
     begun: Counter[int] = Counter()
     found: dict[int, list[Event]] = defaultdict(list)
@@ -137,7 +141,7 @@ def mini_batches(events: Iterable[Event], placement: Sequence[int]) -> list[Time
         if event.kind == "forward" and event.micro_batch == 0:
             begun[partition] += 1
         found[begun[partition]].append(event)
-    found.pop(0, None)  # events of a mini-batch that had begun before the recording
+    found.pop(0, None)  # the events of a mini-batch that began before the recording
     starts = [step[0].start for step in found.values()]
     origin = min(starts, default=0.0)
     devices = len({*placement})
@@ -154,21 +158,22 @@ def mini_batches(events: Iterable[Event], placement: Sequence[int]) -> list[Time
 
 
 def clocks_ahead(exchange: Callable[[Tensor], list[Tensor]]) -> tuple[list[float], float]:
-    """Return by how many seconds each rank's clock is ahead of rank 0's, and the largest error.
+    """Return how many seconds each rank's clock is ahead of rank 0's clock, and the largest error.
 
-    The clock is `time.perf_counter`. All ranks call this at once.
+    The clock is `time.perf_counter`. All ranks call this function at the same time.
 
-    In each of several rounds every rank sends a message to all others. It notes the time before it
-    sends, and the time when it has heard all others. No message is heard before it is sent. So if
-    the clock of rank j is ahead of the clock of rank 0 by d,
+    There are several rounds. In each round, every rank sends a message to all other ranks. A rank
+    notes the time before it sends, and the time when it has received the messages of all other
+    ranks. A message is received after it is sent. So if the clock of rank j is d seconds ahead of
+    the clock of rank 0, then
 
-        sent by j - heard by 0  <=  d  <=  heard by j - sent by 0
+        sent by j - received by 0  <=  d  <=  received by j - sent by 0
 
-    The round in which messages took the least time has the narrowest bounds. Their middle is taken
-    for d. It is wrong by at most half the distance of the bounds.
+    The result for rank j is the middle between the largest lower bound and the smallest upper bound
+    of all rounds. Its error is at most half the distance between these bounds.
 
     Args:
-        exchange: Gives a tensor to all ranks, and returns the tensors that all ranks gave.
+        exchange: A function that sends a tensor to all ranks, and returns the tensors of all ranks.
     """
     stamps = []
     for _ in range(ROUNDS):
@@ -180,10 +185,11 @@ def clocks_ahead(exchange: Callable[[Tensor], list[Tensor]]) -> tuple[list[float
 
 
 def ahead_of_first(stamps: Sequence[Tensor]) -> tuple[list[float], float]:
-    """Return what `clocks_ahead` does, from the times that each rank has noted.
+    """Compute the result of `clocks_ahead` from the times that each rank has noted.
 
     Args:
-        stamps: For each rank the times of sending and of having heard, of shape (rounds, 2).
+        stamps: A tensor of shape (rounds, 2) for each rank. A row has the time when the rank sent
+            its message, and the time when it had received the messages of all other ranks.
     """
     first_sent, first_heard = stamps[0].unbind(1)
     ahead = [0.0]

@@ -1,8 +1,8 @@
-"""Note when each task, and each copy between devices, starts and ends on its device.
+"""Measure when each task, and each copy between devices, starts and ends on its device.
 
-On a CPU a task lasts as long as its thread is busy with it. A CUDA device works through its stream
-while the thread goes on. So CUDA events are recorded on the stream before and after the task, and
-their times are read when all work has ended.
+On a CPU, a task starts and ends when its thread starts and ends it. A CUDA device does the work of
+its stream later, while the thread continues. So CUDA events are recorded on the stream before and
+after the task. The times of these events are read after all work has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchgpipe.tensors.observe import Task
 
 
 class Mark:
-    """A point in time of the running thread, and on CUDA of the device's current stream."""
+    """A point in time of the calling thread and, on CUDA, of the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.time = time.perf_counter()
@@ -35,10 +35,10 @@ class Mark:
         return self.time - origin.time
 
     def work_since(self, origin: Mark) -> float:
-        """Return the seconds that the device worked since another mark of the same thread.
+        """Return for how many seconds the device worked since another mark of the same thread.
 
-        On a CPU that is the CPU time of the thread, because time in which other programs use the
-        CPU does not count.
+        On a CPU, this is the CPU time of the thread. So time in which other programs use the CPU
+        does not count.
         """
         if self.event is not None:
             return self.since(origin)
@@ -46,7 +46,7 @@ class Mark:
 
 
 class Timed(NamedTuple):
-    """A task, and marks at its start and at its end."""
+    """A task, with a mark at its start and a mark at its end."""
 
     task: Task
     start: Mark
@@ -54,7 +54,7 @@ class Timed(NamedTuple):
 
 
 class Stopwatch:
-    """An observer that remembers when each task ran.
+    """An observer of a pipeline that records when each task runs.
 
     Args:
         devices: The device of each partition.
@@ -66,13 +66,13 @@ class Stopwatch:
     def __init__(self, devices: dict[int, torch.device]) -> None:
         self._devices = devices
         self._synchronize()
-        # The devices are idle, so they pass these marks within microseconds of each other.
+        # The devices are idle, so all of these marks are within microseconds of each other.
         self._origins = {device: Mark(device) for device in devices.values()}
         self.tasks: list[Timed] = []  # several threads append to it, which is safe
 
     @contextmanager
     def __call__(self, task: Task) -> Iterator[None]:
-        """Note when a task starts and ends."""
+        """Record when a task starts and ends."""
         device = self._devices[task.partition]
         start = Mark(device)
         try:
@@ -81,7 +81,7 @@ class Stopwatch:
             self.tasks.append(Timed(task, start, Mark(device)))
 
     def events(self) -> Sequence[Event]:
-        """Wait for the devices, and return when each task ran.
+        """Wait until the devices have done all work, and return when each task started and ended.
 
         Times are in seconds of `time.perf_counter`.
         """

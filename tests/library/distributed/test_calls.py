@@ -123,7 +123,7 @@ def test_a_loss_without_the_output_and_one_that_outlives_its_pipeline() -> None:
 def assert_refused_after_close(ours: Any) -> None:
     loss = loss_of(ours)
     ours.close()
-    closed = r"connections were closed by close\(\) since this mini-batch"
+    closed = r"connections were closed by close\(\) after the forward of this"
     with pytest.raises(RuntimeError, match=closed):
         loss.backward()
     ended = ours._connections.liveness
@@ -222,8 +222,10 @@ def test_errors_between_calls() -> None:
     with pytest.raises(RuntimeError, match="a pipeline over ranks cannot run within a backward"):
         checkpoint(ours, X, use_reentrant=False).sum().backward()
     ours.close()
-    ours.rank = (rank + 1) % WORLD  # as if it had been saved on another rank
-    another_rank = f"this is the part of rank {ours.rank}, and runs on that rank only"
+    ours.rank = (rank + 1) % WORLD  # as if this part had been saved on another rank
+    another_rank = (
+        f"this pipeline has the partitions of rank {ours.rank}, and runs on that rank only"
+    )
     with pytest.raises(RuntimeError, match=another_rank):
         loss_of(ours)
     ours.rank = rank
@@ -268,7 +270,7 @@ def test_wrong_arguments() -> None:
 
 
 def test_the_old_name_of_the_timeout() -> None:
-    renamed = "silence is called timeout now, and the old name will go"
+    renamed = "silence is now called timeout, and the old name will be removed"
     with pytest.warns(DeprecationWarning, match=renamed) as warned:
         model = DistributedGPipe(linears(), [1] * WORLD, silence=7)
         assert model.timeout == 7

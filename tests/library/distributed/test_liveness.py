@@ -53,7 +53,7 @@ def test_who_does_not_come_or_came_twice(
     monkeypatch.setattr(connections, "_get_default_store", lambda: store)
     c10d.PrefixStore("torchgpipe/(0, 7)/0", store).set("rank 0 is here", "process 5 on elsewhere")
     twice = (
-        r"rank 0 is process 5 on elsewhere, and process \d+ on .* says the same: "
+        r"rank 0 is process 5 on elsewhere, and process \d+ on .* has the same rank: "
         "start each rank only once"
     )
     with pytest.raises(RankFailed, match=twice):

@@ -40,7 +40,7 @@ def test_averaging_layers_by_themselves_is_refused() -> None:
         fully_shard(model, mesh=mesh["dp"])
 
     changes: list[tuple[Callable[[Any], object], str]] = [
-        (average, r"would miss the calls of a pipeline's loss\(\)"),
+        (average, r"does not notice calls of a pipeline's loss\(\)"),
         (lambda model: average(model.partition), "runs once for each"),
         (put_into_a_layer, "runs once for each micro-batch"),
         (
@@ -48,7 +48,7 @@ def test_averaging_layers_by_themselves_is_refused() -> None:
             "not average gradients once",
         ),
         (replace_the_partition, "was replaced after"),
-        (shard_all, r"use it on the partition: fully_shard\(model.partition"),
+        (shard_all, r"shard the partition instead: fully_shard\(model.partition"),
     ]
     for change, message in changes:
         ours, _ = small()

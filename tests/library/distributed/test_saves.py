@@ -135,7 +135,7 @@ def test_failures() -> None:
     linears = [nn.Linear(5, 5) for _ in range(5)]
     another_model = DistributedGPipe(nn.Sequential(*linears), [1, 1, 1, 2])
     # Every rank finds the error. A rank may hear of another rank's error before it raises its own.
-    told = r"is of another model: it lacks model\.\d\.weight"
+    told = r"belongs to another model: it lacks model\.\d\.weight"
     with pytest.raises((ValueError, RankFailed), match=told) as caught:
         Saves(folder).load(another_model, None)
     assert "\n" not in str(caught.value)

@@ -169,7 +169,7 @@ def test_a_tensor_that_was_changed_before_it_was_sent_is_noticed(wire: Wire) -> 
     with pytest.raises(RuntimeError, match=changed):
         sender.settle()
     sparse = torch.eye(3).to_sparse()
-    not_dense = r"only dense tensors travel .*, but a partition returned a tensor of"
+    not_dense = r"only dense tensors can be sent .*, but a partition returned a tensor of"
     with pytest.raises(TypeError, match=not_dense):
         sender.give(Message(1, "", (sparse,)))
 
@@ -179,7 +179,7 @@ def test_nothing_that_comes_is_run(
 ) -> None:
     sender, receiver = wire
     pickled = b"cos\nmkdir\nV%s/made\n\x85R." % bytes(tmp_path)
-    another_program = "rank 0 is another program, or another version of this one"
+    another_program = "rank 0 runs another program, or another version of this program"
     for content in (pickled, pickled + b" " * SLOT, b"[]", b"\xff", b"[" * 9999):
         description = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         described = Mock(return_value=description)

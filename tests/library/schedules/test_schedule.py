@@ -57,8 +57,9 @@ WRONG_N = "plain has 1 stages on 1 devices, which does not fit 2 devices"
 WRONG_V = "plain has 1 stages on 1 devices, which does not fit 1 devices with 2"
 NO_MODE = "checkpoint is one of 'always', 'except_last', 'never', not 'last'"
 NO_NAME = "no schedule is called 'LoopedBFS'; there are GPipe, 1F1B, Inter"
-NO_V = "1F1B is for n >= 1 devices, m >= 1 and v = 1 stages on each, not 2, 4 and 2"
-NO_M = "ZBH1 is for n >= 1 devices, m >= 1 and v = 1 stages on each, not 2, 0 and 1"
+SIZES = "needs n >= 1 devices, m >= 1 micro-batches and v = 1 stages on each device, but got"
+NO_V = f"1F1B {SIZES} n = 2, m = 4 and v = 2"
+NO_M = f"ZBH1 {SIZES} n = 2, m = 0 and v = 1"
 REFUSED = [
     (lambda: Schedule("", (), []), "stages are on devices [], but lists are for 0 devices"),
     (lambda: pictured("0 B0", (0, 1)), "stages are on devices [0, 1], but lists are for 1 devices"),
@@ -152,7 +153,7 @@ def test_what_pytorch_writes_beside_actions_is_left_out(tmp_path: Path) -> None:
     assert Schedule.load(file) == pictured("0 B0\n0 B0", name="plain")
 
     file.write_text("0F0,(0F1;0B0)OVERLAP_F_B")
-    refusal = r"plain.csv, device 0: '\(0F1;0B0\)OVERLAP_F_B' is not stage, F, I, W or B"
+    refusal = r"plain.csv, device 0: '\(0F1;0B0\)OVERLAP_F_B' is not an entry such as 0F1"
     with pytest.raises(ValueError, match=refusal):
         Schedule.load(file)
 

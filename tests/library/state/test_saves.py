@@ -180,7 +180,7 @@ REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
         "it has besides optimizer of 5.weight, optimizer of 5.bias",
     ),
     (of_trained, lambda: piped(-1), adam, "it lacks optimizer of 5.weight, optimizer of 5.bias"),
-    (adam, lambda: piped(1), in_groups, "is of the optimizer Adam, not of SGD"),
+    (adam, lambda: piped(1), in_groups, "was saved with the optimizer Adam, not with SGD"),
     (
         adam,
         lambda: piped(1),

@@ -1,1 +1,1 @@
-"""How ranks learn that another rank has failed, has ended or hangs."""
+"""Detect that another rank has failed, has ended or hangs."""

@@ -1,4 +1,4 @@
-"""What happens to connections when this process ends, with or without an error, or forks."""
+"""End the connections to other ranks when this process ends, and drop them in forked processes."""
 
 import atexit
 import multiprocessing
@@ -16,48 +16,52 @@ from weakref import WeakSet
 open_connections: WeakSet[Any] = WeakSet()
 
 _kept: list[Any] = []
-"""Connections of the process that this one was forked from. They are never let go of: their threads
-are not in this process, and gloo would crash when it ends them."""
+"""The parent process's connections, in a forked process. They are never freed, because the forked
+process does not have their threads, and gloo crashes when it joins these threads."""
 
 _seen: list[BaseException] = []
-"""Errors that have left the function that `multiprocessing` runs in this process."""
+"""Errors that have propagated out of the function that `multiprocessing` runs in this process."""
 
 _TOOL = 4
-"""The number by which this library uses `sys.monitoring`; no other tool has reserved it."""
+"""The tool number of this library in `sys.monitoring`; no other tool has reserved this number."""
 
 
 def end_with_process(connections: Any) -> None:
-    """Let connections end when this process ends.
+    """Arrange that connections end when this process ends.
 
-    They end by `fail` if an error ends the process, and by `close` otherwise.
+    The method `fail` ends the connections if an error ends the process. Otherwise `close` does.
     """
     open_connections.add(connections)
-    # This is not registered at import, because from Python 3.13 on `multiprocessing` drops what was
-    # registered before a process began.
+    # The function is not registered at import, because from Python 3.13 on `multiprocessing` drops
+    # all `atexit` functions that were registered before a process began.
     atexit.unregister(_end)
     atexit.register(_end)
     if multiprocessing.parent_process() is None:
         return
     if sys.version_info < (3, 13):
-        Finalize(None, _end, exitpriority=0)  # it is called while the error is being handled
+        Finalize(None, _end, exitpriority=0)  # `_end` is called while the error is being handled
     else:
         _see_errors()
 
 
 def _end(*, threads_go_on: bool = False) -> None:
-    """End all connections; `threads_go_on` says whether only the main thread has ended."""
+    """End all connections of this process.
+
+    Args:
+        threads_go_on: Whether only the main thread has ended, and other threads may still run.
+    """
     error = _error()
     main = threading.main_thread().ident
     for connections in [*open_connections]:
         if error is not None:
             connections.fail(error)
-        # If another thread has used the pipeline, that thread may still use it.
+        # If another thread has called the pipeline, this thread may still use the pipeline.
         elif not threads_go_on or connections.liveness.activity.thread == main:
             connections.close()
 
 
 def _error() -> BaseException | None:
-    """Return the error by which this process ends, or `None`."""
+    """Return the error that ends this process, or `None` if the process ends without an error."""
     error = sys.exc_info()[1]
     if error is None:
         error = _seen[-1] if _seen else getattr(sys, "last_value", None)
@@ -70,9 +74,9 @@ threading._register_atexit(partial(_end, threads_go_on=True))  # type: ignore[at
 
 
 def _see_errors() -> None:
-    """Note errors that leave the function that `multiprocessing` runs in this process.
+    """Record errors that propagate out of the function that `multiprocessing` runs in this process.
 
-    `multiprocessing` drops such an error before `atexit` calls anything.
+    `multiprocessing` drops such an error before the functions of `atexit` are called.
     """
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
     unwind = monitoring.events.PY_UNWIND
@@ -93,16 +97,13 @@ def _see_errors() -> None:
 
 
 def _leave_all() -> None:
-    """Leave connections to the process that this one was forked from.
-
-    Such a process is a worker of a data loader, for example.
-    """
+    """Drop the parent process's connections in a forked process, such as a data loader's worker."""
     _kept.extend(open_connections)
     open_connections.clear()
     for connections in _kept:
-        connections.closed = True  # this process has no threads that could close them
+        connections.closed = True  # this process has no threads that can close the connections
         connections.liveness.activity.beside.clear()
-        # A socket would stay open when the other process ends, so it is closed here.
+        # Close the sockets here, because otherwise they stay open when the parent process ends.
         for number, _ in connections.sockets & sockets():
             os.close(number)
 
@@ -112,14 +113,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def sockets() -> set[tuple[int, str]]:
-    """Return the sockets that this process has open, by number and name.
+    """Return the open sockets of this process, each with its descriptor and its name.
 
-    The set is empty on systems that do not list them.
+    The set is empty on systems without `/proc/self/fd`.
     """
     found = set()
     with suppress(OSError):
         for number in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # the file may be closed by now
+            with suppress(OSError):  # another thread may have closed the file
                 name = os.readlink(f"/proc/self/fd/{number}")
                 if name.startswith("socket:"):
                     found.add((int(number), name))

@@ -1,16 +1,14 @@
-"""Idleness: whether a task hangs, since it has not ended and nothing has computed for a long time.
+"""Detect tasks that hang: tasks that have not ended and have not used the CPU for a long time.
 
-A task that is only slow uses the CPU: its own thread does, or a process does for which the task
-waits, such as a compiler. The CPU time of all threads and descendants of this process counts
-together, because nobody can tell for which of them a task waits. It may be a thread of an operator,
-or a pipeline among its layers. So a task that hangs is found only when nothing else in the process
-computes.
+A task that is only slow uses the CPU, in its own thread or in a process for which the task waits,
+such as a compiler. A task can wait for any thread or process, such as a thread of an operator. So
+the CPU time of all threads and descendants of this process is added up. This means that a hanging
+task is detected only when nothing else in the process computes.
 
-A thread that waits for a GPU spins, by CUDA's default, and so uses the CPU. A task that hangs there
-is not found. A task that keeps Python's lock (the GIL) is not found either, because no other thread
-can run then.
+Two kinds of hanging tasks are not detected. By CUDA's default, a thread that waits for a GPU spins,
+and so uses the CPU. And while a task holds Python's lock (the GIL), no thread can detect it.
 
-This module also says where a thread is: `place`.
+The function `place` describes where a thread is.
 """
 
 import os
@@ -24,20 +22,20 @@ from types import FrameType
 from torch import nn
 
 HARDLY = 0.02
-"""CPU seconds per second up to which a process counts as idle.
+"""A process counts as idle if it uses at most so many CPU seconds per second.
 
-Threads that wait for other ranks and talk to them take less.
+Threads that wait for other ranks and exchange messages use less.
 """
 
 _counting = threading.Lock()
-_looking = 0.0  # CPU seconds of all threads that look
+_looking = 0.0  # CPU seconds of all threads that call `Idle.look`
 
 
 class Idle:
-    """Find out for how long a task has been idle, by looks from a thread of its own.
+    """Find out for how long a task has been idle; a monitoring thread calls `look` regularly.
 
     Args:
-        besides: CPU seconds per second that threads may take which are no part of the task.
+        besides: How many CPU seconds per second threads that do not belong to the task may use.
     """
 
     def __init__(self, besides: float = 0.0) -> None:
@@ -48,13 +46,13 @@ class Idle:
         self._own = 0.0
 
     def look(self, task: Hashable, now: float) -> float:
-        """Return for how many seconds a task has been the present one and has used hardly any CPU.
+        """Return for how many seconds the current task has run and used almost no CPU time.
 
-        The CPU time of threads that look does not count.
+        The CPU time of threads that call `look` does not count.
 
         Args:
-            task: The present task, or `None` if there is none.
-            now: The seconds of a clock.
+            task: The current task, or `None` if there is none.
+            now: The current time in seconds.
         """
         global _looking
         with _counting:
@@ -66,9 +64,10 @@ class Idle:
             self._task = task
             self._cpu = None
             return 0.0
-        # This takes a while, and most tasks have ended before the second look.
+        # Finding the descendants takes a while. It is done only from a task's second look on, and
+        # most tasks have ended before.
         cpu += cpu_time_of_descendants()
-        # The time can also decrease, when a descendant ends that its parent has not waited for.
+        # The time can also decrease: if a descendant ends and its parent does not wait for it.
         if self._cpu is None or abs(cpu - self._cpu) > self._hardly * (now - self._since):
             self._since = now
             self._cpu = cpu
@@ -76,20 +75,21 @@ class Idle:
 
 
 def cpu_time_of_descendants() -> float:
-    """Return the CPU seconds of all processes that this process has started, and of theirs.
+    """Return the CPU seconds of all descendants of this process (children, grandchildren, …).
 
-    The time of a process that has ended counts as its parent's, if the parent has waited for it.
-    Processes that live are found on Linux only.
+    When a process ends and its parent waits for it, its time is added to the time of the parent.
+    Running processes are found on Linux only.
     """
     ended = sum(os.times()[2:4])
     return ended + sum(map(_cpu_time_of, _children("self")))
 
 
 def place(ident: int) -> str:
-    """Return where a thread is now, such as "forward of Linear, linear.py:134".
+    """Return the line that a thread runs now, such as "forward of Linear, linear.py:134".
 
-    The place is the last call of a layer's method, or of a function that does not belong to a
-    library. For a function, the layer's method that has called it is named, too.
+    The line is in the innermost function that is a layer's method, or that belongs neither to
+    PyTorch nor to the standard library. If this function is not a layer's method, the layer's
+    method that has called the function is added.
     """
     frame = sys._current_frames().get(ident)
     inner = ""
@@ -114,7 +114,10 @@ def _described(frame: FrameType, layer: nn.Module | None) -> str:
 
 
 def _layer(frame: FrameType) -> nn.Module | None:
-    """Return the layer of whose method this is the frame, by the method's first argument."""
+    """Return the layer if a frame belongs to a layer's method, or `None`.
+
+    The layer is the first argument of the method.
+    """
     code = frame.f_code
     own = code.co_argcount > 0 and code.co_filename != nn.modules.module.__file__
     layer = frame.f_locals.get(code.co_varnames[0]) if own else None
@@ -124,18 +127,18 @@ def _layer(frame: FrameType) -> nn.Module | None:
 _LIBRARIES = {*sys.stdlib_module_names, "torch"}
 
 _AROUND_TASKS = ("torchgpipe.task.stage", "torchgpipe.task.task", "torchgpipe.engine.program")
-"""The modules that run tasks. The search for a place ends there."""
+"""The modules that run tasks. The search of `place` through the frames ends at these modules."""
 
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 1
 
 
 def _cpu_time_of(process: str) -> float:
     """Return the CPU seconds of a process and of all its descendants."""
-    with suppress(OSError), open(f"/proc/{process}/stat") as file:  # it may have just ended
-        # The second field is a name, which may hold spaces and parentheses.
+    with suppress(OSError), open(f"/proc/{process}/stat") as file:  # the process may have ended
+        # The second field is a name, which can contain spaces and parentheses.
         _, _, rest = file.read().rpartition(")")
         fields = rest.split()
-        # These four are its own time and the time of children for which it has waited.
+        # These four fields are the time of the process and of children for which it has waited.
         own = sum(map(int, fields[11:15])) / _TICKS
         return own + sum(map(_cpu_time_of, _children(process)))
     return 0.0
@@ -146,6 +149,6 @@ def _children(process: str) -> list[str]:
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{process}/task"):
             path = f"/proc/{process}/task/{thread}/children"
-            with suppress(OSError), open(path) as file:  # the thread may have just ended
+            with suppress(OSError), open(path) as file:  # the thread may have ended
                 children += file.read().split()
     return children

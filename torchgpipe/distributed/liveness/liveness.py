@@ -1,8 +1,9 @@
-"""What ranks tell each other about themselves: what each of them does, and in the end a last word.
+"""Messages in which a rank says what it does now and, in its final message, why it ends.
 
-A rank tells again and again what it does (monitor.py). Its last word is either that it has ended,
-or a failure: its own one, or one that it was told of. A rank disconnects only when other ranks have
-heard its last word. So if a connection breaks without a last word, a process has died.
+A rank regularly sends what it does (monitor.py). Its final message (its "last word") says that the
+rank has ended, or that a rank has failed: this rank, or another rank of whose failure it was told.
+A rank disconnects only when other ranks have received its final message. So if a connection breaks
+without a final message, a process has died.
 """
 
 import threading
@@ -20,23 +21,23 @@ from torchgpipe.engine.relay import Stopped
 from torchgpipe.plain import packed, unpacked
 
 GRACE = 1.0
-"""Seconds in which other ranks have to hear a last word."""
+"""How many seconds a rank waits until other ranks have received its final message."""
 
 _LABEL, _HEARD, _LAST = range(3)
-"""What a message says: what a rank does now; that it has heard a last word; its own last word."""
+"""The kinds of messages: what a rank does now; an answer to a final message; a final message."""
 
 Broken = Callable[[BaseException], None]
 """A function that is called with the error of gloo when a connection breaks."""
 
 
 class RankFailed(RuntimeError):
-    """Another rank has failed. The message names the rank and has its error."""
+    """Raised if another rank has failed. The message names the rank and has its error."""
 
 
 def gist(error: BaseException) -> str:
-    """Return what has happened, from an error of gloo.
+    """Return the essential part of gloo's error message.
 
-    The places in gloo's source, and gloo's list of possible reasons, are left out.
+    The lines in gloo's source code, and gloo's list of possible reasons, are left out.
     """
     sentence, _, _ = str(error).partition(". ")
     _, _, what = sentence.rpartition("] ")
@@ -44,29 +45,31 @@ def gist(error: BaseException) -> str:
 
 
 class Wires(Protocol):
-    """What `Liveness` needs of the connections of its rank; see `Connections`."""
+    """The methods of `Connections` that `Liveness` uses."""
 
     def address(self, kind: str, peer: int, broken: Broken) -> WireAddress:
-        """Return the address of a wire to or from another rank."""
+        """Return the address of a wire (a message channel) to or from another rank."""
 
     def pending(self, peer: int) -> bool:
-        """Return whether a message of a program is on its way to another rank."""
+        """Return whether a rank has not received all messages that were sent to it."""
 
     def disconnect(self) -> None:
-        """Break all connections of this rank, so that no thread waits any more."""
+        """Break all connections of this rank, so that no thread waits for other ranks any more."""
 
 
 class Liveness:
-    """Tell all other ranks how this rank is, and hear how they are.
+    """Tell all other ranks what this rank does, and receive what all other ranks do.
 
-    There is a wire to each other rank, a wire from it, and a thread that listens to it.
+    For each other rank, there is a wire (a message channel) to the rank, a wire from the rank, and
+    a thread that receives the rank's messages.
 
     Args:
         own: This rank.
         others: All other ranks.
         timeout: The timeout of the monitor.
         wires: The connections of this rank.
-        beside: The activities of other pipelines, to which the own one is added (monitor.py).
+        beside: The activities of other pipelines, to which the activity of this pipeline is added
+            (monitor.py).
 
     Attributes:
         activity: What this rank does now.
@@ -84,18 +87,18 @@ class Liveness:
         self._own = own
         self._wires = wires
         self.stopped = False
-        # The first failure of any rank. It is a text, since an error would keep the frames alive
-        # that it has come through.
+        # The first failure of any rank. It is stored as text, because an exception keeps the frames
+        # of its traceback alive.
         self._failure = ""
-        self._told = threading.Event()  # set when others have heard of the failure
+        self._told = threading.Event()  # set when other ranks have been told of the failure
         self._lost: dict[int, str] = {}  # gloo's error for each broken connection
-        # The ranks that have heard this rank's last word, or have told their own.
+        # The ranks that have received this rank's final message, or have sent their own.
         self._answered: set[int] = set()
         self._changed = threading.Condition()
         self._senders: dict[int, Sender] = {}
         for peer in others:
-            # A message that does not arrive is no failure. The thread that listens to that rank
-            # finds out why.
+            # It is not a failure if a message does not arrive. The thread that listens to the other
+            # rank finds out the reason.
             address = wires.address("liveness", peer, lambda error: None)
             self._senders[peer] = Sender(address)
         self._telling = threading.RLock()
@@ -110,7 +113,7 @@ class Liveness:
             thread.start()
 
     def failure(self) -> BaseException:
-        """Return the error that says why programs were stopped."""
+        """Return the error for the user, which says why the pipeline was stopped."""
         self._told.wait(2 * GRACE)
         return RankFailed(self._failure or f"rank {self._own} has closed its connections")
 
@@ -120,12 +123,12 @@ class Liveness:
         Only the first failure counts.
 
         Args:
-            why: A line that names the rank and its error.
-            told_by: The rank that has told this one of the failure.
+            why: A line that names the failed rank and its error.
+            told_by: The rank that has told this rank of the failure, if any.
         """
         with self._changed:
             if self.stopped or self._monitor.ended.is_set():
-                return  # after this rank has closed its connections, a broken one is no failure
+                return  # a connection that breaks after this rank has closed it is not a failure
             self._failure = why
             self.stopped = True
         self.tell_last(why, told_by)
@@ -133,13 +136,13 @@ class Liveness:
         self._wires.disconnect()
 
     def tell_last(self, why: str | None = None, told_by: int | None = None) -> None:
-        """Tell other ranks this rank's last word, and wait until they have heard it.
+        """Send this rank's final message, and wait until other ranks have received it.
 
-        A connection that is closed too early may lose the message.
+        If the connection is closed too early, the message can be lost.
 
         Args:
-            why: The failure, or `None` if this rank has ended without one.
-            told_by: A rank that knows of the failure already.
+            why: The failure, or `None` if this rank has ended without a failure.
+            told_by: A rank that already knows of the failure.
         """
         told = self._monitor.others - {told_by}
         for peer in told:
@@ -149,9 +152,9 @@ class Liveness:
             self._changed.wait_for(lambda: awaited <= self._answered, GRACE)
 
     def broken(self, peer: int, error: BaseException) -> None:
-        """Note that a connection has broken which this rank needed.
+        """Record that a connection has broken while this rank needed it.
 
-        The thread that listens to the other rank finds out why.
+        The thread that listens to the other rank finds out the reason.
         """
         with self._changed:
             self._lost[peer] = gist(error)
@@ -160,7 +163,7 @@ class Liveness:
     def close(self) -> list[threading.Thread]:
         """Break all connections, and return the threads, which are about to end.
 
-        If there is a failure, other ranks hear of it before.
+        If there is a failure, other ranks are told of the failure first.
         """
         if self.stopped:
             self._told.wait(2 * GRACE)
@@ -176,9 +179,9 @@ class Liveness:
         return threads
 
     def _check_not_needed(self, peer: int) -> None:
-        """Fail if a rank has ended while this rank still needs it.
+        """Call `fail` if another rank has ended while this rank still needs it.
 
-        Only connections that were needed are noted as broken.
+        This rank needs the other rank if it was using their connection when the connection broke.
         """
         with self._changed:
             has_ended = peer not in self._monitor.others
@@ -191,34 +194,34 @@ class Liveness:
             )
 
     def _tell(self, peer: int, *told: Any) -> None:
-        """Tell a rank something, unless this rank has disconnected."""
+        """Send a message to a rank, unless this rank has disconnected."""
         with self._telling, suppress(Stopped):
             self._senders[peer].give(_message(*told))
 
     def _tell_label(self, peer: int, label: Label) -> None:
-        """Tell a rank what this one does, unless it has not received the last message yet."""
+        """Send a rank what this rank does, unless the previous message is not received yet."""
         with self._telling, suppress(Stopped):
             sender = self._senders[peer]
             if sender.settled():
                 sender.give(_message(_LABEL, *label))
 
     def _listen(self, peer: int) -> None:
-        """Hear another rank until its last word, then see to it that its end is noticed."""
+        """Receive messages of another rank until its final message, and react to its end."""
         address = self._wires.address("liveness", peer, partial(self.broken, peer))
         receiver = Receiver(address)
         try:
             why = self._heard_until_last(peer, receiver)
         except Stopped:
             why = self._died(peer)
-        self._has_heard(peer)  # that rank needs no last word any more
+        self._has_heard(peer)  # the other rank has ended, and needs no final message of this rank
         if why is not None:
             self.fail(why, told_by=peer)
             return
         with self._changed:
             self._monitor.forget(peer)
         self._check_not_needed(peer)
-        # If gloo sends a message while the connection breaks, the message may get lost, and the
-        # wait for it never ends. So a message that is pending for too long counts as lost.
+        # If a connection breaks while gloo sends a message, the message can be lost, and then gloo
+        # waits for ever. So a message that is pending for too long counts as lost.
         while not self._monitor.ended.wait(GRACE):
             if not self._wires.pending(peer):
                 continue
@@ -228,7 +231,11 @@ class Liveness:
                 return
 
     def _heard_until_last(self, peer: int, receiver: Receiver) -> str | None:
-        """Hear a rank until its last word, and answer that; return the failure, if it tells one."""
+        """Receive messages until a rank's final message, and answer it.
+
+        Returns:
+            The failure in the final message, or `None` if the rank has ended without a failure.
+        """
         while True:
             message = receiver.take()
             what, *told = unpacked(message.tensors[0])
@@ -244,7 +251,7 @@ class Liveness:
         return why
 
     def _died(self, peer: int) -> str:
-        """Say that the connection to a rank has broken without a last word."""
+        """Return a text which says that a connection has broken without a final message."""
         if pause := self._monitor.pause():
             return (
                 f"rank {self._own} did not run for {pause:.1f} s (was its process stopped?), so "
@@ -256,7 +263,7 @@ class Liveness:
         )
 
     def _has_heard(self, peer: int) -> None:
-        """Note that a rank has heard this rank's last word, or does not need it."""
+        """Record that a rank has received this rank's final message, or does not need it."""
         with self._changed:
             self._answered.add(peer)
             self._changed.notify_all()

@@ -1,14 +1,14 @@
-"""The monitor of a rank, which tells all others what this rank does, and hears what they do.
+"""A monitor thread, which tells other ranks what this rank does, and receives what they do.
 
-It does so every second, or more often. It ends the pipeline where nothing else would, when one of
-these states has lasted for `timeout` seconds:
+The monitor sends a message every second, or more often. It ends the pipeline if one of these states
+has lasted for `timeout` seconds. Without the monitor, they could last for ever:
 
-    silence   nothing has come from a rank: its process is stopped, or the network is cut
-    hang      a task of this rank has neither ended nor computed
+    silence   no message has come from a rank: its process is stopped, or the network is cut
+    hang      a task of this rank has not ended, and has not used the CPU
     circle    all ranks wait for each other: one of them has left out a call
 
-A rank that is outside of the pipeline, or whose task computes, may take as long as it likes. Time
-in which the monitor itself did not run, such as between Ctrl-Z and `fg`, does not count.
+There is no limit for a rank that is outside of the pipeline, or that computes. Time in which the
+monitor itself did not run, such as between Ctrl-Z and `fg`, does not count.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from torchgpipe.engine.program import Program
 from torchgpipe.tensors._autograd import sharded
 
 _TALK = 0.001
-"""CPU seconds per second for hearing and telling one other rank; about twice what was measured."""
+"""CPU seconds per second for messages with one other rank; about twice the measured value."""
 
 
 class Label(NamedTuple):
-    """What a rank does.
+    """A description of what a rank does now.
 
     Attributes:
-        calls: How many calls of pipelines it has begun.
-        waits: Whether it waits for other ranks.
-        words: What it does, in words.
+        calls: How many calls of pipelines the rank has begun.
+        waits: Whether the rank waits for other ranks.
+        words: What the rank does, in words.
     """
 
     calls: int
@@ -49,12 +49,12 @@ class Activity:
     Args:
         fail: A function that ends the pipeline; it is called with a line that says what is wrong.
         beside: The activities of all pipelines that this process has over the same ranks. This
-            activity is added to them.
+            activity is added to the list.
 
     Attributes:
-        program: The program that the call runs.
-        hears: Whether the call waits for a rank apart from the program's links.
-        thread: The thread of the last call.
+        program: The program (the rank's list of tasks) that the call runs.
+        hears: Whether the call waits for a message of another rank outside of the program.
+        thread: The thread that made the last call.
     """
 
     def __init__(self, fail: Callable[[str], None], beside: list[Activity]) -> None:
@@ -70,12 +70,12 @@ class Activity:
 
     @contextmanager
     def call(self, serial: int, name: str, program: Program | None) -> Iterator[None]:
-        """Enter a call of the pipeline.
+        """Return a context for a call of the pipeline.
 
         Args:
             serial: The number of the mini-batch.
-            name: What the call does.
-            program: The program that the call runs, if it is known already.
+            name: The name of the call in messages.
+            program: The program that the call runs, if already known.
         """
         self._calls += 1
         self._serial = serial
@@ -90,16 +90,16 @@ class Activity:
 
     @property
     def doing(self) -> str:
-        """What this rank does now, or has done last in its call."""
+        """What this rank does now, or what it did last in its current call, as text."""
         if self._name is None:
             after = f", after mini-batch {self._serial}" if self._serial else ""
             return f"outside of the pipeline{after}"
-        program = self.program  # read only once: another thread may end the call meanwhile
+        program = self.program  # read only once, because another thread can end the call
         return f"in {self._name if program is None else program.doing}"
 
     @property
     def computing(self) -> tuple[int, str] | None:
-        """The task that is computed, with the number of the call; `None` if there is no task."""
+        """The number of the current call and the running task as text; `None` without a task."""
         program = self.program
         computing = None if program is None else program.computing
         if computing is None:
@@ -107,9 +107,9 @@ class Activity:
         return self._calls, f"{computing} of mini-batch {self._serial}"
 
     def label(self) -> Label:
-        """Return what this rank does, as other ranks are told it.
+        """Return the description of this rank's activity that is sent to other ranks.
 
-        If this pipeline is not in a call, a call of another pipeline is told.
+        If no call of this pipeline is running, a running call of another pipeline is described.
         """
         calls = sum(each._calls for each in [*self.beside])
         within = [each for each in (self, *self.beside) if each._name is not None]
@@ -125,22 +125,22 @@ class Activity:
         return Label(calls, waits, words)
 
     def _waits(self) -> bool:
-        """Return whether the call waits for another rank."""
+        """Return whether the current call waits for another rank."""
         program = self.program
         return self.hears or (program is not None and program.computing is None)
 
 
 class RankMonitor:
-    """Monitor all ranks for this rank, in a thread, until that is ended or something is wrong.
+    """A thread that monitors all ranks, until `ended` is set or a problem is found.
 
-    If something is wrong, all pipelines that this process has over these ranks end, since the
-    process may wait in any of them.
+    If there is a problem, all pipelines that this process has over the same ranks end, because the
+    process can be waiting in any of these pipelines.
 
     Args:
         own: This rank.
         others: All other ranks.
         activity: What this rank does.
-        timeout: Seconds after which something is wrong, or `None` for never.
+        timeout: How many seconds a state may last before it is a problem; `None` for no limit.
         tell: A function that sends this rank's label to another rank, and does not wait.
 
     Attributes:
@@ -161,15 +161,15 @@ class RankMonitor:
         self._activity = activity
         self._tell = tell
         self._timeout = inf if timeout is None else timeout
-        # The monitor looks at this interval, and tells other ranks every second time.
+        # The monitor checks all ranks at this interval, and sends messages at every second check.
         self._interval = min(0.5, self._timeout / 8)
         self._looked = time.monotonic()
-        # For how long the process did not run when that was last noticed, and when it went on.
+        # The last pause in which the process did not run: its seconds, and the time of its end.
         self._paused = 0.0, 0.0
-        # Seconds in which this thread should have looked, but did not run.
+        # How many seconds the checks were late in all, because this thread did not run.
         self._late = 0.0
-        # When each rank was last heard of, and its label. A rank that has not told anything yet is
-        # missing here, since it may still be connecting.
+        # The time of the last message from each rank, and its label. A rank is missing here until
+        # its first message, because it may still be connecting.
         self._heard: dict[int, tuple[float, Label]] = {}
         self._all = frozenset(others)
         self.others = self._all
@@ -181,16 +181,16 @@ class RankMonitor:
         self.thread.start()
 
     def heard(self, peer: int, label: Label) -> None:
-        """Note the label that has come from another rank."""
+        """Record the label that another rank has sent."""
         self._heard[peer] = self._now(), label
 
     def forget(self, peer: int) -> None:
-        """Expect nothing more from a rank, which has ended."""
+        """Stop monitoring a rank, because it has ended."""
         self.others -= {peer}
         self._heard.pop(peer, None)
 
     def answers(self, peer: int) -> bool:
-        """Return whether a rank that is told something now can be expected to answer."""
+        """Return whether a rank is likely to answer a message that is sent now."""
         last = self._heard.get(peer)
         if last is None:
             return True  # it may still be connecting
@@ -198,16 +198,16 @@ class RankMonitor:
         return self._now() - heard < 6 * self._interval
 
     def last(self, peer: int) -> str:
-        """Say what a rank did when it was last heard of, or "" if it never was."""
+        """Return a text about a rank's last message, or "" if no message has come from the rank."""
         if peer not in self._heard:
             return ""
         heard, label = self._heard[peer]
         return f" {self._now() - heard:.1f} s before, it was {label.words}"
 
     def pause(self) -> float:
-        """Return for how many seconds this process did not run just now, or 0.
+        """Return for how many seconds this process was recently stopped, or 0.
 
-        Other ranks may have taken it for a failed one.
+        Other ranks may treat a process that was stopped for so long as failed.
         """
         late = self._overdue()
         if late >= self._timeout / 2:
@@ -216,11 +216,11 @@ class RankMonitor:
         return paused if time.monotonic() - until < self._timeout else 0.0
 
     def _now(self) -> float:
-        """Return the time, without the time in which this thread did not run."""
+        """Return the time of a clock that stops while this thread cannot run."""
         return time.monotonic() - self._late
 
     def _overdue(self) -> float:
-        """Return by how many seconds this thread is late for its next look."""
+        """Return by how many seconds this thread is late for its next check."""
         since = time.monotonic() - self._looked
         return max(0.0, since - self._interval)
 
@@ -232,7 +232,7 @@ class RankMonitor:
                 wrong = self._look(tells=tells)
                 pause, tells = self._interval, not tells
         except BaseException as error:
-            # Without labels from this rank, others would take it for a silent one.
+            # Without labels from this rank, other ranks report this rank as silent.
             why = f"{type(error).__name__}: {error}"
             self._activity.fail(f"the monitor of rank {self._own} failed: {why}")
             raise
@@ -241,7 +241,11 @@ class RankMonitor:
                 each.fail(wrong)
 
     def _look(self, *, tells: bool) -> str | None:
-        """Return a line that says what is wrong, or `None`; `tells` says whether to tell others."""
+        """Check all ranks; return a line that says what is wrong, or `None`.
+
+        Args:
+            tells: Whether to send this rank's label to other ranks.
+        """
         late = self._overdue()
         self._looked = time.monotonic()
         self._late += late
@@ -258,7 +262,8 @@ class RankMonitor:
         heard = self._heard.copy()
         if all(now - at < self._timeout for at, _ in heard.values()):
             return None
-        # Several ranks may have been cut off at once, and the others are about to be silent, too.
+        # If several ranks were cut off at the same time, some of them reach the timeout a little
+        # later. The message names these ranks, too.
         begin = now - self._timeout + 3 * self._interval
         silent = {peer: label for peer, (at, label) in heard.items() if at < begin}
         have, processes = "have", "are their processes"
@@ -275,7 +280,7 @@ class RankMonitor:
         idle = self._idle.look(task, self._now())
         if idle < self._timeout or task is None or program is None:
             return None
-        # Sharded layers may wait for a rank of another pipeline, which is only slow.
+        # Sharded layers may wait for a rank of another pipeline that is only slow.
         if sharded(stage.partition for stage in program.stages.values()):
             return None
         _, words = task
@@ -306,7 +311,7 @@ class RankMonitor:
 
 
 def _each(labels: dict[int, Label]) -> str:
-    """Say what each rank was doing, together for ranks that did the same."""
+    """Return a text about what each rank was doing; ranks with equal labels are grouped."""
     ranks = defaultdict(list)
     for rank, label in sorted(labels.items()):
         ranks[label.words].append(rank)

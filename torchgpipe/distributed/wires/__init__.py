@@ -1,1 +1,1 @@
-"""Messages of tensors from rank to rank, over gloo and NCCL."""
+"""Send messages with tensors from rank to rank, over gloo and NCCL."""

@@ -1,20 +1,20 @@
-"""CUDA: how tensors get from one rank's GPU to another's.
+"""Transfer tensors from the GPU of one rank to the GPU of another rank.
 
-The descriptions of messages always go over gloo. The tensors go in one of two ways, which is the
-same on all ranks:
+The descriptions of messages always go over gloo. The tensors go in one of two ways. All ranks use
+the same way:
 
     NCCL      from GPU to GPU, by a process group of two ranks for each wire
     staging   through pinned memory of the hosts, and over gloo with their description
 
-NCCL needs a GPU for each rank. In both ways a wire has a CUDA stream of its own, so that tensors
-travel while tasks compute. The wire's stream waits for the program's stream before a tensor leaves,
-and the program's stream waits for the wire's stream after a tensor has arrived. On the host, only
-threads of wires wait for streams.
+NCCL needs a separate GPU for each rank. In both ways, each wire has its own CUDA stream, so that
+tensors are transferred while tasks compute. The wire's stream waits for the compute stream before a
+tensor is sent, and the compute stream waits for the wire's stream until a tensor has arrived. On
+the host, only the threads of wires wait for streams.
 
-An operation of NCCL occupies a part of its GPU until the other rank has begun its own operation.
-So a rank receives only when a description has arrived. By then the other rank has put the send into
-its stream. And in GPipe's schedule, stage s sends a skip for stage p only after it has run
-p - s - 1 further tasks, when stage p is about to need the skip.
+An operation of NCCL occupies a part of its GPU until the other rank has begun the matching
+operation. So a rank begins to receive only when the message's description has arrived. By then the
+other rank has put the send operation into its stream. And in GPipe's schedule, stage s sends a skip
+for stage p only after it has run p - s - 1 further tasks, when stage p is about to need the skip.
 """
 
 import os
@@ -35,25 +35,25 @@ from torchgpipe.tensors.copy import StreamFence, new_stream, using
 from torchgpipe.tensors.microbatch import Flat
 
 NEVER = timedelta(days=365)
-"""The timeout of operations between ranks: a rank may wait for as long as another one computes."""
+"""The timeout of operations between ranks. It is long, because other ranks may compute for long."""
 
 Stages = tuple[int, int]
 """The two stages that a wire connects."""
 
 _NO_GPU, _UNFIT = b"0" * 36, b"-" * 36
-"""Stand for a GPU's UUID: on a CPU, and on a rank where NCCL cannot be used."""
+"""Values in place of a GPU's UUID: for a rank on the CPU, and for a rank that cannot use NCCL."""
 
 _BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
-"""Environment variables that make the host wait for NCCL, and so for other ranks."""
+"""Environment variables that make the host wait for NCCL operations, and so for other ranks."""
 
 
 class Departure(NamedTuple):
-    """What the thread of a wire has to do for the tensors of a message.
+    """The work that a wire's thread has to do to send the tensors of a message.
 
     Attributes:
-        tensors: What goes over gloo; a tensor on `meta` is only described.
-        before: An event to wait for before that is sent.
-        after: An event to wait for after that is sent.
+        tensors: The tensors to send over gloo. Only the description of a `meta` tensor is sent.
+        before: An event to wait for before the tensors are sent, or `None`.
+        after: An event to wait for after the tensors are sent, or `None`.
     """
 
     tensors: Flat
@@ -62,18 +62,18 @@ class Departure(NamedTuple):
 
 
 class Transfer:
-    """Let the tensors of a wire leave this rank's GPU, or arrive on it.
+    """Send the tensors of a wire from this rank's GPU, or receive them on the GPU.
 
     Args:
         device: This rank's device.
         group: The NCCL group of the two ranks, in which rank 0 sends and rank 1 receives. Without a
-            group, tensors are staged.
+            group, tensors are copied through host memory.
         peer: The other rank's index in the group.
-        late: How many messages later each message leaves.
+        late: A message is held back until so many further messages have been given.
 
     Attributes:
         pins: Whether tensors that come over gloo should be in pinned memory.
-        late: See above.
+        late: The argument `late`.
     """
 
     def __init__(
@@ -92,14 +92,17 @@ class Transfer:
         self._aborted = False
 
     def begin(self) -> None:
-        """Let the calling thread use the GPU; without this, it would occupy GPU 0 as well."""
+        """Make this GPU the current device of the calling thread.
+
+        Otherwise the thread creates a CUDA context on GPU 0, too.
+        """
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
     def depart(self, tensors: Flat) -> Departure:
-        """Let tensors leave after the work that the program's stream has now.
+        """Begin to send tensors, after the work that is now in the compute stream.
 
-        Tensors on the host stay there and go over gloo.
+        Tensors on the host are sent over gloo.
         """
         here = self._device.type
         moved: list[Tensor | None] = []
@@ -118,7 +121,7 @@ class Transfer:
         staged = self._group is None
         with using(self._stream):
             sent = self._staged(leaving) if staged else self._described(leaving)
-            # A thread that waits for a blocking event sleeps, and leaves its core to others.
+            # A thread that waits for a blocking event sleeps, so other threads can use its core.
             end = self._stream.record_event(torch.cuda.Event(blocking=True))
         over_gloo = tuple([None if x is None else sent.get(x, x) for x in moved])
         if staged:
@@ -126,21 +129,21 @@ class Transfer:
         return Departure(over_gloo, after=end)
 
     def _staged(self, leaving: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """Begin to copy tensors to the host; return their copies."""
-        # PyTorch keeps pinned memory that is not used any more, and uses it again.
+        """Begin to copy tensors to the host; return a dictionary from each tensor to its copy."""
+        # PyTorch reuses pinned memory.
         copies = {x: torch.empty_like(x, device="cpu", pin_memory=self.pins) for x in leaving}
         for x, y in copies.items():
             y.copy_(x, non_blocking=True)
         return copies
 
     def _described(self, leaving: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """Send tensors by NCCL; return tensors on `meta` that stand for them in the description."""
+        """Send tensors by NCCL, and return a `meta` tensor for each, which describes the tensor."""
         described = {x: torch.empty_like(x, device="meta") for x in leaving}
         self._move(leaving)
         return described
 
     def arrive(self, tensors: Flat) -> Flat:
-        """Return the tensors of a message on the device; the program's stream waits for them."""
+        """Return a message's tensors on the device; the compute stream waits until they arrive."""
         if all(x is None for x in tensors):
             return tensors
         fence = StreamFence(self._device)
@@ -163,9 +166,9 @@ class Transfer:
             self._stream.synchronize()
 
     def abort(self) -> None:
-        """End the operations of NCCL, even if they wait for a rank that has failed.
+        """Abort all NCCL operations, even those that wait for a failed rank.
 
-        Any thread may call this.
+        Any thread can call this method.
         """
         aborted = self._aborted
         self._aborted = True
@@ -178,7 +181,7 @@ class Transfer:
         return x.to(self._device, non_blocking=True)
 
     def _move(self, tensors: Sequence[Tensor]) -> None:
-        """Let NCCL send or receive tensors, and the current stream wait for that."""
+        """Send or receive tensors by NCCL; the current stream waits for the end of the transfer."""
         if self._group is None:
             return
         operation = self._group.send if self._peer else self._group.recv
@@ -193,15 +196,15 @@ class Transfer:
 
 
 class Transfers:
-    """All transfers of one rank of a pipeline.
+    """All transfers between the GPU of one rank and other ranks.
 
     Args:
         own: This rank.
-        store: The store at which the two ranks of each NCCL group meet.
+        store: The key-value store through which the two ranks of each NCCL group connect.
 
     Attributes:
-        made: The transfers by kind of wire, other rank, and the wire's two stages, the lower one
-            first.
+        made: Maps a wire to its transfer. The key is the kind of the wire, the other rank, and the
+            wire's two stages, the lower stage first.
     """
 
     def __init__(self, own: int, store: Store) -> None:
@@ -218,17 +221,18 @@ class Transfers:
         *,
         late: bool,
     ) -> None:
-        """Make a transfer for each wire of this rank; all ranks do so at once.
+        """Make a transfer for each wire of this rank; all ranks call this method together.
 
-        Transfers use NCCL if every rank has a GPU of its own, and staging otherwise. Without CUDA
+        Transfers use NCCL if every rank has a separate GPU, and host memory otherwise. On the CPU,
         there are no transfers.
 
         Args:
             device: This rank's device.
             placement: The rank of each stage.
-            crossings: The skips that leave their stage.
-            exchange: Gives a tensor to all ranks, and returns the tensors that all ranks gave.
-            late: Whether skips leave late.
+            crossings: The skips between stages.
+            exchange: A function that sends a tensor to all ranks, and returns the tensors of all
+                ranks.
+            late: Whether skips are sent later than they are made.
         """
         gpu = _identity(device)
         told = exchange(torch.tensor(list(gpu), device="cpu"))
@@ -248,8 +252,8 @@ class Transfers:
                 transfer = Transfer(device)
             low, high = sorted(stages)
             self.made[kind, source + target - self._own, (low, high)] = transfer
-            # A first tensor connects the two ranks. All ranks come to their groups in this same
-            # order, so that they do not wait for each other in a circle.
+            # The first tensor makes NCCL connect the two ranks. All ranks go through the wires in
+            # the same order, so there is no deadlock.
             with using(transfer._stream):
                 transfer._move([torch.zeros(1, device=device)])
             transfer.finish()
@@ -262,25 +266,25 @@ class Transfers:
         self, kind: str, stages: Stages, source: int, target: int
     ) -> tuple[dist.ProcessGroup, int]:
         """Return the NCCL group of a wire, and the other rank's index in it."""
-        # The group is not made by `new_group`, which all ranks may have to call.
+        # `new_group` is not used here, because all ranks may have to call it.
         store = PrefixStore(f"stages {stages}/{kind} {source} {target}", self._store)
         own = int(self._own == target)
         group = dist.ProcessGroupNCCL(store, own, 2, NEVER)  # type: ignore[arg-type]
         return cast(dist.ProcessGroup, group), 1 - own
 
     def finish(self) -> None:
-        """Wait until all streams have done their work."""
+        """Wait until the streams of all transfers have done their work."""
         for transfer in self.made.values():
             transfer.finish()
 
     def abort(self) -> None:
-        """End all operations of NCCL; any thread may call this."""
+        """Abort all NCCL operations; any thread can call this method."""
         for transfer in list(self.made.values()):
             transfer.abort()
 
 
 def _identity(device: torch.device) -> bytes:
-    """Return the UUID of this rank's GPU, or what stands for it."""
+    """Return the UUID of this rank's GPU, or `_NO_GPU`, or `_UNFIT` if NCCL cannot be used."""
     if device.type != "cuda":
         return _NO_GPU
     blocking = any(os.environ.get(name, "0") != "0" for name in _BLOCKING)
@@ -290,7 +294,7 @@ def _identity(device: torch.device) -> bytes:
 
 
 def _wires(stages: int, crossings: Sequence[Crossing]) -> Iterator[tuple[str, Stages]]:
-    """Yield kind, source and target of every wire by which tensors travel between stages."""
+    """Yield the kind and the source and target stage of every wire that transfers tensors."""
     for source, target in pairwise(range(stages)):
         yield "forward", (source, target)
         yield "backward", (target, source)

@@ -1,8 +1,8 @@
-"""How tensors are placed in memory, and which part of that a wire sends.
+"""The memory layout of tensors, and which part of a tensor's memory is sent to another rank.
 
-A received tensor has the same strides as the tensor that was sent, with gaps and repetitions in
-memory, because PyTorch sums in another order if strides differ. The wire sends neither the gaps nor
-the repetitions.
+A received tensor has the same strides as the tensor that was sent, because PyTorch adds up elements
+in another order if strides differ. The strides can leave gaps in the memory, or repeat elements
+(`expand`). Gaps and repetitions are not sent.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """A tensor's type, shape and strides, and how it travels.
+    """A tensor's type, shape and strides, and how the tensor is sent.
 
     Attributes:
-        bytes: How many bytes go over gloo: none if the tensor comes by NCCL.
-        meta: Whether the tensor is described by one on `meta`, since it comes by NCCL.
+        bytes: How many bytes are sent over gloo; 0 if NCCL transfers the tensor.
+        meta: Whether NCCL transfers the tensor. Then a `meta` tensor describes it in the message.
     """
 
     dtype: torch.dtype
@@ -28,15 +28,15 @@ class Layout(NamedTuple):
 
 
 def layout_of(x: Tensor) -> Layout:
-    """Return the layout of a tensor whose elements share no memory, except by `expand`."""
+    """Return the layout of a tensor. Elements may share memory only because of `expand`."""
     size = 0 if x.is_meta else once(x).nbytes
     return Layout(x.dtype, tuple(x.shape), x.stride(), size, x.is_meta)
 
 
-# In inference mode, tensors would not count their changes, and such tensors may be refused.
+# Tensors that are made in inference mode do not count in-place changes, so they may be refused.
 @torch.inference_mode(False)
 def placed(layout: Layout, rows: Iterator[Tensor]) -> Tensor:
-    """Return a tensor of this layout, with the next of `rows` as its content if it has any."""
+    """Return a tensor of a layout; if it has bytes, its content is the next element of `rows`."""
     dtype, shape, strides, size, meta = layout
     content = next(rows) if size else None
     reach = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -53,7 +53,7 @@ def placed(layout: Layout, rows: Iterator[Tensor]) -> Tensor:
 
 
 def once(x: Tensor) -> Tensor:
-    """Return the tensor without the repetitions of `expand`."""
+    """Return the tensor without the repeated elements that `expand` has added."""
     for d, (n, step) in enumerate(zip(x.shape, x.stride(), strict=True)):
         if n > 1 and step == 0:
             x = x.narrow(d, 0, 1)
@@ -61,9 +61,9 @@ def once(x: Tensor) -> Tensor:
 
 
 def disjoint(x: Tensor) -> Tensor:
-    """Return a tensor, or a copy of it if some of its elements share memory.
+    """Return the tensor, or a copy if some of the tensor's elements share memory.
 
-    Elements that share memory by `expand` do not count.
+    Elements that share memory because of `expand` do not count.
     """
     x = _plain(x)
     reach = 1
@@ -76,23 +76,23 @@ def disjoint(x: Tensor) -> Tensor:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Return a tensor without its graph and its lazy conjugation or negation.
+    """Return a tensor without its graph, and with its lazy conjugation or negation carried out.
 
     Raises:
-        TypeError: If it is no plain, dense tensor.
+        TypeError: If the tensor is not a plain, dense tensor.
     """
     plain = type(x) in (Tensor, torch.nn.Parameter) and not x.is_quantized
     strided = x.layout is torch.strided
     if not plain or not strided:
         kind = type(x).__name__ if strided else f"tensor of {x.layout}"
         raise TypeError(
-            f"only dense tensors travel between ranks, but a partition returned a {kind}"
+            f"only dense tensors can be sent between ranks, but a partition returned a {kind}"
         )
     return x.detach().resolve_conj().resolve_neg()
 
 
 def dense(x: Tensor) -> Tensor:
-    """Return a tensor, or a copy of it if there are gaps in its memory."""
+    """Return the tensor, or a copy without gaps if the tensor's memory has gaps."""
     x = _plain(x)
     if x.is_contiguous():
         return x
@@ -101,6 +101,6 @@ def dense(x: Tensor) -> Tensor:
 
 
 def row(x: Tensor) -> Tensor:
-    """Return the bytes of a dense tensor in the order of its memory."""
+    """Return the bytes of a dense tensor, in the order in which they are in memory."""
     elements = x.as_strided((x.numel(),), (1,))
     return elements.view(torch.uint8)

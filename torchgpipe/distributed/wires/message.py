@@ -1,15 +1,16 @@
-"""What travels by a wire: a message has a description, and the contents of its tensors.
+"""Messages from rank to rank: a description, and the contents of tensors.
 
-The description says everything else about the tensors: their shapes and types, and whatever the
-sender adds. A description is sent once, and has a number from then on. So a message consists of
+The description has the shapes and types of the tensors, and further values of the sender. Equal
+descriptions are sent only once. Later messages send only the number of the description. So a
+message consists of
 
-    a slot of at most 1 MiB, with
+    a slot (a buffer) of at most 1 MiB, with
         the serial number of the mini-batch
         the number of the description
-        the length of the description, or 0 if it is known
+        the length of the description, or 0 if the receiver knows the description
         the description, if it is new
         small tensors
-    large parts, one by one: what does not fit into the slot
+    large parts, each sent separately: tensors and descriptions that do not fit into the slot
 """
 
 import struct
@@ -24,19 +25,19 @@ from torchgpipe.plain import packed, unpacked
 from torchgpipe.tensors.microbatch import Flat
 
 SLOT = 2**20
-"""How many bytes a slot has."""
+"""How many bytes a slot (the buffer at the beginning of a message) has."""
 
 HEAD = struct.Struct("<qqq")
-"""The beginning of a slot: three numbers, which the module lists."""
+"""The first three numbers of a slot, which the module's docstring lists."""
 
 
 class Message(NamedTuple):
-    """A message of a wire.
+    """A message from one rank to another rank.
 
     Attributes:
-        serial: The number of the mini-batch, by which ranks notice that they are in different ones.
-        about: What is said about the tensors, in plain values.
-        tensors: The tensors, or `None` in the place of one.
+        serial: The number of the mini-batch. The receiver compares it with its own number.
+        about: Plain values that are sent with the tensors.
+        tensors: The tensors. An element can be `None`.
     """
 
     serial: int
@@ -45,14 +46,14 @@ class Message(NamedTuple):
 
 
 Description = tuple[Hashable, tuple[Layout | None, ...]]
-"""What is said about the tensors of a message, and their layouts."""
+"""The plain values of a message, and the layouts of its tensors."""
 
 
 def described(about: Hashable, layouts: Iterable[Layout | None]) -> Tensor:
     """Return a description as bytes.
 
     Raises:
-        TypeError: If `about` is not made of plain values.
+        TypeError: If `about` does not consist of plain values.
     """
     told: list[tuple[Any, ...] | None] = []
     for layout in layouts:
@@ -65,7 +66,10 @@ def described(about: Hashable, layouts: Iterable[Layout | None]) -> Tensor:
 
 
 def places(sizes: Iterable[int]) -> list[tuple[int, int | None]]:
-    """Return the size of each part, and where it begins in the slot; `None` if it does not fit."""
+    """Return the size of each part of a message, and its offset in the slot (a buffer).
+
+    The offset is `None` if the part does not fit into the slot.
+    """
     found: list[tuple[int, int | None]] = []
     at = HEAD.size
     for size in sizes:
@@ -78,47 +82,47 @@ def places(sizes: Iterable[int]) -> list[tuple[int, int | None]]:
 
 
 def sizes(description: Description) -> list[int]:
-    """Return how many bytes each tensor of a message has, without tensors that have none."""
+    """Return how many bytes each tensor of a message has; tensors without bytes are left out."""
     _, layouts = description
     return [layout.bytes for layout in layouts if layout is not None and layout.bytes]
 
 
 class Predicted:
-    """The descriptions of a wire, and a prediction of the next message's description.
+    """The descriptions of a wire's messages, and a prediction of the next message's description.
 
-    Message k of a mini-batch is predicted to have the description of message k in the mini-batch
-    before. Each end of the wire has a `Predicted` of its own. Both ends call `begin` and `note` in
-    the same order, so both predict the same without telling each other.
+    Message k of a mini-batch is predicted to have the same description as message k of the previous
+    mini-batch. The sender and the receiver each have a `Predicted` object. They call `begin` and
+    `note` in the same order, so their predictions are equal without communication.
 
     Attributes:
         known: All descriptions so far; the index of a description is its number.
-        number: The number of the predicted description, or `None` if the mini-batch before had no
-            message k.
+        number: The number of the predicted description. It is `None` if the previous mini-batch did
+            not have so many messages.
     """
 
     def __init__(self) -> None:
         self.known: list[Description] = []
         self.number: int | None = None
-        # The numbers of all messages in the mini-batch before, and in this one.
+        # The descriptions' numbers of all messages in the previous and in the current mini-batch.
         self._before: list[int] = []
         self._now: list[int] = []
 
     def begin(self) -> None:
         """Begin a mini-batch.
 
-        A prediction that was made before stays, since the receiver has prepared for it.
+        An earlier prediction is kept, because the receiver has already prepared for it.
         """
         self._before, self._now = self._now, []
         if self.number is None:
             self._predict()
 
     def note(self, number: int) -> None:
-        """Note the description of a message, and predict that of the next message."""
+        """Record the number of a message's description, and predict the next message's number."""
         self._now.append(number)
         self._predict()
 
     def learn(self, description: Tensor, rank: int) -> None:
-        """Add the description that has come from a rank."""
+        """Decode a description that a rank has sent, and add it to `known`."""
         try:
             about, told = unpacked(description)
             layouts: list[Layout | None] = []
@@ -131,11 +135,11 @@ class Predicted:
             self.known.append((about, tuple(layouts)))
         except Exception:
             raise RuntimeError(
-                f"rank {rank} is another program, or another version of this one"
+                f"rank {rank} runs another program, or another version of this program"
             ) from None
 
     def large(self) -> list[int]:
-        """Return the sizes of the tensors that do not fit into the slot, as predicted."""
+        """Predict the sizes of the next message's tensors that do not fit into its first buffer."""
         if self.number is None:
             return []
         expected = sizes(self.known[self.number])

@@ -1,4 +1,4 @@
-"""The end of a wire that receives: `Receiver`. See wire.py."""
+"""Receive messages from another rank: `Receiver`. The module wire.py explains wires."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,41 +15,41 @@ from torchgpipe.distributed.wires.message import HEAD, SLOT, Message, places, si
 from torchgpipe.distributed.wires.wire import LARGE, End, WireAddress, bytes_of
 
 Wait = Callable[..., Any]
-"""A function that waits until a receive has ended."""
+"""A function that waits until a receive operation has ended."""
 
 
 class _Posted(NamedTuple):
-    """A receive that is posted, and the memory that it fills."""
+    """A receive operation that has been started, and the memory that it fills."""
 
     memory: Tensor
     wait: Wait
 
 
 class Receiver(End):
-    """Receive messages from an address, in order.
+    """The receiving end of a wire (a message channel). Messages arrive in the order of sending.
 
     Attributes:
-        rank: The rank from which messages come.
+        rank: The rank that sends the messages.
     """
 
     def __init__(self, address: WireAddress) -> None:
         super().__init__(address)
         pinned = self._transfer is not None and self._transfer.pins
         self._row = partial(torch.empty, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        # With two slots, a receive is posted while this rank works on the content of the other.
+        # There are two slots: while this rank reads one slot, a message can arrive in the other.
         self._slots: deque[tuple[bytearray, Wait]] = deque()
         for _ in range(2):
             self._post_slot(bytearray(SLOT))
         self._taken: bytearray | None = None  # the slot of the last message
-        self._large: list[_Posted] = []  # the receives that are posted for the prediction
+        self._large: list[_Posted] = []  # receives of the large parts that are predicted
 
     def begin(self) -> None:
-        """Begin a mini-batch, and post receives for its first message, as predicted."""
+        """Begin a mini-batch, and post receives for the first message's predicted large parts."""
         super().begin()
         self._large = self._large or self._posted(self._predicted.large())
 
     def take(self) -> Message:
-        """Wait for the next message."""
+        """Wait for the next message, and return it."""
         if self._taken is not None:
             self._post_slot(self._taken)
         self._taken, arrived = self._slots.popleft()
@@ -59,7 +59,7 @@ class Receiver(End):
         predicted = self._predicted
         right = number == predicted.number
         if not right:
-            self._await(self._large)  # each of them gets an empty tensor
+            self._await(self._large)  # the sender sends an empty tensor to each of these receives
         if length:
             self._learn(slot, length)
         description = predicted.known[number]
@@ -87,7 +87,7 @@ class Receiver(End):
         return Message(serial, about, tensors)
 
     def _learn(self, slot: Tensor, length: int) -> None:
-        """Learn a new description of this many bytes, which is in the slot or comes after it."""
+        """Add a new description of `length` bytes, which is in the slot or comes after the slot."""
         ((_, start),) = places([length])
         if start is not None:
             description = slot[start : start + length]
@@ -101,7 +101,7 @@ class Receiver(End):
         self._slots.append((content, self._receive(bytes_of(content))))
 
     def _posted(self, lengths: Sequence[int]) -> list[_Posted]:
-        """Post receives of these sizes."""
+        """Post a receive for each of these numbers of bytes."""
         posted = []
         for length in lengths:
             memory = self._row(length)
@@ -113,8 +113,8 @@ class Receiver(End):
         try:
             return self._group.recv([x], self.rank, self._tag | apart).wait
         except RuntimeError as error:
-            # The connection is closed, which is all right if nothing more is to come. Only the text
-            # of the error is kept: the error would keep frames alive, and so the mini-batch.
+            # The connection is closed, which is not an error if no more messages come. Only the
+            # error's text is kept, because the error keeps frames and so the mini-batch alive.
             return partial(_fail, str(error))
 
     def _await(self, posted: Sequence[_Posted]) -> None:

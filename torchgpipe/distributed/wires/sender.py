@@ -1,4 +1,4 @@
-"""The end of a wire that sends: `Sender`. See wire.py."""
+"""Send messages to another rank: `Sender`. The module wire.py explains wires."""
 
 import threading
 from collections import deque
@@ -21,24 +21,24 @@ from torchgpipe.tensors.microbatch import Flat
 
 
 class Sender(End):
-    """Send messages to an address, in order.
+    """The sending end of a wire (a message channel). Messages are sent in order.
 
     Attributes:
-        rank: The rank to which messages go.
+        rank: The rank that receives the messages.
         thread: The thread that waits until messages are received.
     """
 
     def __init__(self, address: WireAddress) -> None:
         super().__init__(address)
-        # Messages that leave later, with the versions of their tensors.
+        # Messages that are held back and sent later, with the versions of their tensors.
         self._held: deque[tuple[Message, list[int | None]]] = deque()
-        # For each message that has departed, a function that waits until it is received.
+        # For each message that was sent, a function that waits until the message is received.
         self._departed: SimpleQueue[Callable[[], BaseException | None] | None] = SimpleQueue()
-        # For each message that was received, what was wrong with it.
+        # For each message that was received, an error or `None`.
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
-        # The number of messages that have departed, and of whose end `settle` does not know.
+        # The number of messages that were sent, without those that `settle` has seen received.
         self._under_way = 0
-        self._last: list[Any] = []  # the operations of the last message, which have to live
+        self._last: list[Any] = []  # keeps the operations of the final message alive
         self._numbers: dict[Description, int] = {}
         name = f"gpipe-to-{address.rank}"
         self.thread = threading.Thread(target=self._wait, name=name, daemon=True)
@@ -46,22 +46,25 @@ class Sender(End):
 
     def give(self, message: Message) -> None:
         """Send a message, and do not wait until it is received."""
-        # The versions are noted now: a layer must not change the tensors before they are sent.
+        # The versions are recorded now, because the tensors must not change before they are sent.
         self._held.append((message, versions(message.tensors)))
         if self._transfer is None or len(self._held) > self._transfer.late:
             self._depart()
 
     def give_last(self, message: Message) -> None:
-        """Send a message that nobody waits for, since the other rank may close the connection."""
+        """Send a message, and do not check that it arrives.
+
+        The other rank may close the connection before it receives the message.
+        """
         self._last = self._post(message)
 
     def release(self) -> None:
-        """Let all messages leave that are held back, because the program has no more tasks."""
+        """Send all messages that are held back, because the program has no more tasks."""
         while self._held:
             self._depart()
 
     def settle(self, left: int = 0, patience: float | None = None) -> None:
-        """Wait until all messages that have departed are received, except `left` of them.
+        """Wait until all but `left` of the messages that were sent have been received.
 
         Raises:
             queue.Empty: If a message takes longer than `patience` seconds.
@@ -70,28 +73,27 @@ class Sender(End):
             error = self._ended.get(timeout=patience)
             if error is not None:
                 self._ended.put(error)  # for a later call of `settle`
-                # The error that stays here must not be raised. It would keep the frames alive that
-                # it comes through.
+                # A copy is raised, because a raised error keeps the frames of its traceback alive.
                 raise copy(error)
             self._under_way -= 1
 
     def settled(self) -> bool:
-        """Return, without waiting, whether all messages that have departed were received."""
+        """Return, without waiting, whether all messages that were sent have been received."""
         self.settle(max(0, self.pending))
         return not self._under_way
 
     @property
     def pending(self) -> int:
-        """How many messages have departed and are not received yet; any thread may ask."""
+        """How many messages were sent and are not received yet; any thread can read this."""
         return self._under_way - self._ended.qsize()
 
     def stop(self) -> None:
-        """End the thread, and every wait, now and later."""
+        """End the thread, and end all present and future waits for messages to be received."""
         self._ended.put(Stopped())
         self._departed.put(None)
 
     def _depart(self) -> None:
-        """Let the first of the messages that are held back leave."""
+        """Send the first of the messages that are held back."""
         message, before = self._held.popleft()
         works: list[Any] | None = None
         if self._transfer is None:
@@ -99,8 +101,8 @@ class Sender(End):
             leaving = message
             works = self._post(message)
         else:
-            # The message is sent when the GPU's stream has got there. The thread of the program
-            # must not wait for that.
+            # The sender's thread sends the message when the GPU's stream has made the tensors. The
+            # program's thread must not wait for the stream.
             departure = self._transfer.depart(message.tensors)
             leaving = message._replace(tensors=departure.tensors)
         self._under_way += 1
@@ -108,15 +110,15 @@ class Sender(End):
         self._departed.put(received)
 
     def _wait(self) -> None:
-        """Wait, in the thread, until each message is received."""
+        """Wait until each message is received. This is the function of the sender's thread."""
         try:
             if self._transfer is not None:
                 self._transfer.begin()
             while (received := self._departed.get()) is not None:
                 self._ended.put(received())
-                del received  # it holds the tensors
+                del received  # it keeps the tensors alive
         except BaseException as error:
-            # The frames keep this sender alive, and the tensors that it was to send.
+            # The traceback keeps frames alive, and so this sender and the tensors.
             error.__traceback__ = error.__context__ = None
             self._ended.put(error)
 
@@ -128,14 +130,14 @@ class Sender(End):
         tensors: Flat,
         before: list[int | None],
     ) -> BaseException | None:
-        """Wait until a message is received; return an error if it was changed meanwhile.
+        """Wait until a message is received; return an error if its tensors were changed meanwhile.
 
         Args:
-            leaving: The message as it goes over gloo.
+            leaving: The message to send over gloo.
             works: The operations of gloo, or `None` if the message is not sent yet.
             departure: The CUDA events to wait for.
-            tensors: The tensors that were given.
-            before: The versions of these tensors at that time.
+            tensors: The tensors that `give` was called with.
+            before: The versions of these tensors when `give` was called.
         """
         if departure.before is not None:
             departure.before.synchronize()
@@ -154,10 +156,10 @@ class Sender(End):
         )
 
     def _post(self, message: Message) -> list[Any]:
-        """Send a message as bytes: the slot, and the parts that do not fit into it.
+        """Send a message as bytes: the slot (a buffer), and the parts that do not fit into it.
 
         Returns:
-            The operations of gloo, which have to be waited for.
+            The operations of gloo; the caller has to wait for them.
         """
         predicted = self._predicted
         flat = [None if x is None else disjoint(x) for x in message.tensors]
@@ -171,7 +173,7 @@ class Sender(End):
             length = len(new)
             parts.append(new)
             predicted.known.append(description)
-        # If the prediction is wrong, the receiver has posted receives in vain.
+        # If the prediction is wrong, each receive that was posted in vain gets an empty tensor.
         unused = 0 if number == predicted.number else len(predicted.large())
         predicted.note(number)
         filled = [x for x in flat if x is not None and not x.is_meta and x.numel()]

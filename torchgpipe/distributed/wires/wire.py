@@ -1,16 +1,18 @@
-"""A wire: messages from one process to another, in order, over gloo.
+"""A wire sends messages from one process to another process, in order, over gloo.
 
-Gloo needs receives of the right size. A buffer that is too small ends the process, and one that is
-too large is filled in part without notice. So the receiver always has a receive posted for a slot,
-which says what else comes (message.py). Posting the receives of large tensors only then would cost
-time in which nothing moves. So both ends predict the next message, and the receiver posts the
-receives for its large tensors at once, while a task runs. If the prediction was wrong, the sender
-first sends an empty tensor to each of these receives.
+With gloo, a receive needs a buffer of the right size. If the buffer is too small, the process ends.
+If the buffer is too large, a part of it is filled without notice. So the receiver always has a
+receive posted for a slot of fixed size, which describes the rest of the message (message.py). If
+the receives of large tensors were posted only after the slot arrives, this would cost time. So the
+sender and the receiver predict the next message, and the receiver posts the receives of its large
+tensors early, while a task runs. If the prediction is wrong, the sender first sends an empty tensor
+to each of these receives.
 
-Sending returns at once, and the thread that takes a message waits for gloo. Such a wait ends when
-connections are closed (connections.py), but not by Ctrl-C. A wait that times out closes all
-connections of its group. A wait for the end of sending may go on even after the connection has
-broken. So each sender has a thread for these waits, and programs wait for a queue.
+A send returns immediately. The thread that takes a message waits for gloo. This wait ends when
+connections are closed (connections.py), but not when the user presses Ctrl-C. A wait that times out
+closes all connections of its group. A wait for the end of a send can last for ever, even after the
+connection has broken. So each sender has a thread for these waits, and a program waits for a queue
+instead.
 """
 
 from collections.abc import Callable
@@ -26,23 +28,23 @@ from torchgpipe.distributed.wires.message import Predicted
 from torchgpipe.engine.relay import Stopped
 
 LARGE = 1 << 30
-"""A part that does not fit into a slot has a tag of its own, to which this number is added.
+"""The number that is added to a wire's tag for parts of messages that do not fit into a slot.
 
-Receives of slots are posted further ahead than receives of such parts.
+These parts need a different tag, because receives of slots are posted earlier.
 """
 
 
 class WireAddress(NamedTuple):
-    """Where a wire goes.
+    """The address of a wire (a message channel): the other rank, and how to reach it.
 
     Attributes:
         group: The gloo process group.
-        rank: The rank to which, or from which, messages go.
+        rank: The rank at the other end of the wire.
         tag: The tag of the wire's messages.
         broken: A function that is called with gloo's error if the connection breaks.
-        transfer: How tensors travel between GPUs, or `None` without GPUs.
-        limit: How long a tensor may take that comes after its slot. Gloo wakes nobody who waits for
-            a tensor of which a part has arrived when its connection closes.
+        transfer: The transfer of tensors from and to the GPU, or `None` without a GPU.
+        limit: How long the receiver waits for a large part of a message. The limit is needed
+            because gloo does not end the wait for a half received tensor when a connection closes.
     """
 
     group: dist.ProcessGroup
@@ -54,7 +56,7 @@ class WireAddress(NamedTuple):
 
 
 class End:
-    """One end of a wire."""
+    """One end of a wire: the base class of `Sender` and `Receiver`."""
 
     def __init__(self, address: WireAddress) -> None:
         self._group = address.group
@@ -66,11 +68,11 @@ class End:
         self._predicted = Predicted()
 
     def begin(self) -> None:
-        """Begin a mini-batch; both ends do so between the same messages."""
+        """Begin a mini-batch; sender and receiver call this method between the same messages."""
         self._predicted.begin()
 
     def _gloo(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Call a function of gloo, which fails if a connection has broken."""
+        """Call a function of gloo; if it fails, report a broken connection and raise `Stopped`."""
         try:
             return function(*given)
         except RuntimeError as error:

@@ -125,7 +125,7 @@ ROWS = [
     Row(
         "a named tuple of no module",
         handing_on(HERE._make, product_of_pair),
-        refused={"ranks": "which ranks do not find"},
+        refused={"ranks": "which other ranks cannot import"},
     ),
     Row(
         "a named tuple out",
