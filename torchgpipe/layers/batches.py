@@ -1,4 +1,4 @@
-"""A mini-batch, divided for the first stage."""
+"""Divide a mini-batch into micro-batches for the first stage."""
 
 from collections.abc import Sequence
 
@@ -17,9 +17,9 @@ def divided(
 
     Args:
         input: The mini-batch.
-        chunks: How many micro-batches there are at most.
+        chunks: The largest number of micro-batches.
         stage: The first stage.
-        batched: Which tensors of the input have a batch dimension; by default all.
+        batched: Whether each tensor of the input has a batch dimension; `None` if all have one.
     """
     device = stage.device
     # A copy to the host must be waited for: the host could read it before it has arrived.
@@ -27,16 +27,16 @@ def divided(
     micro_batches = scatter(input, chunks, batched)
     one_tensor = len(micro_batches) > 1 and isinstance(input, Tensor)
     if one_tensor and begins_in_place(stage.partition):
-        # Micro-batches are views of one tensor and share its version counter: a change of one
-        # looks like a change of all.
+        # Micro-batches are views of one tensor, and share its version counter. So a change of one
+        # micro-batch in place looks like a change of all micro-batches.
         micro_batches = [mapped(torch.clone, x) for x in micro_batches]
     return micro_batches
 
 
 def samples(micro_batch: TensorOrTensors, batched: Sequence[bool] | None) -> int:
-    """Return how many samples a micro-batch has; 1 if that cannot be seen.
+    """Return how many samples a micro-batch has, or 1 if no tensor has a batch dimension.
 
-    `batched` says which of its tensors have a batch dimension; by default all.
+    `batched` says whether each of its tensors has a batch dimension; `None` means that all have.
     """
     tensors = tensors_of(micro_batch)
     for x, split in zip(tensors, batched or [True] * len(tensors), strict=True):

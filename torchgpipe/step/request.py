@@ -1,4 +1,4 @@
-"""What a training step is asked for."""
+"""The arguments of a training step, except for its input."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,11 +10,11 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 class StepRequest(NamedTuple):
-    """What `step` and `evaluate` are given beside the input."""
+    """The arguments of `step` and `evaluate`, except for the input."""
 
     criterion: Criterion
     target: Any
     reduction: str
     weight: Callable[[Any], Any] | None
     scaler: torch.amp.GradScaler | None = None
-    backward: bool = True  # of `step`
+    backward: bool = True  # `step` runs a backward, and `evaluate` does not
