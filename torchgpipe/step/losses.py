@@ -138,8 +138,8 @@ class Losses(BatchIO):
     def sums(self) -> tuple[tuple[Tensor, ...], Flat]:
         """Return the leaves that the criterion has used beside outputs, and their gradients' sums.
 
-        Two kinds of leaves only replace another tensor, and that tensor is returned: the parameter
-        for a stand-in (a detached parameter that tasks use), and the target for a cut-off target.
+        Some leaves only replace another tensor, and that tensor is returned instead: the parameter
+        that a stand-in (a detached parameter) replaces, or the user's tensor in the target.
         """
         meant = {**self._cut}
         for guards in self._batch.guards:

@@ -1,21 +1,22 @@
-"""The backward of a task in two halves: of its inputs at once, of its weights when there is time.
+"""Split the backward of a task: gradients of inputs first, gradients of weights later.
 
-The idea is that of zero bubble schedules (Qi et al., arXiv:2401.10241).
+Zero bubble schedules need this (Qi et al., arXiv:2401.10241).
 
-    inputs ──▶ … ──▶ product ──▶ …      of inputs: everything but the sides of products
+    inputs ──▶ … ──▶ product ──▶ …      first half: everything except the sides of products
                         ▲
-              weight ─▶ side            of weights: each product once more, for its weights alone,
-                                        then its sides
+              weight ─▶ side            second half: each product's gradient for its weight,
+                                        then the backward of its sides
 
-Products are linear layers and convolutions: half of their work is for their weights. What else
-gives gradients to parameters stays in the first half: one kernel gives them with the gradients of
-the inputs (norms), or there is nothing to wait for (embeddings). The first half is one run of
-autograd, which frees the graph. Of a product, its input and its output's gradient are kept. From
-these the second half makes what autograd would have made, to the bit.
+A product is the matrix product of a linear layer, or a convolution. About half of its backward is
+for its weight. All other operators that have parameters stay in the first half. For norms, one
+kernel computes the gradients of inputs and parameters. For embeddings, a split would gain nothing.
+The first half is one run of autograd, which frees the graph. For each product, its input and the
+gradient of its output are kept. From these tensors the second half computes the same gradients as
+autograd, bit by bit.
 
-A side is what hangs from a product and nowhere else: a parameter, its transpose, its cast, a weight
-norm. Where a weight has another use in the task, autograd adds both gradients up before `.grad` has
-them, so both stay in the first half.
+A side is the part of the graph between a parameter and a product, if no other node uses that part:
+the parameter alone, its transpose, its cast, or a weight norm. If the task uses a weight twice,
+autograd adds its two gradients before it writes to `.grad`, so both stay in the first half.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,12 +58,12 @@ OLD_HOOK = (
     "register_full_backward_hook"
 )
 PLANS = 64
-"""How many plans a stage keeps at most: its layers may do something else each time."""
+"""The largest number of plans that a stage keeps, because each task may have another graph."""
 
 
 @dataclass(slots=True)
 class _Later:
-    """What is left to do for one product: the gradients of its sides, from what it has `saved`."""
+    """The second half for one matrix product: the gradients of its sides, from `saved` tensors."""
 
     formula: Callable[..., Sequence[Tensor]]
     saved: Flat
@@ -70,14 +71,14 @@ class _Later:
     _versions: list[int | None] = field(default_factory=list)
 
     def catch(self, grads: Flat) -> None:
-        """Take the gradient of the product's output, as a hook of its node."""
+        """Keep the gradient of the product's output; this is a hook of its node."""
         self.saved = (grads[0], *self.saved)
         self._versions = versions(self.saved)
 
     def run(self, keep_graph: bool) -> None:
-        """Add the gradients to the leaves of the sides.
+        """Compute the gradients of the product's weights, and run the backward of its sides.
 
-        Raise `RuntimeError` if a tensor that they need has changed.
+        Raise `RuntimeError` if a saved tensor has changed.
         """
         if not self._versions or self.saved[0] is None:
             return
@@ -93,21 +94,22 @@ class _Later:
 
 
 def _run_all(later: list[_Later], keep_graph: bool) -> None:
-    """Run each, and let it go once it is done."""
+    """Run the second half of each product, and free its tensors."""
     while later:
         later.pop().run(keep_graph)
 
 
 class Halves:
-    """How the backward of a stage is split, found out once for each structure that its graph has.
+    """Split the backward of each task of a stage into two halves (see the module's docstring).
 
-    Its text says how many products leave their weights for later, and why others do not.
+    Graphs of the same structure share a plan. `str()` says for how many matrix products the weight
+    gradients come later, and why not for others.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._plans: dict[tuple[Row, ...], Plan] = {}
-        # Why no task's backward is split, as far as the layers show.
+        # The reason for which no task's backward is split, or nothing.
         self._whole = EXCHANGES if sharded(modules) or averages_gradients(modules) else ""
 
     def __str__(self) -> str:
@@ -127,7 +129,10 @@ class Halves:
     def run_inputs(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool
     ) -> Callable[[], None] | None:
-        """Go backward from `roots`; return a function that does the sides of products later."""
+        """Run the first half of the backward from `roots`; return a function for the second half.
+
+        Return `None` if the backward cannot be split: then all of it has run.
+        """
         if not self._whole and hooked_in_the_old_way(self._modules):
             self._whole = OLD_HOOK
         if self._whole:
@@ -155,7 +160,7 @@ class Halves:
     def _plan_of(
         self, roots: Sequence[GradientEdge], nodes: list[Any], rows: tuple[Row, ...]
     ) -> Plan:
-        """Return the plan of a structure, which is made when that comes for the first time."""
+        """Return the plan for a structure of graphs; make the plan when the structure is new."""
         if rows not in self._plans:
             if len(self._plans) == PLANS:
                 self._plans.clear()
@@ -169,7 +174,7 @@ class Halves:
 
 
 def _taken_from(node: Any, places: list[int]) -> _Later:
-    """Return what is to be done later for a product whose sides begin at these inputs."""
+    """Return the second half for the product `node`; its sides begin at the inputs `places`."""
     name = type(node).__name__
     first, *names = PRODUCTS[name]
     sides = [GradientEdge(*node.next_functions[place]) for place in places]
@@ -192,7 +197,7 @@ def _taken_from(node: Any, places: list[int]) -> _Later:
 
 
 def _lies_by_columns(node: Any, name: str) -> bool:
-    """Return whether a factor lies by columns in memory; autograd lets its gradient do so, too."""
+    """Return whether a matrix is stored by columns; autograd then stores its gradient so, too."""
     rows, _ = saved_by(node, f"{name}_sym_sizes")
     return tuple(saved_by(node, f"{name}_sym_strides")) == (1, rows)
 
