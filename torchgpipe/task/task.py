@@ -94,7 +94,7 @@ class TaskGraph(GuardedTask):
             self.inputs = None
 
     def _build(self, inputs: Flat, shared: Shared, around: Context) -> tuple[Flat, Flat, Form]:
-        """Run the layers with a graph; return their inputs, their outputs and the outputs' class."""
+        """Run the layers with a graph; return their inputs, outputs, and the outputs' class."""
         given = entered(inputs, self.needs, self._input_grads)
         with around:
             outputs, form = self.stage.run(given, self.form, shared)

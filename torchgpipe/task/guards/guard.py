@@ -45,7 +45,7 @@ class GuardedTask:
         needs: Whether each input requires grad.
         with_graph: Whether the first pass makes a graph.
         found: Whether each output requires grad in the latest graph.
-        claimed: Whether each output requires grad, as the first pass has told the next task.
+        claimed: Whether each output requires grad when the next task gets it.
         noted: For each guard, the values that it has noted in the first pass.
     """
 

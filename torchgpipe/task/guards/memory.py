@@ -1,10 +1,10 @@
-"""Memory that tasks share: a change in place that a recomputation would not see is refused.
+"""Raise an error if a task's input is changed in place, because its recomputation needs the input.
 
 What goes wrong without it: the first layer of a partition is `nn.ReLU(inplace=True)`. Its first
-pass changes the task's input, and the recomputation would start from the changed one. (That layer
-says so by its attribute, and gets a copy. Others are refused.)
+pass changes the task's input, and the recomputation would start from the changed input. (A first
+layer with the attribute `inplace` gets a copy of the input. For other layers, an error is raised.)
 
-It costs one look at the version of each input, before and after each pass.
+This guard reads the version counter of each input, before and after each pass.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torchgpipe.tensors.microbatch import Flat, Form, carrying
 
 
 class KeptInputs(Guard):
-    """The inputs that recomputations on partition `index` start from."""
+    """The guard of the tasks' inputs on partition `index`, which recomputations start from."""
 
     def __init__(self, index: int, partition: nn.Module) -> None:
         self._index = index
         self.begins_in_place = begins_in_place(partition)
 
     def given(self, inputs: Flat, form: Form) -> Flat:
-        """Return the inputs for one pass, with a copy of a tensor that the first layer changes."""
+        """Return the inputs for one pass; an input that the first layer changes is copied."""
         x = inputs[0] if form is Tensor else None
         if x is None or not self.begins_in_place:
             return inputs
         return (carrying(x.detach().clone(), x), *inputs[1:])
 
     def before_first_pass(self, task: GuardedTask) -> None:
-        """Note how often each input was changed in place."""
+        """Note the version counter of each input."""
         task.noted[self] = versions(task.inputs or ())
 
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
@@ -55,7 +55,7 @@ class KeptInputs(Guard):
 
 
 def begins_in_place(partition: nn.Module) -> bool:
-    """Return whether the first layer has the attribute `inplace`: it changes its input."""
+    """Return whether the first layer changes its input, as its attribute `inplace` says."""
     layers = [partition]
     while layers and isinstance(layers[0], (nn.Sequential, nn.Identity, nn.Flatten)):
         layers = [*layers[0].children(), *layers[1:]]
@@ -63,9 +63,9 @@ def begins_in_place(partition: nn.Module) -> bool:
 
 
 def check_attributes(index: int, outputs: Flat) -> None:
-    """Raise `RuntimeError` if an attribute of an output of partition `index` has a graph.
+    """Raise `RuntimeError` if an attribute of an output of partition `index` requires grad.
 
-    That graph ends between partitions.
+    No gradient would come back through the attribute to this partition.
     """
     for y in outputs:
         attributes = {} if y is None else y.__dict__

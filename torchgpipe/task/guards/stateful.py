@@ -1,10 +1,11 @@
-"""What layers compute must not depend on the state of a mode around the pipeline.
+"""Check that layers do not depend on the changing state of a mode around the pipeline.
 
-What goes wrong without it: a mode of operators, around the call, counts operators and scales each
-tenth. A recomputation, which leaves such a mode out, would give something else.
+What goes wrong without it: the pipeline is called within a `TorchDispatchMode` that counts
+operators, and scales the output of each tenth operator. A recomputation does not enter a mode that
+changes its attributes, so it would compute other values.
 
-So the outputs of first passes are kept where a mode may have state, and compared. Where none has, a
-stage has no such guard.
+So the outputs of first passes are kept, and compared with the outputs of recomputations. A stage
+only has this guard if there is a mode that could change.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torchgpipe.tensors.microbatch import Flat
 
 
 class StatefulModes(Guard):
-    """Modes around the pipeline, which partition `index` may depend on."""
+    """The guard that compares outputs of partition `index`, in case a mode has changed them."""
 
     def __init__(self, index: int, ambient: AmbientModes) -> None:
         self._index = index
@@ -26,7 +27,10 @@ class StatefulModes(Guard):
         task.noted[self] = [None if y is None else y.detach().clone() for y in outputs]
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """Raise `RuntimeError` if the outputs are others, and a mode has changed."""
+        """Raise `RuntimeError` if the outputs differ from the first pass, and a mode has changed.
+
+        A mode has changed if its attributes have.
+        """
         if not self._ambient.changed:
             return
         for x, y in zip(task.noted[self], outputs, strict=False):
