@@ -9,7 +9,7 @@ the parameter separately.
 Worker threads and ranks use one set of stand-ins from the beginning of a run to its end. So the
 layers, the criterion and a penalty over `model.parameters()` all read the same stand-ins. The graph
 engine puts the stand-ins into the layers for each task, because it does not learn when a backward
-has failed. The old buffers that a recomputation needs are in the layers while it runs.
+has failed. The old buffers, modes and hooks for a recomputation are in the layers while it runs.
 
 Two runs in two threads would mistake each other's stand-ins for parameters. So if two runs compute
 gradients through the same layers, the second run waits for the first one (`in_its_turn`).

@@ -183,7 +183,8 @@ def _only_watches(mode: object) -> bool:
 def _state(value: object, depth: int = 4) -> object:
     """Return the attributes of a mode in a form that can be compared later.
 
-    Plain values are compared by value, and other objects by identity and attributes.
+    Containers and objects are compared by their contents, to a depth of 4. Objects without
+    attributes are compared by identity.
     """
     if isinstance(value, int | float | str | None):
         return value
