@@ -35,8 +35,8 @@ class GPipe(Partitioned):
 
     The layers are split into partitions, each on a device. A mini-batch is split into
     micro-batches, and the partitions work on different micro-batches at the same time. The output
-    and the gradients are the same as without a pipeline, if the layers run on one micro-batch
-    after the other.
+    and the gradients are the same as if the layers run on one micro-batch after the other, without
+    a pipeline.
 
     Args:
         module: The layers. Their parameters are moved to the devices.
@@ -72,7 +72,7 @@ class GPipe(Partitioned):
 
     Attributes:
         balance: The number of layers of each partition.
-        devices: The devices that the schedule's device numbers stand for.
+        devices: The devices. The schedule's device number d stands for `devices[d]`.
         chunks: The number of micro-batches.
         checkpoint: Which micro-batches are checkpointed.
         partitions: The partitions, each an `nn.Sequential`.
@@ -208,7 +208,7 @@ class GPipe(Partitioned):
         return self._mini_batch(run)
 
     def _begun(self, input: TensorOrTensors) -> list[TensorOrTensors]:
-        """Check the input and the state of this pipeline; return the input's micro-batches."""
+        """Check the input and the settings of this pipeline; return the micro-batches."""
         check(input)
         self._check()
         return self._micro_batches(input) if self._stages else []

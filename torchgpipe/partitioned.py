@@ -233,7 +233,7 @@ class Partitioned(FixedDevices, ABC):
         return run(*args)
 
     def _arguments(self, input: Any) -> Arguments:
-        """Return the positional and named arguments that `input`, one object, stands for."""
+        """Return the positional and the named arguments of `forward` that `input` stands for."""
         return ((input,), {}) if self._signature is None else self._signature.arguments(input)
 
     def _hooked(self, input: Any, request: Any) -> Tensor:
@@ -318,9 +318,9 @@ class Partitioned(FixedDevices, ABC):
             return clip_gradients([*self.parameters()], stages, exchange, max_norm, norm_type)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
-        """Return a context in which all ranks do the same, and which gives an exchange function.
+        """Return a context for work that all ranks do; it gives a function to exchange a tensor.
 
-        The values of `alike` must be equal on all ranks.
+        `doing` names the work. The values of `alike` must be equal on all ranks.
         """
         return nullcontext(lambda own: [own])
 

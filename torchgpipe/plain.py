@@ -32,8 +32,8 @@ _FROM_JSON: dict[str, Any] = {
 def packed(value: Any) -> Tensor:
     """Return a plain value as JSON text, in a tensor of bytes.
 
-    The text is padded with spaces to a power of two. So there are only a few lengths: ranks
-    remember every shape that they have sent.
+    The text is padded with spaces, so that its length is a power of two. Ranks remember every shape
+    that they have sent, so there should be few different lengths.
     """
     try:
         text = json.dumps(_tagged(value)).encode()

@@ -65,9 +65,10 @@ def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) 
 def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
     """Return the actions of each program: one program per device, or one for all devices.
 
-    There is one program per device if `apart` is true. The actions are for `m` micro-batches, with
-    the recomputations that the checkpoint mode needs. Raise `ValueError` if a program would
-    deadlock when each boundary between two devices can hold only one item.
+    An action is the forward, recomputation or backward of a micro-batch on a stage. There are `m`
+    micro-batches; the checkpoint mode `mode` says which ones are recomputed. There is one program
+    per device if `apart` is true. Raise `ValueError` if the programs would deadlock because only
+    one item fits between two devices.
     """
     schedule, n, v, _ = arrangement
     once = make(schedule, n, m, v)
@@ -91,7 +92,7 @@ def _parted(actions: Sequence[Action], *, forward: bool) -> list[Action]:
 
 
 def _by_start(schedule: Schedule) -> list[Action]:
-    """Return the forwards, sorted by their start in a replay of the schedule."""
+    """Return the forwards, sorted by their start in a simulation of the schedule."""
     timeline = schedule.replay(lambda action: action.kind == "forward")
     tasks = sorted(timeline.tasks, key=lambda task: (task.start, task[2]))
     return [Action(*task[:3]) for task in tasks]

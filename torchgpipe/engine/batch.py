@@ -66,8 +66,9 @@ class WorkersEngine:
     def _cleared(self, run: Callable[[], T]) -> T:
         """Call `run`; after an interrupt (Ctrl-C), restore the parameters in the layers.
 
-        An interrupt can come before any line, so this also restores what an earlier run has left.
-        After a second interrupt, programs may still run; the next run waits for them.
+        An interrupt can come before any line. So this also restores the parameters before `run`, in
+        case an earlier run could not. After a second interrupt, worker threads may still run; the
+        next run waits for these threads.
         """
         if outer_turns():
             return run()
@@ -87,9 +88,9 @@ class WorkersEngine:
 
 
 class Batch:
-    """One mini-batch, which the programs of this process run.
+    """One mini-batch, which this process runs.
 
-    A `GPipe` has a thread for each device if tasks can overlap and the engine allows threads.
+    In a `GPipe`, each device has a thread if tasks can overlap and the engine allows threads.
     Otherwise one thread runs all tasks.
 
     Args:
@@ -159,9 +160,10 @@ class Batch:
         self.loss = loss
 
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
-        """Run a list of actions in each program of this process; each program has a thread.
+        """Run the list of actions of each program of this process, each program in a thread.
 
-        `modes` makes a context with the caller's modes, in which a thread runs.
+        `modes` makes a context with the caller's modes (such as autocast), which each thread
+        enters.
         """
         if any(sharded(stage.modules) for stage in self._engine.stages):
             raise RuntimeError(
@@ -196,7 +198,10 @@ class Batch:
             self._engine.in_place = None
 
     def forward(self, lists: Lists, io: BatchIO) -> None:
-        """Run lists of actions that begin with forwards, in the modes of the caller."""
+        """Run each program's list of actions, in the modes (such as autocast) of the caller.
+
+        The lists have the forwards, or in a `step` all actions.
+        """
         with self._seeded:
             self._run_noted(lists, io, self._ambient.entered)
             # Check that layers have not replaced parameters, and that modes have not changed.

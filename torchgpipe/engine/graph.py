@@ -221,11 +221,11 @@ class _MiniBatch:
         return item
 
     def _waiting(self, i: int) -> list[Item]:
-        """Return the skips of micro-batch i that wait for their partition."""
+        """Return the skips of micro-batch i that no partition has taken yet."""
         return [skip for (k, _), skip in self._portals.items() if k == i]
 
     def _hand_over(self, i: int, j: int, item: Item) -> None:
-        """Copy a task's outputs to the next partition, and keep its skips for theirs."""
+        """Copy a task's outputs to the next partition; keep its skips for later partitions."""
         for departure in reversed(self._stages[j].departures):
             item, self._portals[i, departure.key] = item.parted()
         self._latest[j] = item.tie if self._engine.dependency else None
@@ -245,8 +245,8 @@ class _MiniBatch:
 class _Task(TaskGraph):
     """A task that is a node of the caller's graph.
 
-    It has its CUDA stream, the fences (events between streams) at which its inputs arrive and its
-    outputs leave, and the class of its output.
+    The task also has its CUDA stream, and the class of its output. `arrival` and `departure` make
+    streams wait for each other when the inputs come and when the outputs leave.
     """
 
     stream: torch.cuda.Stream | None
@@ -268,7 +268,7 @@ class _Task(TaskGraph):
                     raise
 
     def note(self, error: Exception, doing: str) -> None:
-        """Add to an error in which task it was raised."""
+        """Add a note to an error that says in which task it was raised."""
         note_task(error, f"{doing} of micro-batch {self.i}", self.stage.index, self.stage.partition)
 
 
@@ -313,7 +313,10 @@ class _TaskNode(torch.autograd.Function):
 
 
 class _Recomputation(torch.autograd.Function):
-    """A node whose backward recomputes a task; its input and its output are the task's tie."""
+    """A node of the graph whose backward recomputes a task.
+
+    Its input and its output are the task's tie: an empty tensor that only orders nodes.
+    """
 
     @staticmethod
     def forward(ctx: Any, task: _Task, tie: Tensor) -> Tensor:

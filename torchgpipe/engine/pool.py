@@ -43,7 +43,9 @@ class Workers:
         self._relay: Relay | None = None  # of the current run, or of an interrupted run
 
     def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
-        """Run each program in a thread, the last one in the calling thread; wait for all of them.
+        """Run each program (a function) in a thread, the last one in the calling thread.
+
+        This returns when all programs have ended.
 
         If programs raise exceptions, the first one is raised again with its own traceback. After an
         interrupt, each program stops after its current task. After a second interrupt, the caller
@@ -108,8 +110,8 @@ class Workers:
     def close(self) -> None:
         """End the threads after their current programs.
 
-        A run can come even later, because an output can outlive the pipeline and go backward. That
-        run starts the threads again, and ends them.
+        An output can outlive the pipeline, and its backward can run later. That run starts the
+        threads again, and ends them.
         """
         self._closed = True
         # The garbage collector may call this during a run, even in the run's thread. Then the lock

@@ -53,17 +53,23 @@ class Links(Protocol):
         """
 
     def give(self, action: Action, item: Any) -> None:
-        """Wait until there is room, and give `item` to the stage after, or in backward before."""
+        """Wait for room, and send `item` to the next stage, or in backward to the previous one."""
 
     def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
-        """Leave a skip for the partition that pops it, or its gradient for the one that made it."""
+        """Leave a skip for the partition that pops it; in backward, leave the skip's gradient.
+
+        The gradient is for the partition that has made the skip.
+        """
 
     def fetch(self, action: Action, crossing: Crossing) -> Any:
-        """Return the skip, or the gradient, that another stage has left for this action."""
+        """Return the skip that another stage has left for this action.
+
+        In backward, return the gradient of the skip.
+        """
 
 
 class BatchIO:
-    """The inputs and outputs of the pipeline, and their gradients, for each micro-batch."""
+    """The inputs, the outputs and their gradients that enter and leave the pipeline in one run."""
 
     def __init__(
         self, inputs: Sequence[TensorOrTensors] = (), output_grads: Sequence[Flat] = ()
@@ -88,8 +94,8 @@ _ALONE = "recompute", "backward_weights"
 class Common(NamedTuple):
     """The values that all programs of a mini-batch have in common."""
 
-    n: int  # how many stages there are
-    recomputed: int  # how many micro-batches run twice: the first ones
+    n: int  # the number of stages of the pipeline
+    recomputed: int  # the number of checkpointed micro-batches, which are the first ones
     ambient: AmbientModes
     draws: Draws
     observer: Observer | None
@@ -134,9 +140,10 @@ class Program:
     def run(
         self, actions: Sequence[Action], links: Links, io: BatchIO, *, keep: bool = False
     ) -> None:
-        """Run the actions in the given order, in the modes of this thread.
+        """Run the actions in the given order.
 
-        If `keep` is set, another backward is possible later.
+        Tensors come from other stages, and go to other stages, through `links`. Tensors enter and
+        leave the pipeline through `io`. If `keep` is set, another backward is possible later.
         """
         for graph in self._graphs.values():
             graph.check_unspent()  # before anything waits for another program
@@ -182,7 +189,7 @@ class Program:
         return moved(grads, stage.device) if self._moves else grads
 
     def _compute(self, action: Action, given: Any, io: BatchIO, keep: bool) -> Any:
-        """Run an action; return its outputs, or the gradients of its inputs."""
+        """Run an action; return its outputs, or in backward the gradients of its inputs."""
         kind, i, s = action
         if kind == "forward":
             item = self._forward(i, self.stages[s], given)

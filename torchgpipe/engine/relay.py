@@ -21,7 +21,9 @@ class Stopped(Exception):
 
 
 class Relay(Links):
-    """Queues between all programs of a mini-batch; also keeps the first exception of a program.
+    """The queues between the programs of a mini-batch; a program runs the tasks of one device.
+
+    The relay also keeps the first exception that a program raises.
 
     `placement` has the index of the program that runs each stage. `forward` has the directions that
     are needed: `True` for items that go forward, `False` for gradients that go back. Each boundary
@@ -55,7 +57,7 @@ class Relay(Links):
             queue.put(_STOP)
 
     def starts(self, end: threading.Lock) -> bool:
-        """Note that a program begins; return `False` if it must not begin.
+        """Note that a program begins; return `False` if it must not begin, because of an error.
 
         `end` is a lock that is released when the program has ended.
         """

@@ -62,7 +62,7 @@ _AS_THEY_ARE = Randomness()
 
 
 def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
-    """Return the `Randomness` of a task, if tasks run one after another.
+    """Return how a task draws random numbers if tasks run one after another, as a `Randomness`.
 
     The task draws from the same generators as without a pipeline. `recomputed` says whether the
     task runs twice.
@@ -112,7 +112,7 @@ class Seeds:
         self._first: dict[int, int] = {}  # which micro-batch came first to each partition
 
     def of(self, i: int, stage: Stage, recomputed: bool) -> Randomness:
-        """Return the `Randomness` of micro-batch i's task on a stage."""
+        """Return how micro-batch i's task on a stage draws random numbers, as a `Randomness`."""
         j, own = stage.index, stage.generators if recomputed else ()
         first = self._first.setdefault(j, i) == i
         if not first and not self._drew[j]:

@@ -59,7 +59,10 @@ def check_module(module: object) -> None:
 
 
 def _beside_layers(module: nn.Sequential) -> list[str]:
-    """Return, in words, what a sequence has besides its layers: a pipeline would not use it."""
+    """Return words for what a sequence has besides its layers, such as "parameters".
+
+    A pipeline would not use these things.
+    """
     found = []
     for name in _overridden(module):
         # A class may override methods that only show the module.

@@ -19,9 +19,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def run_with_hooks(
     model: nn.Module, given: Arguments, run: Callable[[Arguments], Tensor]
 ) -> Tensor:
-    """Run the forward pre-hooks and then `run`; return the loss, which PyTorch's own hooks get.
+    """Run the forward pre-hooks, then `run`, then PyTorch's own forward hooks; return the loss.
 
-    `given` are the arguments. Each hook can change them, and `run` gets the changed arguments.
+    `given` are the arguments of the call. A pre-hook can change the arguments for `run`. A forward
+    hook can change the loss.
     """
     if model._backward_hooks or model._backward_pre_hooks:
         raise RuntimeError(

@@ -136,10 +136,10 @@ class Losses(BatchIO):
             self._sums[leaf] = before + grad
 
     def sums(self) -> tuple[tuple[Tensor, ...], Flat]:
-        """Return the leaves that the criterion has used beside outputs, and their gradients' sums.
+        """Return other leaves that the criterion has used, and the sums of their gradients.
 
-        Some leaves only replace another tensor, and that tensor is returned instead: the parameter
-        that a stand-in (a detached parameter) replaces, or the user's tensor in the target.
+        The outputs are not among these leaves. If a leaf was made to replace a parameter, or a
+        tensor of the target, the replaced tensor is returned.
         """
         meant = {**self._cut}
         for guards in self._batch.guards:

@@ -65,8 +65,8 @@ class Shares:
     def masked(self, grad: Tensor | None, i: int) -> Tensor | None:
         """Return a gradient of micro-batch i's loss, or zeros if the weight of i is zero.
 
-        This is for weights that are tensors: the host does not wait for their values, so `of`
-        cannot leave out the backward.
+        If weights are tensors, the host does not wait for their values. So it does not know whether
+        to leave out a backward, and this method makes the gradients zero on the device.
         """
         if grad is None or self._counts is None or not isinstance(self._total, Tensor):
             return grad
@@ -78,7 +78,10 @@ class Shares:
 
 
 def warn_of_other_means(request: StepRequest, sizes: Sequence[int]) -> None:
-    """Warn if `reduction="mean"` does not fit what the criterion computes of a micro-batch."""
+    """Warn if the criterion's `reduction` or `ignore_index` does not fit a mean over all samples.
+
+    That is so if its loss is not the mean over the samples of a micro-batch.
+    """
     if request.reduction != "mean" or len(sizes) < 2:
         return
     options = options_of(request.criterion)

@@ -54,7 +54,7 @@ def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
 
 
 def _taken_apart(target: Any) -> tuple[Sequence[Any], Callable[[tuple[Any, ...]], Any]]:
-    """Return the values in a container, and a function that makes such a container of others.
+    """Return the values in `target`, and a function that builds the same container of new values.
 
     If `target` is not a container, there are no values.
     """

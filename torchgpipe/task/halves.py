@@ -1,18 +1,18 @@
 """Split the backward of a task: gradients of inputs first, gradients of weights later.
 
-Zero bubble schedules need this (Qi et al., arXiv:2401.10241).
+Zero bubble schedules need this (Qi et al., arXiv:2401.10241). The two halves are:
 
     inputs ──▶ … ──▶ product ──▶ …      first half: everything except the sides of products
                         ▲
               weight ─▶ side            second half: each product's gradient for its weight,
                                         then the backward of its sides
 
-A product is the matrix product of a linear layer, or a convolution. About half of its backward is
-for its weight. All other operators that have parameters stay in the first half. For norms, one
-kernel computes the gradients of inputs and parameters. For embeddings, a split would gain nothing.
-The first half is one run of autograd, which frees the graph. For each product, its input and the
-gradient of its output are kept. From these tensors the second half computes the same gradients as
-autograd, bit by bit.
+A product is the matrix product of a linear layer, or a convolution. About half of the work of its
+backward is for its weight. All other operators with parameters stay in the first half. In a norm,
+one kernel computes the gradients of inputs and parameters. In an embedding, nothing would be gained
+by a split. The first half is one run of autograd, which frees the graph. For each product, its
+input and the gradient of its output are kept. From these tensors, the second half computes exactly
+the gradients that autograd would have computed.
 
 A side is the part of the graph between a parameter and a product, if no other node uses that part:
 the parameter alone, its transpose, its cast, or a weight norm. If the task uses a weight twice,
@@ -63,7 +63,10 @@ PLANS = 64
 
 @dataclass(slots=True)
 class _Later:
-    """The second half for one matrix product: the gradients of its sides, from `saved` tensors."""
+    """The work left for later for one matrix product: weight gradients from `saved` tensors.
+
+    `sides` are the edges from the product to the parts of the graph that lead to its parameters.
+    """
 
     formula: Callable[..., Sequence[Tensor]]
     saved: Flat
@@ -94,16 +97,16 @@ class _Later:
 
 
 def _run_all(later: list[_Later], keep_graph: bool) -> None:
-    """Run the second half of each product, and free its tensors."""
+    """Compute the weight gradients that were left for later, and free their tensors."""
     while later:
         later.pop().run(keep_graph)
 
 
 class Halves:
-    """Split the backward of each task of a stage into two halves (see the module's docstring).
+    """Split the backward of a stage's tasks: gradients of inputs first, of weights later.
 
-    Graphs of the same structure share a plan. `str()` says for how many matrix products the weight
-    gradients come later, and why not for others.
+    Tasks whose graphs have the same structure share a plan. `str()` says for how many matrix
+    products the weight gradients come later, and why not for the others.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -129,9 +132,10 @@ class Halves:
     def run_inputs(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool
     ) -> Callable[[], None] | None:
-        """Run the first half of the backward from `roots`; return a function for the second half.
+        """Run a backward without weight gradients; return a function that computes these later.
 
-        Return `None` if the backward cannot be split: then all of it has run.
+        The backward starts at `roots`. If it cannot be split, all gradients are computed, and
+        `None` is returned.
         """
         if not self._whole and hooked_in_the_old_way(self._modules):
             self._whole = OLD_HOOK
@@ -160,7 +164,10 @@ class Halves:
     def _plan_of(
         self, roots: Sequence[GradientEdge], nodes: list[Any], rows: tuple[Row, ...]
     ) -> Plan:
-        """Return the plan for a structure of graphs; make the plan when the structure is new."""
+        """Return the plan that splits a graph of this structure; make it if there is none yet.
+
+        `rows` is the structure, and `nodes` are the graph's nodes.
+        """
         if rows not in self._plans:
             if len(self._plans) == PLANS:
                 self._plans.clear()
@@ -174,7 +181,11 @@ class Halves:
 
 
 def _taken_from(node: Any, places: list[int]) -> _Later:
-    """Return the second half for the product `node`; its sides begin at the inputs `places`."""
+    """Return the work that is left for later for one matrix product: its weight gradients.
+
+    `node` is the product's autograd node. `places` are the indices of the inputs that get their
+    gradients later.
+    """
     name = type(node).__name__
     first, *names = PRODUCTS[name]
     sides = [GradientEdge(*node.next_functions[place]) for place in places]
@@ -197,7 +208,10 @@ def _taken_from(node: Any, places: list[int]) -> _Later:
 
 
 def _lies_by_columns(node: Any, name: str) -> bool:
-    """Return whether a matrix is stored by columns; autograd then stores its gradient so, too."""
+    """Return whether a factor of a matrix product is stored column by column.
+
+    If it is, autograd stores its gradient column by column, too.
+    """
     rows, _ = saved_by(node, f"{name}_sym_sizes")
     return tuple(saved_by(node, f"{name}_sym_strides")) == (1, rows)
 

@@ -38,20 +38,23 @@ PACKED = (
 
 
 class Plan(NamedTuple):
-    """A plan that splits the backward of graphs of one structure; it numbers their nodes."""
+    """A plan of how to split the backward of all graphs with one structure.
+
+    Nodes of a graph are given by their numbers.
+    """
 
     later: list[
         tuple[int, list[int]]
-    ]  # products that have sides, with the inputs where these begin
-    now: list[int]  # the nodes at which the first half ends
-    reasons: list[str]  # why other products have no sides
+    ]  # the matrix products with weight gradients that come later, and the inputs of the weights
+    now: list[int]  # the nodes at which the first half of the backward ends
+    reasons: list[str]  # the reasons why the weight gradients of other products come at once
 
 
 NO_PLAN = Plan([], [], [])
 
 
 def numbered(roots: Iterable[GradientEdge]) -> tuple[list[Any], tuple[Row, ...]]:
-    """Return all nodes of the graph below `roots` in a fixed order, and its structure as rows."""
+    """Return all nodes of the graph behind `roots`, and a `Row` that describes each node."""
     nodes: list[Any] = list(dict.fromkeys([edge.node for edge in roots]))
     numbers = {node: k for k, node in enumerate(nodes)}
     rows = []
@@ -69,7 +72,7 @@ def numbered(roots: Iterable[GradientEdge]) -> tuple[list[Any], tuple[Row, ...]]
 
 
 def plan(rows: Sequence[Row], begins: Iterable[int], named: Sequence[str]) -> Plan:
-    """Find which products of a graph have sides, and why other products have none.
+    """Find the matrix products of a graph whose weight gradients can be computed later.
 
     Args:
         rows: The structure of the graph.
@@ -120,7 +123,10 @@ class _Planner:
         return Plan(later, now, list(self._reasons))
 
     def _side(self, begin: int) -> set[int]:
-        """Return all nodes behind the node `begin`, or no nodes if they do not form a side."""
+        """Return the nodes behind `begin`, if no other path of the graph leads to any of them.
+
+        Otherwise, or if a node is a matrix product or a custom Function, return an empty set.
+        """
         found = [begin] if begin >= 0 else []
         for k in found:  # the list grows meanwhile
             _, readable, _ = self._rows[k]
@@ -149,7 +155,10 @@ class _Planner:
 
 
 def _is_worth(name: str, below: Sequence[int], sides: Mapping[int, object]) -> bool:
-    """Return whether it saves time to compute the gradients of a product's `sides` later."""
+    """Return whether it saves time to compute the weight gradients of a matrix product later.
+
+    The keys of `sides` are the inputs of the product whose gradients could be computed later.
+    """
     # For a bias alone, adding up its gradient costs less than keeping the tensors for later.
     first = PRODUCTS[name][0]
     if first not in sides and first + 1 not in sides:

@@ -34,9 +34,9 @@ _making = threading.Lock()
 class Stage:
     """A partition on its device, which runs one micro-batch at a time.
 
-    A task holds `lock` while it runs. Partitions or pipelines that share layers also share this
-    lock. A whole run that computes gradients holds the locks in `turn`, which pipelines that share
-    layers have in common, too.
+    Each micro-batch holds `lock` while it runs through the layers. A whole run of the pipeline that
+    computes gradients holds the locks in `turn`. Partitions and pipelines that share layers have
+    these locks in common.
     """
 
     def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:
@@ -83,7 +83,10 @@ class Stage:
         )
 
     def gradients_of(self, kind: tuple[bool, ...]) -> dict[Needs, bool]:
-        """Return what `OutputGradients` has found out in mini-batches of the same kind."""
+        """Return, for each set of inputs that require grad, whether all outputs require grad.
+
+        Mini-batches of the same kind share this dictionary, which `OutputGradients` fills.
+        """
         return self._gradients.setdefault(kind, {})
 
     def run(self, inputs: Flat, form: Form, shared: Shared = ()) -> tuple[Flat, Form]:
@@ -138,8 +141,8 @@ class Stage:
 def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
     """Return the locks of the modules, from `known`; if there are none, make one for all modules.
 
-    Modules of an inner pipeline are left out: it has its own locks. Its worker threads take them
-    while the outer task waits for these threads.
+    Modules of an inner pipeline are left out, because that pipeline has its own locks. Its worker
+    threads take these locks while the outer task waits for the threads.
     """
     inner: set[nn.Module] = set()
     for pipeline in modules:

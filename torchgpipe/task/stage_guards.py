@@ -103,7 +103,10 @@ class StageGuards:
             self._at[moment].append(getattr(guard, moment))
 
     def around(self, moment: Before, task: GuardedTask) -> Context:
-        """Call all guards before a pass or a backward; return a context to run it in."""
+        """Call all guards before a task's forward, recomputation or backward.
+
+        Return a context in which the layers have to run.
+        """
         contexts = []
         for before in (*self._at[moment], getattr(task.randomness, moment)):
             context = before(task)
@@ -114,13 +117,13 @@ class StageGuards:
         return contexts[0] if len(contexts) == 1 else Nested(contexts)
 
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
-        """Call all guards after a first pass; they note what its recomputation needs."""
+        """Call all guards after a task's forward; they note the values for its recomputation."""
         for after in self._at["after_first_pass"]:
             after(task, outputs)
         task.randomness.after_first_pass(task, outputs)
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """Call all guards to check that a recomputation did the same as the first pass."""
+        """Call all guards to check that a recomputation did the same as the task's forward."""
         for after in self._at["after_recomputation"]:
             after(task, outputs)
 
@@ -170,8 +173,9 @@ def _storages(modules: Sequence[nn.Module]) -> frozenset[int]:
 def stand_ins_for_run(stages: Sequence[StageGuards]) -> InPlaceForRun:
     """Return a context that replaces the layers' parameters by stand-ins during a whole run.
 
-    Stand-ins are detached parameters that tasks use. If several stages share a layer, each has
-    its own stand-ins for the layer's parameters. There they are put in for each task.
+    Stand-ins are detached parameters that tasks use. If several stages share a layer, each stage
+    has its own stand-ins for the layer's parameters. These are put into the layer only while a task
+    of the stage runs.
     """
     times = Counter[int]()
     for guards in stages:

@@ -77,7 +77,7 @@ class TaskGraph(GuardedTask):
         return outputs, form
 
     def recompute(self, *, keep: bool = False) -> None:
-        """Run the layers again to build the graph, if there is none; `keep` the inputs or not."""
+        """Run the layers again to build a graph, if there is none; free inputs unless `keep`."""
         if self.inputs is not None and self._edges is None:
             with observed(self.observer, "recompute", self.i, self.stage.index):
                 # A copy, as other threads may recompute at the same time.
@@ -104,9 +104,10 @@ class TaskGraph(GuardedTask):
         return given, outputs, form
 
     def backward(self, grads: Flat, *, keep: bool = False, kind: Kind = "backward") -> Flat:
-        """Add the parameters' gradients to the stand-ins; return the gradients of the inputs.
+        """Sum the parameters' gradients in the stand-ins, and return the inputs' gradients.
 
-        With `keep`, another backward is possible. `"backward_inputs"` leaves weights for later.
+        Stand-ins are detached parameters. If `keep` is set, another backward is possible. With
+        kind `"backward_inputs"`, some weight gradients are left for `backward_weights`.
         """
         if self._input_grads:
             raise RuntimeError(BY_ANOTHER_WAY)

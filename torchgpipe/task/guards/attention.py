@@ -20,7 +20,7 @@ _WITHOUT_FAST_PATH = Everywhere(
 
 
 class SlowAttention(Guard):
-    """A guard that switches off PyTorch's fast path of attention in first passes."""
+    """A guard that switches off PyTorch's fast path of attention in forwards without gradients."""
 
     def before_first_pass(self, task: GuardedTask) -> Context:
         """Return the context that switches the fast path off."""

@@ -1,14 +1,14 @@
-"""Let a recomputation find the buffers of its first pass, and not change the real buffers.
+"""Let a task's recomputation use the buffers of its forward, and not change the real buffers.
 
 What goes wrong without it: a layer counts its calls in a buffer, and scales its output by that
 count. The recomputation finds a larger count, and computes another gradient. It also counts each
 mini-batch a second time.
 
-Before a first pass, each buffer is copied if it has changed since its last copy. A version counter
-does not show every change: some kernels (`F.batch_norm`, observers of quantization), `.data` and
+Before a task's forward, each buffer is copied if it has changed since its last copy. Version counts
+do not show every change: some kernels (`F.batch_norm`, observers of quantization), `.data` and
 NumPy write to a buffer without counting. So the values are compared. A recomputation gets copies of
-the buffers that have changed since its first pass. Only the thread that recomputes sees these
-copies. If a stage has no buffers, this guard only looks at each module once.
+the buffers that have changed since the forward. Only the thread that recomputes sees these copies.
+If a stage has no buffers, this guard only looks at each module once.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ Place = tuple[nn.Module, str]
 
 
 class _Slot(NamedTuple):
-    """A buffer as it was before a first pass; `tensor` is `None` if the module's buffer is."""
+    """A buffer, with its copy and its version before a task's forward."""
 
     module: nn.Module
     name: str
     tensor: Tensor | None
     version: list[int | None]
-    copy: Tensor | None  # `None` if the buffer has a stand-in
-    shared: bool  # whether other buffers share its memory
+    copy: Tensor | None  # the copy of the buffer, or `None` if the buffer needs no copy
+    shared: bool  # whether other buffers share memory with the buffer
 
 
 class HeldBuffers(NamedTuple):
-    """The buffers before a first pass, and the buffers that it has changed.
+    """The buffers before a task's forward, and the buffers that the forward has changed.
 
-    `changed` only has changes that version counters show, and replaced buffers.
+    `changed` has a buffer if it was replaced, or if its version counter has changed.
     """
 
     slots: list[_Slot]
@@ -77,8 +77,8 @@ class Buffers(Guard):
         self._index = index
         self._modules = [m for m in modules if m not in norms and not isinstance(m, ScriptModule)]
         self._ids = ids
-        self._slots: dict[Place, _Slot] = {}  # the latest of each buffer
-        self._unsure: dict[Place, _Slot] = {}  # of buffers that were not compared
+        self._slots: dict[Place, _Slot] = {}  # the latest copy of each buffer
+        self._unsure: dict[Place, _Slot] = {}  # the buffers that are still to be compared
 
     def before_first_pass(self, task: GuardedTask) -> None:
         """Note the values of the buffers; copy each buffer that has changed since its last copy."""
@@ -110,7 +110,7 @@ class Buffers(Guard):
                 self._slots[module, name] = _Slot(module, name, x, versions((x,)), copy, shared)
 
     def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
-        """Note which buffers a first pass has changed."""
+        """Note which buffers the task's forward has changed."""
         held: HeldBuffers = task.noted[self]
         for slot in held.slots:
             now = slot.module._buffers.get(slot.name)
@@ -118,7 +118,7 @@ class Buffers(Guard):
                 held.changed.append(slot)
 
     def before_recomputation(self, task: GuardedTask) -> Context | None:
-        """Return a context in which the buffers are the same as before the first pass."""
+        """Return a context in which the buffers are the same as before the task's forward."""
         held: HeldBuffers = task.noted[self]
         changed = set()  # modules whose buffers may differ from those before the first pass
         known = set()
@@ -146,7 +146,7 @@ class Buffers(Guard):
             )
 
     def ended(self) -> None:
-        """Do the same as `backward_begins`, after a whole step."""
+        """Raise the same error as `backward_begins`, after a whole step."""
         self.backward_begins()
 
     def _has_changed(self, module: nn.Module, name: str, buffer: Tensor | None) -> bool:
@@ -197,7 +197,7 @@ class Buffers(Guard):
 
 
 def _as_held(slot: _Slot, now: Tensor | None) -> bool:
-    """Return whether a buffer certainly has the same values as before a first pass.
+    """Return whether a buffer certainly has the same values as before the task's forward.
 
     If it has, the recomputation uses the buffer itself and not a copy.
     """

@@ -31,9 +31,9 @@ class OutputGradients(Guard):
     """The guard that finds out which outputs of a stage's tasks require grad.
 
     Args:
-        all_do: The kinds of tasks that are known, by which of their inputs require grad. The value
-            is whether all floating-point outputs require grad. Mini-batches share this dictionary,
-            until a layer's training mode or a parameter's `requires_grad` changes.
+        all_do: What is already known. A key says which inputs of a task require grad. The value
+            says whether then all floating-point outputs require grad. Mini-batches share this
+            dictionary, until a layer's training mode or a parameter's `requires_grad` changes.
         ids: The ids of parameters and of stand-ins (detached parameters that tasks use).
         begins_in_place: Whether the first layer changes its input in place.
     """
@@ -44,7 +44,11 @@ class OutputGradients(Guard):
         self._begins_in_place = begins_in_place
 
     def before_first_pass(self, task: GuardedTask) -> Context | None:
-        """Set whether the task makes a graph; in the first task, watch what the layers read."""
+        """Decide whether the task makes a graph in its forward.
+
+        For the first task of its kind, return a context that notes whether layers read gradients or
+        `requires_grad`.
+        """
         task.with_graph = not self._all_do.get(task.needs, False)
         if not task.with_graph:
             return None
@@ -59,7 +63,11 @@ class OutputGradients(Guard):
         return Nested(contexts) if contexts else None
 
     def claim(self, task: GuardedTask, given: Flat, outputs: Flat) -> list[bool]:
-        """Return whether each output requires grad; `given` are the inputs of the layers."""
+        """Return whether each output requires grad, or is assumed to.
+
+        If the layers have made no graph, it is assumed that each floating-point output requires
+        grad. `given` are the inputs of the layers.
+        """
         # An output that is also an input requires grad exactly if that input does. This is not true
         # for an input that the first layer changes in place.
         handed_on: dict[int, bool] = {}
@@ -79,7 +87,7 @@ class OutputGradients(Guard):
         return task.found
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """Let later tasks make a graph, if the first pass has claimed another `requires_grad`."""
+        """Let later tasks make a graph, if the recomputation shows that `claim` was wrong."""
         if task.claimed != task.found:
             self._all_do[task.needs] = False
 
@@ -87,8 +95,8 @@ class OutputGradients(Guard):
 class _Asks(TorchFunctionMode):
     """Note whether layers read `requires_grad`, `grad` or a similar attribute of a tensor.
 
-    They would read other values in a pass without a graph. If layers read the gradient of a tensor
-    in `ids` (a parameter), `RuntimeError` is raised.
+    Without a graph, these attributes have other values. If layers read the gradient of a parameter
+    (a tensor whose id is in `ids`), `RuntimeError` is raised.
     """
 
     only_watches = True

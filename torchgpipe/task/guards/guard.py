@@ -62,7 +62,8 @@ class GuardedTask:
 class Guard:
     """The base class of guards; its methods do nothing.
 
-    A guard notes values of a task in `task.noted[self]`.
+    A guard keeps one thing, such as the buffers, equal in a task's forward and recomputation. It
+    stores values from the forward in `task.noted[self]`.
     """
 
     def before_single_pass(self, task: GuardedTask) -> Context | None:
@@ -72,16 +73,22 @@ class Guard:
         """Prepare for the first pass of a checkpointed task; note what its recomputation needs."""
 
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
-        """Check the first pass, and note more values. Not called if the layers raised an error."""
+        """Check the first pass, and note more values.
+
+        This is not called if the layers have raised an error.
+        """
 
     def before_recomputation(self, task: GuardedTask) -> Context | None:
-        """Restore the noted values, or raise an error if a recomputation is not possible."""
+        """Restore the values from the first pass, or raise an error if that is not possible."""
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """Check that both passes did the same. Not called if the layers raised an error."""
+        """Check that the recomputation did the same as the first pass.
+
+        This is not called if the layers have raised an error.
+        """
 
     def before_backward(self, task: GuardedTask) -> Context | None:
-        """Prepare for a task's backward, in which a checkpoint function may run layers again."""
+        """Prepare for a task's backward, in which `torch.utils.checkpoint` may run layers again."""
 
     def after_all_forwards(self) -> None:
         """Check the layers when all forwards of the mini-batch have run."""

@@ -1,13 +1,15 @@
-"""Replace tensors in the layers for a time, and restore them: for a pass of a task, or for a run.
+"""Replace tensors in the layers for a time, and restore them afterwards.
 
-Tasks do not compute with the parameters, but with stand-ins (detached parameters).
+Tasks (a task is a micro-batch on a stage) do not compute with the parameters, but with stand-ins:
+detached parameters.
 
 What goes wrong without it: a criterion reads a weight of the layers, for a penalty. It would find
 the parameter, although the layers use the stand-in. So the criterion's gradient would be added to
 the parameter separately.
 
-Worker threads and ranks use one set of stand-ins from the beginning of a run to its end. So the
-layers, the criterion and a penalty over `model.parameters()` all read the same stand-ins. The graph
+Worker threads and ranks use one set of stand-ins from the beginning of a run to its end. A run is
+all forwards, all backwards, or a whole step. So the layers, the criterion and a penalty over
+`model.parameters()` all read the same stand-ins. The graph
 engine puts the stand-ins into the layers for each task, because it does not learn when a backward
 has failed. The old buffers, modes and hooks for a recomputation are in the layers while it runs.
 
@@ -44,7 +46,7 @@ class Change(NamedTuple):
 
 
 class InPlace:
-    """A context in which changes are made; they are undone at its end.
+    """A context in which entries of dictionaries are changed, such as attributes of modules.
 
     If Ctrl-C skips `__exit__`, `__del__` undoes the changes.
     """
@@ -76,11 +78,11 @@ class InPlace:
 
 
 class InPlaceForRun:
-    """A context for several threads, in which changes are made while any thread is inside.
+    """A context for several threads; changes of the layers last while any thread is inside.
 
-    The last thread that leaves undoes the changes. That can be a worker thread: after a second
-    Ctrl-C the caller does not wait for the workers. `parts` are changes, each with the lock of the
-    layers that it changes.
+    The last thread that leaves undoes the changes. It can be a worker thread, because the caller
+    does not wait for the workers after a second Ctrl-C. `parts` has the changes, each with the lock
+    of the changed layers.
     """
 
     def __init__(self, parts: Sequence[tuple[Lock, InPlace]]) -> None:
@@ -107,13 +109,13 @@ class InPlaceForRun:
 
 
 class InPlaceForTask(Guard):
-    """A guard that makes changes in each pass and in the backward of a task."""
+    """A guard that changes entries of the layers' dictionaries while a task runs the layers."""
 
     def __init__(self, changes: Sequence[Change]) -> None:
         self._changes = changes
 
     def before_single_pass(self, task: GuardedTask) -> InPlace:
-        """Return a context with the changes, for any pass and for backward."""
+        """Return a context with the changes, for a task's forward, recomputation or backward."""
         return InPlace(self._changes)
 
     before_first_pass = before_recomputation = before_backward = before_single_pass
@@ -140,7 +142,7 @@ def as_one(locks: Set[Lock]) -> Lock:
 
 
 class Turn:
-    """The time in which only one run uses some layers.
+    """The exclusive use of some layers by one run of a pipeline.
 
     `locks` are the locks of the layers. `stand_ins` are the ids of the detached parameters that the
     run has put into the layers.
@@ -185,7 +187,7 @@ def _holding(locks: Sequence[Lock], run: Callable[[], T]) -> T:
 
 
 def outer_turns() -> list[Turn]:
-    """Return the turns of the outer runs that use the same layers as the innermost run.
+    """Return the `Turn` of each outer run that uses the same layers as the innermost run.
 
     There are outer runs if a layer, a hook or a criterion calls the pipeline that runs it, or a
     pipeline that shares layers.

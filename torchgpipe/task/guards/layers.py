@@ -1,12 +1,12 @@
-"""Keep the modes, hooks and constants of layers equal in a first pass and its recomputation.
+"""Keep the modes, hooks and constants of layers equal in a task's forward and recomputation.
 
 What goes wrong without it: the user calls `model.eval()` between forward and backward. A dropout
-layer would draw a mask in the first pass, but not in the recomputation. So the gradients would be
+layer would draw a mask in the forward, but not in the recomputation. So the gradients would be
 wrong.
 
-During a recomputation, the layers have the training mode and the hooks of the first pass. If
-something else changes between forward and backward, such as a dropout's `p` or a layer itself, an
-error is raised. This guard looks at each module once before each pass.
+During a recomputation, the layers have the training mode and the hooks of the forward. If something
+else changes between forward and backward, such as a dropout's `p` or a layer itself, an error is
+raised. This guard looks at each module once before each forward and recomputation.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Layers(Guard):
         task.noted[self] = self.states()
 
     def before_recomputation(self, task: GuardedTask) -> InPlace | None:
-        """Return a context in which the layers have the modes and hooks of the first pass."""
+        """Return a context in which the layers have the modes and hooks of the task's forward."""
         before: LayerStates = task.noted[self]
         now = self.states()
         if now == before:

@@ -1,10 +1,11 @@
 """Raise an error if a task's input is changed in place, because its recomputation needs the input.
 
-What goes wrong without it: the first layer of a partition is `nn.ReLU(inplace=True)`. Its first
-pass changes the task's input, and the recomputation would start from the changed input. (A first
-layer with the attribute `inplace` gets a copy of the input. For other layers, an error is raised.)
+What goes wrong without it: the first layer of a partition is `nn.ReLU(inplace=True)`. The forward
+changes the task's input, and the recomputation would start from the changed input. (A first layer
+with the attribute `inplace` gets a copy of the input. For other layers, an error is raised.)
 
-This guard reads the version counter of each input, before and after each pass.
+This guard reads the version counters of the inputs, before and after the forward, and before the
+recomputation.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class KeptInputs(Guard):
         self.begins_in_place = begins_in_place(partition)
 
     def given(self, inputs: Flat, form: Form) -> Flat:
-        """Return the inputs for one pass; an input that the first layer changes is copied."""
+        """Return the inputs for the layers; if the first layer changes its input, a copy of it."""
         x = inputs[0] if form is Tensor else None
         if x is None or not self.begins_in_place:
             return inputs
@@ -35,7 +36,7 @@ class KeptInputs(Guard):
         task.noted[self] = versions(task.inputs or ())
 
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
-        """Raise `RuntimeError` if the first pass has changed an input in place."""
+        """Raise `RuntimeError` if the task's forward has changed an input in place."""
         if versions(task.inputs or ()) != task.noted[self]:
             raise RuntimeError(
                 f"partition {self._index} changed its input in place, so recomputing it from that "
@@ -44,7 +45,7 @@ class KeptInputs(Guard):
             )
 
     def before_recomputation(self, task: GuardedTask) -> None:
-        """Raise `RuntimeError` if an input has been changed in place since the first pass."""
+        """Raise `RuntimeError` if an input has been changed in place since the task's forward."""
         if versions(task.inputs or ()) != task.noted[self]:
             raise RuntimeError(
                 f"an input of partition {self._index} was changed in place after its forward, so a "

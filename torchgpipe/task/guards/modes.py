@@ -3,11 +3,11 @@
 PyTorch has separate modes in each thread.
 
 What goes wrong without it: the model is called within autocast, and backward() is called outside.
-The first pass should compute in bfloat16, but a worker thread would compute in float32, and so
-would a recomputation.
+The layers should compute in bfloat16, but in a worker thread and in a recomputation, they would
+compute in float32.
 
-Worker threads enter all modes of the caller. A recomputation enters only modes that may have
-changed since the first pass. If no mode has changed, it only reads the modes of its thread.
+Worker threads enter all modes of the caller. A recomputation enters only modes that may differ from
+those of the forward. If no mode differs, it only reads the modes of its thread.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class AmbientModes(Guard):
             yield
 
     def before_recomputation(self, task: GuardedTask | None = None) -> Context | None:
-        """Return a context that sets autocast, the default dtype and other modes as noted.
+        """Return a context that sets autocast, the default dtype and other modes as in the forward.
 
         Raises:
             RuntimeError: The default dtype has changed, and all threads share it.
@@ -115,9 +115,10 @@ class AmbientModes(Guard):
 
     @contextmanager
     def _as_before(self, present: Sequence[list[Any]], turned_off: bool) -> Iterator[None]:
-        """Set the noted modes within this context.
+        """Give this thread the noted modes, within this context.
 
-        Modes that see functions and operators are set if `present`, the current ones, is not empty.
+        `present` are the current `TorchFunctionMode`s and `TorchDispatchMode`s. If it is empty,
+        these two kinds of modes are not changed.
         """
         with ExitStack() as stack:
             if turned_off:
@@ -157,7 +158,8 @@ class AmbientModes(Guard):
     def _to_repeat(self, stacks: Stacks) -> Stacks:
         """Return the modes of `stacks` that a recomputation enters.
 
-        Before all layers have run, it is not known which modes change, and all modes are entered.
+        A mode whose attributes have changed is left out. Before all layers have run, it is not
+        known which modes change, so all modes are returned.
         """
         stacks = _without_private(stacks)
         if stacks is NO_MODES or not self._all_have_run:

@@ -51,9 +51,9 @@ here, and kept.
 
 
 class StandInParameters(Guard):
-    """The guard of the parameters of partition `index`; it replaces them by stand-ins.
+    """The guard that replaces the parameters of partition `index` by detached parameters.
 
-    Stand-ins are detached parameters. Each parameter that requires grad gets one stand-in, even if
+    These are called stand-ins. Each parameter that requires grad gets one stand-in, even if
     it occurs twice in `modules`. If the layers already have stand-ins of an outer run (`outer` has
     their ids), these are used. A buffer that requires grad, such as the output of a hypernetwork,
     is treated like a parameter.
@@ -101,10 +101,10 @@ class StandInParameters(Guard):
         self._ids = self._ids_watched()
         self.ids = {*map(id, self.by_parameter), *map(id, self.by_parameter.values())}
         self.needs = [p.requires_grad for _, p in self._all]
-        self._idle = True  # no backward has begun, or `take` has come
+        self._idle = True  # whether no backward has begun since the last call of `take`
         self._backward = -1  # the number of the latest backward
-        self._thread: int | None = None  # where it began, until it has ended
-        # Kept for the same reason as `_TOKENS_NODE`: several threads may use one stand-in.
+        self._thread: int | None = None  # the thread in which a backward began, until it ends
+        # In anomaly mode, keep the nodes: two threads that create a node at once can deadlock.
         anomaly = torch.is_anomaly_enabled()
         self._nodes = [accumulator_of(x) for x in self.by_parameter.values()] if anomaly else []
 
@@ -219,10 +219,7 @@ class StandInParameters(Guard):
         return True
 
     def _end(self) -> None:
-        """Note the end of the backward; raise `RuntimeError` for a gradient that came too late.
-
-        Too late is after `take`.
-        """
+        """Note the end of the backward; raise `RuntimeError` if a gradient came after `take`."""
         self._thread = None
         if self._idle:
             _refuse_any([stand_in.grad for stand_in in self.by_parameter.values()])

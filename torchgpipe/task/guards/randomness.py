@@ -1,9 +1,9 @@
-"""Let the recomputation of a task draw the same random numbers as its first pass.
+"""Let the recomputation of a task draw the same random numbers as its forward.
 
 The GPipe paper describes this in section 2.3.
 
 What goes wrong without it: a dropout layer draws another mask in the recomputation. So the
-gradients do not belong to the output of the first pass.
+gradients do not belong to the output of the forward.
 
 engine/seeds.py says from which generator each task draws.
 """
@@ -70,12 +70,12 @@ MakeContext = Callable[[], Context]
 
 
 class Randomness(Guard):
-    """The guard that makes both passes of one task draw the same random numbers.
+    """The guard that makes a task's recomputation draw the random numbers of its forward.
 
     Args:
-        generators: Generators that are set back to their states before the first pass when the
-            recomputation begins.
-        around: Makes a context in which each pass runs; `None` if no context is needed.
+        generators: Generators that are set back when the recomputation begins, to their states
+            before the forward.
+        around: Makes a context in which the layers run; `None` if no context is needed.
         around_backward: Makes a context in which the layers' backward runs; `None` if no context is
             needed.
     """
@@ -93,7 +93,7 @@ class Randomness(Guard):
         self._after: Sequence[State] = ()
 
     def around(self) -> Context:
-        """Return the context in which a pass runs."""
+        """Return the context in which the layers run."""
         return NOTHING if self._around is None else self._around()
 
     def before_single_pass(self, task: GuardedTask) -> Context | None:
@@ -101,12 +101,12 @@ class Randomness(Guard):
         return None if self._around is None else self._around()
 
     def before_first_pass(self, task: GuardedTask) -> Context | None:
-        """Note the generators' states; return the context for the first pass."""
+        """Note the states of the generators; return the context for the task's forward."""
         self._before = [state_of(g) for g in self.generators]
         return None if self._around is None else self._around()
 
     def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
-        """Keep only the generators whose state has changed; the others are not set back later."""
+        """Keep only the generators whose state has changed; other generators are not set back."""
         generators, starts, ends = [], [], []
         for generator, start in zip(self.generators, self._before, strict=True):
             end = state_of(generator)
@@ -128,9 +128,9 @@ class Randomness(Guard):
 
     @contextmanager
     def _as_in_first(self) -> Iterator[None]:
-        """Set the generators to their states before the first pass, within this context.
+        """Set the generators to their states before the task's forward, within this context.
 
-        Raise `RuntimeError` if their states at the end differ from those after the first pass.
+        Raise `RuntimeError` if their states at the end differ from those after the forward.
         """
         # Autograd may recompute for several devices at the same time, each in its own thread. All
         # threads share the CPU's generator.

@@ -47,8 +47,8 @@ HIGHER_ORDER = (
 class SeededDefault:
     """A context in which the default generator has the seed of one task.
 
-    Both passes of a task enter the same object. On leaving, the generator gets its old state back,
-    and `drew` is called if the task has drawn random numbers.
+    The task's forward and its recomputation enter the same object. On leaving, the generator gets
+    its old state back, and `drew` is called if the task has drawn random numbers.
     """
 
     def __init__(self, seed: int, drew: Callable[[], None]) -> None:

@@ -4,8 +4,8 @@ What goes wrong without it: the pipeline is called within a `TorchDispatchMode` 
 operators, and scales the output of each tenth operator. A recomputation does not enter a mode that
 changes its attributes, so it would compute other values.
 
-So the outputs of first passes are kept, and compared with the outputs of recomputations. A stage
-only has this guard if there is a mode that could change.
+So the outputs of tasks' forwards are kept, and compared with the outputs of the recomputations. A
+stage only has this guard if there is a mode that could change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from torchgpipe.tensors.microbatch import Flat
 
 
 class StatefulModes(Guard):
-    """The guard that compares outputs of partition `index`, in case a mode has changed them."""
+    """The guard that compares the outputs of a recomputation with those of the task's forward.
+
+    They can differ if a mode around the pipeline changes its own attributes.
+    """
 
     def __init__(self, index: int, ambient: AmbientModes) -> None:
         self._index = index
@@ -27,9 +30,9 @@ class StatefulModes(Guard):
         task.noted[self] = [None if y is None else y.detach().clone() for y in outputs]
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """Raise `RuntimeError` if the outputs differ from the first pass, and a mode has changed.
+        """Raise `RuntimeError` if a mode has changed, and outputs differ from those of the forward.
 
-        A mode has changed if its attributes have.
+        A mode has changed if its attributes have changed.
         """
         if not self._ambient.changed:
             return

@@ -1,4 +1,4 @@
-"""Let only the first pass update the running statistics of batch norms in training.
+"""Let a task's forward update the running statistics of batch norms, but not its recomputation.
 
 What goes wrong without it: a checkpointed task has a batch norm. Its recomputation would update the
 running statistics a second time.
@@ -50,11 +50,14 @@ class Statistics(Guard):
             self._untracked.append(Change(norm.__dict__, "track_running_stats", False))
 
     def before_recomputation(self, task: GuardedTask) -> InPlace:
-        """Return a context in which the layers neither update nor read the statistics."""
+        """Return a context in which the layers neither update nor read running statistics."""
         return InPlace([*self._unread, *self._untracked])
 
     def before_backward(self, task: GuardedTask) -> InPlace:
-        """Return a context in which layers that a checkpoint runs again read no statistics."""
+        """Return a context for a task's backward, in which layers cannot read running statistics.
+
+        In backward, `torch.utils.checkpoint` may run the layers again.
+        """
         return InPlace(self._unread)
 
 
