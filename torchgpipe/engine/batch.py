@@ -167,9 +167,9 @@ class Batch:
         """
         if any(sharded(stage.modules) for stage in self._engine.stages):
             raise RuntimeError(
-                "layers that FSDP shards (fully_shard) talk to other ranks, which has to happen in "
-                "one order on all of them, but workers run at once; use engine='graph', and no "
-                "step()"
+                "layers that FSDP shards (fully_shard) call collectives, which all ranks must call "
+                "in the same order, but worker threads have no fixed order; use engine='graph', "
+                "and do not call step()"
             )
         relay = Relay(self.orders.placement, {action.kind == "forward" for action in lists[0]})
         threads = torch.get_num_threads()
@@ -226,7 +226,7 @@ class Batch:
     def _backward(self, output_grads: list[Flat], keep: bool) -> list[Flat]:
         if any(turn not in self._outer for turn in outer_turns()):
             raise RuntimeError(
-                "a hook, layer or criterion goes backward through the pipeline that runs it, in "
+                "a hook, layer or criterion calls backward() through the pipeline that runs it, in "
                 "the middle of another mini-batch; call backward() between mini-batches"
             )
         ambient, io = AmbientModes(self.devices), BatchIO(output_grads=output_grads)

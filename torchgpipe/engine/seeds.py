@@ -170,7 +170,7 @@ class Seeds:
         if several and j < self._n:
             raise RuntimeError(
                 f"a layer of partition {j} calls a collective of torch.distributed, as tensor "
-                "parallelism does; worker threads run at once, so each process would call "
+                "parallelism does; worker threads have no fixed order, so each process would call "
                 "collectives in another order, and get wrong tensors; use engine='graph', or "
                 "DistributedGPipe"
             )
@@ -190,15 +190,15 @@ class Seeds:
 
 def _refuse_in_backward() -> None:
     raise RuntimeError(
-        "a layer draws random numbers in backward (by a checkpoint function of its own?); in a "
-        "worker thread they are not those that it drew in forward; use engine='graph', or let the "
-        "pipeline checkpoint instead"
+        "a layer draws random numbers in backward (perhaps in its own checkpoint function); in a "
+        "worker thread, these are other numbers than in its forward; use engine='graph', or let "
+        "the pipeline checkpoint instead"
     )
 
 
 def _refuse() -> None:
     raise RuntimeError(
         "a layer drew random numbers in a later micro-batch, but not in the first one, so its "
-        "recomputation would draw others; draw in every micro-batch, or use GPipe with "
+        "recomputation would draw other numbers; draw in every micro-batch, or use GPipe with "
         "engine='graph'"
     )

@@ -171,6 +171,6 @@ def unchanged(shared: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterato
     if not kept:
         raise RuntimeError(
             "two partitions have layers that change the same buffer (such as one batch norm in "
-            "both), not in the order in which the layers would; give each its own layer, or keep "
-            "it in evaluation mode"
+            "both), in another order than without a pipeline; give each partition its own layer, "
+            "or keep the layer in evaluation mode"
         )

@@ -39,7 +39,8 @@ class Shares:
         if reduction != "mean":
             given = repr(reduction) if weight is None else f"{reduction!r} with a weight"
             raise ValueError(
-                "reduction must be 'mean', or 'sum' or 'none' without a weight, but got " + given
+                "reduction must be 'mean', 'sum' or 'none', and only 'mean' can have a weight, but "
+                "got " + given
             )
         self._counts = sizes if weight is None else [weight(target) for target in targets]
         self._total: Any = sum(self._counts)

@@ -116,13 +116,14 @@ class DeferredBatchNorm(_BatchNorm):
             dimensions = layer._dimensions
         elif isinstance(layer, LazyModuleMixin):
             raise ValueError(
-                f"cannot defer {kind.__name__} before its first input: run the module once, then "
-                "convert it"
+                f"cannot convert {kind.__name__} to a deferred batch norm before its first input: "
+                "run the module once, then convert it"
             )
         elif own := _own_methods(kind):
             raise TypeError(
-                f"cannot defer {kind.__name__}, whose {own[0]}() is its own and would be lost: use "
-                "nn.BatchNorm1d, 2d or 3d in its place, or do without deferred batch normalization"
+                f"cannot convert {kind.__name__} to a deferred batch norm, because it overrides "
+                f"{own[0]}(): use nn.BatchNorm1d, 2d or 3d instead, or do not use deferred batch "
+                "normalization"
             )
         deferred = cls.__new__(cls)
         # Both layers have the same tensors, but each has its own dictionaries of tensors. So half()

@@ -52,14 +52,14 @@ def refuse_unusual_backward(grads: Flat) -> None:
     """
     if any(grad is not None and is_batched(grad) for grad in grads):
         raise RuntimeError(
-            "the pipeline's backward cannot take several gradients at once (is_grads_batched=True, "
-            "jacobian(vectorize=True)), as its tasks have graphs of their own; ask for one after "
-            "the other"
+            "the pipeline's backward cannot compute several gradients in one call "
+            "(is_grads_batched=True, jacobian(vectorize=True)), because each of its tasks has its "
+            "own graph; compute one gradient after the other"
         )
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "the pipeline's backward cannot be differentiated again (create_graph=True), as its "
-            "tasks have graphs of their own; use the layers without a pipeline for that"
+            "the pipeline's backward cannot be differentiated again (create_graph=True), because "
+            "each of its tasks has its own graph; use the layers without a pipeline for that"
         )
 
 
@@ -112,7 +112,7 @@ def explain(error: BaseException, partition: int) -> None:
     """Raise a clearer error if several micro-batches use the same graph, which is already freed."""
     if "through the graph a second time" in str(error):
         raise RuntimeError(
-            f"layers of partition {partition} use a tensor in several micro-batches that has one "
-            "graph for all, as it was made outside of them; make it a buffer, or in the layer's "
-            "forward"
+            f"layers of partition {partition} use the same tensor in several micro-batches, and "
+            "its graph is freed after the first backward; make this tensor a buffer, or compute it "
+            "in the layer's forward"
         ) from error

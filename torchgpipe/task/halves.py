@@ -87,9 +87,9 @@ class _Later:
             return
         if versions(self.saved) != self._versions:
             raise RuntimeError(
-                "what a layer has saved, or the gradient of its output, was changed in place "
-                "between the backward of inputs and that of weights; change neither in layers and "
-                "hooks, or use a schedule without halves"
+                "a tensor that a layer has saved, or the gradient of its output, was changed in "
+                "place between the backward of inputs and the backward of weights; do not change "
+                "these tensors in layers and hooks, or use a schedule that does not split backwards"
             )
         with torch.no_grad(), without_torch_function():
             grads = self.formula(*self.saved)

@@ -132,9 +132,9 @@ class Stage:
             if each and old != new:
                 raise RuntimeError(
                     f"partition {self.index} changed an input in place that shares memory with "
-                    "another tensor under way: a skip, or another input; the two would get "
-                    "different values or gradients on two partitions, so make the layer that "
-                    "changes it out-of-place (inplace=False), or hand on a copy (x.clone())"
+                    "another tensor: a skip, or another input; on another partition, that tensor "
+                    "would not change; make the layer that changes the input out-of-place "
+                    "(inplace=False), or give it a copy (x.clone())"
                 )
 
 

@@ -191,8 +191,8 @@ class Buffers(Guard):
                     raise RuntimeError(
                         f"a layer of partition {self._index} changed buffer {slot.name!r} of "
                         f"{type(slot.module).__name__} in its first pass, and not in the "
-                        "recomputation: it decides by something that is no buffer; make that a "
-                        "buffer, ask is_recomputing(), or use checkpoint='never'"
+                        "recomputation: the change depends on a value that is not a buffer; make "
+                        "that value a buffer, ask is_recomputing(), or use checkpoint='never'"
                     )
 
 

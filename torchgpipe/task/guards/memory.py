@@ -39,8 +39,8 @@ class KeptInputs(Guard):
         """Raise `RuntimeError` if the task's forward has changed an input in place."""
         if versions(task.inputs or ()) != task.noted[self]:
             raise RuntimeError(
-                f"partition {self._index} changed its input in place, so recomputing it from that "
-                "input would give something else; make its first layer out-of-place "
+                f"partition {self._index} changed its input in place, so a recomputation from that "
+                "input would compute another output; make its first layer out-of-place "
                 "(inplace=False) or use checkpoint='never'"
             )
 
@@ -50,8 +50,8 @@ class KeptInputs(Guard):
             raise RuntimeError(
                 f"an input of partition {self._index} was changed in place after its forward, so a "
                 "recomputation would start from other values; do not change inputs before "
-                "backward(), and make a layer that does so out-of-place (inplace=False), or use "
-                "checkpoint='never'"
+                "backward(), make the layer that changes its input out-of-place (inplace=False), "
+                "or use checkpoint='never'"
             )
 
 
@@ -73,7 +73,7 @@ def check_attributes(index: int, outputs: Flat) -> None:
         for name, value in attributes.items():
             if isinstance(value, Tensor) and value.requires_grad:
                 raise RuntimeError(
-                    f"attribute {name!r} of an output of partition {index} is a tensor that takes "
-                    "a gradient, which is lost between partitions; return it as an output of its "
-                    "own, or detach() it"
+                    f"attribute {name!r} of an output of partition {index} is a tensor that "
+                    "requires grad, but gradients of attributes are lost between partitions; "
+                    "return the tensor as a separate output, or detach() it"
                 )

@@ -105,9 +105,9 @@ class AmbientModes(Guard):
         dtype = torch.get_default_dtype()
         if dtype != self._dtype and self._threads:
             raise RuntimeError(
-                f"the default type was {self._dtype} in forward and is {dtype} in backward, which "
-                "all threads share; call set_default_dtype() after backward(), or use "
-                "engine='graph'"
+                f"the default dtype was {self._dtype} in forward and is {dtype} in backward, but "
+                "all threads share one default dtype; call set_default_dtype() after backward(), "
+                "or use engine='graph'"
             )
         if not (cast or others or turned_off or dtype != self._dtype):
             return None
@@ -150,9 +150,10 @@ class AmbientModes(Guard):
         self._stacks = self._to_repeat(self._stacks)
         if refuse and self.changed:
             raise RuntimeError(
-                f"{type(self.changed[0]).__name__} around the pipeline has state of its own, which "
-                "several threads have changed at once; use engine='graph', or, if it changes "
-                "nothing else and threads may do so, write only_watches = True in its class"
+                f"{type(self.changed[0]).__name__} around the pipeline has state, which several "
+                "threads have changed at the same time; use engine='graph', or, if this mode "
+                "changes only its own state and is thread-safe, write only_watches = True in its "
+                "class"
             )
 
     def _to_repeat(self, stacks: Stacks) -> Stacks:

@@ -176,8 +176,8 @@ class StandInParameters(Guard):
         if not alike:
             raise RuntimeError(
                 f"a layer of partition {self._index} replaced, added, froze or hooked a parameter "
-                "in its forward, which tasks that have graphs of their own cannot follow; do it "
-                "between steps"
+                "in its forward, which a pipeline does not support; change parameters between "
+                "steps only"
             )
         self._frozen = [(d, name, p) for d, name, p in self._frozen if not p.requires_grad]
         for module in self._modules:

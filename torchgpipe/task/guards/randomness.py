@@ -55,8 +55,8 @@ def check_apart(generators: Iterable[Sequence[torch.Generator]]) -> None:
     distinct = [g for own in generators for g in set(own)]
     if len(set(distinct)) < len(distinct):
         raise RuntimeError(
-            "several partitions draw from one torch.Generator, and not in the order in which the "
-            "layers would; give each layer a generator of its own"
+            "several partitions draw from the same torch.Generator, in another order than layers "
+            "without a pipeline; give each layer its own generator"
         )
 
 

@@ -42,7 +42,7 @@ class StatefulModes(Guard):
             equal = (x == y) | (x != x) & (y != y)  # NaN is not equal to NaN
             if not equal.all():
                 raise RuntimeError(
-                    f"what partition {self._index} computes depends on state of "
+                    f"the output of partition {self._index} depends on the state of "
                     f"{type(self._ambient.changed[0]).__name__} around the pipeline, so its "
-                    "recomputation gives something else; use checkpoint='never'"
+                    "recomputation returns another output; use checkpoint='never'"
                 )
