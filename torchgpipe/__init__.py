@@ -1,7 +1,8 @@
 """GPipe pipeline parallelism for PyTorch: micro-batches, checkpointing, skip connections.
 
-Start at `GPipe`, or with any module at `pipeline` and `sequential`; `torchgpipe.balance` finds the
-balance, `torchgpipe.skip` declares skip connections.
+`GPipe` makes a pipeline of an `nn.Sequential`. `pipeline` and `sequential` accept any module.
+`torchgpipe.balance` finds a balance: the number of layers on each device. `torchgpipe.skip`
+declares skip connections.
 """
 
 from torchgpipe.__version__ import __version__

@@ -1,10 +1,12 @@
-"""The error that another one takes the place of: `caught`."""
+"""`caught` removes a reference cycle from an error that a context manager has caught."""
 
 
 def caught(error: Exception) -> Exception:
-    """Return an error without the frame of the `contextmanager` that has caught it.
+    """Return an error without the first frame of its traceback.
 
-    From Python 3.12 on that frame keeps its caller's, and that the error: a cycle, with all that
-    these frames hold.
+    Call this in a generator that `contextmanager` decorates, when the generator has caught the
+    error. The first frame is the generator's own. From Python 3.12 on, this frame refers to its
+    caller's frame, and the caller's frame refers to the error. That is a reference cycle, which
+    keeps alive everything that the frames hold.
     """
     return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)

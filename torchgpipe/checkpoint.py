@@ -1,4 +1,4 @@
-"""Whether a layer is checkpointed or recomputed, by the names in torchgpipe 0.0.7."""
+"""`is_checkpointing` and `is_recomputing`, under their module name in torchgpipe 0.0.7."""
 
 from torchgpipe.tensors.checkpoint import is_checkpointing, is_recomputing
 

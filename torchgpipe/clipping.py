@@ -1,4 +1,4 @@
-"""Clipping of gradients: by the norm of all of them together, of which a rank knows a part."""
+"""Clip gradients by their total norm over all ranks, where each rank holds some gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 Exchange = Callable[[Tensor], list[Tensor]]
-"""Gives this rank's tensor to all ranks; returns those of all, in their order."""
+"""Sends this rank's tensor to all ranks, and returns the tensors of all ranks, in rank order."""
 
 
 def clip_gradients(
@@ -16,14 +16,14 @@ def clip_gradients(
     max_norm: float,
     norm_type: float,
 ) -> Tensor:
-    """Clip the gradients of all ranks together; return their norm.
+    """Clip this rank's gradients by the total norm of all ranks' gradients; return that norm.
 
     Args:
         parameters: The parameters of this rank.
-        stages: The stage of each parameter.
-        exchange: Gives a tensor to all ranks, and returns those of all.
-        max_norm: What the norm shall be at most.
-        norm_type: Which norm: 2 for the Euclidean, infinity for the largest.
+        stages: The index of each parameter's stage.
+        exchange: Sends a tensor to all ranks, and returns the tensors of all ranks.
+        max_norm: The largest allowed norm.
+        norm_type: The kind of norm: 2 is the Euclidean norm, infinity the largest absolute value.
     """
     given: list[nn.Parameter] = []
     norms: list[Tensor] = []
@@ -37,14 +37,14 @@ def clip_gradients(
     here = norms[0].device if norms else torch.device("cpu")
     own = torch.stack([x.to(here) for x in norms]) if norms else torch.zeros(0)
     places = own.new_tensor([stages[p] for p in given])
-    # From each rank two rows of one length: norms, and the stages of their parameters.
+    # Each rank sends two rows of equal length: the norms, and the stages of their parameters.
     found = [x.to(here).unflatten(0, (2, -1)) for x in exchange(torch.cat([own, places]))]
     all_norms, all_places = torch.cat(found, dim=1)
-    # In the model's order, so that any balance has the same norm: other ranks may have stages in
-    # between.
+    # Sort the norms by stage. So the sum has the order of the model's layers, and the same last
+    # bits for any balance.
     order = all_places.argsort(stable=True)
     total: Tensor = torch.linalg.vector_norm(all_norms[order], norm_type)
-    # One operator takes plain gradients, whose mesh is None here, or DTensors of one mesh.
+    # One call clips plain gradients (their mesh is None here), or the DTensors of one mesh.
     by_mesh: dict[object, list[nn.Parameter]] = {}
     for p in given:
         by_mesh.setdefault(getattr(p.grad, "device_mesh", None), []).append(p)

@@ -34,51 +34,58 @@ class GPipe(Partitioned):
         loss(model(input), target).backward()
 
     The layers are split into partitions, each on a device. A mini-batch is split into
-    micro-batches, which go through the partitions at once. Output and gradients are those of the
-    layers run on each micro-batch in turn.
+    micro-batches, and the partitions work on different micro-batches at the same time. The output
+    and the gradients are the same as if the layers run on one micro-batch after the other, without
+    a pipeline.
 
     Args:
         module: The layers. Their parameters are moved to the devices.
-        balance: How many layers each partition has; see `torchgpipe.balance`.
-        devices: A device for each partition, or for several if the schedule says so; by default all
-            CUDA devices, or the CPU where there is none. A device may be named several times.
-        chunks: How many micro-batches a mini-batch is split into, m. Dimension 0 of every input
-            tensor is split by ⌈batch / m⌉.
-        checkpoint: Which micro-batches keep only the inputs of their tasks, and compute the rest
-            once more in backward: `"always"` all, `"except_last"` all but the last, `"never"` none.
-        deferred_batch_norm: Let batch norm's running statistics follow mini-batches instead of
-            micro-batches.
-        engine: `"workers"` runs each partition in a thread of its own, on the CPU only. `"graph"`
-            issues every task from the calling thread. `"auto"` takes workers where several CPU
-            partitions compute, and else the graph. Where CPU tasks take less than a fraction of a
-            millisecond, the graph is quicker.
-        dependency: Tie micro-batches so that backward has one order. This has an effect on CUDA;
-            elsewhere backward has one order anyway.
-        copy_streams: Copy between CUDA devices on streams of their own.
-        portals: Send skips straight to the partition that pops them, not through those in between.
-        init: Called as `init(k, layer)` for each layer k, with random numbers that depend on k and
-            the default generator's seed alone. Layers on device `meta` need it.
+        balance: The number of layers of each partition; see `torchgpipe.balance`.
+        devices: The device of each partition. If the schedule has several partitions on a device,
+            the list names that device once for all of these partitions. By default all CUDA
+            devices, or the CPU if there is no CUDA device. A device can be named several times.
+        chunks: The number of micro-batches m that a mini-batch is split into. Dimension 0 of every
+            input tensor is split into pieces of ⌈batch / m⌉.
+        checkpoint: Which micro-batches are checkpointed: their tasks keep only the inputs, and run
+            the layers again in backward. `"always"` checkpoints all micro-batches, `"except_last"`
+            all but the last one, and `"never"` none.
+        deferred_batch_norm: Whether batch norms update their running statistics once for each
+            mini-batch, instead of once for each micro-batch.
+        engine: `"workers"` runs each partition in its own thread, on the CPU only. `"graph"` runs
+            every task from the calling thread. `"auto"` chooses `"workers"` if there are several
+            partitions, all on the CPU, and else `"graph"`. `"graph"` is faster if a task on the
+            CPU takes much less than a millisecond.
+        dependency: Whether to force one order of the tasks in backward on CUDA devices. On other
+            devices backward always has that order.
+        copy_streams: Whether copies between CUDA devices use separate CUDA streams.
+        portals: Whether a skip is sent directly to the partition that pops it, and not through the
+            partitions in between.
+        init: Called as `init(k, layer)` for each layer k, to fill the layer. The random numbers
+            that it draws depend only on k and on the default generator's seed. It is required if
+            layers are on device `meta`.
         schedule: The order of tasks: `"GPipe"`, `"1F1B"`, `"Interleaved1F1B"`, `"ZBH1"`, `"ZBH2"`,
             `"ZBVZeroBubble"`, or a `torchgpipe.schedules.Schedule`. If the schedule has v stages on
-            a device, n devices take a balance of n·v partitions. `step` does what the schedule
-            says. `model(x)` does its forwards, and a backward, after the last forward, the rest.
-        silence: Without effect; it will go.
+            each device, n devices need a balance of n·v partitions. `step` runs all tasks in the
+            schedule's order. `model(x)` runs the schedule's forwards, and the backward of its
+            output runs the other tasks.
+        silence: Has no effect; deprecated.
 
     Attributes:
-        balance: As above.
-        devices: The device of each place in the schedule.
-        chunks: As above.
-        checkpoint: As above.
+        balance: The number of layers of each partition.
+        devices: The devices. The schedule's device number d stands for `devices[d]`.
+        chunks: The number of micro-batches.
+        checkpoint: Which micro-batches are checkpointed.
         partitions: The partitions, each an `nn.Sequential`.
-        schedule: The schedule in use, with its `name`, `placement` and `report()`, a line for each
-            stage.
-        observer: Called with each `torchgpipe.tensors.observe.Task`, returns a context to run it
-            in; `None` by default.
+        schedule: The schedule in use. It has a `name`, a `placement` (the device number of each
+            stage), and `report()`, which returns a line for each stage.
+        observer: A function that is called with each `torchgpipe.tensors.observe.Task`, and returns
+            a context in which the task runs; `None` by default.
 
     Raises:
-        TypeError: `module` is no `nn.Sequential`, its skips do not match, or `devices` is no list.
-        ValueError: `chunks`, `checkpoint`, `engine` or `balance` is out of range; a layer, or a
-            parameter on two devices, occurs twice; a layer is on `meta`, and there is no `init`.
+        TypeError: `module` is not an `nn.Sequential`, its skips do not match, or `devices` is not a
+            list.
+        ValueError: `chunks`, `checkpoint`, `engine` or `balance` is out of range; a layer occurs
+            twice; two devices share a parameter; or a layer is on `meta` and there is no `init`.
         IndexError: There are fewer devices than the partitions need.
     """
 
@@ -142,8 +149,8 @@ class GPipe(Partitioned):
         threads = engine == "workers" or (engine == "auto" and len(on_cpu) > 1 and all(on_cpu))
         arrangement = arranged(self._schedule, len(self._stages), len(self.devices))
         self._engine = self._steps = WorkersEngine(self._stages, arrangement, threads=threads)
-        # Not the engine's method: the engine holds the layers, and if these hold this module, it
-        # would live forever.
+        # The finalizer must not refer to the engine. The engine refers to the layers, and a layer
+        # may refer to this module, which then would never be collected.
         weakref.finalize(self, self._steps.workers.close)
         if not threads:
             self._engine = GraphEngine(self._stages, arrangement, **self._of_graph_engine)
@@ -153,9 +160,10 @@ class GPipe(Partitioned):
         return skip_layout(self.partitions, portals=self._portals)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a mini-batch through the pipeline, as `forward` says.
+        """Run a mini-batch through the pipeline; see `forward`.
 
-        The pipeline of a traced module is called like the module (`torchgpipe.sequential`).
+        If the layers come from `torchgpipe.sequential`, which traces a module, the pipeline has the
+        same arguments as that module.
         """
         if self._signature is not None:
             args, kwargs = (self._signature.flat(args, kwargs),), {}
@@ -165,15 +173,16 @@ class GPipe(Partitioned):
         """Run a mini-batch through the pipeline.
 
         Args:
-            input: A tensor, or a tuple of tensors of one batch size (dimension 0), on any device.
+            input: A tensor, or a tuple of tensors with the same batch size (dimension 0), on any
+                device.
 
         Returns:
-            What the layers return, on the last device, with the micro-batches' outputs
-            concatenated.
+            The concatenated outputs of the micro-batches, on the device of the last partition.
 
         Raises:
-            TypeError: `input`, or the output of a partition, is something else.
-            ValueError: The tensors of `input` have no batch dimension, or disagree on it.
+            TypeError: `input`, or the output of a partition, is neither a tensor nor a tuple of
+                tensors.
+            ValueError: The tensors of `input` have no batch dimension, or different batch sizes.
         """
         return cast(TensorOrTensors, self._uncompiled(self._forward, input))
 
@@ -200,7 +209,7 @@ class GPipe(Partitioned):
         return self._mini_batch(run)
 
     def _begun(self, input: TensorOrTensors) -> list[TensorOrTensors]:
-        """Check an input and this pipeline; return the micro-batches."""
+        """Check the input and the settings of this pipeline; return the micro-batches."""
         check(input)
         self._check()
         return self._micro_batches(input) if self._stages else []
@@ -208,15 +217,17 @@ class GPipe(Partitioned):
     def loss(
         self, criterion: Callable[[Any, Any], torch.Tensor], input: Any, target: Any
     ) -> torch.Tensor:
-        """Return `criterion(output, target)` of a mini-batch.
+        """Run a mini-batch through the pipeline, and return `criterion(output, target)`.
 
-        Its backward begins when all forwards have ended. `DistributedGPipe` has the same method.
+        The caller calls `backward()` on the loss, when all forwards have ended. `DistributedGPipe`
+        has the same method.
 
         Args:
-            criterion: Called with the output of the mini-batch and the target.
-            input: As for `forward`; of a traced module, as its sample was: a tensor, a tuple of
-                arguments, or a dictionary of them.
-            target: Handed to the criterion.
+            criterion: A function of the output of the mini-batch and the target.
+            input: The input, like for `forward`. If the layers come from a traced module, the input
+                has the form of the sample of the trace: a tensor, a tuple of arguments, or a
+                dictionary of arguments.
+            target: The second argument of the criterion.
         """
         args, kwargs = self._arguments(input)
         return criterion(self(*args, **kwargs), target)

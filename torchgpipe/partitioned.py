@@ -1,4 +1,4 @@
-"""`Partitioned`: what pipelines of one process and of several have in common."""
+"""`Partitioned`: the base class of `GPipe` (one process) and `DistributedGPipe` (several)."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ T = TypeVar("T")
 
 
 class Partitioned(FixedDevices, ABC):
-    """Layers in partitions, all or some of which this process holds and runs.
+    """A model that is split into partitions; this process holds and runs some or all of them.
 
-    These layers are its children, by their own names: its state is that of the model, or a part.
+    The layers are children of this module and keep their names. So `state_dict()` has the same keys
+    as that of the model, for the layers of this process.
     """
 
     balance: list[int]
@@ -79,7 +80,7 @@ class Partitioned(FixedDevices, ABC):
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, None)
         partitions = split(module, balance)
-        # Past `__setattr__`, which would make the partitions children of this module.
+        # Avoid `__setattr__`: it would make the partitions children of this module.
         self.__dict__["_partitions"] = nn.ModuleList(partitions)
         self.balance = [len(partition) for partition in partitions]
         self.chunks, self.checkpoint, self.observer, self.logs = chunks, checkpoint, None, []
@@ -89,17 +90,14 @@ class Partitioned(FixedDevices, ABC):
         self.register_load_state_dict_pre_hook(translate_old_state)  # type: ignore
 
     def _hold(
-        self,
-        devices: Sequence[torch.device | None],
-        places: Iterable[object],
-        init: Init | None,
+        self, devices: Sequence[torch.device | None], places: Iterable[object], init: Init | None
     ) -> None:
-        """Move the partitions to their devices, and keep those that have one.
+        """Move this process's partitions to their devices, and drop all other partitions.
 
         Args:
             devices: The device of each partition; `None` if another process has the partition.
-            places: Where each partition is, for messages: its device, or its rank.
-            init: Fills layers.
+            places: The device or the rank of each partition, for error messages.
+            init: A function that fills each layer.
         """
         partitions = [p for p in self._partitions if isinstance(p, nn.Sequential)]
         check_parameters(partitions, places)
@@ -115,14 +113,14 @@ class Partitioned(FixedDevices, ABC):
         self._build()
 
     def _build(self) -> None:
-        """Make what cannot be copied or pickled: locks, streams, threads, and what has these."""
+        """Make the objects that cannot be copied or pickled, such as locks, streams and threads."""
         self._stages = []
         for (j, device), partition in zip(self._held, self._partitions, strict=True):
             self._stages.append(Stage(j, partition, device))
         self._look()
 
     def _look(self) -> None:
-        """Find the modules within the layers anew: one may have been replaced inside of another."""
+        """List the modules inside the layers again, because the user may have replaced a module."""
         if not any([stage.look() for stage in self._stages]):  # noqa: C419 - each has to look
             return
         modules: list[nn.Module] = []
@@ -138,7 +136,7 @@ class Partitioned(FixedDevices, ABC):
 
     @abstractmethod
     def _layout(self) -> list[Crossing]:
-        """Return the skips that cross from partition to partition."""
+        """Return the skip connections from one partition to another."""
 
     @property
     def partitions(self) -> nn.ModuleList:
@@ -147,7 +145,7 @@ class Partitioned(FixedDevices, ABC):
 
     @property
     def schedule(self) -> ScheduleView:
-        """The schedule in use; its `report()` says how backwards are split."""
+        """The schedule in use; its `report()` says how each stage's backward is split."""
         return ScheduleView(self._steps.arrangement, self._stages)
 
     def step(  # noqa: PLR0913 - all of them belong to one step
@@ -160,41 +158,41 @@ class Partitioned(FixedDevices, ABC):
         weight: Callable[[Any], Any] | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
-        """Run forward and backward of every micro-batch as the schedule says; return the loss.
+        """Run forward and backward of each micro-batch in the schedule's order; return the loss.
 
             for i, (x, t) in enumerate(zip(micro_batches(input), micro_batches(target))):
                 (criterion(model(x), t) * samples[i] / sum(samples)).backward()
 
-        Gradients are added up in the order of the schedule's backwards, and added to `.grad` once,
-        at the end: a step that fails changes none. An input that takes a gradient gets one, too.
+        Gradients are summed over the micro-batches, and added to `.grad` once, at the end. So a
+        step that fails changes no gradient. An input that requires grad gets its gradient, too.
 
-        Over ranks all of them call it. The first stage's rank gives the input, the last stage's the
-        target and the criterion; others may give `None`. The loss is the same on all ranks.
+        In a distributed pipeline all ranks call `step`. The rank of the first stage gives `input`.
+        The rank of the last stage gives `target` and `criterion`. All ranks return the same loss.
 
         Args:
             criterion: Returns a scalar for a micro-batch's output and its part of the target, or
-                the scalar and anything that `model.logs` shall keep of the micro-batch.
-                Whatever else it uses gets its gradient, too: parameters of its own, of the layers,
-                or a tensor that it closes over. On ranks it finds the parameters of the last rank
-                only.
-            input: As for `forward`; of a traced module, as its sample was: a tuple or dictionary of
-                arguments.
-            target: Tensors with the batch as dimension 0, in tuples, lists and dictionaries; what
-                is no tensor is given to every micro-batch.
-            reduction: `"mean"` weighs micro-batches by their samples, and `"sum"` adds. `"none"`
-                adds, too, but returns the losses of all micro-batches, as one tensor.
-            weight: Returns what a part of the target counts in a mean, in place of its samples.
-            scaler: Scales what goes backward. Over ranks take `ShardedGradScaler` of
-                `torch.distributed.fsdp`.
+                the scalar and a value that `model.logs` keeps. Other tensors that it uses get
+                gradients, too, such as parameters. In a distributed pipeline, it can use the
+                layers' parameters of the last rank only.
+            input: The input, like for `forward`; for a traced module, like the trace's sample.
+            target: Tensors with the batch as dimension 0, in tuples, lists and mappings. Each
+                micro-batch gets a part of each tensor, and all other values unchanged. A list
+                with an entry for each sample is split by its entries.
+            reduction: `"mean"` weighs the losses by the samples of the micro-batches, and `"sum"`
+                adds the losses. `"none"` goes backward like `"sum"`, but returns a tensor of all
+                losses.
+            weight: Returns the weight of a micro-batch's loss, given its part of the target.
+            scaler: Scales the loss for the backward. Use `torch.distributed.fsdp`'s
+                `ShardedGradScaler` in a distributed pipeline.
 
         Returns:
             The loss of the mini-batch, a scalar without a graph.
 
         Raises:
-            RuntimeError: Gradients are off; a layer does what a pipeline cannot follow; or
-                `DistributedDataParallel` is around the pipeline, and would average nothing.
+            RuntimeError: Gradients are off, a layer does something that a pipeline does not
+                support, or the pipeline is inside `DistributedDataParallel`.
             TypeError: The criterion does not return a scalar.
-            ValueError: The target is not of the input's batch size, or `reduction` is another.
+            ValueError: The target has another batch size than the input, or `reduction` is unknown.
             RankFailed: Another rank has failed.
         """
         self.logs = []
@@ -205,7 +203,7 @@ class Partitioned(FixedDevices, ABC):
         if misses_steps(self):
             raise RuntimeError(MISSED_STEPS)
         loss = self._hooked(input, request)
-        # A hook of a parameter may raise here, and all ranks have to hear of it.
+        # A hook of a parameter may raise an error here, which all ranks have to learn.
         with self._together("step"):
             loss.backward(torch.ones_like(loss))
         return loss.detach()
@@ -219,7 +217,7 @@ class Partitioned(FixedDevices, ABC):
         reduction: str = "mean",
         weight: Callable[[Any], Any] | None = None,
     ) -> Tensor:
-        """Return what `step` would return, of forwards alone; the arguments are those of `step`."""
+        """Run only the forwards, and return the loss; the arguments are like those of `step`."""
         with torch.no_grad():
             self.logs = []
             request = StepRequest(criterion, target, reduction, weight, self.logs, backward=False)
@@ -231,38 +229,38 @@ class Partitioned(FixedDevices, ABC):
             return self(*args, **kwargs)
 
     def _uncompiled(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Call `run`, outside of what torch.compile compiles; refuse to be traced or exported."""
+        """Call `run` without compiling it; raise `RuntimeError` if it is traced or exported."""
         untraced = f"a pipeline cannot be traced or exported; {self._traced_instead}"
         if torch.compiler.is_dynamo_compiling():
-            # torch.compile would follow the scheduler, and recompile for each task; layers may be
-            # compiled instead.
+            # torch.compile would compile the scheduler, again for each task. The user can compile
+            # the layers instead.
             return torch.compiler.disable(run, reason=untraced)(*args)
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore
             raise RuntimeError(untraced)
         return run(*args)
 
     def _arguments(self, input: Any) -> Arguments:
-        """Return the arguments that an input stands for: of a traced module, as in its sample."""
+        """Return the positional and the named arguments of `forward` that `input` stands for."""
         return ((input,), {}) if self._signature is None else self._signature.arguments(input)
 
     def _hooked(self, input: Any, request: Any) -> Tensor:
-        """Return what a request asks for, and run the hooks of this module as its call would."""
+        """Return the loss that `request` asks for, and run the forward hooks of this module."""
         given = self._arguments(input)
         return run_with_hooks(self, given, lambda given: self._carry_out(*given, request))
 
     @abstractmethod
     def _carry_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
-        """Return the loss that a request asks for, of a mini-batch with these arguments."""
+        """Run a mini-batch with these arguments; return the loss that `request` asks for."""
 
     def _seen(self, output: Any) -> Any:
-        """Return what a criterion gets of an output, which hooks on this module see, too."""
+        """Return the first argument of the criterion, after this module's hooks have changed it."""
         return seen_by_hooks(self, self._shown(output))
 
     def _shown(self, output: Any) -> Any:
         return output if self._signature is None else self._signature.structured(output)
 
     def _check(self) -> None:
-        """Check, before a mini-batch, what may have been changed since the last one."""
+        """Check the settings and the layers, which the user may have changed since the last run."""
         check_settings(self.chunks, self.checkpoint)
         layers: dict[str, nn.Module | None] = {}
         for stage in self._stages:
@@ -286,10 +284,10 @@ class Partitioned(FixedDevices, ABC):
         return [samples(micro_batch, self._signature) for micro_batch in micro_batches]
 
     def _mini_batch(self, run: Callable[[], T]) -> T:
-        """Call `run` for a whole mini-batch, which deferred batch norms commit, or else forget."""
+        """Call `run`; update the statistics of deferred batch norms only if it succeeds."""
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
         shared = self._shared_buffers
-        # One micro-batch goes through one process in the layers' order.
+        # A single micro-batch in a single process runs the layers in their order.
         several = self.chunks > 1 or len(self._stages) < len(self.balance)
 
         def guarded() -> T:
@@ -300,7 +298,7 @@ class Partitioned(FixedDevices, ABC):
                 return result
 
         try:
-            # Without gradients, a run puts nothing into the layers.
+            # Without gradients, a run does not replace the parameters in the layers.
             return self._steps.in_turn(guarded) if torch.is_grad_enabled() else guarded()
         except BaseException:
             for norm in norms:
@@ -308,11 +306,10 @@ class Partitioned(FixedDevices, ABC):
             raise
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of all partitions together; return their norm.
+        """Clip the gradients by their total norm over all partitions; return that norm.
 
-        It does what `torch.nn.utils.clip_grad_norm_` does. The norm is that of the norms of all
-        parameters in the model's order, so that any balance has the same norm. Some gradients may
-        be DTensors, those of sharded parameters, and others plain tensors.
+        This does the same as `torch.nn.utils.clip_grad_norm_` does without a pipeline. The norm has
+        the same last bits for any balance. Gradients can be DTensors and plain tensors, mixed.
         """
         settings = {"max_norm": float(max_norm), "norm_type": float(norm_type)}
         with self._together("clip_grad_norm_", **settings) as exchange:
@@ -322,14 +319,14 @@ class Partitioned(FixedDevices, ABC):
             return clip_gradients([*self.parameters()], stages, exchange, max_norm, norm_type)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
-        """Return a context for what all ranks do together: a function that exchanges a tensor.
+        """Return a context for work that all ranks do; it gives a function to exchange a tensor.
 
-        What is `alike` has to be the same on all ranks.
+        `doing` names the work. The values of `alike` must be equal on all ranks.
         """
         return nullcontext(lambda own: [own])
 
     def train(self: P, mode: bool = True) -> P:
-        """Set training or evaluation mode, of the partitions too."""
+        """Set training or evaluation mode of this module and of its partitions."""
         super().train(mode)
         for partition in self._partitions:
             partition.training = mode

@@ -1,6 +1,6 @@
-"""How long ranks wait for each other until they have met.
+"""How long ranks wait for each other when they connect.
 
-They say so after a minute, and give up after five.
+They print a line after a minute, and give up after five minutes.
 """
 
 import os
@@ -19,10 +19,10 @@ def say(line: str) -> None:
 
 @contextmanager
 def waiting_for(what: str, tell: Callable[[str], object] = say) -> Iterator[None]:
-    """Tell what is waited for within this context.
+    """Limit how long the code in this context may wait for `what`.
 
-    After a minute `tell` is called with a line. After five, it is called with another one, and the
-    process ends.
+    After a minute `tell` is called with a line of text. After five minutes `tell` is called with
+    another line, and the process ends.
     """
 
     def give_up() -> None:

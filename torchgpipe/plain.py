@@ -1,7 +1,7 @@
-"""Plain values as text, in which processes tell each other what they have.
+"""Convert plain Python values to JSON text and back, to send them to other processes.
 
-Nothing of the text is run when it is read. It is JSON. What JSON has no word for is an object with
-one entry, such as `{"tuple": [1, 2]}`.
+Reading the text runs no code. A type that JSON does not have is written as an object with one
+entry: for example, `(1, 2)` is written as `{"tuple": [1, 2]}`.
 """
 
 import json
@@ -17,7 +17,7 @@ _TO_JSON: dict[type, Any] = {
     bytes: bytes.hex,
     complex: lambda x: [x.real, x.imag],
 }
-"""How a value that JSON lacks becomes one that it has."""
+"""For each type that JSON does not have: a function that converts a value to a JSON type."""
 
 _FROM_JSON: dict[str, Any] = {
     "tuple": tuple,
@@ -26,13 +26,14 @@ _FROM_JSON: dict[str, Any] = {
     "bytes": bytes.fromhex,
     "complex": lambda parts: complex(*parts),
 }
-"""How that becomes the value again, by the name of its class."""
+"""For each name of such a type: a function that converts the JSON value back."""
 
 
 def packed(value: Any) -> Tensor:
-    """Return a plain value as bytes of text.
+    """Return a plain value as JSON text, in a tensor of bytes.
 
-    The text has few lengths, as ranks remember the shapes that they have sent.
+    The text is padded with spaces, so that its length is a power of two. Ranks remember every shape
+    that they have sent, so there should be few different lengths.
     """
     try:
         text = json.dumps(_tagged(value)).encode()
@@ -43,7 +44,7 @@ def packed(value: Any) -> Tensor:
 
 
 def unpacked(packed: Tensor | None) -> Any:
-    """Return the value that was packed."""
+    """Return the value that `packed` has converted to a tensor."""
     assert packed is not None
     text = bytes(packed.cpu().numpy())
     return json.loads(text, object_hook=_untagged)

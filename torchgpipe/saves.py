@@ -1,4 +1,4 @@
-"""Saved states of a training."""
+"""`Saves` saves and loads the state of a training run."""
 
 from torchgpipe.state.saves import Saves
 

@@ -49,11 +49,11 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "parameter .* was changed in place": PARAMETER,
     BEFORE_THE_NEXT: ("in place",),
     SAME_BUFFER: ("shared norm",),
-    "cannot defer .*, whose train": ("batch norm, frozen",),
+    "cannot convert .*, because it overrides train": ("batch norm, frozen",),
     "draws random numbers within torch.utils.checkpoint": ("dropout, checkpointed",),
     "Inference tensor": ("inference",),
     "uses the gradient of its parameter": ("as weights",),
-    "the default type was": ("a type",),
+    "the default dtype was": ("a type",),
 }
 """Patterns of allowed errors, and for each the kinds of layers or steps that justify it."""
 

@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a reduction": (
         lambda: Shares("max", None, [1], [X]),
         ValueError,
-        "'mean', or 'sum' or 'none' .* but got 'max'",
+        "'mean', 'sum' or 'none', .* but got 'max'",
     ),
     "a weight of a sum": (
         lambda: Shares("sum", len, [1], [X]),

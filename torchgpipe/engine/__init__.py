@@ -1,1 +1,1 @@
-"""What runs tasks in their order: the graph engine, and programs in threads or ranks."""
+"""Run tasks in the order of a schedule: with autograd's order, or in threads or processes."""

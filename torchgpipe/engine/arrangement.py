@@ -1,4 +1,4 @@
-"""The arrangement of a pipeline: which stages and actions each device has."""
+"""Assign stages to devices, and list the actions of each device in the schedule's order."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,9 +10,10 @@ from torchgpipe.task.stage import Stage
 
 
 class Orders(NamedTuple):
-    """The actions of each program: its forwards, the rest, and all in the schedule's order.
+    """The lists of actions of each program; a program runs the actions of one device or of all.
 
-    `placement` says which program has each stage.
+    `forwards` has the forwards, `rest` all other actions, and `all` both, in the schedule's order.
+    `placement` has the index of the program that runs each stage.
     """
 
     placement: Sequence[int]
@@ -22,9 +23,10 @@ class Orders(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """A schedule for `n` devices, and the device of each stage.
+    """A schedule for `n` devices, and the index of the device of each stage (`placement`).
 
-    Each device has `v` stages, unless the schedule says that itself.
+    Each device has `v` stages; `v` is `None` if the schedule is a `Schedule`, which has its own
+    placement.
     """
 
     schedule: str | Schedule
@@ -35,9 +37,9 @@ class Arrangement(NamedTuple):
 
 @lru_cache(maxsize=64)
 def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) -> Arrangement:
-    """Arrange so many stages on so many devices; by default on as many as the schedule needs.
+    """Assign `stages` stages to `devices` devices; by default to as many as the schedule needs.
 
-    Raise `ValueError` if the schedule cannot have these numbers.
+    Raise `ValueError` if the schedule does not support these numbers.
     """
     if isinstance(schedule, Schedule):
         given = len(schedule.placement)
@@ -61,10 +63,12 @@ def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) 
 
 @lru_cache(maxsize=64)
 def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
-    """Return what a program for each device does, or if not `apart`, one program for all of them.
+    """Return the actions of each program: one program per device, or one for all devices.
 
-    There are `m` micro-batches, and recomputations for the checkpoint mode. Raise `ValueError` if
-    with one item at each boundary between devices a program would wait for ever.
+    An action is the forward, recomputation or backward of a micro-batch on a stage. There are `m`
+    micro-batches; the checkpoint mode `mode` says which ones are recomputed. There is one program
+    per device if `apart` is true. Raise `ValueError` if the programs would deadlock because only
+    one item fits between two devices.
     """
     schedule, n, v, _ = arrangement
     once = make(schedule, n, m, v)
@@ -75,8 +79,8 @@ def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
     else:
         used = make(once, len(once.lists), m, checkpoint=mode)
     used.replay(buffered=1)
-    # In one program forwards are as early on each device as they can be: those of GPipe are in
-    # clock cycles.
+    # A single program runs the forwards in the order in which they could start on several devices.
+    # For GPipe, that is the order of the clock cycles.
     lists = used.lists if apart else [_by_start(once)]
     forwards = [_parted(actions, forward=True) for actions in lists]
     rest = [_parted(actions, forward=False) for actions in used.lists]
@@ -88,23 +92,23 @@ def _parted(actions: Sequence[Action], *, forward: bool) -> list[Action]:
 
 
 def _by_start(schedule: Schedule) -> list[Action]:
-    """Return the forwards in the order in which a replay starts them."""
+    """Return the forwards, sorted by their start in a simulation of the schedule."""
     timeline = schedule.replay(lambda action: action.kind == "forward")
     tasks = sorted(timeline.tasks, key=lambda task: (task.start, task[2]))
     return [Action(*task[:3]) for task in tasks]
 
 
 def overlaps(m: int, n: int) -> bool:
-    """Return whether tasks can run at once: of several micro-batches `m` on several devices `n`."""
+    """Return whether tasks can overlap: with several micro-batches `m` on several devices `n`."""
     return m > 1 and n > 1
 
 
 class ScheduleView:
-    """The schedule of a pipeline, as its user sees it.
+    """The schedule of a pipeline, for the user to read.
 
     Attributes:
         name: The name of the schedule.
-        placement: The place of each stage in `devices`, or its rank.
+        placement: For each stage, the index of its device in `devices`, or its rank.
     """
 
     def __init__(self, arrangement: Arrangement, stages: Sequence[Stage]) -> None:
@@ -116,9 +120,9 @@ class ScheduleView:
         return f"{self.name}, stages on {[*self.placement]}\n{self.report()}"
 
     def report(self) -> str:
-        """Return a line for each stage here: how its backward is split, or why it is not.
+        """Return a line for each stage of this process: how its backward is split, or why not.
 
-        It tells what steps have shown so far.
+        The lines depend on the steps that have run so far.
         """
         where = "rank" if len(self._stages) < len(self.placement) else "device"
         lines = []

@@ -1,10 +1,10 @@
-"""A mini-batch on its way through programs; it is one node of the caller's graph.
+"""Run a mini-batch in several threads or processes, as one node of the caller's autograd graph.
 
-PyTorch runs the CPU nodes of an autograd graph one after another in the thread that called
-`backward()`, so in one graph the partitions could not overlap. Here each task has a graph of its
-own, and the pipeline as a whole is a node whose inputs are the micro-batches and all parameters.
-Its forward and its backward each run the programs of all partitions (program.py): on CPU, a thread
-for each (`WorkersEngine`), or a process (torchgpipe/distributed).
+PyTorch runs all CPU nodes of a graph one after another, in the thread that called `backward()`. So
+with one graph, the partitions could not overlap in backward. Here each task has its own graph. The
+whole pipeline is one node of the caller's graph, with the micro-batches and all parameters as
+inputs. The forward and the backward of this node run a program for each device (program.py). Each
+program has a thread on the CPU (`WorkersEngine`), or its own process (torchgpipe/distributed).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,9 +41,9 @@ Enter = Callable[[], AbstractContextManager[object]]
 
 
 class WorkersEngine:
-    """Run mini-batches through `stages` by programs.
+    """Run mini-batches through `stages`, with a thread for each device.
 
-    Each device has a worker thread; without `threads`, the calling thread does all.
+    If `threads` is false, the calling thread runs everything.
     """
 
     def __init__(
@@ -51,23 +51,24 @@ class WorkersEngine:
     ) -> None:
         self.stages, self.arrangement, self.threads = stages, arrangement, threads
         self.workers = Workers(max(0, arrangement.n - 1))
-        self.in_place: InPlaceForRun | None = None  # what the present run has put into the layers
+        self.in_place: InPlaceForRun | None = None  # the current run's changes in the layers
 
     def run(
         self, micro_batches: Sequence[TensorOrTensors], mode: Mode, observer: Observer | None
     ) -> list[TensorOrTensors]:
-        """Return the last partition's output for each micro-batch."""
+        """Run the forwards; return the last partition's output for each micro-batch."""
         return run_forward(Batch(self, len(micro_batches), mode, observer), micro_batches)
 
     def in_turn(self, run: Callable[[], T]) -> T:
-        """Call `run` when no other thread is in a run that takes gradients through these layers."""
+        """Wait until no other thread computes gradients with these layers, and call `run`."""
         return in_its_turn(self.stages[0].turn, lambda: self._cleared(run))
 
     def _cleared(self, run: Callable[[], T]) -> T:
-        """Call `run`, and take all stand-ins out of the layers, also after an interrupt.
+        """Call `run`; after an interrupt (Ctrl-C), restore the parameters in the layers.
 
-        An interrupt can come before any line, so what an earlier run has left is taken out, too.
-        After a second interrupt, programs may still run until the next run begins.
+        An interrupt can come before any line. So this also restores the parameters before `run`, in
+        case an earlier run could not. After a second interrupt, worker threads may still run; the
+        next run waits for these threads.
         """
         if outer_turns():
             return run()
@@ -87,22 +88,22 @@ class WorkersEngine:
 
 
 class Batch:
-    """One mini-batch on its way through programs.
+    """One mini-batch, which this process runs.
 
-    In one process, each device has a thread if tasks can overlap and the engine allows it. Else one
-    thread does all.
+    In a `GPipe`, each device has a thread if tasks can overlap and the engine allows threads.
+    Otherwise one thread runs all tasks.
 
     Args:
-        engine: The engine, whose stages are all or, on a rank, some of the pipeline's.
-        m: How many micro-batches there are.
+        engine: The engine. It has all stages of the pipeline, or on a rank the rank's stages.
+        m: The number of micro-batches.
         mode: Which micro-batches are checkpointed.
-        observer: Called with each task.
-        base: What seeds begin with, if another process has decided that.
+        observer: A function that is called with each task.
+        base: The first seed, if another process has chosen it.
 
     Attributes:
         last: Whether the last stage is in this process.
-        loss: The mini-batch's loss, without its graph, once it is known.
-        guards: The guards of stages, if there may be a backward.
+        loss: The loss of the mini-batch, without its graph, when it is known.
+        guards: The guards of the stages; empty if gradients are off.
     """
 
     loss: Tensor
@@ -134,8 +135,8 @@ class Batch:
         self._seeds = Seeds(
             n, recomputed=recomputed > 0, grad=ambient.grad, distributed=distributed, base=base
         )
-        # Not on a GPU: it has a generator for this rank alone. Not if tasks run one after another,
-        # as plain layers do.
+        # On a GPU, tasks need no seeds: only this rank uses the GPU's generator. They need no seeds
+        # either if they run one after another, like layers without a pipeline.
         on_gpu = any(device.type == "cuda" for device in self.devices)
         seeded = self._overlaps and not on_gpu
         self._seeded: AbstractContextManager[object] = self._seeds if seeded else NOTHING
@@ -155,26 +156,27 @@ class Batch:
             note_stand_ins({id(x) for x in guards.parameters.by_parameter.values()})
 
     def tell(self, loss: Tensor) -> None:
-        """Note the mini-batch's loss, where the last stage is, and let all processes know."""
+        """Keep the loss of the mini-batch; in a distributed pipeline, send it to all ranks."""
         self.loss = loss
 
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
-        """Let each program of this process do its list.
+        """Run the list of actions of each program of this process, each program in a thread.
 
-        Several programs have a thread each. `modes` makes a context for each thread.
+        `modes` makes a context with the caller's modes (such as autocast), which each thread
+        enters.
         """
         if any(sharded(stage.modules) for stage in self._engine.stages):
             raise RuntimeError(
-                "layers that FSDP shards (fully_shard) talk to other ranks, which has to happen in "
-                "one order on all of them, but workers run at once; use engine='graph', and no "
-                "step()"
+                "layers that FSDP shards (fully_shard) call collectives, which all ranks must call "
+                "in the same order, but worker threads have no fixed order; use engine='graph', "
+                "and do not call step()"
             )
         relay = Relay(self.orders.placement, {action.kind == "forward" for action in lists[0]})
         threads = torch.get_num_threads()
 
         def run(d: int) -> None:
-            # Each thread has a number of its own in PyTorch. Another number would change results in
-            # their last bits, and more threads than cores would compute.
+            # PyTorch's number of threads is a setting of each thread. Set it to the caller's: other
+            # numbers can change the last bits of results, and start more threads than cores.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
             with self._in_place, modes():
@@ -187,7 +189,7 @@ class Batch:
             self._engine.workers.run(relay, [partial(run, d) for d in self.programs])
 
     def _run_noted(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
-        # An interrupt can come before any line, so what will be in the layers is noted first.
+        # An interrupt can come before any line, so note the changes before they are made.
         noted = bool(self.guards) and self._engine.in_place is None
         if noted:
             self._engine.in_place = self._in_place
@@ -196,23 +198,26 @@ class Batch:
             self._engine.in_place = None
 
     def forward(self, lists: Lists, io: BatchIO) -> None:
-        """Run lists of actions that begin with forwards, in the modes around the call."""
+        """Run each program's list of actions, in the modes (such as autocast) of the caller.
+
+        The lists have the forwards, or in a `step` all actions.
+        """
         with self._seeded:
             self._run_noted(lists, io, self._ambient.entered)
-            # Layers have to have kept their parameters, and modes their state.
+            # Check that layers have not replaced parameters, and that modes have not changed.
             self._ambient.all_have_run(refuse=self._threads)
             for guards in self.guards:
                 guards.after_all_forwards()
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
-        """Run the actions after the forwards, in the modes around `backward()`, as plain layers do.
+        """Run the actions after the forwards, in the modes of the code that calls `backward()`.
 
         Args:
-            output_grads: The gradients of each micro-batch's outputs.
-            keep: Whether another backward may follow.
+            output_grads: The gradients of the outputs of each micro-batch.
+            keep: Whether another backward may follow (`retain_graph=True`).
 
         Returns:
-            The gradients of each micro-batch's inputs.
+            The gradients of the inputs of each micro-batch.
         """
         for guards in self.guards:
             guards.backward_begins(backward_id())
@@ -221,7 +226,7 @@ class Batch:
     def _backward(self, output_grads: list[Flat], keep: bool) -> list[Flat]:
         if any(turn not in self._outer for turn in outer_turns()):
             raise RuntimeError(
-                "a hook, layer or criterion goes backward through the pipeline that runs it, in "
+                "a hook, layer or criterion calls backward() through the pipeline that runs it, in "
                 "the middle of another mini-batch; call backward() between mini-batches"
             )
         ambient, io = AmbientModes(self.devices), BatchIO(output_grads=output_grads)
@@ -231,9 +236,10 @@ class Batch:
 
 
 def run_forward(batch: Batch, inputs: Sequence[TensorOrTensors]) -> list[TensorOrTensors]:
-    """Run every task's forward; return the last partition's outputs, if it is in this process.
+    """Run the forwards of a mini-batch; return the outputs of its micro-batches.
 
-    They are those of one node of the caller's graph if they take a gradient.
+    On a rank without the last stage, the list is empty. If an output requires grad, all outputs
+    come from one node of the caller's graph.
     """
     io = BatchIO(inputs)
     batch.forward(batch.orders.forwards, io)
@@ -264,14 +270,18 @@ def one_node(
     outputs: Sequence[Tensor | None],
     inputs: Sequence[TensorOrTensors],
 ) -> Flat:
-    """Make one node of the caller's graph, and return its outputs.
+    """Make one node of the caller's graph, with inputs and parameters as its inputs.
 
     Args:
-        stages: The guards of the stages, whose parameters are inputs of the node.
-        backward: Called with the outputs' gradients of each micro-batch, returns those of `inputs`.
-        widths: How many outputs each micro-batch has.
-        outputs: The outputs of all micro-batches in a row.
-        inputs: The micro-batches, whose tensors are inputs of the node, too.
+        stages: The guards of the stages. Their parameters are inputs of the node.
+        backward: A function that the node's backward calls with the gradients of the outputs of
+            each micro-batch. It returns the gradients of `inputs`.
+        widths: The number of output tensors of each micro-batch.
+        outputs: The output tensors of all micro-batches in one sequence, without graphs.
+        inputs: The micro-batches. Their tensors are inputs of the node, too.
+
+    Returns:
+        The outputs of the node, which have the data of `outputs`.
     """
     given = _in_a_row([tensors_of(each) for each in inputs])
     parameters = _in_a_row([tuple(guards.parameters.by_parameter) for guards in stages])
@@ -302,5 +312,5 @@ class _Node(torch.autograd.Function):
         sums: list[Tensor | None] = []
         for guards in ctx.stages:
             sums.extend(guards.parameters.take(last=not keep))
-        # Nothing for what is no tensor, nor for the dummy input at the end.
+        # The first four arguments are not tensors, and the last one is the dummy input.
         return (None, None, None, None, *_in_a_row(input_grads), *sums, None)

@@ -1,23 +1,23 @@
-"""The graph engine: one thread issues every task, and one graph goes backward through them.
+"""The graph engine: the calling thread runs all forwards, and autograd runs the backwards.
 
-Where nothing is recomputed and nothing copied, the graph that the layers make is all there is.
-Otherwise each task is one node of the caller's graph, with a graph of its own behind it. All
-tensors that go to another device are one node, too:
+If nothing is recomputed or copied, the caller's graph is the graph that the layers make. Otherwise
+each task (micro-batch i on partition j) is one node of the caller's graph, and has its own graph.
+Each copy to another device is one node, too. The gate is a node that sums parameter gradients:
 
     gate of the parameters ─▶ task (i, j) ─▶ copy ─▶ task (i, j + 1) ─▶ …
 
-Autograd has a thread for each CUDA device, and the threads run on their own. So that the graph
-leaves only one order (torchgpipe paper, section 3.2.2), a task gives out one more tensor, an empty
-one, its tie:
+Autograd has a thread for each CUDA device, and these threads run independently. To force one order
+of the nodes (torchgpipe paper, section 3.2.2), each task has one more output: an empty tensor,
+called its tie. Other nodes take the tie as an input:
 
     task (i, j) ─ tie ─▶ recomputation ─▶ task (i + 1, j)
                                ╰────────▶ copy to j + 1
 
-Micro-batch i goes backward after micro-batch i + 1, and is recomputed when its gradient is on its
-way.
+So the backward of task (i, j) comes after that of task (i + 1, j). Task (i, j) is recomputed while
+its gradient is copied from the next device.
 
-Ties are CPU tensors on every device, and their gradient is always `None`. For a CUDA gradient
-autograd would make a stream wait, and a tie must only order the nodes.
+Ties are always CPU tensors, and their gradient is always `None`. For a CUDA gradient, autograd
+would make a CUDA stream wait. A tie must only order the nodes.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ from torchgpipe.tensors.observe import Observer, observed
 
 
 class GraphEngine:
-    """Run mini-batches through arranged `stages` from the calling thread."""
+    """Run mini-batches through `stages` from the calling thread, and let autograd go backward."""
 
     def __init__(
         self,
@@ -68,15 +68,15 @@ class GraphEngine:
         self.copies = len({*devices}) > 1
         self.path = cache(partial(CopyPath, devices, own=copy_streams))
         self.fenced = [self.copies and current_stream(device) is not None for device in devices]
-        # Without CUDA copies, one thread runs the nodes, latest first. That is the right order, so
-        # no ties are needed.
+        # Without CUDA copies, one thread runs all nodes in backward, the latest node first. This is
+        # already the right order, so no ties are needed.
         self.tied = any(self.fenced)
         self.dependency = dependency
 
     def run(
         self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
     ) -> list[TensorOrTensors]:
-        """Return the last partition's output for each micro-batch."""
+        """Run the forwards; return the last partition's output for each micro-batch."""
         batch = _MiniBatch(self, micro_batches, mode, observer)
         for _, i, j in orders(self.arrangement, len(micro_batches), "never", False).forwards[0]:
             try:
@@ -101,8 +101,8 @@ class _MiniBatch:
         # Autograd has a thread for each GPU.
         self._ambient = AmbientModes(engine.devices, threads=engine.tied)
         self._checkpointed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
-        # Under autocast, tasks have graphs of their own. In one graph all micro-batches would share
-        # autocast's copy of a weight, and their gradients would be added up in its low precision.
+        # Under autocast, each task has its own graph. In a common graph, all micro-batches would
+        # share autocast's copy of a weight, and would sum its gradients in low precision.
         self._one_graph = not (
             self._checkpointed or engine.copies or observer or self._ambient.casts
         )
@@ -112,15 +112,16 @@ class _MiniBatch:
         held = self._stages if self._apart else []
         self._guards = [self._guarded(stage) for stage in held]
         self._streams = [current_stream(stage.device) for stage in held]
-        # The parameters' node of each stage: every task takes its output, and so goes backward
-        # before it. As the gates are made before all tasks, they also go backward last of all, and
-        # a backward that fails changes no gradient.
+        # A gate is the node of a stage's parameters. Every task of the stage has the gate's output
+        # as an input, so the gate's backward comes after the backwards of these tasks. The gates
+        # are made before all tasks, so their backwards come last. A backward that fails therefore
+        # changes no gradient.
         self._gates = [self._gate(guards) for guards in self._guards]
-        # The skips that are under way, by micro-batch (torchgpipe paper, section 3.3).
+        # The skips that wait for their partition, by micro-batch (torchgpipe paper, section 3.3).
         self._portals: dict[tuple[int, SkipKey], Item] = {}
         self._items = [self._item(x) for x in micro_batches]
         self._given = self._items[0].flat
-        # Of each partition: the tie of its latest task.
+        # For each partition, the tie of its latest task.
         self._latest: list[Tensor | None] = [None] * len(self._stages)
 
     def _guarded(self, stage: Stage) -> StageGuards:
@@ -129,7 +130,7 @@ class _MiniBatch:
         return guards
 
     def _gate(self, guards: StageGuards) -> Tensor:
-        # On the device where the gradients will be added up.
+        # The gate's output is on the device on which the gradients are summed.
         device = self._stages[guards.index].device
         empty = torch.empty(0, device=device, requires_grad=True)
         (gate,) = one_node([guards], lambda *_, keep: [], [1], (empty,), [])
@@ -137,15 +138,15 @@ class _MiniBatch:
         return gate
 
     def task(self, i: int, j: int) -> None:
-        """Issue micro-batch i on stage j."""
-        # As late as possible, so that the earlier tasks of this stage do not wait for this one's
-        # inputs.
+        """Run the forward of micro-batch i on stage j."""
+        # Copy the inputs as late as possible, so that earlier tasks of this stage do not wait for
+        # these inputs.
         item = self._take(i, j)
         run = self._run_apart if self._apart else self._run_within
         self._hand_over(i, j, run(i, j, item))
 
     def _run_within(self, i: int, j: int, item: Item) -> Item:
-        """Run a task within the caller's graph, if gradients are on."""
+        """Run a task whose layers add their nodes to the caller's graph."""
         stage, departure = self._stages[j], self._fence(j)
         randomness = in_turn(i, stage, False)
         item.fence.arrive(item.flat)
@@ -155,14 +156,14 @@ class _MiniBatch:
         if not self._one_graph:
             shared = shared_by(outputs, item.flat, item.shared)
             return Item(outputs, form, shared, departure)
-        # In one graph autograd sees every alias, so a task may change a skip of its own
-        # micro-batch: note the versions.
+        # In a common graph, autograd knows which tensors share memory. So a task may change a skip
+        # of its own micro-batch in place, and the skip's new version is noted.
         for skip in self._waiting(i):
             skip.versions = versions(skip.flat)
         return Item(outputs, form, (False,) * len(outputs), departure)
 
     def _run_apart(self, i: int, j: int, item: Item) -> Item:
-        """Run a task as one node of the caller's graph, with a graph of its own behind that."""
+        """Run a task as one node of the caller's graph; the task has its own graph."""
         stage, guards = self._stages[j], self._guards[j]
         recomputed = i < self._checkpointed
         task = _Task(
@@ -176,8 +177,8 @@ class _MiniBatch:
             arrival=item.fence,
             departure=self._fence(j),
         )
-        # Both ties are inputs of its node, so the stage's task before it and the one that its
-        # inputs come from go backward after it.
+        # The node has two ties as inputs: from the stage's previous task, and from the task that
+        # has computed its inputs. So the backwards of these two tasks come after its own.
         ties = self._latest[j], item.tie
         tied = self._engine.tied
         outputs = _TaskNode.apply(task, item, tied, self._gates[j], *ties, *item.flat)
@@ -190,7 +191,7 @@ class _MiniBatch:
         return Item(tuple(outputs), task.output_form, shared, task.departure, tie)
 
     def end(self) -> list[TensorOrTensors]:
-        """Return the outputs."""
+        """Check the layers and modes after all forwards, and return the outputs."""
         self._ambient.all_have_run()
         for guards in self._guards:
             guards.after_all_forwards()
@@ -205,7 +206,7 @@ class _MiniBatch:
 
     def _take(self, i: int, j: int) -> Item:
         item = self._items[i]
-        # The micro-batches that enter are parts of one tensor, which counts all changes.
+        # On stage 0, the micro-batches are views of one tensor, and share its version counter.
         if j:
             item.check_handed_on(j)
         for skip in self._waiting(i):
@@ -220,11 +221,11 @@ class _MiniBatch:
         return item
 
     def _waiting(self, i: int) -> list[Item]:
-        """Return the skips of micro-batch i that are under way."""
+        """Return the skips of micro-batch i that no partition has taken yet."""
         return [skip for (k, _), skip in self._portals.items() if k == i]
 
     def _hand_over(self, i: int, j: int, item: Item) -> None:
-        """Send a task's outputs on: the skips into portals, the rest to the next partition."""
+        """Copy a task's outputs to the next partition; keep its skips for later partitions."""
         for departure in reversed(self._stages[j].departures):
             item, self._portals[i, departure.key] = item.parted()
         self._latest[j] = item.tie if self._engine.dependency else None
@@ -242,9 +243,10 @@ class _MiniBatch:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Task(TaskGraph):
-    """A task as a node of the caller's graph.
+    """A task that is a node of the caller's graph.
 
-    It has its compute stream, the fences at its sides, and the form of its output.
+    The task also has its CUDA stream, and the class of its output. `arrival` and `departure` make
+    streams wait for each other when the inputs come and when the outputs leave.
     """
 
     stream: torch.cuda.Stream | None
@@ -253,11 +255,11 @@ class _Task(TaskGraph):
     output_form: Form = Tensor
 
     def recompute_now(self) -> None:
-        """Recompute in the backward in progress."""
+        """Recompute this task during the current backward, if it is checkpointed."""
         self.guards.backward_begins(backward_id())
         if self.checkpoint:
-            # Autograd runs nodes whose tensors are on the CPU with whatever streams backward() was
-            # called on.
+            # A tie is a CPU tensor, so autograd may run this node on the streams of the code that
+            # called backward(). Use the task's stream instead.
             with using(self.stream), SetBackOnFailure():
                 try:
                     self.recompute(keep=keeps_graph())
@@ -266,7 +268,7 @@ class _Task(TaskGraph):
                     raise
 
     def note(self, error: Exception, doing: str) -> None:
-        """Note on an error where it was raised."""
+        """Add a note to an error that says in which task it was raised."""
         note_task(error, f"{doing} of micro-batch {self.i}", self.stage.index, self.stage.partition)
 
 
@@ -311,7 +313,10 @@ class _TaskNode(torch.autograd.Function):
 
 
 class _Recomputation(torch.autograd.Function):
-    """The recomputation of a task as a node, between the task's tie and what takes it."""
+    """A node of the graph whose backward recomputes a task.
+
+    Its input and its output are the task's tie: an empty tensor that only orders nodes.
+    """
 
     @staticmethod
     def forward(ctx: Any, task: _Task, tie: Tensor) -> Tensor:

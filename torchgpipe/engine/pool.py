@@ -1,4 +1,4 @@
-"""The threads that run programs, one for each partition but the last."""
+"""The worker threads of a pipeline: one for each device except the last one."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from torchgpipe.engine.relay import Relay
 _running: contextvars.ContextVar[tuple[Workers, ...]] = contextvars.ContextVar(
     "running", default=()
 )
-"""The workers that run the present code.
+"""The `Workers` that run the current code.
 
-There are several where a pipeline is among the layers of another pipeline.
+There are several if a pipeline is a layer of another pipeline.
 """
 
 
 class Workers:
-    """Threads that run programs; `count` of them, started when first needed.
+    """A pool of `count` threads, which start when they are first needed.
 
-    A pipeline has one such object for as long as it lives. So `run` has to do with more than its
-    threads:
+    A pipeline keeps its pool as long as it lives. `run` handles these cases:
 
-    - a fork, which leaves the threads behind in the parent process;
-    - a layer or hook that runs the same pipeline again, while all of its threads are busy;
-    - context variables (`contextvars`), which programs shall find as the caller has them;
-    - an interrupt (Ctrl-C), after which no program may run on;
-    - the end of the pipeline (`close`), which can come in the middle of a run.
+    - after a fork, the threads only exist in the parent process;
+    - a layer or a hook can run the same pipeline again, while all its threads are busy;
+    - programs must see the caller's context variables (`contextvars`);
+    - after an interrupt (Ctrl-C), no program may continue;
+    - the pipeline can be closed (`close`) in the middle of a run.
     """
 
     def __init__(self, count: int) -> None:
@@ -41,15 +40,16 @@ class Workers:
         self._threads: list[threading.Thread | None] = [None] * count
         self._lock = threading.Lock()
         self._closed = False
-        self._relay: Relay | None = (
-            None  # of the present run, or of one that an interrupt has ended
-        )
+        self._relay: Relay | None = None  # of the current run, or of an interrupted run
 
     def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
-        """Run one program in each thread, and the last in the caller's; return when all have ended.
+        """Run each program (a function) in a thread, the last one in the calling thread.
 
-        Raises the first exception of any program, with its own traceback. After an interrupt,
-        programs stop when their present tasks are over; a second interrupt does not wait for that.
+        This returns when all programs have ended.
+
+        If programs raise exceptions, the first one is raised again with its own traceback. After an
+        interrupt, each program stops after its current task. After a second interrupt, the caller
+        does not wait for the programs.
         """
         if os.getpid() != self._process:
             Workers.__init__(
@@ -59,7 +59,8 @@ class Workers:
             with closing(Workers(self._count)) as others:
                 return others.run(relay, programs)
         try:
-            # In copies of the caller's context, where an interrupt can leave nothing behind.
+            # Copies of the caller's context variables are used, so an interrupt cannot leave a
+            # change in the caller's own.
             context = contextvars.copy_context()
             context.run(_running.set, (*_running.get(), self))
             self._relay = relay
@@ -76,11 +77,11 @@ class Workers:
                     self._end()
 
     def _run_all(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
-        """Run the programs to their ends; a first interrupt ends each after its present task."""
+        """Run the programs and wait for them; an interrupt stops each after its current task."""
         *others, own = programs
         ends: list[threading.Lock] = []
         try:
-            # If two threads run a mini-batch each, all workers have to get the two in the same
+            # If two threads run two mini-batches, all workers must get the mini-batches in the same
             # order.
             with self._lock:
                 self._start()
@@ -95,26 +96,26 @@ class Workers:
             _wait(relay.running)
 
     def is_over(self) -> bool:
-        """Return whether no program of a run that an interrupt has ended still runs."""
+        """Return whether all programs of an interrupted run have ended."""
         return self._relay is None or not any(end.locked() for end in self._relay.running)
 
     def wait(self) -> None:
-        """Wait until no program of a run that an interrupt has ended still runs."""
-        # A fork has no threads that it could wait for.
+        """Wait until all programs of an interrupted run have ended."""
+        # After a fork, there are no threads to wait for.
         if self._relay is not None and os.getpid() == self._process:
             self._relay.stop(KeyboardInterrupt())
             _wait(self._relay.running)
             self._relay = None
 
     def close(self) -> None:
-        """End the threads when their present programs have ended.
+        """End the threads after their current programs.
 
-        A later run starts them again, and ends them itself: an output can outlive the pipeline, and
-        then go backward.
+        An output can outlive the pipeline, and its backward can run later. That run starts the
+        threads again, and ends them.
         """
         self._closed = True
-        # This may be called during a run, even in its thread, as the pipeline is collected. Then
-        # that run ends them.
+        # The garbage collector may call this during a run, even in the run's thread. Then the lock
+        # is held, and the run itself ends the threads.
         if self._lock.acquire(blocking=False):
             try:
                 self._end()
@@ -145,10 +146,7 @@ Inbox = SimpleQueue[Callable[[], None] | None]
 
 
 def _give(inbox: Inbox, relay: Relay, program: Callable[[], None]) -> threading.Lock:
-    """Give a program to the worker that serves `inbox`.
-
-    Return a lock that is free when the program has ended.
-    """
+    """Give a program to a worker thread; return a lock that is released when it has ended."""
     end = threading.Lock()
     end.acquire(blocking=False)
 
@@ -164,9 +162,9 @@ def _give(inbox: Inbox, relay: Relay, program: Callable[[], None]) -> threading.
 
 
 def _wait(ends: list[threading.Lock]) -> None:
-    """Wait until the programs have ended.
+    """Wait until all locks in `ends` are released, because their programs have ended.
 
-    If an interrupt comes at any line, this may be called again for the rest.
+    After an interrupt this function can be called again, for the remaining locks.
     """
     while ends:
         with ends[-1]:
@@ -174,9 +172,9 @@ def _wait(ends: list[threading.Lock]) -> None:
 
 
 def _serve(inbox: Inbox) -> None:
-    """Run the programs that come.
+    """Run the programs that come in the inbox, until `None` comes.
 
-    The thread refers to its inbox only: while it waits, it keeps nothing alive.
+    A waiting thread only refers to its inbox, so it keeps no other object alive.
     """
     while (program := inbox.get()) is not None:
         program()

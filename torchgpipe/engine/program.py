@@ -1,18 +1,20 @@
-"""A program: what one device does in a mini-batch.
+"""A program: it runs the actions of one device in a mini-batch.
 
-It has a list of actions on the stages of the device, and links to other stages. It is the same
-whether devices are threads, whose links are queues (relay.py), processes, whose links are messages
-(distributed/links.py), or all in one thread. Programs run at once and meet only at their links.
-Each does one action after another, so they need no ties as the graph engine does.
+A program has a list of actions on the stages of the device, and links to other stages. The links
+are queues if each device has a thread (relay.py), and messages if each device has a process
+(distributed/links.py). A single thread can also run all devices. Programs run at the same time, and
+wait for each other only at their links. Each program runs its actions in a fixed order.
 
-    forward      take (wait for the stage before), compute, give (wait for room there)
-    recompute    compute: it waits for no gradient, and fills the time until that comes
-    backward     take (wait for the stage after), compute, give (wait for room there);
-                 a backward of the inputs alone leaves the rest for later
-    …_weights    compute that rest: nothing waits for it, and it waits for nothing
+    forward            take inputs (wait for the stage before), compute, give outputs (wait for
+                       room)
+    recompute          compute; this does not wait for the gradient
+    backward           take gradients (wait for the stage after), compute, give gradients (wait for
+                       room)
+    backward_inputs    the same, but without the gradients of most weights
+    backward_weights   compute these gradients; this waits for nothing
 
-There is room for one item at each boundary between stages, each way: what nobody needs yet only
-fills memory.
+Each boundary between stages has room for one item in each direction. More items would fill memory
+before they are needed.
 """
 
 from collections.abc import Sequence
@@ -34,32 +36,40 @@ from torchgpipe.tensors.observe import Observer, observed
 
 
 class Links(Protocol):
-    """A program's links to the stages before and after its own.
+    """The links between a program's stages and the stages of other programs.
 
-    What waits raises `Stopped` once a program has failed.
-
-    Items and skips belong to an action: the one that makes them, or for `take` and `fetch` the one
-    that needs them.
+    Every method that waits raises `Stopped` after another program has failed. The argument `action`
+    is the action that makes the item or skip (in `give` and `leave`), or that needs it (in `take`
+    and `fetch`).
     """
 
     def check(self) -> None:
-        """Raise `Stopped` if a program has failed. It is called before each task."""
+        """Raise `Stopped` if a program has failed; this is called before each action."""
 
     def take(self, action: Action) -> Any:
-        """Wait for what the action needs from the stage before it, in its direction."""
+        """Wait for the tensors that the action needs, and return them.
+
+        A forward needs them from the stage before, and a backward from the stage after.
+        """
 
     def give(self, action: Action, item: Any) -> None:
-        """Wait until there is room for another item, and hand it on in the action's direction."""
+        """Wait for room, and send `item` to the next stage, or in backward to the previous one."""
 
     def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
-        """Leave a skip, or its gradient, for the stage at the crossing's other end."""
+        """Leave a skip for the partition that pops it; in backward, leave the skip's gradient.
+
+        The gradient is for the partition that has made the skip.
+        """
 
     def fetch(self, action: Action, crossing: Crossing) -> Any:
-        """Fetch what the stage at the crossing's other end has left."""
+        """Return the skip that another stage has left for this action.
+
+        In backward, return the gradient of the skip.
+        """
 
 
 class BatchIO:
-    """What enters a pipeline in one run of its programs, and what has left it, by micro-batch."""
+    """The inputs, the outputs and their gradients that enter and leave the pipeline in one run."""
 
     def __init__(
         self, inputs: Sequence[TensorOrTensors] = (), output_grads: Sequence[Flat] = ()
@@ -69,23 +79,23 @@ class BatchIO:
         self.input_grads: dict[int, Flat] = {}
 
     def leave(self, i: int, output: Item) -> None:
-        """Take micro-batch i's output, which has no graph."""
+        """Keep the output of micro-batch i, which has no graph."""
         self.outputs[i] = output
 
     def output_grads(self, i: int) -> Flat:
-        """Return the gradients of micro-batch i's outputs, asked for once."""
+        """Return the gradients of the outputs of micro-batch i; this is called once."""
         return self._output_grads[i]
 
 
 _ALONE = "recompute", "backward_weights"
-"""Actions that need nothing of other stages, and hand nothing on."""
+"""Actions that need nothing from other stages, and give nothing to other stages."""
 
 
 class Common(NamedTuple):
-    """What all programs of a mini-batch have in common."""
+    """The values that all programs of a mini-batch have in common."""
 
-    n: int  # how many stages there are
-    recomputed: int  # how many micro-batches run twice: the first ones
+    n: int  # the number of stages of the pipeline
+    recomputed: int  # the number of checkpointed micro-batches, which are the first ones
     ambient: AmbientModes
     draws: Draws
     observer: Observer | None
@@ -96,8 +106,8 @@ class Program:
 
     Attributes:
         stages: The stages, by their indices.
-        guards: The guards of each stage, if there may be a backward.
-        doing: What the program does now or did last, as text for messages.
+        guards: The guards of each stage; empty if gradients are off.
+        doing: The current or the last action, as text for messages.
         computing: The same text while the program computes, and `None` while it waits.
     """
 
@@ -108,16 +118,16 @@ class Program:
         self.guards: dict[int, StageGuards] = {}
         if common.ambient.grad:
             self._make_guards()
-        # Whether one thread does the stages of several devices.
+        # Whether this program runs the stages of several devices.
         self._moves = len({stage.device for stage in stages}) > 1
         self._graphs: dict[tuple[int, int], TaskGraph] = {}
-        # By micro-batch and stage: what is handed from stage to stage within this program.
+        # Tensors between two stages of this program, by micro-batch and the later action's stage.
         self._kept: dict[tuple[int, int], Any] = {}
         self.doing = "forward"
         self.computing: str | None = None
 
     def _make_guards(self) -> None:
-        # Within another run, its stand-ins are in the layers, and gradients are added to these.
+        # Inside another run, use the stand-ins that the other run has put into the layers.
         outer: set[int] = set()
         for turn in outer_turns():
             outer |= turn.stand_ins
@@ -130,9 +140,10 @@ class Program:
     def run(
         self, actions: Sequence[Action], links: Links, io: BatchIO, *, keep: bool = False
     ) -> None:
-        """Do the actions, in this order, in this thread's modes.
+        """Run the actions in the given order.
 
-        With `keep`, the tasks can go backward again.
+        Tensors come from other stages, and go to other stages, through `links`. Tensors enter and
+        leave the pipeline through `io`. If `keep` is set, another backward is possible later.
         """
         for graph in self._graphs.values():
             graph.check_unspent()  # before anything waits for another program
@@ -156,12 +167,12 @@ class Program:
             del result
 
     def _take(self, action: Action, links: Links, io: BatchIO) -> Any:
-        """Wait for what an action needs of other stages: a micro-batch, or gradients."""
+        """Wait for the tensors that an action needs from other stages: inputs or gradients."""
         kind, i, s = action
         stage = self.stages[s]
         if kind == "forward":
             item: Item = self._taken(action, s - 1, links) if s else self._enter(io.inputs[i])
-            # The micro-batches that enter are views of one tensor, and share its version counter.
+            # On stage 0, the micro-batches are views of one tensor, and share its version counter.
             if s:
                 item.check_handed_on(s)
             for arrival in stage.arrivals:
@@ -171,14 +182,14 @@ class Program:
                 flat = leaves(moved(item.flat, stage.device), needs)
                 item = Item(flat, item.form, item.shared)
             return item
-        # Those of the last stage's outputs are asked for later: that is to compute.
+        # The last stage gets its outputs' gradients in `_compute`, because they are computed there.
         grads: Flat = self._taken(action, s + 1, links) if s + 1 < self._n else ()
         for departure in stage.departures:
             grads = (*grads, links.fetch(action, departure))
         return moved(grads, stage.device) if self._moves else grads
 
     def _compute(self, action: Action, given: Any, io: BatchIO, keep: bool) -> Any:
-        """Do a task, or a part of one; return what it hands on."""
+        """Run an action; return its outputs, or in backward the gradients of its inputs."""
         kind, i, s = action
         if kind == "forward":
             item = self._forward(i, self.stages[s], given)
@@ -197,7 +208,7 @@ class Program:
         return grads
 
     def _give(self, action: Action, result: Any, links: Links) -> None:
-        """Hand outputs on to the stage after, or gradients to the stage before."""
+        """Give outputs to the stage after, or gradients to the stage before."""
         kind, i, s = action
         stage = self.stages[s]
         if kind == "forward" and s + 1 < self._n:

@@ -1,6 +1,6 @@
-"""A relay: programs run at once, one for each device, and hand items to each other.
+"""A relay: queues by which the programs of all devices, each in a thread, exchange tensors.
 
-If one program fails, all stop.
+If one program fails, all programs stop.
 """
 
 import threading
@@ -17,21 +17,24 @@ _STOP = object()
 
 
 class Stopped(Exception):
-    """End a program because another one has failed."""
+    """The exception that ends a program because another program has failed."""
 
 
 class Relay(Links):
-    """Link all programs of a mini-batch by queues, and remember the first exception of any of them.
+    """The queues between the programs of a mini-batch; a program runs the tasks of one device.
 
-    `placement` says which program has each stage; items go `forward` (`True`), gradients back, or
-    both. Between programs, a boundary has room for one item each way, so that items are taken in
-    the order in which they are given.
+    The relay also keeps the first exception that a program raises.
+
+    `placement` has the index of the program that runs each stage. `forward` has the directions that
+    are needed: `True` for items that go forward, `False` for gradients that go back. Each boundary
+    between programs has room for one item in each direction.
     """
 
     def __init__(self, placement: Sequence[int], forward: Iterable[bool]) -> None:
-        # Whoever gives an item takes a ticket before, and whoever takes the item puts it back. Two
-        # simple queues are much quicker than one with a limit. Stages after a boundary: there
-        # forwards take, and backwards give.
+        # Each boundary and direction has a queue of items, and a queue with one ticket. A program
+        # takes the ticket before it gives an item. The program that takes the item puts the ticket
+        # back. Two simple queues are much faster than one queue with a limit. A boundary is named
+        # by the stage after it.
         between = [s for s in range(1, len(placement)) if placement[s - 1] != placement[s]]
         self._ends: dict[tuple[bool, int], tuple[SimpleQueue[Any], SimpleQueue[Any]]] = {
             (way, s): (SimpleQueue(), SimpleQueue()) for way in forward for s in between
@@ -45,18 +48,18 @@ class Relay(Links):
         self.error: BaseException | None = None
 
     def stop(self, error: BaseException) -> None:
-        """Stop every program as soon as its present task is over; the first error counts."""
+        """Let every program stop after its current task; keep only the first error."""
         with self._lock:
             if not self.stopped:
                 self.stopped, self.error = True, error
-        # Also if stopped already: Ctrl-C may have ended an earlier `stop` halfway.
+        # Do this even if `stopped` is set: Ctrl-C may have ended an earlier call of `stop` here.
         for queue in chain(*self._ends.values()):
             queue.put(_STOP)
 
     def starts(self, end: threading.Lock) -> bool:
-        """Note a program that begins, by a lock that is free when the program has ended.
+        """Note that a program begins; return `False` if it must not begin, because of an error.
 
-        Return `False` if it must not begin.
+        `end` is a lock that is released when the program has ended.
         """
         with self._lock:
             if not self.stopped:
@@ -64,7 +67,7 @@ class Relay(Links):
             return not self.stopped
 
     def attempt(self, program: Callable[[], None]) -> None:
-        """Run a program; an exception of it stops the others."""
+        """Run a program; if it raises an exception, stop all other programs."""
         try:
             program()
         except Stopped:
@@ -93,7 +96,7 @@ class Relay(Links):
         self._left[action.kind == "forward", action.micro_batch, crossing] = skip
 
     def fetch(self, action: Action, crossing: Crossing) -> Any:
-        # Whoever left it did so before handing on the micro-batch that this program has taken.
+        # It is there: it was left before the micro-batch that this program has already taken.
         return self._left.pop((action.kind == "forward", action.micro_batch, crossing))
 
 

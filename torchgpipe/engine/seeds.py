@@ -1,29 +1,31 @@
-"""How a task draws random numbers, and with which seed.
+"""Choose from which generator each task draws random numbers, and with which seed.
 
 There are four ways:
 
-    generators as they are (`in_turn`)         tasks run one after another, in one thread
-    a private generator (`PrivateGenerator`)   tasks of workers, which run at once
-    the default one, seeded (`SeededDefault`)  tasks of a rank, alone in their process
-    no draw is allowed (`Seeds._watch`)        the first task of the partition drew nothing
+    unchanged generators (`in_turn`)           tasks run one after another, in one thread
+    a private generator (`PrivateGenerator`)   tasks of worker threads, which run at the same time
+    the seeded default (`SeededDefault`)       tasks of a rank, one at a time in their process
+    no draw is allowed (`Seeds._watch`)        the first task of the partition has drawn nothing
 
-For the recomputation, generators that were used as they are go back to their states before the
-first pass. Private and seeded generators are seeded once more. A layer's own `torch.Generator`
-always goes back to its state.
+Before a recomputation, unchanged generators are set back to their states before the first pass.
+Private generators and the seeded default get the same seed again. A `torch.Generator` that is an
+attribute of a layer is always set back to its state.
 
-A private generator costs time, as it has to watch every operator. So in each mini-batch only the
-first task of a partition has one, and the others have one only if the first task has drawn. A layer
-that draws in a later micro-batch only is not seen then, but it changes the default generator. If
-that has changed, the recomputations that follow are watched, and are refused if they draw. If
-another thread of the program has changed it, they do not draw, and nothing happens.
+A private generator costs time, because it has to watch every operator. So in each mini-batch only
+the first task of a partition always has one. The other tasks have one only if the first task has
+drawn. If a layer draws only in a later micro-batch, it draws from the default generator, and
+changes its state. After such a change, recomputations are watched, and a draw raises an error. If
+only another thread of the user's program has changed the default generator, there is no error,
+because the recomputations draw nothing.
 
-A layer may set the default generator back by itself and draw again in backward, as checkpoint
-functions do. With a private generator it would draw other numbers. So if the first task has drawn,
-its backward is watched, too.
+A layer can set the default generator back and draw again in backward, like checkpoint functions.
+With a private generator, it would draw other numbers. So if the first task has drawn, its backward
+is watched, too.
 
-A mode that watches every operator also finds collectives, which all processes have to call in one
-order. Threads that run at once have no such order, so a collective of a layer is refused before it
-is called. A collective that only backward calls, or only a later micro-batch, is not found.
+The mode that watches operators also finds collective operations. All processes must call these in
+the same order, but worker threads have no fixed order. So a layer's collective raises an error
+before it is called. A collective is not found if it is only called in backward or in a later
+micro-batch.
 """
 
 from collections.abc import Callable
@@ -41,52 +43,52 @@ from torchgpipe.tensors._autograd import within_plain_checkpoint
 from torchgpipe.tensors.observe import NOTHING
 
 Draws = Callable[[int, Stage, bool], Randomness]
-"""A function that says how micro-batch i's task on a stage draws random numbers.
+"""A function that returns the `Randomness` of a task, given its micro-batch and its stage.
 
 The last argument says whether the task is recomputed.
 """
 
 APART = 1_000_003
-"""The distance between the seeds of mini-batches in several threads.
+"""The difference between the seeds of mini-batches that run at the same time.
 
-The CPU's generator looks at the lowest 32 bits of a seed only.
+It is small, because the CPU's generator only uses the lowest 32 bits of a seed.
 """
 
 _under_way = 0  # forwards that have seeds and have not ended, in all threads
 
 
 _AS_THEY_ARE = Randomness()
-"""For tasks that run once, and draw from the generators as they are."""
+"""For tasks that run once, and draw from unchanged generators."""
 
 
 def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
-    """Return how a task draws whose mini-batch runs task after task.
+    """Return how a task draws random numbers if tasks run one after another, as a `Randomness`.
 
-    It draws from the generators as they are, as a plain run does. `recomputed` says whether the
-    task will run twice.
+    The task draws from the same generators as without a pipeline. `recomputed` says whether the
+    task runs twice.
     """
     outer = PrivateGenerator.present()
     if outer is None and not recomputed:
         return _AS_THEY_ARE
     if outer is None:
         return Randomness([*default_generators(stage.device), *stage.generators])
-    # A pipeline among the layers of a worker: the worker's generator is gone in backward. So the
-    # inner tasks have generators of their own. Their seeds are drawn in each pass, so that both
-    # passes of the outer task draw alike.
+    # This pipeline is a layer of an outer pipeline, in a worker thread. The outer task's private
+    # generator does not exist in backward, so each inner task has its own generator. Its seed is
+    # drawn in each pass of the outer task, which draws the same numbers in both passes.
     seed = int(torch.randint(2**62, (), device="cpu"))
     own = stage.generators if recomputed else ()
     return Randomness(own, lambda: PrivateGenerator(seed, lambda: None, outer.exchanged))
 
 
 class Seeds:
-    """Seed the tasks of one mini-batch on `n` partitions, which run at once.
+    """The seeds of all tasks of one mini-batch, which run at the same time on `n` partitions.
 
-    It is entered around the forward.
+    This is also a context, in which the forwards run. The seeds start from `base`. If `base` is not
+    given, it is drawn from a copy of the default generator on entering. On leaving, the default
+    generator advances by one number if a task has drawn random numbers.
 
-    The default generator decides the seeds, and goes on by one number if any task has drawn.
-    `recomputed` says whether some tasks will run twice, and `distributed` whether this is a rank,
-    whose tasks are alone in their process. They begin with `base`, which is drawn on entering,
-    unless it was given. `drew`: whether any has drawn, as far as known here.
+    `recomputed` says whether some tasks run twice. `distributed` says whether this is a rank, with
+    one task at a time in its process. `drew` says whether a task of this process has drawn.
     """
 
     def __init__(
@@ -105,12 +107,12 @@ class Seeds:
         self._grad = grad
         self._drew = [False] * (n + 1)  # whether a task of each partition has, and a criterion
         self._unseen: bool | None = (
-            None  # whether somebody has drawn from the default generator, until this was left
+            None  # whether the default generator has changed when this context is left
         )
         self._first: dict[int, int] = {}  # which micro-batch came first to each partition
 
     def of(self, i: int, stage: Stage, recomputed: bool) -> Randomness:
-        """Return how micro-batch i's task on a stage draws random numbers."""
+        """Return how micro-batch i's task on a stage draws random numbers, as a `Randomness`."""
         j, own = stage.index, stage.generators if recomputed else ()
         first = self._first.setdefault(j, i) == i
         if not first and not self._drew[j]:
@@ -147,7 +149,7 @@ class Seeds:
 
     def _draw(self) -> int:
         if PrivateGenerator.present() is not None:
-            # The layers of an outer pipeline: the seed is one of the outer task's numbers.
+            # Inside a task of an outer pipeline, draw the seed from that task's generator.
             return int(torch.randint(2**62, (), device="cpu"))
         generator = torch.Generator()
         generator.set_state(self._state)
@@ -164,11 +166,11 @@ class Seeds:
 
     def _note_exchange(self, j: int) -> None:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        # The criterion, which has the number n, is called in one thread, and so in one order.
+        # The criterion (j = n) may call collectives: one thread calls it, in a fixed order.
         if several and j < self._n:
             raise RuntimeError(
                 f"a layer of partition {j} calls a collective of torch.distributed, as tensor "
-                "parallelism does; worker threads run at once, so each process would call "
+                "parallelism does; worker threads have no fixed order, so each process would call "
                 "collectives in another order, and get wrong tensors; use engine='graph', or "
                 "DistributedGPipe"
             )
@@ -188,15 +190,15 @@ class Seeds:
 
 def _refuse_in_backward() -> None:
     raise RuntimeError(
-        "a layer draws random numbers in backward (by a checkpoint function of its own?); in a "
-        "worker thread they are not those that it drew in forward; use engine='graph', or let the "
-        "pipeline checkpoint instead"
+        "a layer draws random numbers in backward (perhaps in its own checkpoint function); in a "
+        "worker thread, these are other numbers than in its forward; use engine='graph', or let "
+        "the pipeline checkpoint instead"
     )
 
 
 def _refuse() -> None:
     raise RuntimeError(
         "a layer drew random numbers in a later micro-batch, but not in the first one, so its "
-        "recomputation would draw others; draw in every micro-batch, or use GPipe with "
+        "recomputation would draw other numbers; draw in every micro-batch, or use GPipe with "
         "engine='graph'"
     )

@@ -1,1 +1,1 @@
-"""The layers of a pipeline: split into partitions, checked, and placed on devices."""
+"""Split the layers of a pipeline into partitions, check them, and place them on devices."""

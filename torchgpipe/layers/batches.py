@@ -1,4 +1,4 @@
-"""A mini-batch, divided for the first stage."""
+"""Divide a mini-batch into micro-batches for the first stage."""
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ def divided(
 
     Args:
         input: The mini-batch.
-        chunks: How many micro-batches there are at most.
+        chunks: The largest number of micro-batches.
         stage: The first stage.
-        signature: Says, of a traced module, which tensors have a batch dimension; else all have.
+        signature: The signature of a traced module: it says which tensors have a batch dimension.
     """
     device = stage.device
     # A copy to the host must be waited for: the host could read it before it has arrived.
@@ -26,14 +26,14 @@ def divided(
     micro_batches = scatter(input, chunks, None if signature is None else signature.batched)
     one_tensor = len(micro_batches) > 1 and isinstance(input, Tensor)
     if one_tensor and begins_in_place(stage.partition):
-        # Micro-batches are views of one tensor and share its version counter: a change of one
-        # looks like a change of all.
+        # Micro-batches are views of one tensor, and share its version counter. So a change of one
+        # micro-batch in place looks like a change of all micro-batches.
         micro_batches = [mapped(torch.clone, x) for x in micro_batches]
     return micro_batches
 
 
 def samples(micro_batch: TensorOrTensors, signature: Signature | None) -> int:
-    """Return how many samples a micro-batch has; 1 if that cannot be seen."""
+    """Return how many samples a micro-batch has, or 1 if no tensor has a batch dimension."""
     tensors = tensors_of(micro_batch)
     batched = [True] * len(tensors) if signature is None else signature.batched
     for x, split in zip(tensors, batched, strict=True):

@@ -1,4 +1,4 @@
-"""What layers and settings a pipeline accepts."""
+"""Check the layers and the settings that a pipeline is made with."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,8 +30,8 @@ def check_module(module: object) -> None:
     """Check that a module is a plain sequence of distinct layers.
 
     Raises:
-        TypeError: The module is no `nn.Sequential`, or does more than to run its layers.
-        ValueError: A layer is in two places.
+        TypeError: The module is not an `nn.Sequential`, or does more than run its layers.
+        ValueError: A layer occurs twice in the sequence.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
@@ -59,10 +59,13 @@ def check_module(module: object) -> None:
 
 
 def _beside_layers(module: nn.Sequential) -> list[str]:
-    """Return what a sequence has that it would lose as a pipeline, in words."""
+    """Return words for what a sequence has besides its layers, such as "parameters".
+
+    A pipeline would not use these things.
+    """
     found = []
     for name in _overridden(module):
-        # Methods that only show the module may be others.
+        # A class may override methods that only show the module.
         special = name.startswith("__") and name not in ("__call__", "__getattr__")
         if not special and name not in ("extra_repr", "_get_name"):
             found.append(f"a method {name}")
@@ -80,7 +83,7 @@ def _beside_layers(module: nn.Sequential) -> list[str]:
 
 
 def _overridden(module: nn.Sequential) -> Iterator[str]:
-    """Yield the methods of `nn.Sequential` that subclasses of it override."""
+    """Yield the names of the methods of `nn.Sequential` that the module's class overrides."""
     for kind in type(module).__mro__:
         if kind is nn.Sequential:
             return
@@ -90,7 +93,7 @@ def _overridden(module: nn.Sequential) -> Iterator[str]:
 
 
 def check_settings(chunks: object, checkpoint: object) -> None:
-    """Raise `ValueError` if chunks or checkpoint is out of range."""
+    """Raise `ValueError` if `chunks` or `checkpoint` is not an allowed value."""
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
     if checkpoint not in MODES:
@@ -100,7 +103,10 @@ def check_settings(chunks: object, checkpoint: object) -> None:
 
 
 def check_parameters(partitions: Iterable[nn.Module], places: Iterable[object]) -> None:
-    """Raise `ValueError` if partitions on different devices, or ranks, share a parameter."""
+    """Raise `ValueError` if two partitions in different `places` share a parameter.
+
+    A place is a device or a rank; `places` has one for each partition.
+    """
     owner: dict[nn.Parameter, tuple[str, object]] = {}
     for partition, place in zip(partitions, places, strict=True):
         for name, parameter in partition.named_parameters():
@@ -116,9 +122,10 @@ def check_parameters(partitions: Iterable[nn.Module], places: Iterable[object]) 
 def shared_buffers(
     partitions: Iterable[nn.Module], own: Iterable[nn.Module]
 ) -> list[tuple[nn.Module, str]]:
-    """Return the buffers of `own` partitions that share memory with other partitions.
+    """Return the buffers of the partitions `own` that share memory with another buffer.
 
-    Each is given by its module, and its name there.
+    The other buffer can be in any of the `partitions`. Each buffer is returned as its module and
+    its name in that module.
     """
     times = Counter[int]()
     for partition in partitions:
@@ -138,11 +145,14 @@ def _memory(x: Tensor) -> int:
 
 @contextmanager
 def unchanged(shared: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterator[None]:
-    """Refuse what changes a buffer that two partitions share, as the order would be another one.
+    """Check that a buffer that two partitions share does not change within this context.
+
+    The partitions would change the buffer in another order than the layers without a pipeline.
 
     Args:
-        shared: The buffers, by their modules and names.
-        copy: Whether to compare what they hold, as kernels may write without counting a version.
+        shared: The module and the name of each such buffer.
+        copy: Whether to compare the values, too. Some kernels write to a buffer without increasing
+            its version counter.
 
     Raises:
         RuntimeError: A buffer was changed.
@@ -161,6 +171,6 @@ def unchanged(shared: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterato
     if not kept:
         raise RuntimeError(
             "two partitions have layers that change the same buffer (such as one batch norm in "
-            "both), not in the order in which the layers would; give each its own layer, or keep "
-            "it in evaluation mode"
+            "both), in another order than without a pipeline; give each partition its own layer, "
+            "or keep the layer in evaluation mode"
         )

@@ -1,4 +1,4 @@
-"""The devices of a pipeline, which are chosen when it is made."""
+"""Choose the devices of a pipeline when it is made, and refuse to move it later."""
 
 import warnings
 from collections.abc import Iterable
@@ -20,9 +20,10 @@ M = TypeVar("M", bound="FixedDevices")
 def choose_devices(
     devices: Iterable[int | str | torch.device] | None, n: int
 ) -> list[torch.device]:
-    """Return one device for each of `n` partitions.
+    """Return the first `n` of the given devices.
 
-    They are the first of those given, or of all CUDA devices, or the CPU where there is none.
+    If `devices` is `None`, return the first `n` CUDA devices, or the CPU `n` times if there is no
+    CUDA device.
     """
     if isinstance(devices, str | torch.device | int):
         raise TypeError(
@@ -56,19 +57,20 @@ class FixedDevices(nn.Module):
     """A module that cannot be moved to other devices."""
 
     def cuda(self: M, device: int | str | torch.device | None = None) -> M:
-        """Check that the pipeline is on that CUDA device; refuse (`TypeError`) to move it."""
+        """Return this pipeline if it is on that CUDA device; else raise `TypeError`."""
         return self.to(
             torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
         )
 
     def cpu(self: M) -> M:
-        """Check that the pipeline is on the CPU; refuse (`TypeError`) to move it."""
+        """Return this pipeline if all of it is on the CPU; else raise `TypeError`."""
         return self.to("cpu")
 
     def to(self: M, *args: Any, **kwargs: Any) -> M:
-        """Change the type of parameters and buffers, but refuse (`TypeError`) to move them.
+        """Change the dtype of parameters and buffers; raise `TypeError` if they would move.
 
-        The device that all of them are on may be named, as programs for training do.
+        `device` is allowed if all parameters and buffers are on that device already, because
+        training scripts often call `model.to(device)`.
         """
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None and not self._is_on(torch.device(device)):

@@ -1,4 +1,4 @@
-"""The names in a pipeline's state: those that the layers have in the model."""
+"""The names in a pipeline's `state_dict()`: the same names as in the model without a pipeline."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -8,9 +8,10 @@ from torch import nn
 
 
 def translate_old_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename, in place, the keys of a state that torchgpipe 0.0.7 has saved.
+    """Rename, in place, the keys of a `state_dict` that torchgpipe 0.0.7 has saved.
 
-    They begin with `partitions.j.`, and are renamed to the model's own.
+    These keys begin with `partitions.j.`, which is removed. The rest of a key is the name in the
+    model.
     """
     if any(name == "partitions" for name, _ in module.named_children()):
         return
@@ -21,9 +22,9 @@ def translate_old_state(module: nn.Module, state: dict[str, Any], prefix: str, *
 
 
 class Elsewhere:
-    """A hook that drops the entries of other processes' partitions from a state.
+    """A hook that removes the entries of other processes' partitions from a `state_dict`.
 
-    `partitions` are those of the pipeline, and `own` those of this process.
+    `partitions` are all partitions of the pipeline. `own` are the partitions of this process.
     """
 
     def __init__(self, partitions: Iterable[nn.Module], own: Sequence[nn.Module]) -> None:
@@ -34,6 +35,6 @@ class Elsewhere:
             self._names.difference_update(partition.state_dict())
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Drop the entries before a state is loaded."""
+        """Remove the entries before the `state_dict` is loaded."""
         for name in self._names:
             state.pop(prefix + name, None)

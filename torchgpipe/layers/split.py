@@ -1,4 +1,4 @@
-"""Split a sequence of layers by the balance, and place the parts on devices."""
+"""Split a sequence of layers into partitions, and place the partitions on devices."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -10,7 +10,7 @@ from torchgpipe.layers.checks import AVERAGED
 from torchgpipe.task.guards.randomness import default_generators
 
 Init = Callable[[int, nn.Module], object]
-"""Fills the parameters and buffers of a layer, whose index in the model is given."""
+"""A function that fills the parameters and buffers of a layer, given its index in the model."""
 
 _ADVICE = """
 Let the library balance the layers, by the time that they take:
@@ -27,13 +27,13 @@ class Partition(nn.Sequential):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        # DistributedDataParallel asks for it. It would wait for a forward of its own, and add up
-        # nothing without.
+        # DistributedDataParallel reads this attribute when it wraps a module. A pipeline does not
+        # call the wrapper's forward, so the wrapper would not average any gradients.
         raise TypeError(AVERAGED)
 
 
 def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Sequential]:
-    """Split `module` into partitions of `balance[j]` consecutive layers, which keep their names."""
+    """Split `module` into partitions: partition j has the next `balance[j]` layers."""
     if balance is None:
         raise ValueError("balance is required: the number of layers of each partition" + _ADVICE)
     if not isinstance(balance, Iterable) or isinstance(balance, str | Tensor):
@@ -70,10 +70,10 @@ def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Seque
 def place(
     partitions: Sequence[nn.Sequential], devices: Sequence[torch.device | None], init: Init | None
 ) -> None:
-    """Move the partitions to their devices, and fill their layers by `init`.
+    """Move the partitions to their devices, and call `init` to fill their layers.
 
-    Partitions without a device stay as they are. Layers on `meta` get memory. The random numbers of
-    layer k depend on k and the default generator's seed alone.
+    A partition whose device is `None` is not changed. Layers on device `meta` get memory. The
+    random numbers for layer k depend only on k and on the default generator's seed.
     """
     held = []
     first = 0
@@ -98,7 +98,10 @@ def _give_memory(
     init: Init | None,
     made: dict[tuple[Tensor, torch.device], Tensor],
 ) -> None:
-    """Replace the tensors that are on `meta`; one in two places, which `made` knows, stays one."""
+    """Replace the tensors on device `meta` by empty tensors on `device`.
+
+    `made` maps a replaced tensor to its replacement, so that layers that share a tensor still do.
+    """
     for path, tensors, name, x in _tensors_of(partition):
         if not x.is_meta:
             continue
@@ -118,7 +121,7 @@ def _give_memory(
 def _tensors_of(
     partition: nn.Module,
 ) -> Iterator[tuple[str, dict[str, Tensor | None], str, Tensor]]:
-    """Yield each parameter and buffer, with its module's path, its dictionary and its name."""
+    """Yield each parameter and buffer, after its module's path, its dictionary and its name."""
     for path, module in partition.named_modules():
         for tensors in (module._parameters, module._buffers):
             for name, x in tensors.items():
@@ -127,7 +130,7 @@ def _tensors_of(
 
 
 def _fill(first: int, partition: nn.Sequential, device: torch.device, init: Init) -> None:
-    """Fill the layers of a partition, whose first layer has the index `first`."""
+    """Call `init` for each layer of a partition; the first layer has the index `first`."""
     seed = torch.initial_seed()
     for k, layer in enumerate(partition, first):
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():

@@ -1,1 +1,1 @@
-"""A training step: what is asked for, losses of micro-batches, and how they become one."""
+"""A training step: the losses of the micro-batches, and the loss of the mini-batch."""

@@ -1,9 +1,10 @@
-"""Hooks on a pipeline itself, in a step: it has no output of the mini-batch that they could see.
+"""Run the forward hooks that are registered on the pipeline itself, in `model.step`.
 
-`model(x)` is a call of the module, and PyTorch runs the hooks. In `model.step`, hooks before the
-forward get the input. Hooks after it get what the criterion will get, the output of each
-micro-batch. PyTorch's own hooks, such as those of `replicate`, get the loss of the mini-batch,
-whose backward they prepare.
+`model(x)` calls the module, so PyTorch runs the hooks. `model.step` does not call the module, and
+has no output of the whole mini-batch, so it runs the hooks itself. Forward pre-hooks get the input
+of the mini-batch. Forward hooks get the output of each micro-batch, before the criterion gets it.
+PyTorch's own forward hooks, such as the hooks of `replicate`, prepare a backward. They get the loss
+of the mini-batch.
 """
 
 from collections.abc import Callable
@@ -12,13 +13,17 @@ from typing import Any
 from torch import Tensor, nn
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call: those by place, and those by name."""
+"""The positional and the named arguments of a call."""
 
 
 def run_with_hooks(
     model: nn.Module, given: Arguments, run: Callable[[Arguments], Tensor]
 ) -> Tensor:
-    """Return what `run` makes of arguments, after the hooks before the forward have seen them."""
+    """Run the forward pre-hooks, then `run`, then PyTorch's own forward hooks; return the loss.
+
+    `given` are the arguments of the call. A pre-hook can change the arguments for `run`. A forward
+    hook can change the loss.
+    """
     if model._backward_hooks or model._backward_pre_hooks:
         raise RuntimeError(
             "a full backward hook on a pipeline does not see the outputs of step(); put it on the "
@@ -42,7 +47,7 @@ def run_with_hooks(
 
 
 def seen_by_hooks(model: nn.Module, output: Any) -> Any:
-    """Return what hooks after the forward make of an output; they find no arguments."""
+    """Run the user's forward hooks on an output, without arguments; return the changed output."""
     for key, hook in model._forward_hooks.items():
         if not _is_of_pytorch(hook):
             output = _seen_by(hook, key, model, output)

@@ -1,4 +1,4 @@
-"""The losses of micro-batches: a mini-batch goes backward as its schedule says."""
+"""Compute the losses of micro-batches, and run their backwards in the schedule's order."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -24,15 +24,15 @@ Shown = Callable[[Any], Any]
 
 
 class Losses(BatchIO):
-    """Call the criterion where an output leaves; go backward through it where that is asked for.
+    """Call the criterion on each micro-batch's output, and run the backward of each loss.
 
-    The criterion gets what `shown` makes of an output, and the micro-batch's target. It draws
-    random numbers as one more stage would. When the last output has left, `batch` is told the
-    mini-batch's loss, without its graph.
+    `shown` converts an output to the first argument of the criterion. The second argument is the
+    micro-batch's target. The criterion draws random numbers like a stage after the last one. After
+    the last micro-batch, `batch` gets the loss of the mini-batch, without its graph.
 
-    A criterion may use more than an output: parameters of its own or of the layers, or a tensor
-    that it closes over. What these get as gradients is added up here, and handed on with the others
-    when the step ends.
+    A criterion can also use other tensors that require grad: its own parameters, the layers'
+    parameters, or a tensor that it closes over. Their gradients are summed here, and returned by
+    `sums` when the step ends.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Losses(BatchIO):
         super().__init__(inputs)
         self._batch, self._request, self._shown = batch, request, shown
         self._stage = Stage(len(batch.orders.placement), nn.Identity(), batch.devices[-1])
-        # By the leaf that stands for it: each target that has a graph, which goes backward once.
+        # Targets that have a graph, by the leaf that replaces each of them in the criterion.
         self._cut: dict[Tensor, Tensor] = {}
         self._targets = parted(self._without_graphs(request.target), sizes)
         self._shares = Shares(request.reduction, request.weight, sizes, self._targets)
@@ -57,7 +57,7 @@ class Losses(BatchIO):
         self._sums: dict[Tensor, Tensor] = {}
 
     def _without_graphs(self, target: Any) -> Any:
-        """Return a target with leaves in place of its tensors that have a graph."""
+        """Return the target, in which leaves replace the tensors that have a graph."""
 
         def cut(x: Tensor) -> Tensor:
             if x.grad_fn is None or not torch.is_grad_enabled():
@@ -69,7 +69,7 @@ class Losses(BatchIO):
         return with_tensors(cut, target)
 
     def leave(self, i: int, output: Item) -> None:
-        """Work out the loss of micro-batch i."""
+        """Compute the loss of micro-batch i."""
         result = self._loss_of(i, output)
         if isinstance(result, tuple) and len(result) == 2:
             result, self._logs[i] = result
@@ -92,7 +92,7 @@ class Losses(BatchIO):
         self._batch.tell(torch.stack(losses) if apart else cast(Tensor, sum(losses)))
 
     def _loss_of(self, i: int, output: Item) -> object:
-        """Return what the criterion makes of an output."""
+        """Return what the criterion returns for the output of micro-batch i."""
         with self._batch.draws(i, self._stage, False).around():
             try:
                 given = self._shown(together(output.form, handed(output.flat)))
@@ -117,7 +117,10 @@ class Losses(BatchIO):
         return f"; the output is on {here}, but a tensor of the target on {there[0]}"
 
     def output_grads(self, i: int) -> Flat:
-        """Return the gradients of micro-batch i's outputs; add up the gradients of other leaves."""
+        """Run the backward of micro-batch i's loss; return the gradients of its outputs.
+
+        The gradients of other leaves that the criterion has used are added to their sums.
+        """
         outputs, loss = self._under_way.pop(i)
         if not loss.requires_grad:
             return _zeros(outputs)
@@ -130,7 +133,7 @@ class Losses(BatchIO):
         leaves = [x for x in leaves if x.requires_grad]  # a criterion may freeze what it has used
         own = {id(y) for y in outputs}
         others = [x for x in leaves if id(x) not in own]
-        # Hooks of the others run once, when the sums are handed on.
+        # Hooks of these other leaves run only once, when the caller's backward gets the sums.
         unhooked: AbstractContextManager[Any] = without_hooks(others) if others else NOTHING
         with unhooked:
             found = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -153,9 +156,10 @@ class Losses(BatchIO):
             self._sums[leaf] = before + grad
 
     def sums(self) -> tuple[tuple[Tensor, ...], Flat]:
-        """Return the other leaves that the criterion has used, and the sum of each one's gradients.
+        """Return other leaves that the criterion has used, and the sums of their gradients.
 
-        In place of a stand-in, the parameter is returned; of a leaf that stands for a target, that.
+        The outputs are not among these leaves. If a leaf was made to replace a parameter, or a
+        tensor of the target, the replaced tensor is returned.
         """
         meant = {**self._cut}
         for guards in self._batch.guards:
@@ -165,7 +169,7 @@ class Losses(BatchIO):
 
 
 def handed(outputs: Flat) -> Flat:
-    """Return the outputs for a criterion, which may change them in place: they are no leaves."""
+    """Return outputs that are not leaves, because a criterion may change them in place."""
     taking = [y for y in outputs if y is not None and y.requires_grad]
     if not taking:
         return outputs
@@ -189,7 +193,7 @@ class _Handed(torch.autograd.Function):
 
 
 def _zeros(outputs: Iterable[Tensor | None]) -> Flat:
-    """Return the gradients of outputs that a loss does not depend on."""
+    """Return zero gradients, for outputs that a loss does not depend on."""
     return tuple(
         [None if y is None or not y.requires_grad else torch.zeros_like(y) for y in outputs]
     )
@@ -202,17 +206,17 @@ def run_step(
     request: StepRequest,
     shown: Shown,
 ) -> Tensor:
-    """Run a mini-batch, and return its loss.
+    """Run all tasks of a mini-batch in the schedule's order, and return its loss.
 
-    With gradients, the loss is a node of the caller's graph that hands on what was added up: where
-    the schedule says so, the mini-batch has gone backward before its last forward.
+    If gradients are on, all backwards have run when this returns. The loss is the output of one
+    node of the caller's graph. The backward of that node only returns the summed gradients.
 
     Args:
         batch: The mini-batch.
         inputs: Its micro-batches, if the first stage is in this process.
-        sizes: How many samples each micro-batch has.
-        request: What was asked for.
-        shown: Makes of an output what the criterion gets.
+        sizes: The number of samples of each micro-batch.
+        request: The arguments of `step` or `evaluate`.
+        shown: Converts an output to the first argument of the criterion.
     """
     if batch.last and not callable(request.criterion):
         raise TypeError(
@@ -226,7 +230,7 @@ def run_step(
         io = Losses(batch, inputs, sizes, request, shown)
         warn_of_other_means(request, sizes)
     elif request.scaler is not None:
-        # Or it would not know its scale yet.
+        # This makes the scaler create its scale, which it needs later.
         request.scaler.scale(torch.zeros((), device=batch.devices[0]))
     for guards in batch.guards:
         guards.backward_begins(0)
@@ -248,7 +252,7 @@ def run_step(
 
 
 def scalar(loss: object) -> Tensor:
-    """Return what a criterion has returned; raise `TypeError` if that is no scalar."""
+    """Return the loss that a criterion has returned; raise `TypeError` if it is not a scalar."""
     if isinstance(loss, Tensor) and not loss.dim():
         return loss
     shape = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None

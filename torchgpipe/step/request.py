@@ -1,4 +1,4 @@
-"""What a training step is asked for."""
+"""The arguments of a training step, except for its input."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
 
 
 class StepRequest(NamedTuple):
-    """What `step` and `evaluate` are given beside the input."""
+    """The arguments of `step` and `evaluate`, except for the input."""
 
     criterion: Criterion
     target: Any
@@ -19,4 +19,4 @@ class StepRequest(NamedTuple):
     weight: Callable[[Any], Any] | None
     logs: list[Any]  # filled with what the criterion logs of each micro-batch
     scaler: torch.amp.GradScaler | None = None
-    backward: bool = True  # of `step`
+    backward: bool = True  # `step` runs a backward, and `evaluate` does not

@@ -1,4 +1,4 @@
-"""Shares: what each micro-batch's loss counts in the mini-batch's loss."""
+"""Weigh the losses of micro-batches, so that their sum is the loss of the mini-batch."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,16 +13,17 @@ from torchgpipe.step.request import Criterion, StepRequest
 
 
 class Shares:
-    """Scale each micro-batch's loss to its part of the mini-batch's loss.
+    """Scale each micro-batch's loss, so that the scaled losses add up to the mini-batch's loss.
 
     Args:
-        reduction: `"mean"` weighs losses by samples, or by `weight`; `"sum"` and `"none"` add them.
-        weight: Returns what a target counts.
-        sizes: How many samples each micro-batch has.
+        reduction: `"mean"` weighs the losses by samples, or by `weight`. `"sum"` and `"none"` leave
+            the losses as they are.
+        weight: A function that returns the weight of a micro-batch, given its target.
+        sizes: The number of samples of each micro-batch.
         targets: The target of each micro-batch.
 
     Raises:
-        ValueError: The reduction is another one, or has a weight that it does not use.
+        ValueError: The reduction is unknown, or a weight is given for `"sum"` or `"none"`.
     """
 
     def __init__(
@@ -38,16 +39,17 @@ class Shares:
         if reduction != "mean":
             given = repr(reduction) if weight is None else f"{reduction!r} with a weight"
             raise ValueError(
-                "reduction must be 'mean', or 'sum' or 'none' without a weight, but got " + given
+                "reduction must be 'mean', 'sum' or 'none', and only 'mean' can have a weight, but "
+                "got " + given
             )
         self._counts = sizes if weight is None else [weight(target) for target in targets]
         self._total: Any = sum(self._counts)
 
     def of(self, loss: Tensor, i: int) -> Tensor:
-        """Return the share of micro-batch i, or zero if that counts nothing.
+        """Return micro-batch i's loss, scaled by its weight divided by the sum of all weights.
 
-        If no micro-batch counts anything, all shares are NaN. A zero has no graph, so that nothing
-        goes backward through a mean of nothing, which would give NaN.
+        If the weight of micro-batch i is zero, return zero: the loss is the mean of no values, so
+        it is NaN, and its backward would give NaN. If all weights are zero, return NaN.
         """
         if self._counts is None:
             return loss
@@ -62,9 +64,10 @@ class Shares:
         return loss * share
 
     def masked(self, grad: Tensor | None, i: int) -> Tensor | None:
-        """Return a gradient through micro-batch i's loss, or zeros if that counts nothing.
+        """Return a gradient of micro-batch i's loss, or zeros if the weight of i is zero.
 
-        Of counts that are tensors, only the device knows that.
+        If weights are tensors, the host does not wait for their values. So it does not know whether
+        to leave out a backward, and this method makes the gradients zero on the device.
         """
         if grad is None or self._counts is None or not isinstance(self._total, Tensor):
             return grad
@@ -76,7 +79,10 @@ class Shares:
 
 
 def warn_of_other_means(request: StepRequest, sizes: Sequence[int]) -> None:
-    """Warn if the criterion of a mean does not return the mean over a micro-batch's samples."""
+    """Warn if the criterion's `reduction` or `ignore_index` does not fit a mean over all samples.
+
+    That is so if its loss is not the mean over the samples of a micro-batch.
+    """
     if request.reduction != "mean" or len(sizes) < 2:
         return
     options = options_of(request.criterion)
@@ -90,7 +96,7 @@ def warn_of_other_means(request: StepRequest, sizes: Sequence[int]) -> None:
     target = request.target
     if index is None or request.weight is not None:
         return
-    # A tensor on a GPU is not looked at: that would be to wait for it.
+    # Do not read a tensor on a GPU: the host would wait for the GPU.
     if not isinstance(target, Tensor) or target.device.type != "cpu":
         return
     ignored = target == index
@@ -105,9 +111,10 @@ def warn_of_other_means(request: StepRequest, sizes: Sequence[int]) -> None:
 
 
 def options_of(criterion: Criterion) -> dict[str, Any]:
-    """Return the options of a criterion of PyTorch: a module, a function, or a `partial` of it.
+    """Return the options of a PyTorch criterion, such as `ignore_index`, by their names.
 
-    Of other criteria nothing is known.
+    The criterion can be a loss module, a function of `torch.nn.functional`, or a `partial` of such
+    a function. For any other criterion, return an empty dictionary.
     """
     if type(criterion).__module__ == "torch.nn.modules.loss":
         return vars(criterion)

@@ -1,4 +1,4 @@
-"""Targets: each micro-batch has its part."""
+"""Split the target of a mini-batch into the targets of its micro-batches."""
 
 import dataclasses
 import sys
@@ -14,18 +14,18 @@ from torchgpipe.tensors.microbatch import together
 
 
 def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
-    """Return each micro-batch's part of a target.
+    """Return the part of a target for each micro-batch.
 
-    Tensors and NumPy arrays are split by samples, in mappings, tuples, lists and dataclasses, as
-    deep as these go. A list with one entry for each sample, such as a dictionary for each image, is
-    split by its entries. Everything else is for all micro-batches.
+    Tensors and NumPy arrays are split along dimension 0, also if they are nested in mappings,
+    tuples, lists and dataclasses. A list with one entry for each sample, such as one dictionary for
+    each image, is split into shorter lists. Any other value is given to every micro-batch.
 
     Args:
         target: The target of the mini-batch.
-        sizes: How many samples each micro-batch has.
+        sizes: The number of samples of each micro-batch.
 
     Raises:
-        ValueError: A tensor has another batch size (dimension 0), or a list can be split in two
+        ValueError: Dimension 0 of a tensor is not the batch size, or a list could be split in two
             ways.
     """
     numpy = sys.modules.get("numpy")
@@ -44,7 +44,7 @@ def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
-    """Return a target like this one, with what `function` makes of each of its tensors."""
+    """Return a copy of the target in which `function` has replaced each tensor."""
     if isinstance(target, Tensor):
         return function(target)
     values, make = _taken_apart(target)
@@ -54,7 +54,10 @@ def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
 
 
 def _taken_apart(target: Any) -> tuple[Sequence[Any], Callable[[tuple[Any, ...]], Any]]:
-    """Return the values in a target, and what makes a target like it of other values."""
+    """Return the values in `target`, and a function that builds the same container of new values.
+
+    If `target` is not a container, there are no values.
+    """
     if isinstance(target, Mapping):
         # Not only dictionaries: what a tokenizer returns is a `UserDict`.
         kind: Any = dict if isinstance(target, dict) else type(target)

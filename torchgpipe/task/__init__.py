@@ -1,1 +1,1 @@
-"""One task: its graph, and the guards that look after what its layers meet."""
+"""One task (a micro-batch on a stage): its autograd graph, and guards that check its layers."""

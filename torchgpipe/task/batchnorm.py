@@ -1,12 +1,10 @@
-"""Batch normalization whose running statistics are those of the mini-batch.
+"""Batch normalization that runs on micro-batches, but updates its statistics by mini-batches.
 
-It only meets micro-batches.
-
-A micro-batch leaves its count, mean and variance behind. They are combined when the mini-batch
-ends, by the formula of Chan, Golub and LeVeque ("Algorithms for computing the sample variance",
-1983) for many parts at once: squared distances to a mean add up, sums of squares are never
-subtracted from each other. So a mean far from zero costs no digits. All layers of a model are
-combined at once: a few operators, however many layers.
+The layer keeps the count, the mean and the variance of each micro-batch. At the end of the
+mini-batch it combines these values, by the formula of Chan, Golub and LeVeque ("Algorithms for
+computing the sample variance", 1983). The formula adds squared distances to a mean, and never
+subtracts sums of squares from each other. So no digits are lost if a mean is far from zero. A few
+operators update all layers of a model at once.
 """
 
 from collections import Counter, defaultdict
@@ -26,28 +24,30 @@ __all__ = ["DeferredBatchNorm", "commit"]
 
 Module = TypeVar("Module", bound=nn.Module)
 Statistics = tuple[int, Tensor]
-"""How many values per channel a micro-batch has, and their means and unbiased variances.
+"""The number of values per channel in a micro-batch, and a tensor of shape ``(2, channels)``.
 
-The tensor has the shape ``(2, channels)``.
+The tensor has the means and the unbiased variances.
 """
 
 
 class DeferredBatchNorm(_BatchNorm):
     """Normalize micro-batches, and update the running statistics once per mini-batch.
 
-    They become what `nn.BatchNorm` would have kept for the undivided mini-batch. It ends by
-    `commit`, which `GPipe` calls after its forward, or by itself after ``chunks`` micro-batches.
-    Nothing is tracked in evaluation mode or during recomputation. A layer that is called several
-    times in one mini-batch commits once.
+    The running statistics become those of `nn.BatchNorm` for the undivided mini-batch. `commit`
+    ends the mini-batch and updates them: `GPipe` calls `commit` after its forward, or the layer
+    calls it after ``chunks`` micro-batches. The layer tracks no statistics in evaluation mode or
+    during a recomputation. If a layer is called several times in a mini-batch, it commits once.
 
     Args:
-        num_features: channels, dimension 1 of the input; the input is ``(N, C)`` or ``(N, C,
-        ...)``. eps, momentum, affine, track_running_stats, device, dtype: as for
-        `torch.nn.BatchNorm2d`. chunks: number of micro-batches after which the mini-batch is over;
-        None leaves this to `commit`.
+        num_features: The number of channels, which is dimension 1 of the input. The input has the
+            shape ``(N, C)`` or ``(N, C, ...)``.
+        eps, momentum, affine, track_running_stats, device, dtype: The same as for
+            `torch.nn.BatchNorm2d`.
+        chunks: The number of micro-batches after which the layer commits by itself. With `None`,
+            only a call of `commit` ends the mini-batch.
 
     Raises:
-        ValueError: ``chunks`` is below 1; in training, a micro-batch with one value per channel.
+        ValueError: ``chunks`` is below 1, or in training a micro-batch has one value per channel.
     """
 
     def __init__(  # noqa: PLR0913 - those of `torch.nn.BatchNorm2d`
@@ -70,32 +70,32 @@ class DeferredBatchNorm(_BatchNorm):
     def _defer(self, chunks: int | None, dimensions: type[_BatchNorm] | None) -> None:
         self.chunks = _checked(chunks)
         self._dimensions = dimensions
-        # Not buffers: half() would overflow in a variance, and state_dict() must stay
-        # nn.BatchNorm's.
+        # The tracked statistics are not buffers: half() could make a variance infinite, and
+        # state_dict() must have the same keys as that of nn.BatchNorm.
         self._tracked: list[Statistics] = []
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: Module, chunks: int | None = 1) -> Module:
         """Replace every batch normalization in a module by a deferred one, and return the module.
 
-        Parameters, buffers, hooks and mode are the replaced layer's own, so that an optimizer made
-        before goes on and ``state_dict`` keeps its keys. A layer that occurs twice is replaced by
-        one. `nn.SyncBatchNorm` is left alone, and so is a layer that tracks no statistics. If the
-        module is a batch normalization itself, its replacement is returned.
+        The new layer has the parameters, buffers, hooks and mode of the old layer. So optimizers
+        that were made before still work, and ``state_dict`` keeps its keys. A layer that occurs
+        twice gets one replacement. `nn.SyncBatchNorm` and layers that track no statistics are not
+        replaced. If the module is a batch normalization itself, its replacement is returned.
 
         Raises:
-            ValueError: ``chunks`` is below 1, or a layer is lazy and has not seen an input.
-            TypeError: a layer's class has a ``forward`` of its own, which the replacement would
-            lose.
+            ValueError: ``chunks`` is below 1, or a layer is lazy and has not had an input.
+            TypeError: The class of a layer overrides ``forward``, ``train`` or ``eval``, which the
+                replacement would not have.
         """
         chunks = _checked(chunks)
-        # A pipeline among the layers goes by its own `deferred_batch_norm`.
+        # A pipeline among the layers has its own option `deferred_batch_norm`.
         inner: set[nn.Module] = set()
         for each in module.modules():
             if "_stages" in vars(each):
                 inner.update(each.modules())
-        # All replacements come first, so that a layer which cannot be converted leaves the module
-        # as it was.
+        # Make all replacements before any layer is replaced. If a layer cannot be converted, the
+        # module has not changed.
         replacements: dict[nn.Module, nn.Module] = {}
         for layer in module.modules():
             if isinstance(layer, _BatchNorm) and layer not in inner and _can_defer(layer):
@@ -116,17 +116,18 @@ class DeferredBatchNorm(_BatchNorm):
             dimensions = layer._dimensions
         elif isinstance(layer, LazyModuleMixin):
             raise ValueError(
-                f"cannot defer {kind.__name__} before its first input: run the module once, then "
-                "convert it"
+                f"cannot convert {kind.__name__} to a deferred batch norm before its first input: "
+                "run the module once, then convert it"
             )
         elif own := _own_methods(kind):
             raise TypeError(
-                f"cannot defer {kind.__name__}, whose {own[0]}() is its own and would be lost: use "
-                "nn.BatchNorm1d, 2d or 3d in its place, or do without deferred batch normalization"
+                f"cannot convert {kind.__name__} to a deferred batch norm, because it overrides "
+                f"{own[0]}(): use nn.BatchNorm1d, 2d or 3d instead, or do not use deferred batch "
+                "normalization"
             )
         deferred = cls.__new__(cls)
-        # Both layers have the same tensors, but not the same dictionaries of tensors. So half() of
-        # one layer does not change the other.
+        # Both layers have the same tensors, but each has its own dictionaries of tensors. So half()
+        # of one layer does not change the other layer.
         for name, value in vars(layer).items():
             deferred.__dict__[name] = copy(value) if isinstance(value, dict | set) else value
         deferred._defer(chunks, dimensions)
@@ -146,7 +147,7 @@ class DeferredBatchNorm(_BatchNorm):
         if is_recomputing() or not _tracks(self):
             return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
         assert self.running_mean is not None
-        # With a momentum of 1 the kernel hands out the statistics that it computes anyway.
+        # With a momentum of 1, the kernel writes the statistics that it computes into `statistics`.
         statistics = self.running_mean.new_zeros(2, self.running_mean.numel())
         mean, var = statistics
         output = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
@@ -157,15 +158,15 @@ class DeferredBatchNorm(_BatchNorm):
         return output
 
     def commit(self) -> None:
-        """End the mini-batch: update the running statistics from what was tracked."""
+        """End the mini-batch: update the running statistics from the tracked micro-batches."""
         commit([self])
 
     def discard(self) -> None:
-        """Forget what was tracked since the last commit, because the mini-batch failed."""
+        """Forget the tracked micro-batches without an update of the running statistics."""
         self._tracked = []
 
     def extra_repr(self) -> str:
-        """Describe the layer as `nn.BatchNorm` does, with its chunks."""
+        """Return the text of `nn.BatchNorm`, with ``chunks`` at its end."""
         return f"{super().extra_repr()}, chunks={self.chunks}"  # type: ignore[no-untyped-call]
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -203,9 +204,7 @@ _Tracked = tuple[DeferredBatchNorm, list[Statistics]]
 
 @torch.no_grad()
 def commit(layers: Iterable[DeferredBatchNorm]) -> None:
-    """End the mini-batch of all layers at once.
-
-    It updates their running statistics from what they have tracked.
+    """End the mini-batch of several layers: update their running statistics together.
 
     The host never waits for the device.
     """
@@ -227,9 +226,9 @@ def commit(layers: Iterable[DeferredBatchNorm]) -> None:
 
 
 def _update(group: Sequence[_Tracked]) -> None:
-    """Update the layers of one group, in float32 or better.
+    """Update the layers of one group together, in float32 or a more precise dtype.
 
-    The channels of all layers stand in one row.
+    The channels of all layers are concatenated to one row.
     """
     layers = [layer for layer, _ in group]
     means_before = [cast(Tensor, layer.running_mean) for layer in layers]
@@ -244,8 +243,8 @@ def _update(group: Sequence[_Tracked]) -> None:
     rows = []
     for (layer, parts), width in zip(group, channels, strict=True):
         rows.append([width, layer.momentum or 0.0, *(count for count, _ in parts)])
-    # One copy takes the numbers of all layers to the device. From pinned memory, the host need not
-    # wait for it.
+    # One copy moves the numbers of all layers to the device. The host does not wait for the copy,
+    # because it is from pinned memory.
     table = torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     table = table.to(device, non_blocking=True).t()
     if batches and layers[0].momentum is None:

@@ -1,4 +1,4 @@
-"""Both ends of a task's graph: the entrance node, and the edges of the outputs."""
+"""Both ends of a task's autograd graph: the node where inputs enter, and the outputs' edges."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,9 +13,10 @@ from torchgpipe.tensors.microbatch import Flat, carrying
 
 
 def entered(inputs: Flat, needs: tuple[bool, ...], input_grads: list[Tensor | None]) -> Flat:
-    """Return the inputs as the begin of a graph; their gradients come into `input_grads`.
+    """Return the inputs as outputs of a new node, which writes their gradients to `input_grads`.
 
-    The node holds this list. If it held the task, each would keep the other alive.
+    The node refers to this list and not to the task. Otherwise the node and the task would keep
+    each other alive.
     """
     if True not in needs:
         return leaves(inputs, needs)
@@ -45,28 +46,31 @@ class _Entrance(torch.autograd.Function):
 
 
 def refuse_unusual_backward(grads: Flat) -> None:
-    """Raise `RuntimeError` if the backward in progress is one that tasks cannot follow."""
+    """Raise `RuntimeError` if the backward in progress is of a kind that tasks do not support.
+
+    Unsupported are batched gradients (`is_grads_batched=True`) and `create_graph=True`.
+    """
     if any(grad is not None and is_batched(grad) for grad in grads):
         raise RuntimeError(
-            "the pipeline's backward cannot take several gradients at once (is_grads_batched=True, "
-            "jacobian(vectorize=True)), as its tasks have graphs of their own; ask for one after "
-            "the other"
+            "the pipeline's backward cannot compute several gradients in one call "
+            "(is_grads_batched=True, jacobian(vectorize=True)), because each of its tasks has its "
+            "own graph; compute one gradient after the other"
         )
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "the pipeline's backward cannot be differentiated again (create_graph=True), as its "
-            "tasks have graphs of their own; use the layers without a pipeline for that"
+            "the pipeline's backward cannot be differentiated again (create_graph=True), because "
+            "each of its tasks has its own graph; use the layers without a pipeline for that"
         )
 
 
 def mark(ctx: Any, outputs: Iterable[Tensor | None]) -> None:
-    """Let those outputs of a node take a gradient that say so by `requires_grad`."""
+    """Mark the outputs of a node without `requires_grad` as not differentiable."""
     if others := [y for y in outputs if y is not None and not y.requires_grad]:
         ctx.mark_non_differentiable(*others)
 
 
 def leaves(tensors: Flat, needs: Iterable[bool]) -> Flat:
-    """Return the same data without its graph; let those take a gradient that `needs` says."""
+    """Detach each tensor, and set its `requires_grad` to its entry of `needs`."""
     found = [None if x is None else x.detach() for x in tensors]
     for x, leaf, n in zip(tensors, found, needs, strict=True):
         if x is not None and leaf is not None:
@@ -78,16 +82,17 @@ def leaves(tensors: Flat, needs: Iterable[bool]) -> Flat:
 
 
 def all_none(grads: Flat) -> bool:
-    """Return whether there is no gradient."""
+    """Return whether all gradients are `None`."""
     return not [g for g in grads if g is not None]
 
 
 def used(
     edges: Sequence[GradientEdge | None], grads: Flat
 ) -> tuple[list[GradientEdge], list[Tensor]]:
-    """Return the edges whose outputs have gradients, and these gradients.
+    """Return the edges that have a gradient, and these gradients.
 
-    Where there is no gradient, a checkpointed task may have no edges.
+    There can be no edges at all if there are no gradients, because then a checkpointed task is not
+    recomputed.
     """
     found, given = [], []
     for edge, grad in zip(edges, grads, strict=False):
@@ -104,10 +109,10 @@ SPENT = (
 
 
 def explain(error: BaseException, partition: int) -> None:
-    """Raise a clearer error, if this one comes from a graph that micro-batches have in common."""
+    """Raise a clearer error if several micro-batches use the same graph, which is already freed."""
     if "through the graph a second time" in str(error):
         raise RuntimeError(
-            f"layers of partition {partition} use a tensor in several micro-batches that has one "
-            "graph for all, as it was made outside of them; make it a buffer, or in the layer's "
-            "forward"
+            f"layers of partition {partition} use the same tensor in several micro-batches, and "
+            "its graph is freed after the first backward; make this tensor a buffer, or compute it "
+            "in the layer's forward"
         ) from error

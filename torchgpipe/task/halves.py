@@ -1,21 +1,22 @@
-"""The backward of a task in two halves: of its inputs at once, of its weights when there is time.
+"""Split the backward of a task: gradients of inputs first, gradients of weights later.
 
-The idea is that of zero bubble schedules (Qi et al., arXiv:2401.10241).
+Zero bubble schedules need this (Qi et al., arXiv:2401.10241). The two halves are:
 
-    inputs ──▶ … ──▶ product ──▶ …      of inputs: everything but the sides of products
+    inputs ──▶ … ──▶ product ──▶ …      first half: everything except the sides of products
                         ▲
-              weight ─▶ side            of weights: each product once more, for its weights alone,
-                                        then its sides
+              weight ─▶ side            second half: each product's gradient for its weight,
+                                        then the backward of its sides
 
-Products are linear layers and convolutions: half of their work is for their weights. What else
-gives gradients to parameters stays in the first half: one kernel gives them with the gradients of
-the inputs (norms), or there is nothing to wait for (embeddings). The first half is one run of
-autograd, which frees the graph. Of a product, its input and its output's gradient are kept. From
-these the second half makes what autograd would have made, to the bit.
+A product is the matrix product of a linear layer, or a convolution. About half of the work of its
+backward is for its weight. All other operators with parameters stay in the first half. In a norm,
+one kernel computes the gradients of inputs and parameters. In an embedding, nothing would be gained
+by a split. The first half is one run of autograd, which frees the graph. For each product, its
+input and the gradient of its output are kept. From these tensors, the second half computes exactly
+the gradients that autograd would have computed.
 
-A side is what hangs from a product and nowhere else: a parameter, its transpose, its cast, a weight
-norm. Where a weight has another use in the task, autograd adds both gradients up before `.grad` has
-them, so both stay in the first half.
+A side is the part of the graph between a parameter and a product, if no other node uses that part:
+the parameter alone, its transpose, its cast, or a weight norm. If the task uses a weight twice,
+autograd adds its two gradients before it writes to `.grad`, so both stay in the first half.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,12 +58,15 @@ OLD_HOOK = (
     "register_full_backward_hook"
 )
 PLANS = 64
-"""How many plans a stage keeps at most: its layers may do something else each time."""
+"""The largest number of plans that a stage keeps, because each task may have another graph."""
 
 
 @dataclass(slots=True)
 class _Later:
-    """What is left to do for one product: the gradients of its sides, from what it has `saved`."""
+    """The work left for later for one matrix product: weight gradients from `saved` tensors.
+
+    `sides` are the edges from the product to the parts of the graph that lead to its parameters.
+    """
 
     formula: Callable[..., Sequence[Tensor]]
     saved: Flat
@@ -70,22 +74,22 @@ class _Later:
     _versions: list[int | None] = field(default_factory=list)
 
     def catch(self, grads: Flat) -> None:
-        """Take the gradient of the product's output, as a hook of its node."""
+        """Keep the gradient of the product's output; this is a hook of its node."""
         self.saved = (grads[0], *self.saved)
         self._versions = versions(self.saved)
 
     def run(self, keep_graph: bool) -> None:
-        """Add the gradients to the leaves of the sides.
+        """Compute the gradients of the product's weights, and run the backward of its sides.
 
-        Raise `RuntimeError` if a tensor that they need has changed.
+        Raise `RuntimeError` if a saved tensor has changed.
         """
         if not self._versions or self.saved[0] is None:
             return
         if versions(self.saved) != self._versions:
             raise RuntimeError(
-                "what a layer has saved, or the gradient of its output, was changed in place "
-                "between the backward of inputs and that of weights; change neither in layers and "
-                "hooks, or use a schedule without halves"
+                "a tensor that a layer has saved, or the gradient of its output, was changed in "
+                "place between the backward of inputs and the backward of weights; do not change "
+                "these tensors in layers and hooks, or use a schedule that does not split backwards"
             )
         with torch.no_grad(), without_torch_function():
             grads = self.formula(*self.saved)
@@ -93,21 +97,22 @@ class _Later:
 
 
 def _run_all(later: list[_Later], keep_graph: bool) -> None:
-    """Run each, and let it go once it is done."""
+    """Compute the weight gradients that were left for later, and free their tensors."""
     while later:
         later.pop().run(keep_graph)
 
 
 class Halves:
-    """How the backward of a stage is split, found out once for each structure that its graph has.
+    """Split the backward of a stage's tasks: gradients of inputs first, of weights later.
 
-    Its text says how many products leave their weights for later, and why others do not.
+    Tasks whose graphs have the same structure share a plan. `str()` says for how many matrix
+    products the weight gradients come later, and why not for the others.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._plans: dict[tuple[Row, ...], Plan] = {}
-        # Why no task's backward is split, as far as the layers show.
+        # The reason for which no task's backward is split, or nothing.
         self._whole = EXCHANGES if sharded(modules) or averages_gradients(modules) else ""
 
     def __str__(self) -> str:
@@ -127,7 +132,11 @@ class Halves:
     def run_inputs(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool
     ) -> Callable[[], None] | None:
-        """Go backward from `roots`; return a function that does the sides of products later."""
+        """Run a backward without weight gradients; return a function that computes these later.
+
+        The backward starts at `roots`. If it cannot be split, all gradients are computed, and
+        `None` is returned.
+        """
         if not self._whole and hooked_in_the_old_way(self._modules):
             self._whole = OLD_HOOK
         if self._whole:
@@ -155,7 +164,10 @@ class Halves:
     def _plan_of(
         self, roots: Sequence[GradientEdge], nodes: list[Any], rows: tuple[Row, ...]
     ) -> Plan:
-        """Return the plan of a structure, which is made when that comes for the first time."""
+        """Return the plan that splits a graph of this structure; make it if there is none yet.
+
+        `rows` is the structure, and `nodes` are the graph's nodes.
+        """
         if rows not in self._plans:
             if len(self._plans) == PLANS:
                 self._plans.clear()
@@ -169,7 +181,11 @@ class Halves:
 
 
 def _taken_from(node: Any, places: list[int]) -> _Later:
-    """Return what is to be done later for a product whose sides begin at these inputs."""
+    """Return the work that is left for later for one matrix product: its weight gradients.
+
+    `node` is the product's autograd node. `places` are the indices of the inputs that get their
+    gradients later.
+    """
     name = type(node).__name__
     first, *names = PRODUCTS[name]
     sides = [GradientEdge(*node.next_functions[place]) for place in places]
@@ -192,7 +208,10 @@ def _taken_from(node: Any, places: list[int]) -> _Later:
 
 
 def _lies_by_columns(node: Any, name: str) -> bool:
-    """Return whether a factor lies by columns in memory; autograd lets its gradient do so, too."""
+    """Return whether a factor of a matrix product is stored column by column.
+
+    If it is, autograd stores its gradient column by column, too.
+    """
     rows, _ = saved_by(node, f"{name}_sym_sizes")
     return tuple(saved_by(node, f"{name}_sym_strides")) == (1, rows)
 

@@ -1,4 +1,7 @@
-"""Find the products in a task's graph whose weights can wait: those that have sides (halves.py)."""
+"""Find the matrix products in a task's graph whose weight gradients can be computed later.
+
+These products have sides: parts of the graph that lead to a parameter only (halves.py).
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from torchgpipe.tensors._autograd import ONLY_WHOLE, reads_saved
 
-# At which of a product's inputs its two factors begin, and by which names its node has saved them.
+# For each node of a matrix product: the index of its first factor, and the names of its factors.
 PRODUCTS = {
     "MmBackward0": (0, "self", "mat2"),
     "AddmmBackward0": (1, "mat1", "mat2"),
@@ -19,10 +22,10 @@ PRODUCTS = {
 }
 
 Row = tuple[type, bool | None, tuple[int, ...]]
-"""A node: its class; whether what it has saved can be read; its next nodes, by their numbers.
+"""A node of a graph: its class, whether its saved tensors can be read, and its next nodes.
 
-What has been saved is of interest only of a product; of other nodes, the second entry is `None`. A
-next node that is not there has the number -1.
+The second entry is `None` if the node is not a matrix product. Next nodes are given by their
+numbers, and -1 stands for no node.
 """
 
 REENTRANT = (
@@ -35,20 +38,23 @@ PACKED = (
 
 
 class Plan(NamedTuple):
-    """How the backward of one structure of graphs is split; nodes are given by their numbers."""
+    """A plan of how to split the backward of all graphs with one structure.
+
+    Nodes of a graph are given by their numbers.
+    """
 
     later: list[
         tuple[int, list[int]]
-    ]  # products that have sides, with the inputs where these begin
-    now: list[int]  # the leaves of the first half
-    reasons: list[str]  # why other products have no sides
+    ]  # the matrix products with weight gradients that come later, and the inputs of the weights
+    now: list[int]  # the nodes at which the first half of the backward ends
+    reasons: list[str]  # the reasons why the weight gradients of other products come at once
 
 
 NO_PLAN = Plan([], [], [])
 
 
 def numbered(roots: Iterable[GradientEdge]) -> tuple[list[Any], tuple[Row, ...]]:
-    """Return all nodes below `roots` in a fixed order, and the structure of the graph."""
+    """Return all nodes of the graph behind `roots`, and a `Row` that describes each node."""
     nodes: list[Any] = list(dict.fromkeys([edge.node for edge in roots]))
     numbers = {node: k for k, node in enumerate(nodes)}
     rows = []
@@ -66,12 +72,12 @@ def numbered(roots: Iterable[GradientEdge]) -> tuple[list[Any], tuple[Row, ...]]
 
 
 def plan(rows: Sequence[Row], begins: Iterable[int], named: Sequence[str]) -> Plan:
-    """Find out which products of a graph have sides, and why others have none.
+    """Find the matrix products of a graph whose weight gradients can be computed later.
 
     Args:
         rows: The structure of the graph.
-        begins: The nodes that its backward begins at.
-        named: The name of the parameter or buffer that a node adds to, or nothing.
+        begins: The numbers of the nodes at which backward begins.
+        named: For each node, the name of the parameter or buffer that it accumulates into, or "".
     """
     if any(kind.__name__ in ONLY_WHOLE for kind, _, _ in rows):
         return Plan([], [], [REENTRANT])
@@ -117,7 +123,10 @@ class _Planner:
         return Plan(later, now, list(self._reasons))
 
     def _side(self, begin: int) -> set[int]:
-        """Return the nodes of the side that begins at a node; none if it is no side."""
+        """Return the nodes behind `begin`, if no other path of the graph leads to any of them.
+
+        Otherwise, or if a node is a matrix product or a custom Function, return an empty set.
+        """
         found = [begin] if begin >= 0 else []
         for k in found:  # the list grows meanwhile
             _, readable, _ = self._rows[k]
@@ -146,8 +155,11 @@ class _Planner:
 
 
 def _is_worth(name: str, below: Sequence[int], sides: Mapping[int, object]) -> bool:
-    """Return whether a product's `sides`, by its inputs, are worth to be left for later."""
-    # To add up a bias's gradient takes less than to keep it.
+    """Return whether it saves time to compute the weight gradients of a matrix product later.
+
+    The keys of `sides` are the inputs of the product whose gradients could be computed later.
+    """
+    # For a bias alone, adding up its gradient costs less than keeping the tensors for later.
     first = PRODUCTS[name][0]
     if first not in sides and first + 1 not in sides:
         return False

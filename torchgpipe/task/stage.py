@@ -1,4 +1,4 @@
-"""A stage: one partition on its device, with the skips that cross its boundaries."""
+"""A stage: one partition on its device, with the skip connections that enter and leave it."""
 
 import threading
 import weakref
@@ -34,8 +34,9 @@ _making = threading.Lock()
 class Stage:
     """A partition on its device, which runs one micro-batch at a time.
 
-    If another partition or pipeline has some of the same layers, tasks of both take the same
-    `lock`. Whole runs that take gradients through such layers take a lock in common, too: `turn`.
+    Each micro-batch holds `lock` while it runs through the layers. A whole run of the pipeline that
+    computes gradients holds the locks in `turn`. Partitions and pipelines that share layers have
+    these locks in common.
     """
 
     def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:
@@ -54,7 +55,7 @@ class Stage:
         return f"stage {self.index} on {self.device}: {layers} layers, {parameters:,} parameters"
 
     def look(self) -> bool:
-        """Find the modules and buffers of the partition; return whether they have changed."""
+        """List the modules and buffers of the partition; return whether they have changed."""
         modules = modules_of(self.partition)
         self.generators = own_generators(modules)
         seen: list[tuple[object, ...]] = [
@@ -72,31 +73,34 @@ class Stage:
         return True
 
     def connect(self, crossings: Sequence[Crossing]) -> None:
-        """Find the skips that enter and leave the partition."""
+        """Find the skip connections that enter and leave the partition."""
         self.arrivals = [crossing for crossing in crossings if crossing.target == self.index]
         self.departures = [crossing for crossing in crossings if crossing.source == self.index]
         self._keys = tuple(arrival.key for arrival in self.arrivals)
-        # Most partitions need neither a device to be current, nor a scope for skips.
+        # Most partitions need no current CUDA device, and no scope for skips.
         self._special = (
             self.device.type == "cuda" or bool(self._keys) or any(skips_of(self.partition))
         )
 
     def gradients_of(self, kind: tuple[bool, ...]) -> dict[Needs, bool]:
-        """Return what is known of outputs' gradients in mini-batches of one kind."""
+        """Return, for each set of inputs that require grad, whether all outputs require grad.
+
+        Mini-batches of the same kind share this dictionary, which `OutputGradients` fills.
+        """
         return self._gradients.setdefault(kind, {})
 
     def run(self, inputs: Flat, form: Form, shared: Shared = ()) -> tuple[Flat, Form]:
-        """Run the layers on a micro-batch and the skips that enter with it.
+        """Run the layers on a micro-batch and on the skips that enter the partition.
 
-        The caller holds the lock.
+        The caller must hold the lock.
 
         Args:
             inputs: The tensors of the micro-batch, then the skips.
-            form: The class of the micro-batch.
-            shared: Which inputs must not be changed in place.
+            form: The class of the micro-batch: `Tensor`, or a class of tuples.
+            shared: For each input, whether the layers must not change it in place.
 
         Returns:
-            The tensors of the output, then the skips that leave; and the class of the output.
+            The tensors of the output and then the skips that leave; and the class of the output.
         """
         before = versions(inputs) if True in shared else []
         skips: Flat = ()
@@ -114,7 +118,7 @@ class Stage:
     def _run_with_skips(self, inputs: Flat, form: Form) -> tuple[Any, Flat]:
         count = len(inputs) - len(self._keys)
         arrived = dict(zip(self._keys, inputs[count:], strict=True))
-        # For layers that create tensors on "the" accelerator; operators on tensors need no help.
+        # The current device matters for layers that create tensors on device "cuda".
         on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else NOTHING
         with on_device, skip_scope(arrived) as scope:
             y = self.partition(together(form, inputs[:count]))
@@ -128,24 +132,24 @@ class Stage:
             if each and old != new:
                 raise RuntimeError(
                     f"partition {self.index} changed an input in place that shares memory with "
-                    "another tensor under way: a skip, or another input; the two would get "
-                    "different values or gradients on two partitions, so make the layer that "
-                    "changes it out-of-place (inplace=False), or hand on a copy (x.clone())"
+                    "another tensor: a skip, or another input; on another partition, that tensor "
+                    "would not change; make the layer that changes the input out-of-place "
+                    "(inplace=False), or give it a copy (x.clone())"
                 )
 
 
 def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
-    """Return the locks of these modules: those that `known` has, or else a new one for all.
+    """Return the locks of the modules, from `known`; if there are none, make one for all modules.
 
-    A pipeline among the modules has locks of its own, which its workers take while the task that
-    runs it waits for them.
+    Modules of an inner pipeline are left out, because that pipeline has its own locks. Its worker
+    threads take these locks while the outer task waits for the threads.
     """
     inner: set[nn.Module] = set()
     for pipeline in modules:
         if "_stages" in pipeline.__dict__:
             inner.update(modules_of(pipeline))
-    # A module without parameters and buffers needs no lock, so partitions may share one activation
-    # layer.
+    # A module without parameters and buffers needs no lock. So several partitions can run one
+    # activation layer at the same time.
     own = [m for m in modules if (m._parameters or m._buffers) and m not in inner]
     with _making:
         found = {known[m] for m in own if m in known} or {threading.RLock()}

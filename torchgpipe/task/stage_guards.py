@@ -1,4 +1,7 @@
-"""The guards of one stage in one mini-batch, and how they nest."""
+"""The guards of one stage in one mini-batch, and the order in which they are called.
+
+A guard checks or restores one thing for the tasks of a stage, such as buffers (guards/guard.py).
+"""
 
 from __future__ import annotations
 
@@ -27,22 +30,25 @@ from torchgpipe.tensors.observe import NOTHING
 
 
 class StageGuards:
-    """The guards that a stage needs in a mini-batch that begins.
+    """The guards that a stage needs in one mini-batch.
 
-    Where nothing is recomputed, these are its parameters, and the random numbers of each task.
+    If no task is recomputed, the stage only has the guard of its parameters, and each task has the
+    guard of its random numbers.
 
     Args:
         stage: The stage.
-        ambient: The modes around the caller's code.
-        recomputed: Whether some task will run the layers twice.
-        outer: The stand-ins of a run that this one is within, by their ids.
+        ambient: The modes (such as autocast) that are active in the caller's code.
+        recomputed: Whether some tasks run the layers twice.
+        outer: The ids of the stand-ins (detached parameters that tasks use) of outer runs, if a
+            layer or hook has started this run.
 
     Attributes:
         index: The index of the stage.
-        parameters, memory, gradients: The guards of these names; the last two only if something is
+        parameters: The guard of the parameters.
+        memory: The guard of the tasks' inputs; only if some tasks are recomputed.
+        gradients: The guard that finds out which outputs require grad; only if some tasks are
             recomputed.
-        held: The storages of parameters and buffers. kind: What `gradients` depends on, beside a
-        task's inputs; mini-batches of one kind share it.
+        held: The storages of the parameters and buffers.
     """
 
     memory: KeptInputs
@@ -60,7 +66,7 @@ class StageGuards:
         self.lock: Lock = stage.lock
         self.ambient = ambient
         self._recomputed = recomputed
-        # By moment: what guards have to do then, from the outermost guard to the innermost.
+        # The methods of the guards by name, such as "before_first_pass"; outermost guard first.
         self._at: dict[str, list[Callable[..., Any]]] = {moment: [] for moment in _MOMENTS}
         with self.lock:
             refuse_cached_parametrizations()
@@ -74,7 +80,7 @@ class StageGuards:
         index, modules, ambient = stage.index, stage.modules, self.ambient
         norms = norms_in_training(modules)
         self.memory = KeptInputs(index, stage.partition)
-        # What is known of tasks depends on this, beside which of their inputs take a gradient.
+        # Which outputs require grad depends on this, and on which inputs require grad.
         kind = (*[module.training for module in modules], *self.parameters.needs)
         self.gradients = OutputGradients(
             stage.gradients_of(kind), self.parameters.ids, self.memory.begins_in_place
@@ -92,13 +98,16 @@ class StageGuards:
             self.add(Statistics(norms))
 
     def add(self, guard: Guard) -> None:
-        """Add a guard within the others: it is told last, and its contexts are the innermost."""
+        """Add a guard after all others: it is called last, and its contexts are the innermost."""
         kind: Any = type(guard)
         for moment in _moments_of(kind):
             self._at[moment].append(getattr(guard, moment))
 
     def around(self, moment: Before, task: GuardedTask) -> Context:
-        """Let the guards prepare for a pass, or a backward; return the contexts that it needs."""
+        """Call all guards before a task's forward, recomputation or backward.
+
+        Return a context in which the layers have to run.
+        """
         contexts = []
         for before in (*self._at[moment], getattr(task.randomness, moment)):
             context = before(task)
@@ -109,13 +118,13 @@ class StageGuards:
         return contexts[0] if len(contexts) == 1 else Nested(contexts)
 
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
-        """Let the guards check a first pass, and note what the recomputation needs."""
+        """Call all guards after a task's forward; they note the values for its recomputation."""
         for after in self._at["after_first_pass"]:
             after(task, outputs)
         task.randomness.after_first_pass(task, outputs)
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """Let the guards check that a recomputation has done the same."""
+        """Call all guards to check that a recomputation did the same as the task's forward."""
         for after in self._at["after_recomputation"]:
             after(task, outputs)
 
@@ -126,9 +135,10 @@ class StageGuards:
                 check()
 
     def backward_begins(self, backward: int) -> None:
-        """Prepare for the backward of this number, unless that was done.
+        """Call all guards when a backward reaches the stage; a second call does nothing.
 
-        Raise `RuntimeError` if layers or gradients have changed.
+        `backward` is the number of the backward. Raise `RuntimeError` if layers or gradients have
+        changed since the forward.
         """
         if self.parameters.begin(backward) and self._recomputed:
             refuse_cached_parametrizations()
@@ -136,7 +146,7 @@ class StageGuards:
                 check()
 
     def ended(self) -> None:
-        """Raise `RuntimeError`, after a whole step, if something is not as it has to be."""
+        """Call all guards after a whole step; they raise `RuntimeError` if a check fails."""
         for check in self._at["ended"]:
             check()
 
@@ -146,12 +156,12 @@ _MOMENTS = [moment for moment in vars(Guard) if not moment.startswith("_")]
 
 @cache
 def _moments_of(kind: Any) -> list[str]:
-    """Return the moments at which guards of a class have something to do."""
+    """Return the names of the methods of `Guard` that a class of guards overrides."""
     return [moment for moment in _MOMENTS if getattr(kind, moment) is not getattr(Guard, moment)]
 
 
 def _storages(modules: Sequence[nn.Module]) -> frozenset[int]:
-    """Return the storages of the parameters and buffers of modules."""
+    """Return the storages of the modules' parameters and buffers."""
     found = set()
     for module in modules:
         for tensors in (module._parameters, module._buffers):
@@ -162,10 +172,11 @@ def _storages(modules: Sequence[nn.Module]) -> frozenset[int]:
 
 
 def stand_ins_for_run(stages: Sequence[StageGuards]) -> InPlaceForRun:
-    """Return a context for a run, in which the stand-ins of all these stages are in their layers.
+    """Return a context that replaces the layers' parameters by stand-ins during a whole run.
 
-    A layer that several stages have in common cannot serve them all at once: its stand-ins are left
-    to each task.
+    Stand-ins are detached parameters that tasks use. If several stages share a layer, each stage
+    has its own stand-ins for the layer's parameters. These are put into the layer only while a task
+    of the stage runs.
     """
     times = Counter[int]()
     for guards in stages:

@@ -1,14 +1,13 @@
-"""A task: micro-batch i on a stage. Its graph is cut off from the caller's graph at both ends.
+"""A task: micro-batch i on a stage. It has its own autograd graph, apart from the caller's graph.
 
     inputs ─▶ entrance ─▶ layers ─▶ edges of the outputs
                             ▲
-    stand-ins for the parameters
+    stand-ins (detached parameters)
 
-Backward starts at the edges. It ends at the entrance, where the inputs' gradients are taken off,
-and at the stand-ins, where gradients add up over all tasks of a mini-batch. A checkpointed task
-keeps its inputs, and builds its graph in a recomputation (GPipe paper, 2.3; torchgpipe paper, 3.2).
-
-Guards (`guards/`) look after what both passes have to meet alike. Here they are only told.
+Backward starts at the edges. It ends at the entrance node, which keeps the inputs' gradients, and
+at the stand-ins, which sum up gradients over all tasks of a mini-batch. A checkpointed task keeps
+its inputs, and builds its graph in a recomputation (GPipe paper, 2.3; torchgpipe paper, 3.2).
+Guards (`guards/`) make sure that a recomputation does the same as the first pass.
 """
 
 from collections.abc import Callable
@@ -46,7 +45,7 @@ class TaskGraph(GuardedTask):
     _later: Callable[[], None] | None = None  # the second half of a backward, after the first
 
     def forward(self, inputs: Flat, form: Form, shared: Shared) -> tuple[Flat, Form]:
-        """Run the layers; return outputs without a graph, whose `requires_grad` is as with one."""
+        """Run the layers; return detached outputs with the `requires_grad` of the real outputs."""
         self.form = form
         self.needs = tuple([x is not None and x.requires_grad for x in inputs])
         if not (True in self.needs or self.guards.parameters.by_parameter):
@@ -64,7 +63,7 @@ class TaskGraph(GuardedTask):
     def _first_pass(self, inputs: Flat, shared: Shared) -> tuple[Flat, Form]:
         self.inputs = inputs
         around = self.guards.around("before_first_pass", self)
-        # Leaves, as a layer may put hooks on its input, or ask whether it takes a gradient.
+        # A layer may put hooks on its input, or read its `requires_grad`.
         given = leaves(self.guards.memory.given(inputs, self.form), self.needs)
         with CheckpointPhase(checkpointing=True), torch.set_grad_enabled(self.with_graph):
             if self.with_graph:
@@ -78,7 +77,7 @@ class TaskGraph(GuardedTask):
         return outputs, form
 
     def recompute(self, *, keep: bool = False) -> None:
-        """Run the layers again, with a graph, unless there is one; `keep` the inputs if asked."""
+        """Run the layers again to build a graph, if there is none; free inputs unless `keep`."""
         if self.inputs is not None and self._edges is None:
             with observed(self.observer, "recompute", self.i, self.stage.index):
                 # A copy, as other threads may recompute at the same time.
@@ -95,7 +94,7 @@ class TaskGraph(GuardedTask):
             self.inputs = None
 
     def _build(self, inputs: Flat, shared: Shared, around: Context) -> tuple[Flat, Flat, Form]:
-        """Run the layers with a graph; return what they were given, and have returned."""
+        """Run the layers with a graph; return their inputs, outputs, and the outputs' class."""
         given = entered(inputs, self.needs, self._input_grads)
         with around:
             outputs, form = self.stage.run(given, self.form, shared)
@@ -105,9 +104,10 @@ class TaskGraph(GuardedTask):
         return given, outputs, form
 
     def backward(self, grads: Flat, *, keep: bool = False, kind: Kind = "backward") -> Flat:
-        """Add the parameters' gradients to the stand-ins; return the gradients of the inputs.
+        """Sum the parameters' gradients in the stand-ins, and return the inputs' gradients.
 
-        With `keep`, the task can go backward again. Kind `"backward_inputs"` is the first half.
+        Stand-ins are detached parameters. If `keep` is set, another backward is possible. With
+        kind `"backward_inputs"`, some weight gradients are left for `backward_weights`.
         """
         if self._input_grads:
             raise RuntimeError(BY_ANOTHER_WAY)
@@ -128,7 +128,7 @@ class TaskGraph(GuardedTask):
         return input_grads
 
     def backward_weights(self) -> None:
-        """Do the second half of `backward`, if the first has left something."""
+        """Compute the weight gradients that a backward of kind `"backward_inputs"` has left."""
         with observed(self.observer, "backward_weights", self.i, self.stage.index):
             later, self._later = self._later, None
             if later is not None:
@@ -139,7 +139,7 @@ class TaskGraph(GuardedTask):
             try:
                 return backward()
             except BaseException as error:
-                # The graph is half freed. A checkpointed task can build it again.
+                # A part of the graph is freed. A checkpointed task can build the graph again.
                 self._edges = None if self.checkpoint else self._edges
                 explain(error, self.stage.index)
                 raise

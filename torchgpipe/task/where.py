@@ -1,35 +1,35 @@
-"""Where an error was raised: a note on it, which Python prints below its message."""
+"""Add a note to an error that says where it was raised; Python prints it below the message."""
 
 from torch import nn
 
 
 def note(error: BaseException, place: str) -> None:
-    """Note a place on an error, unless it has one already, as of an inner pipeline."""
+    """Add a place to an error, unless an inner pipeline has already added one."""
     # Before Python 3.11 there are no notes.
     if hasattr(error, "add_note") and not getattr(error, "__notes__", None):
         error.add_note(f"torchgpipe: in {place}")
 
 
 def note_rank(error: BaseException, rank: int) -> None:
-    """Note the rank on an error that has the place of a task."""
+    """Add the rank to an error that already has a note with its place."""
     if hasattr(error, "add_note") and getattr(error, "__notes__", None):
         error.add_note(f"torchgpipe: on rank {rank}")
 
 
 def note_task(error: BaseException, doing: str, stage: int, partition: nn.Module) -> None:
-    """Note on an error what was done, on which stage, and in which layer.
+    """Add to an error which task, which stage and which layer raised it.
 
     Args:
         error: The error.
-        doing: What was done, such as "forward of micro-batch 2".
+        doing: The task, such as "forward of micro-batch 2".
         stage: The index of the stage.
-        partition: Its layers.
+        partition: The layers of the stage.
     """
     names = {module: name for name, module in partition.named_modules() if name}
     layer = ""
     traceback = error.__traceback__
     while traceback is not None:
-        # A method of a module has it as `self`; the last one of the traceback is the innermost.
+        # Methods of a module have it as `self`. The last such frame is in the innermost module.
         module = traceback.tb_frame.f_locals.get("self")
         if isinstance(module, nn.Module) and module in names:
             layer = f"layer {names[module]!r} ({type(module).__name__}) of "

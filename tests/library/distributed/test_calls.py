@@ -277,11 +277,6 @@ def test_the_old_name_of_the_timeout() -> None:
         model.silence = 9
         assert model.silence == 9
     assert [each.filename for each in warned] == [__file__] * 3
-    state = model.__getstate__()  # as if the pipeline had been pickled under the old name
-    state["silence"] = state.pop("timeout")
-    model.__setstate__(state)
-    assert model.timeout == 9
-    assert "silence" not in vars(model)
 
 
 def test_a_connection_that_fails_is_told_and_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,7 +328,7 @@ class Activated(BatchNorm1d):
 PAIR = Sequential(BatchNorm1d(3), Activated(3))
 FOUR_DIMENSIONS = batch(4, 3, 2, 2)
 ONE_SAMPLE = batch(1, 3)
-LAZY = "cannot defer LazyBatchNorm1d before its first input"
+LAZY = "cannot convert LazyBatchNorm1d to a deferred batch norm before its first input"
 ONE_VALUE = r"more than 1 value .* \(1, 3\): use fewer chunks"
 ONE_DIMENSION = r"expected an input of shape \(N, C\) .* got \(4,\)"
 
@@ -336,7 +336,7 @@ ONE_DIMENSION = r"expected an input of shape \(N, C\) .* got \(4,\)"
 MISUSE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: convert(nn.ReLU(), 0), ValueError, "chunks must be a positive int, or None .* got 0"),
     (lambda: convert(nn.LazyBatchNorm1d()), ValueError, LAZY),
-    (lambda: convert(PAIR), TypeError, r"cannot defer Activated, whose forward\(\) is its own"),
+    (lambda: convert(PAIR), TypeError, r"cannot convert Activated .* overrides forward\(\)"),
     (lambda: convert(BatchNorm1d(3))(FOUR_DIMENSIONS), ValueError, "expected 2D or 3D input"),
     (lambda: DeferredBatchNorm(3)(batch(4)), ValueError, ONE_DIMENSION),
     (lambda: convert(BatchNorm1d(3))(ONE_SAMPLE), ValueError, ONE_VALUE),

@@ -326,7 +326,7 @@ def test_a_change_between_the_halves_is_refused(monkeypatch: pytest.MonkeyPatch)
     for grad in grads:
         if grad is not None:
             grad.zero_()
-    refusal = "changed in place between the backward of inputs and that of weights"
+    refusal = "changed in place between the backward of inputs and the backward of weights"
     with pytest.raises(RuntimeError, match=refusal):
         task.backward_weights()
 

@@ -1,10 +1,11 @@
-"""Guards: what both passes of a task must meet alike, and what must not leak from task to task.
+"""Guards: they keep a task's two passes equal, and keep one task from affecting another task.
 
-Each guard is one file with one class, and all have the same moments (guard.py). Which guards a
-stage has in a mini-batch is said in `torchgpipe.task.stage_guards`. A table of guards and moments
-is in the docs' page on how it works, and is checked against the code.
+A checkpointed task runs its layers twice: a first pass, and a recomputation in backward. Each guard
+takes care of one thing that could differ, such as buffers. A guard is one class in one file. All
+guards have the same methods (guard.py). `torchgpipe.task.stage_guards` says which guards a stage
+has. The page `docs/how-it-works.md` has a table of guards and methods, which a test checks.
 
-To add a guard, write a class with the moments that it needs, add it to `StageGuards` where a stage
-needs it, give it a row in that table, rows in the behaviours' table that name it, and a planted
-fault that leaves it out.
+To add a guard, write a class with the methods that it needs, and add it to `StageGuards`. Add a row
+to the table in the docs, rows to the behaviours' table (tests/behaviours) that name the guard, and
+a planted fault (tests/planted) that leaves the guard out.
 """

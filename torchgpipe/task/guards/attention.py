@@ -1,10 +1,10 @@
-"""Attention in evaluation mode computes in a first pass as it does in the recomputation.
+"""Make attention in evaluation mode compute the same in a first pass and in its recomputation.
 
-What goes wrong without it: an encoder layer in evaluation mode, with a mask. Without gradients,
-PyTorch takes a quicker way through it, which gives something else where inputs are masked. The
-first pass would take that way, and the recomputation, which has gradients, would not.
+What goes wrong without it: an encoder layer in evaluation mode has a mask. If gradients are off,
+PyTorch runs a faster kernel, which returns other values at masked positions. The first pass runs
+without gradients, and uses this kernel. The recomputation runs with gradients, and does not.
 
-The switch is one for the whole process, and is set while any such first pass runs.
+PyTorch has one switch for this kernel in the whole process. It is off while such a first pass runs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _WITHOUT_FAST_PATH = Everywhere(
 
 
 class SlowAttention(Guard):
-    """Keep PyTorch's attention from its way without gradients, in first passes."""
+    """A guard that switches off PyTorch's fast path of attention in forwards without gradients."""
 
     def before_first_pass(self, task: GuardedTask) -> Context:
-        """Return the context of all such passes."""
+        """Return the context that switches the fast path off."""
         return _WITHOUT_FAST_PATH

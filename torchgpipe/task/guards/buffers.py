@@ -1,14 +1,14 @@
-"""Buffers in two passes: the second finds them as the first has found them, and changes none again.
+"""Let a task's recomputation use the buffers of its forward, and not change the real buffers.
 
-What goes wrong without it: a layer counts its calls in a buffer, and scales its output by that. The
-recomputation would find a later count, and give another gradient; and each mini-batch would be
-counted twice.
+What goes wrong without it: a layer counts its calls in a buffer, and scales its output by that
+count. The recomputation finds a larger count, and computes another gradient. It also counts each
+mini-batch a second time.
 
-Buffers that may change with every pass (the vectors of spectral norm) are copied before a first
-pass if they have changed since the last copy. Their versions do not tell, as kernels
-(`F.batch_norm`, observers of quantization), `.data` and NumPy write without counting, so what they
-hold is compared. A recomputation gets copies of those that have changed since; only its own thread
-finds these. Buffers of a stage that has none cost one look at each module.
+Before a task's forward, each buffer is copied if it has changed since its last copy. Version counts
+do not show every change: some kernels (`F.batch_norm`, observers of quantization), `.data` and
+NumPy write to a buffer without counting. So the values are compared. A recomputation gets copies of
+the buffers that have changed since the forward. Only the thread that recomputes sees these copies.
+If a stage has no buffers, this guard only looks at each module once.
 """
 
 from __future__ import annotations
@@ -29,42 +29,46 @@ from torchgpipe.tensors.checkpoint import has_asked
 from torchgpipe.tensors.item import versions
 
 COMPARED = ["cpu", "meta"]
-"""The types of devices that compare at once.
+"""The types of devices whose buffers are compared immediately.
 
-On others small buffers are copied, instead of waiting for the device, and large ones are compared
-when the forward is over.
+On other devices, a comparison would wait for the device. There small buffers are always copied, and
+large buffers are compared after the forward.
 """
 
 SMALL = 1 << 16
-"""Bytes of a small buffer."""
+"""The largest number of bytes of a small buffer."""
 
 Place = tuple[nn.Module, str]
 """A module, and the name of one of its buffers."""
 
 
 class _Slot(NamedTuple):
-    """A buffer, or the place for one, before a first pass."""
+    """A buffer, with its copy and its version before a task's forward."""
 
     module: nn.Module
     name: str
     tensor: Tensor | None
     version: list[int | None]
-    copy: Tensor | None  # `None` of a buffer that has a stand-in
-    shared: bool  # whether other buffers share its memory
+    copy: Tensor | None  # the copy of the buffer, or `None` if the buffer needs no copy
+    shared: bool  # whether other buffers share memory with the buffer
 
 
 class HeldBuffers(NamedTuple):
-    """The buffers before a first pass, and those that it has changed as PyTorch counts."""
+    """The buffers before a task's forward, and the buffers that the forward has changed.
+
+    `changed` has a buffer if it was replaced, or if its version counter has changed.
+    """
 
     slots: list[_Slot]
     changed: list[_Slot]
 
 
 class Buffers(Guard):
-    """The buffers of partition `index`, but not those of its `norms` (statistics.py).
+    """The guard of the buffers of partition `index`, except for its `norms` (statistics.py).
 
-    Buffers with stand-ins, whose `ids` are given, need no copies. Scripted modules have none here:
-    others are refused (parameters.py).
+    `ids` are the ids of parameters and of stand-ins (detached tensors that tasks use). A buffer
+    with a stand-in needs no copy. Scripted modules are skipped, because parameters.py raises an
+    error if they have buffers.
     """
 
     def __init__(
@@ -73,11 +77,11 @@ class Buffers(Guard):
         self._index = index
         self._modules = [m for m in modules if m not in norms and not isinstance(m, ScriptModule)]
         self._ids = ids
-        self._slots: dict[Place, _Slot] = {}  # the latest of each buffer
-        self._unsure: dict[Place, _Slot] = {}  # of buffers that were not compared
+        self._slots: dict[Place, _Slot] = {}  # the latest copy of each buffer
+        self._unsure: dict[Place, _Slot] = {}  # the buffers that are still to be compared
 
     def before_first_pass(self, task: GuardedTask) -> None:
-        """Note what the buffers hold now, copied where they have changed."""
+        """Note the values of the buffers; copy each buffer that has changed since its last copy."""
         task.noted[self] = held = HeldBuffers([], [])
         places: dict[Place, Tensor | None] = {}
         changed = []
@@ -92,11 +96,11 @@ class Buffers(Guard):
             held.slots.append(self._slots[place])
 
     def _copy(self, places: dict[Place, Tensor | None], changed: Sequence[Tensor | None]) -> None:
-        """Copy the buffers that have changed, and those that share memory with them."""
+        """Copy the `changed` buffers, and all buffers that share memory with a changed buffer."""
         storages = {id(x): storage_of(x) for x in places.values() if x is not None}
         times = Counter[int | None](storages.values())
         stale = {storages.get(id(x)) for x in changed}
-        # Copies share memory as the buffers do, so those that share it are copied together.
+        # If two buffers share memory, their copies do, too. So they are copied together.
         copies: dict[Any, Any] = {}
         for (module, name), x in places.items():
             storage = storages.get(id(x))
@@ -106,7 +110,7 @@ class Buffers(Guard):
                 self._slots[module, name] = _Slot(module, name, x, versions((x,)), copy, shared)
 
     def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
-        """Note which buffers a first pass has changed."""
+        """Note which buffers the task's forward has changed."""
         held: HeldBuffers = task.noted[self]
         for slot in held.slots:
             now = slot.module._buffers.get(slot.name)
@@ -114,9 +118,9 @@ class Buffers(Guard):
                 held.changed.append(slot)
 
     def before_recomputation(self, task: GuardedTask) -> Context | None:
-        """Let the layers find the buffers as they were before the first pass."""
+        """Return a context in which the buffers are the same as before the task's forward."""
         held: HeldBuffers = task.noted[self]
-        changed = set()  # modules whose buffers are not as in the first pass, or may not be
+        changed = set()  # modules whose buffers may differ from those before the first pass
         known = set()
         for slot in held.slots:
             known.add((slot.module, slot.name))
@@ -130,7 +134,7 @@ class Buffers(Guard):
         return self._put_back(held, changed) if changed else None
 
     def backward_begins(self) -> None:
-        """Raise `RuntimeError` if a buffer has changed without a count by PyTorch."""
+        """Raise `RuntimeError` if a buffer has changed, but its version counter has not."""
         for (module, name), slot in self._unsure.items():
             if slot.tensor is None or slot.copy is None or equal(slot.tensor, slot.copy):
                 continue
@@ -142,11 +146,11 @@ class Buffers(Guard):
             )
 
     def ended(self) -> None:
-        """Raise `RuntimeError` for the same reason, after a whole step."""
+        """Raise the same error as `backward_begins`, after a whole step."""
         self.backward_begins()
 
     def _has_changed(self, module: nn.Module, name: str, buffer: Tensor | None) -> bool:
-        """Return whether the buffer has changed since its last copy, or there is none."""
+        """Return whether the buffer has no copy, or has changed since its last copy."""
         slot = self._slots.get((module, name))
         if slot is None or slot.tensor is not buffer or versions((buffer,)) != slot.version:
             return True
@@ -162,7 +166,7 @@ class Buffers(Guard):
     @contextmanager
     def _put_back(self, held: HeldBuffers, changed: set[nn.Module]) -> Iterator[None]:
         own: dict[nn.Module, dict[str, Tensor | None]] = {module: {} for module in changed}
-        copies: dict[Any, Any] = {}  # which the layers may change
+        copies: dict[Any, Any] = {}  # the layers may change these
         for slot in held.slots:
             if slot.module in changed:
                 x = copied(slot.copy, slot.shared, copies)
@@ -187,15 +191,15 @@ class Buffers(Guard):
                     raise RuntimeError(
                         f"a layer of partition {self._index} changed buffer {slot.name!r} of "
                         f"{type(slot.module).__name__} in its first pass, and not in the "
-                        "recomputation: it decides by something that is no buffer; make that a "
-                        "buffer, ask is_recomputing(), or use checkpoint='never'"
+                        "recomputation: the change depends on a value that is not a buffer; make "
+                        "that value a buffer, ask is_recomputing(), or use checkpoint='never'"
                     )
 
 
 def _as_held(slot: _Slot, now: Tensor | None) -> bool:
-    """Return whether a buffer is for sure what it was before a first pass.
+    """Return whether a buffer certainly has the same values as before the task's forward.
 
-    Then the second pass may have it as it is.
+    If it has, the recomputation uses the buffer itself and not a copy.
     """
     if now is not slot.tensor or versions((now,)) != slot.version:
         return False

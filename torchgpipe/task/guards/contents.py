@@ -1,4 +1,4 @@
-"""What buffers hold: copy it, and see whether it is still the same."""
+"""Copy the values of buffers, and compare them with the copies later."""
 
 import copy
 import threading
@@ -13,9 +13,10 @@ from torchgpipe.tensors.microbatch import carrying
 
 
 def copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tensor | None:
-    """Return a copy of a buffer; a buffer that has two places has one copy.
+    """Return a copy of a buffer; two calls with the same buffer return the same copy.
 
-    Copies of buffers that are `shared` share memory as the buffers do.
+    `copies` has the copies made so far. `shared` says whether other buffers share the buffer's
+    memory: then their copies share memory, too.
     """
     if buffer is not None and id(buffer) not in copies:
         made = copy.deepcopy(buffer.detach(), copies) if shared else buffer.detach().clone()
@@ -24,18 +25,22 @@ def copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tenso
 
 
 class BuffersOfThread(UserDict[str, Tensor | None]):
-    """The buffers of a module: in the thread that makes this, its `own`, in others the module's."""
+    """A dictionary of buffers with other values in one thread than in all other threads.
+
+    The thread that makes this object sees the buffers `own`. Other threads see `others`, which are
+    the buffers of the module.
+    """
 
     def __init__(self, own: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> None:
         self._thread = threading.get_ident()
         self._own, self._others = own, others
 
     def __reduce__(self) -> Any:
-        """Copy and pickle a plain dictionary of what this thread finds, as that outlives this."""
+        """Copy and pickle this as a plain dictionary of the buffers that this thread sees."""
         return dict, (self.copy(),)
 
     def copy(self) -> dict[str, Tensor | None]:  # type: ignore[override]
-        """Return a plain dictionary."""
+        """Return a plain dictionary of the buffers that this thread sees."""
         return dict(self.data)
 
     @property
@@ -45,14 +50,14 @@ class BuffersOfThread(UserDict[str, Tensor | None]):
 
 
 def comparable(x: Tensor) -> bool:
-    """Return whether `equal` knows this kind of tensor."""
+    """Return whether `equal` can compare this kind of tensor."""
     return x.layout is torch.strided and not x.is_nested
 
 
 def equal(x: Tensor, y: Tensor) -> bool | None:
-    """Return whether two buffers hold the same bits, or `None` if that is not known.
+    """Return whether two buffers have the same bits, or `None` if that cannot be found out.
 
-    On device `meta` all do.
+    On device `meta` the result is always `True`.
     """
     if x.is_meta or not comparable(x):
         return x.is_meta or None
@@ -66,5 +71,5 @@ def equal(x: Tensor, y: Tensor) -> bool | None:
 def _bits(x: Tensor) -> Tensor:
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
-    # NaN is not equal to NaN, but -0.0 to 0.0.
+    # As floats, NaN does not equal NaN, and -0.0 equals 0.0. So compare bits.
     return x.view(getattr(torch, f"int{8 * x.itemsize}")) if x.is_floating_point() else x

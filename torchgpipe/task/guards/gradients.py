@@ -1,12 +1,13 @@
-"""Which outputs of a task take a gradient, which a first pass without a graph does not say.
+"""Find out which outputs of a task require grad, if its first pass runs without a graph.
 
 What goes wrong without it: a layer returns an index beside its output, or detaches one of two
-outputs. The next task would compute gradients that plain layers do not compute, or autograd would
-wait for gradients that never come.
+outputs. The next task would compute gradients that the layers do not compute without a pipeline, or
+autograd would wait for gradients that never come.
 
-So the first task of a kind makes a graph, and drops it. If all outputs that can take a gradient do
-so, later tasks of that kind run without a graph, and claim the same. If not, each of them makes a
-graph to find out. A recomputation corrects what was claimed.
+So the first task of each kind makes a graph, and frees it. If all its floating-point outputs
+require grad, later tasks of that kind run without a graph, and claim that all their outputs require
+grad, too. If not, each later task makes a graph to find out. If a recomputation shows that a claim
+was wrong, later tasks make a graph again.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from torchgpipe.tensors._autograd import packs_saved_tensors
 from torchgpipe.tensors.microbatch import Flat
 
 Needs = tuple[bool, ...]
-"""Which inputs of a task take a gradient."""
+"""Whether each input of a task requires grad."""
 
 
 class OutputGradients(Guard):
-    """Which outputs of a stage's tasks take a gradient.
+    """The guard that finds out which outputs of a stage's tasks require grad.
 
     Args:
-        all_do: What is known of tasks, by which inputs take a gradient: whether all outputs do that
-            can. Mini-batches share it, for as long as modes of layers, and which parameters take
-            gradients, stay alike.
-        ids: The ids of parameters and stand-ins.
+        all_do: What is already known. A key says which inputs of a task require grad. The value
+            says whether then all floating-point outputs require grad. Mini-batches share this
+            dictionary, until a layer's training mode or a parameter's `requires_grad` changes.
+        ids: The ids of parameters and of stand-ins (detached parameters that tasks use).
         begins_in_place: Whether the first layer changes its input in place.
     """
 
@@ -43,14 +44,18 @@ class OutputGradients(Guard):
         self._begins_in_place = begins_in_place
 
     def before_first_pass(self, task: GuardedTask) -> Context | None:
-        """Say whether the task needs a graph, and watch what the layers of the first one ask."""
+        """Decide whether the task makes a graph in its forward.
+
+        For the first task of its kind, return a context that notes whether layers read gradients or
+        `requires_grad`.
+        """
         task.with_graph = not self._all_do.get(task.needs, False)
         if not task.with_graph:
             return None
         contexts: list[Context] = []
         if packs_saved_tensors(True):
-            # Or what is around the pipeline, such as torch.utils.checkpoint, would count what the
-            # graph saves.
+            # Hide the tensors that the graph saves from saved-tensor hooks around the pipeline,
+            # such as those of torch.utils.checkpoint.
             contexts.append(saved_tensors_hooks(Tensor.detach, lambda x: x))
         if task.needs not in self._all_do:
             task.noted[self] = _Asks(self._ids)
@@ -58,9 +63,13 @@ class OutputGradients(Guard):
         return Nested(contexts) if contexts else None
 
     def claim(self, task: GuardedTask, given: Flat, outputs: Flat) -> list[bool]:
-        """Return which of the `outputs` of layers that were `given` inputs take a gradient."""
-        # An output that is an input takes a gradient exactly if that input does, but not one that
-        # is changed in place.
+        """Return whether each output requires grad, or is assumed to.
+
+        If the layers have made no graph, it is assumed that each floating-point output requires
+        grad. `given` are the inputs of the layers.
+        """
+        # An output that is also an input requires grad exactly if that input does. This is not true
+        # for an input that the first layer changes in place.
         handed_on: dict[int, bool] = {}
         for x, need in zip(given, task.needs, strict=True):
             handed_on[id(x)] = need
@@ -78,16 +87,16 @@ class OutputGradients(Guard):
         return task.found
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """Correct what is known, if other outputs take a gradient than the first pass claimed."""
+        """Let later tasks make a graph, if the recomputation shows that `claim` was wrong."""
         if task.claimed != task.found:
             self._all_do[task.needs] = False
 
 
 class _Asks(TorchFunctionMode):
-    """Note whether layers ask which tensors take gradients, or for gradients.
+    """Note whether layers read `requires_grad`, `grad` or a similar attribute of a tensor.
 
-    Without a graph no tensor would take a gradient. Reading the gradient of a parameter, one of
-    `ids`, raises `RuntimeError`.
+    Without a graph, these attributes have other values. If layers read the gradient of a parameter
+    (a tensor whose id is in `ids`), `RuntimeError` is raised.
     """
 
     only_watches = True
@@ -98,7 +107,7 @@ class _Asks(TorchFunctionMode):
         Tensor.grad_fn.__get__,  # type: ignore[union-attr]
         Tensor.grad.__get__,  # type: ignore[union-attr]
     )
-    # By name: torch.compile, which runs this, too, cannot look a function up in a set.
+    # Compare names: torch.compile traces this method, and cannot look up a function in a set.
     functions = ("grad", "register_hook", "retain_grad", "numpy", "__deepcopy__", "__repr__")
 
     def __init__(self, ids: set[int]) -> None:

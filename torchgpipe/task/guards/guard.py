@@ -1,7 +1,8 @@
-"""What all guards have in common: the moments at which a task, or a mini-batch, calls them.
+"""The base class of guards: its methods, and when a task or a mini-batch calls them.
 
-A guard looks after one thing that both passes of a task must meet alike, or that must not leak from
-task to task. It belongs to one stage, or one task, in one mini-batch.
+A checkpointed task runs its layers twice: a first pass, and a recomputation in backward. A guard
+makes sure that one thing, such as the buffers, is the same in both passes, or that it does not leak
+from one task to another. A guard belongs to one stage or one task, in one mini-batch.
 
     the mini-batch begins      the guard is made
     before a pass              `before_single_pass`, `before_first_pass`, `before_recomputation`
@@ -11,9 +12,9 @@ task to task. It belongs to one stage, or one task, in one mini-batch.
     before a task's backward   `before_backward`
     the step has ended         `ended`
 
-A guard overrides the moments at which it has something to do, and is not called at the others. What
-a `before_…` returns is a context for the layers, which are run in the contexts of all guards. The
-docs' page on how it works has a table of guards and moments.
+A guard overrides the methods that it needs, and only these are called. A `before_…` method can
+return a context. The layers run in the contexts of all guards. `docs/how-it-works.md` has a table
+of guards and methods.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ Before = Literal[
 
 @dataclass(slots=True, eq=False)
 class GuardedTask:
-    """What guards see of a task (task.py).
+    """The attributes of a task that guards can read and write; task.py has the whole task.
 
     Attributes:
-        randomness: The guard of the task's own random numbers.
+        randomness: The guard of the task's random numbers.
         inputs: The inputs of a checkpointed task, until its last recomputation.
-        form: The class of the micro-batch that enters.
-        needs: Which inputs take a gradient.
+        form: The class of the input micro-batch: `Tensor`, or a class of tuples.
+        needs: Whether each input requires grad.
         with_graph: Whether the first pass makes a graph.
-        found: Which outputs take a gradient, according to the latest graph.
-        claimed: Which outputs take a gradient, according to the first pass.
-        noted: What each guard has noted of the first pass.
+        found: Whether each output requires grad in the latest graph.
+        claimed: Whether each output requires grad when the next task gets it.
+        noted: For each guard, the values that it has noted in the first pass.
     """
 
     randomness: Guard
@@ -59,41 +60,48 @@ class GuardedTask:
 
 
 class Guard:
-    """The base of guards, which does nothing at any moment.
+    """The base class of guards; its methods do nothing.
 
-    A guard keeps what it notes of a task in `task.noted[self]`.
+    A guard keeps one thing, such as the buffers, equal in a task's forward and recomputation. It
+    stores values from the forward in `task.noted[self]`.
     """
 
     def before_single_pass(self, task: GuardedTask) -> Context | None:
         """Prepare for the only pass of a task that is not checkpointed."""
 
     def before_first_pass(self, task: GuardedTask) -> Context | None:
-        """Prepare for the first pass of a checkpointed task; note what its second pass needs."""
+        """Prepare for the first pass of a checkpointed task; note what its recomputation needs."""
 
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
-        """Check what the layers have done, and note more. Not called if the layers have failed."""
+        """Check the first pass, and note more values.
+
+        This is not called if the layers have raised an error.
+        """
 
     def before_recomputation(self, task: GuardedTask) -> Context | None:
-        """Put back what was noted, or refuse the recomputation."""
+        """Restore the values from the first pass, or raise an error if that is not possible."""
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """Check that the layers have done the same. Not called if the layers have failed."""
+        """Check that the recomputation did the same as the first pass.
+
+        This is not called if the layers have raised an error.
+        """
 
     def before_backward(self, task: GuardedTask) -> Context | None:
-        """Prepare for the backward of the layers, which may run layers again."""
+        """Prepare for a task's backward, in which `torch.utils.checkpoint` may run layers again."""
 
     def after_all_forwards(self) -> None:
-        """Check what the layers have done in the forwards of the mini-batch."""
+        """Check the layers when all forwards of the mini-batch have run."""
 
     def backward_begins(self) -> None:
-        """Check that nothing was changed between forward and backward."""
+        """Check that the layers have not changed between forward and backward."""
 
     def ended(self) -> None:
-        """Check what the layers have done, after a whole step."""
+        """Check the layers after a whole step."""
 
 
 class Nested:
-    """Several contexts as one: entered in their order, and left in the opposite order."""
+    """A context that enters several contexts in order, and leaves them in the opposite order."""
 
     def __init__(self, contexts: Sequence[Context]) -> None:
         self._contexts = contexts

@@ -1,15 +1,20 @@
-"""What is put into the layers for a while, and taken back: for one pass of a task, or for a run.
+"""Replace tensors in the layers for a time, and restore them afterwards.
+
+Tasks (a task is a micro-batch on a stage) do not compute with the parameters, but with stand-ins:
+detached parameters.
 
 What goes wrong without it: a criterion reads a weight of the layers, for a penalty. It would find
-the parameter, and not the stand-in that the tasks use, and add to its gradient by itself.
+the parameter, although the layers use the stand-in. So the criterion's gradient would be added to
+the parameter separately.
 
-Programs have stand-ins of parameters in the layers from the beginning of a run to its end, so that
-whoever reads them meets the same ones: layers, the criterion, a penalty over the model's
-parameters. The graph engine has them there for each task, as nobody tells it when a backward has
-failed. What a recomputation needs is there for as long as it runs.
+Worker threads and ranks use one set of stand-ins from the beginning of a run to its end. A run is
+all forwards, all backwards, or a whole step. So the layers, the criterion and a penalty over
+`model.parameters()` all read the same stand-ins. The graph
+engine puts the stand-ins into the layers for each task, because it does not learn when a backward
+has failed. The old buffers, modes and hooks for a recomputation are in the layers while it runs.
 
-Two runs at once, in two threads, would take each other's stand-ins for the parameters of the
-layers. So runs that take gradients through the same layers wait for each other (`in_its_turn`).
+Two runs in two threads would mistake each other's stand-ins for parameters. So if two runs compute
+gradients through the same layers, the second run waits for the first one (`in_its_turn`).
 """
 
 from __future__ import annotations
@@ -23,14 +28,15 @@ from typing import Any, NamedTuple, TypeVar
 from torchgpipe.task.guards.guard import Guard, GuardedTask
 
 Lock = AbstractContextManager[object]
-"""What keeps all but one thread from running some modules; one thread may take it several times."""
+"""A lock that only one thread can hold; this thread can take it several times."""
 
 
 class Change(NamedTuple):
-    """A dictionary, such as the attributes of a module; a key; and what is put there.
+    """A change of one entry of a dictionary, such as of a module's `__dict__`.
 
-    Of parameters and buffers the whole dictionary is replaced, since a layer may add to it in its
-    forward. What others put there meanwhile is taken back, too, unless it `may_stay`.
+    For parameters and buffers, the entry is the module's whole dictionary of parameters or buffers,
+    because a layer may add to this dictionary in its forward. If a layer replaces the new value,
+    the old value is restored all the same, unless `may_stay` is set.
     """
 
     place: dict[str, Any]
@@ -40,9 +46,9 @@ class Change(NamedTuple):
 
 
 class InPlace:
-    """Make changes while a thread is within this context.
+    """A context in which entries of dictionaries are changed, such as attributes of modules.
 
-    If Ctrl-C skips `__exit__`, `__del__` takes the changes back.
+    If Ctrl-C skips `__exit__`, `__del__` undoes the changes.
     """
 
     __slots__ = ("_before", "_changes")
@@ -72,10 +78,11 @@ class InPlace:
 
 
 class InPlaceForRun:
-    """Make changes while any program of a run is within this context, each in its thread.
+    """A context for several threads; changes of the layers last while any thread is inside.
 
-    The last to leave takes them back. After a second Ctrl-C, which does not wait for programs, that
-    is not the caller. Each part has the lock of the layers that it changes.
+    The last thread that leaves undoes the changes. It can be a worker thread, because the caller
+    does not wait for the workers after a second Ctrl-C. `parts` has the changes, each with the lock
+    of the changed layers.
     """
 
     def __init__(self, parts: Sequence[tuple[Lock, InPlace]]) -> None:
@@ -95,27 +102,27 @@ class InPlaceForRun:
             self.take_back()
 
     def take_back(self) -> None:
-        """Take the changes back, unless that was done."""
+        """Undo the changes, unless they are already undone."""
         for lock, part in self._parts:
             with lock:
                 part.__exit__()
 
 
 class InPlaceForTask(Guard):
-    """Make changes for each pass and backward of a task, where no run has made them."""
+    """A guard that changes entries of the layers' dictionaries while a task runs the layers."""
 
     def __init__(self, changes: Sequence[Change]) -> None:
         self._changes = changes
 
     def before_single_pass(self, task: GuardedTask) -> InPlace:
-        """Return the context of any pass, and of backward, which may run layers again."""
+        """Return a context with the changes, for a task's forward, recomputation or backward."""
         return InPlace(self._changes)
 
     before_first_pass = before_recomputation = before_backward = before_single_pass
 
 
 class _AllOf(AbstractContextManager[object]):
-    """Several locks as one, always taken in the same order."""
+    """A lock that takes several locks, always in the same order."""
 
     def __init__(self, locks: Set[Lock]) -> None:
         self._locks = sorted(locks, key=id)
@@ -130,12 +137,16 @@ class _AllOf(AbstractContextManager[object]):
 
 
 def as_one(locks: Set[Lock]) -> Lock:
-    """Return a lock that takes all of these."""
+    """Return a lock that takes all of the given locks."""
     return _AllOf(locks) if len(locks) > 1 else next(iter(locks))
 
 
 class Turn:
-    """A run's turn at layers: by their `locks`, and what it puts there, by the ids of stand-ins."""
+    """The exclusive use of some layers by one run of a pipeline.
+
+    `locks` are the locks of the layers. `stand_ins` are the ids of the detached parameters that the
+    run has put into the layers.
+    """
 
     def __init__(self, locks: frozenset[Lock]) -> None:
         self.locks = locks
@@ -143,15 +154,15 @@ class Turn:
 
 
 _turns: ContextVar[tuple[Turn, ...]] = ContextVar("turns", default=())
-"""The turns that the present code is within; the innermost last."""
+"""The turns of the runs that the current code is inside of; the innermost run is last."""
 
 T = TypeVar("T")
 
 
 def in_its_turn(locks: frozenset[Lock], run: Callable[[], T]) -> T:
-    """Call `run` when no other thread is in a run through layers with these locks.
+    """Take the locks of the layers, call `run`, and release the locks.
 
-    Other threads are kept out meanwhile.
+    So no other thread runs through these layers at the same time.
     """
     outer = _turns.get()
     turn = Turn(locks)
@@ -160,17 +171,15 @@ def in_its_turn(locks: frozenset[Lock], run: Callable[[], T]) -> T:
         _turns.set((*outer, turn))
         return run()
 
-    # A run within a run may be in another thread, which would wait for ever.
+    # An inner run may be in another thread than the outer run. It must not wait for a lock that
+    # the outer run holds.
     others = locks.difference(*[each.locks for each in outer])
-    # In a copy of the caller's context, where an interrupt can leave nothing behind.
+    # A copy of the caller's context variables is changed, so an interrupt cannot leave a change.
     return _holding(sorted(others, key=id), lambda: copy_context().run(within))
 
 
 def _holding(locks: Sequence[Lock], run: Callable[[], T]) -> T:
-    """Call `run` while all locks are held.
-
-    If there were a `with` for each lock, Ctrl-C could leave locks held.
-    """
+    """Take all locks, call `run`, and release the locks, even after Ctrl-C."""
     if not locks:
         return run()
     with locks[0]:
@@ -178,16 +187,16 @@ def _holding(locks: Sequence[Lock], run: Callable[[], T]) -> T:
 
 
 def outer_turns() -> list[Turn]:
-    """Return the turns of runs through the same layers that the innermost turn is within.
+    """Return the `Turn` of each outer run that uses the same layers as the innermost run.
 
-    There are some where a layer, a hook or a criterion calls the pipeline that runs it, or one that
-    shares layers.
+    There are outer runs if a layer, a hook or a criterion calls the pipeline that runs it, or a
+    pipeline that shares layers.
     """
     *outer, own = _turns.get() or [Turn(frozenset())]
     return [turn for turn in outer if turn.locks & own.locks]
 
 
 def note_stand_ins(ids: set[int]) -> None:
-    """Note the stand-ins that the innermost turn puts into the layers, by their ids."""
+    """Note the ids of the detached parameters that the innermost run puts into the layers."""
     if turns := _turns.get():
         turns[-1].stand_ins |= ids

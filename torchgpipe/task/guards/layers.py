@@ -1,12 +1,12 @@
-"""Layers in two passes: their modes, hooks and constants are the same in both.
+"""Keep the modes, hooks and constants of layers equal in a task's forward and recomputation.
 
-What goes wrong without it: `model.eval()` between forward and backward, to evaluate. A dropout
-would draw a mask in the first pass, and none in the recomputation, so that gradients would be those
-of another model.
+What goes wrong without it: the user calls `model.eval()` between forward and backward. A dropout
+layer would draw a mask in the forward, but not in the recomputation. So the gradients would be
+wrong.
 
-Modes and hooks are put back for as long as a recomputation runs. What else changes between forward
-and backward, a dropout's `p` or the layers themselves, is refused. It costs one look at each module
-before each pass.
+During a recomputation, the layers have the training mode and the hooks of the forward. If something
+else changes between forward and backward, such as a dropout's `p` or a layer itself, an error is
+raised. This guard looks at each module once before each forward and recomputation.
 """
 
 from __future__ import annotations
@@ -26,24 +26,30 @@ _ABOUT = (
     "_forward_pre_hooks_with_kwargs",
 )
 _HOOKS = _RUN + _ABOUT
-"""The dictionaries of a module's hooks: those that are run, then those that say how."""
+"""The attributes with a module's hooks, and then those that say how the hooks are called."""
 
 _EVERYWHERE = [vars(nn.modules.module)[f"_global{name}"] for name in _RUN]
-"""The same for hooks of all modules."""
+"""The dictionaries of the global hooks, which PyTorch runs for all modules."""
 
 Items = tuple[tuple[object, ...], ...]
 """The items of each dictionary in `_HOOKS`."""
 
 
 class LayerStates(NamedTuple):
-    """The modes of a stage's modules; and if any module has hooks, those of each module."""
+    """The training mode of each module of a stage, and the hooks of each module.
+
+    If no module has hooks, `hooks` is empty.
+    """
 
     modes: list[bool]
     hooks: list[Items]
 
 
 class Layers(Guard):
-    """The layers of partition `index`: its `modules`, the partition itself first."""
+    """The guard of the modes, hooks and constants of a partition's `modules`.
+
+    The first module is the partition itself; `index` is its index.
+    """
 
     def __init__(self, index: int, modules: list[nn.Module]) -> None:
         self._index = index
@@ -51,11 +57,11 @@ class Layers(Guard):
         self._constants = _constants(modules)
 
     def before_first_pass(self, task: GuardedTask) -> None:
-        """Note the states of the layers."""
+        """Note the modes and hooks of the layers."""
         task.noted[self] = self.states()
 
     def before_recomputation(self, task: GuardedTask) -> InPlace | None:
-        """Put the states of the layers back that they had before the first pass."""
+        """Return a context in which the layers have the modes and hooks of the task's forward."""
         before: LayerStates = task.noted[self]
         now = self.states()
         if now == before:
@@ -76,7 +82,7 @@ class Layers(Guard):
         return InPlace(changes)
 
     def states(self) -> LayerStates:
-        """Return the states of the layers now."""
+        """Return the current modes and hooks of the layers."""
         modes = []
         hooked = False
         for module in self._modules:
@@ -96,7 +102,7 @@ class Layers(Guard):
         return LayerStates(modes, hooks)
 
     def backward_begins(self) -> None:
-        """Raise `RuntimeError` if layers, or their constants, are others than in the forward."""
+        """Raise `RuntimeError` if layers or their constants have changed since the forward."""
         if modules_of(self._modules[0]) != self._modules:
             raise RuntimeError(
                 f"a layer of partition {self._index} was replaced, added or removed between "
@@ -117,14 +123,15 @@ class Layers(Guard):
 _UNDECLARED: dict[type, tuple[str, ...]] = {
     nn.MultiheadAttention: ("num_heads", "head_dim", "dropout"),
 }
-"""Constants of PyTorch's layers that their classes do not declare."""
+"""Constants of PyTorch's layers that are missing in `__constants__` of their classes."""
 
 
 def _constants(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
-    """Find what must not change between forward and backward, each with its module and name.
+    """Return the values that must not change between forward and backward.
 
-    That is what layers declare as constants (`__constants__`), as PyTorch's own do, such as a
-    dropout's `p`; a `forward` that was put on a layer; and hooks of all modules.
+    These are the attributes that a layer's class lists in `__constants__`, such as a dropout's `p`;
+    a `forward` that was set on a layer; and global hooks. Each value comes after its module and its
+    name.
     """
     found: list[tuple[nn.Module, str, object]] = []
     for module in modules:
@@ -139,10 +146,7 @@ def _constants(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
-    """Return `root` and all modules below it.
-
-    `root.modules()` does the same, and would take longer than a small task.
-    """
+    """Return `root` and all modules below it, like `root.modules()`, but faster."""
     found: dict[nn.Module, None] = {}
     unseen = [root]
     while unseen:

@@ -1,10 +1,11 @@
-"""Memory that tasks share: a change in place that a recomputation would not see is refused.
+"""Raise an error if a task's input is changed in place, because its recomputation needs the input.
 
-What goes wrong without it: the first layer of a partition is `nn.ReLU(inplace=True)`. Its first
-pass changes the task's input, and the recomputation would start from the changed one. (That layer
-says so by its attribute, and gets a copy. Others are refused.)
+What goes wrong without it: the first layer of a partition is `nn.ReLU(inplace=True)`. The forward
+changes the task's input, and the recomputation would start from the changed input. (A first layer
+with the attribute `inplace` gets a copy of the input. For other layers, an error is raised.)
 
-It costs one look at the version of each input, before and after each pass.
+This guard reads the version counters of the inputs, before and after the forward, and before the
+recomputation.
 """
 
 from __future__ import annotations
@@ -17,45 +18,45 @@ from torchgpipe.tensors.microbatch import Flat, Form, carrying
 
 
 class KeptInputs(Guard):
-    """The inputs that recomputations on partition `index` start from."""
+    """The guard of the tasks' inputs on partition `index`, which recomputations start from."""
 
     def __init__(self, index: int, partition: nn.Module) -> None:
         self._index = index
         self.begins_in_place = begins_in_place(partition)
 
     def given(self, inputs: Flat, form: Form) -> Flat:
-        """Return the inputs for one pass, with a copy of a tensor that the first layer changes."""
+        """Return the inputs for the layers; if the first layer changes its input, a copy of it."""
         x = inputs[0] if form is Tensor else None
         if x is None or not self.begins_in_place:
             return inputs
         return (carrying(x.detach().clone(), x), *inputs[1:])
 
     def before_first_pass(self, task: GuardedTask) -> None:
-        """Note how often each input was changed in place."""
+        """Note the version counter of each input."""
         task.noted[self] = versions(task.inputs or ())
 
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
-        """Raise `RuntimeError` if the first pass has changed an input in place."""
+        """Raise `RuntimeError` if the task's forward has changed an input in place."""
         if versions(task.inputs or ()) != task.noted[self]:
             raise RuntimeError(
-                f"partition {self._index} changed its input in place, so recomputing it from that "
-                "input would give something else; make its first layer out-of-place "
+                f"partition {self._index} changed its input in place, so a recomputation from that "
+                "input would compute another output; make its first layer out-of-place "
                 "(inplace=False) or use checkpoint='never'"
             )
 
     def before_recomputation(self, task: GuardedTask) -> None:
-        """Raise `RuntimeError` if an input has been changed in place since the first pass."""
+        """Raise `RuntimeError` if an input has been changed in place since the task's forward."""
         if versions(task.inputs or ()) != task.noted[self]:
             raise RuntimeError(
                 f"an input of partition {self._index} was changed in place after its forward, so a "
                 "recomputation would start from other values; do not change inputs before "
-                "backward(), and make a layer that does so out-of-place (inplace=False), or use "
-                "checkpoint='never'"
+                "backward(), make the layer that changes its input out-of-place (inplace=False), "
+                "or use checkpoint='never'"
             )
 
 
 def begins_in_place(partition: nn.Module) -> bool:
-    """Return whether the first layer has the attribute `inplace`: it changes its input."""
+    """Return whether the first layer changes its input, as its attribute `inplace` says."""
     layers = [partition]
     while layers and isinstance(layers[0], (nn.Sequential, nn.Identity, nn.Flatten)):
         layers = [*layers[0].children(), *layers[1:]]
@@ -63,16 +64,16 @@ def begins_in_place(partition: nn.Module) -> bool:
 
 
 def check_attributes(index: int, outputs: Flat) -> None:
-    """Raise `RuntimeError` if an attribute of an output of partition `index` has a graph.
+    """Raise `RuntimeError` if an attribute of an output of partition `index` requires grad.
 
-    That graph ends between partitions.
+    No gradient would come back through the attribute to this partition.
     """
     for y in outputs:
         attributes = {} if y is None else y.__dict__
         for name, value in attributes.items():
             if isinstance(value, Tensor) and value.requires_grad:
                 raise RuntimeError(
-                    f"attribute {name!r} of an output of partition {index} is a tensor that takes "
-                    "a gradient, which is lost between partitions; return it as an output of its "
-                    "own, or detach() it"
+                    f"attribute {name!r} of an output of partition {index} is a tensor that "
+                    "requires grad, but gradients of attributes are lost between partitions; "
+                    "return the tensor as a separate output, or detach() it"
                 )

@@ -1,11 +1,13 @@
-"""The modes around the caller's code, which PyTorch keeps for each thread apart.
+"""Run worker threads and recomputations in the modes of the caller's code, such as autocast.
 
-What goes wrong without it: the call is under autocast, and backward() outside of it. A worker
-thread would compute in float32, and a recomputation, too, though the first pass has computed in
-bfloat16.
+PyTorch has separate modes in each thread.
 
-Worker threads enter all modes. A recomputation enters those that may have changed since the first
-pass; where none has, that costs one look at the modes of its thread.
+What goes wrong without it: the model is called within autocast, and backward() is called outside.
+The layers should compute in bfloat16, but in a worker thread and in a recomputation, they would
+compute in float32.
+
+Worker threads enter all modes of the caller. A recomputation enters only modes that may differ from
+those of the forward. If no mode differs, it only reads the modes of its thread.
 """
 
 from __future__ import annotations
@@ -37,20 +39,22 @@ _WITH_AUTOCAST = {"cpu", "cuda", "xpu"}
 
 
 class AmbientModes(Guard):
-    """The modes of the thread that makes this, to be entered in another thread or at a later time.
+    """The modes of the current thread, to be entered in another thread or later.
 
-    They are grad mode, inference mode, autocast, the default type, modes of functions (the default
-    device is one) and operators, whether `__torch_function__` is on, and which pass an outer
-    pipeline is in. `threads` says whether several threads meet them at once.
+    These are grad mode, inference mode, autocast, the default dtype, each `TorchFunctionMode` (such
+    as the default device) and `TorchDispatchMode`, whether `__torch_function__` is on, and whether
+    an outer pipeline is checkpointing or recomputing. `threads` says whether several threads run in
+    these modes at the same time.
 
-    A mode of functions or operators whose attributes change meanwhile has state. It may only watch
-    (as its class may say by `only_watches = True`), so a recomputation leaves it out.
+    If the attributes of a `TorchFunctionMode` or a `TorchDispatchMode` change while the layers run,
+    a recomputation does not enter this mode. The same is true for a mode that changes no results,
+    if its class says so by `only_watches = True`.
 
     Attributes:
         grad: Whether gradients are on.
         casts: Whether autocast is on.
-        watched: The modes that may have state, each with what it held at first.
-        changed: Those of them that have changed, once all layers have run.
+        watched: The modes whose attributes may change, each with its attributes at the beginning.
+        changed: The modes whose attributes have changed, known after all layers have run.
         context: The context variables of the caller's code (`contextvars`).
     """
 
@@ -76,34 +80,34 @@ class AmbientModes(Guard):
         self.context = contextvars.copy_context()
 
     def again(self) -> Context:
-        """Return a context with these modes, for another thread or a later time."""
+        """Return a context that sets these modes in another thread or at a later time."""
         return self.before_recomputation() or NOTHING
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter all of the modes, in a worker thread."""
+        """Return a context that enters all modes in a worker thread."""
         phase = CheckpointPhase(checkpointing=self._checkpointing, recomputing=self._recomputing)
         inference = torch.inference_mode(self._inference)
         with inference, torch.set_grad_enabled(self.grad), phase, self.again():
             yield
 
     def before_recomputation(self, task: GuardedTask | None = None) -> Context | None:
-        """Return a context that sets autocast, the default type, and other modes as they were.
+        """Return a context that sets autocast, the default dtype and other modes as in the forward.
 
         Raises:
-            RuntimeError: The default type is another one now, which other threads would meet.
+            RuntimeError: The default dtype has changed, and all threads share it.
         """
         cast = self.casts or any(torch.is_autocast_enabled(kind) for kind in self._autocast)
         turned_off = self._torch_function and not torch_function_enabled()
         present = mode_stacks()
-        # Of NO_MODES, which nearly always are all that there is, there is only one.
+        # Most often there are no modes. They are then the same object, NO_MODES.
         others = present is not self._stacks and self._to_repeat(present) != self._stacks
         dtype = torch.get_default_dtype()
         if dtype != self._dtype and self._threads:
             raise RuntimeError(
-                f"the default type was {self._dtype} in forward and is {dtype} in backward, which "
-                "all threads share; call set_default_dtype() after backward(), or use "
-                "engine='graph'"
+                f"the default dtype was {self._dtype} in forward and is {dtype} in backward, but "
+                "all threads share one default dtype; call set_default_dtype() after backward(), "
+                "or use engine='graph'"
             )
         if not (cast or others or turned_off or dtype != self._dtype):
             return None
@@ -111,9 +115,10 @@ class AmbientModes(Guard):
 
     @contextmanager
     def _as_before(self, present: Sequence[list[Any]], turned_off: bool) -> Iterator[None]:
-        """Set modes as they were.
+        """Give this thread the noted modes, within this context.
 
-        Those of functions and operators are set if there are other modes, `present`, now.
+        `present` are the current `TorchFunctionMode`s and `TorchDispatchMode`s. If it is empty,
+        these two kinds of modes are not changed.
         """
         with ExitStack() as stack:
             if turned_off:
@@ -135,27 +140,27 @@ class AmbientModes(Guard):
             yield
 
     def all_have_run(self, *, refuse: bool = False) -> None:
-        """Note, after all layers have run, which modes have changed.
-
-        If `refuse` is set, as several threads have run, a mode that has changed is an error.
+        """Note which modes have changed their attributes; called after all layers have run.
 
         Raises:
-            RuntimeError: `refuse` is set, and a mode has changed.
+            RuntimeError: `refuse` is set (several threads have run), and a mode has changed.
         """
         self.changed = [mode for mode, before in self.watched if _state(mode) != before]
         self._all_have_run = True
         self._stacks = self._to_repeat(self._stacks)
         if refuse and self.changed:
             raise RuntimeError(
-                f"{type(self.changed[0]).__name__} around the pipeline has state of its own, which "
-                "several threads have changed at once; use engine='graph', or, if it changes "
-                "nothing else and threads may do so, write only_watches = True in its class"
+                f"{type(self.changed[0]).__name__} around the pipeline has state, which several "
+                "threads have changed at the same time; use engine='graph', or, if this mode "
+                "changes only its own state and is thread-safe, write only_watches = True in its "
+                "class"
             )
 
     def _to_repeat(self, stacks: Stacks) -> Stacks:
-        """Return the modes among these that a recomputation enters.
+        """Return the modes of `stacks` that a recomputation enters.
 
-        Until all layers have run, it is not known which modes have state, and all are entered.
+        A mode whose attributes have changed is left out. Before all layers have run, it is not
+        known which modes change, so all modes are returned.
         """
         stacks = _without_private(stacks)
         if stacks is NO_MODES or not self._all_have_run:
@@ -179,9 +184,10 @@ def _only_watches(mode: object) -> bool:
 
 
 def _state(value: object, depth: int = 4) -> object:
-    """Return what a mode holds, such that it can be compared later.
+    """Return the attributes of a mode in a form that can be compared later.
 
-    Of what is no plain value, return which object it is.
+    Containers and objects are compared by their contents, to a depth of 4. Objects without
+    attributes are compared by identity.
     """
     if isinstance(value, int | float | str | None):
         return value
@@ -194,9 +200,9 @@ def _state(value: object, depth: int = 4) -> object:
 
 
 class SetBackOnFailure(AbstractContextManager[None]):
-    """Set back, after a failure, the modes of this thread that contexts around tasks change.
+    """A context that restores the modes of this thread if an exception is raised inside.
 
-    An interrupt (Ctrl-C) can come right before a context is left, and then it never is.
+    This is needed after Ctrl-C: an interrupt can skip the `__exit__` of an inner context.
     """
 
     def __init__(self) -> None:

@@ -1,13 +1,12 @@
-"""Stand-ins: what tasks use in place of a partition's parameters.
+"""Stand-ins: detached parameters that tasks use instead of a partition's parameters.
 
 What goes wrong without it: a hook clips a parameter's gradient. It would run for every micro-batch,
-and clip each part.
+and clip each summand of the gradient.
 
-If the graphs of tasks ended in the parameters, each task would add to `.grad` by itself: hooks
-would run for every task, and `autograd.grad` would find nothing. So tasks run on stand-ins,
-detached parameters, which are put into the layers (in_place.py). A node of the caller's graph that
-comes after all tasks in backward (`one_node`) returns the gradients that were added up in the
-stand-ins.
+If the graphs of tasks ended in the parameters, each task would add its gradient to `.grad`. So
+hooks would run for every task, and `autograd.grad` would not work. Instead, stand-ins are put into
+the layers (in_place.py), and the gradients of all tasks are summed in the stand-ins. The caller's
+graph has a node (`one_node`) whose backward runs after all tasks, and returns these sums.
 """
 
 from __future__ import annotations
@@ -41,37 +40,37 @@ _LAZY = "{} has no shape for {!r} before its first input: run the layers once, t
 _OF_A_LAYER = "_made_by_a_layer"
 
 TOKEN = torch.empty(0, requires_grad=True)
-"""A dummy input that requires grad.
-
-With it, autograd makes a node even if no other input requires grad.
-"""
+"""A dummy input that requires grad: it makes autograd create a node in any case."""
 
 _TOKENS_NODE = accumulator_of(TOKEN)
-"""The node of the dummy input is held, as many threads use it.
+"""The node of the dummy input, which many threads use.
 
-In anomaly mode, two threads that make it at once can wait for each other for ever.
+In anomaly mode, two threads that create the node at the same time can deadlock. So it is created
+here, and kept.
 """
 
 
 class StandInParameters(Guard):
-    """Stand-ins for the parameters of partition `index`, which has these `modules`.
+    """The guard that replaces the parameters of partition `index` by detached parameters.
 
-    Each parameter that takes a gradient has one, also if it occurs twice. Stand-ins of an `outer`
-    run, which are given by their ids, stay: gradients are added to these. Buffers that take
-    gradients (a hypernetwork's output) have stand-ins, too, and count as parameters.
+    These are called stand-ins. Each parameter that requires grad gets one stand-in, even if
+    it occurs twice in `modules`. If the layers already have stand-ins of an outer run (`outer` has
+    their ids), these are used. A buffer that requires grad, such as the output of a hypernetwork,
+    is treated like a parameter.
 
-    In a backward, calls come in this order. An error is raised where gradients are there that no
-    task has added.
+    In a backward, these methods are called in this order. They raise an error if a stand-in has a
+    gradient that no task has added.
 
         begin             by the first task that the backward reaches
-        take              by the node, after all tasks; not if a backward is for inputs alone
-        _end              by autograd, at the very end; not if the backward fails
+        take              by the node of the caller's graph, after all tasks; not called if the
+                          backward is for inputs only
+        _end              by autograd, at the very end; not called if the backward fails
 
     Attributes:
-        by_parameter: The stand-in of each parameter that takes a gradient.
+        by_parameter: The stand-in of each parameter that requires grad.
         ids: The ids of these parameters and of their stand-ins.
-        needs: Which of all parameters take a gradient.
-        changes: What puts the stand-ins into the modules' dictionaries.
+        needs: For each parameter, whether it requires grad.
+        changes: The changes that put the stand-ins into the modules.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class StandInParameters(Guard):
         self.by_parameter: dict[Tensor, Tensor] = {}
         self.changes: list[Change] = []
         self._all: list[tuple[str, Tensor]] = []
-        # Parameters that take no gradient, with the dictionaries and names that they are found by.
+        # Parameters that require no grad, after the dictionary and the name of each.
         self._frozen: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         self._modules = list(modules)
         kept = sharded(self._modules)
@@ -102,10 +101,10 @@ class StandInParameters(Guard):
         self._ids = self._ids_watched()
         self.ids = {*map(id, self.by_parameter), *map(id, self.by_parameter.values())}
         self.needs = [p.requires_grad for _, p in self._all]
-        self._idle = True  # no backward has begun, or `take` has come
+        self._idle = True  # whether no backward has begun since the last call of `take`
         self._backward = -1  # the number of the latest backward
-        self._thread: int | None = None  # where it began, until it has ended
-        # Held for the same reason as `_TOKENS_NODE`: several threads may use one stand-in.
+        self._thread: int | None = None  # the thread in which a backward began, until it ends
+        # In anomaly mode, keep the nodes: two threads that create a node at once can deadlock.
         anomaly = torch.is_anomaly_enabled()
         self._nodes = [accumulator_of(x) for x in self.by_parameter.values()] if anomaly else []
 
@@ -177,23 +176,23 @@ class StandInParameters(Guard):
         if not alike:
             raise RuntimeError(
                 f"a layer of partition {self._index} replaced, added, froze or hooked a parameter "
-                "in its forward, which tasks that have graphs of their own cannot follow; do it "
-                "between steps"
+                "in its forward, which a pipeline does not support; change parameters between "
+                "steps only"
             )
         self._frozen = [(d, name, p) for d, name, p in self._frozen if not p.requires_grad]
         for module in self._modules:
             for buffer in module._buffers.values():
                 if buffer is None or buffer.grad_fn is None or id(buffer) in self.ids:
                     continue
-                # Its graph is that of this mini-batch, and not for the next one.
+                # Its graph is only for this mini-batch, so the next one needs no stand-in for it.
                 setattr(buffer, _OF_A_LAYER, True)
 
     def begin(self, backward: int) -> bool:
-        """Start the backward of this number; return `False` if it has started already.
+        """Start the backward with this number; return `False` if it has already started.
 
         Raises:
-            RuntimeError: Another backward is under way, or this one went through the layers before
-                it came to the pipeline.
+            RuntimeError: Another backward is in progress, or this backward has reached the layers
+                by another way than through the pipeline's outputs.
         """
         if backward == self._backward:
             return False
@@ -204,13 +203,13 @@ class StandInParameters(Guard):
                 "other begins"
             )
         left = self.take()
-        # Otherwise a backward has left them that failed, or was for inputs alone. They are dropped.
+        # If not idle, the last backward has failed, or was for inputs only. Drop its gradients.
         if idle:
             _refuse_any(left)
         self._backward, self._thread, self._idle = backward, here, False
         if backward_id() >= 0:
             at_end(self._end)
-        # A recomputation makes no graph of what was frozen when its first pass made none.
+        # A parameter that was frozen in the first pass stays frozen in the recomputation.
         thawed: dict[Tensor, Tensor] = {}
         for replaced, name, p in self._frozen:
             if p.requires_grad:
@@ -220,15 +219,15 @@ class StandInParameters(Guard):
         return True
 
     def _end(self) -> None:
-        """Note that the backward has ended; refuse a gradient that came after `take`."""
+        """Note the end of the backward; raise `RuntimeError` if a gradient came after `take`."""
         self._thread = None
         if self._idle:
             _refuse_any([stand_in.grad for stand_in in self.by_parameter.values()])
 
     def take(self, *, last: bool = False) -> list[Tensor | None]:
-        """Return the summed gradients, in the order of `by_parameter`, and clear them.
+        """Return the summed gradients in the order of `by_parameter`, and clear them.
 
-        With `last`, any later gradient is an error.
+        If `last` is set, a later gradient raises an error.
         """
         sums = []
         for stand_in in self.by_parameter.values():

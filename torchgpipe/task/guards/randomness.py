@@ -1,11 +1,11 @@
-"""How one task draws random numbers: its recomputation draws those of its first pass.
+"""Let the recomputation of a task draw the same random numbers as its forward.
 
-The GPipe paper has this in section 2.3.
+The GPipe paper describes this in section 2.3.
 
-What goes wrong without it: a dropout draws another mask in the recomputation: gradients of another
-output.
+What goes wrong without it: a dropout layer draws another mask in the recomputation. So the
+gradients do not belong to the output of the forward.
 
-engine/seeds.py says which task draws in which way.
+engine/seeds.py says from which generator each task draws.
 """
 
 from __future__ import annotations
@@ -41,39 +41,43 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
 
 
 def own_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
-    """Return the generators that are attributes of layers."""
+    """Return the `torch.Generator`s that are attributes of the modules."""
     return [
         value for m in modules for value in m.__dict__.values() if type(value) is torch.Generator
     ]
 
 
 def check_apart(generators: Iterable[Sequence[torch.Generator]]) -> None:
-    """Raise `RuntimeError` if partitions, whose own generators are given, have one in common."""
+    """Raise `RuntimeError` if two partitions share a generator.
+
+    `generators` has a list for each partition: the generators that its layers have as attributes.
+    """
     distinct = [g for own in generators for g in set(own)]
     if len(set(distinct)) < len(distinct):
         raise RuntimeError(
-            "several partitions draw from one torch.Generator, and not in the order in which the "
-            "layers would; give each layer a generator of its own"
+            "several partitions draw from the same torch.Generator, in another order than layers "
+            "without a pipeline; give each layer its own generator"
         )
 
 
 State = Tensor | tuple[int, int]
-"""A generator's state.
+"""The state of a generator; on a GPU the seed and the offset.
 
-On a device, it is the seed and the offset, which are read without waiting for the device.
+Seed and offset can be read without waiting for the GPU.
 """
 
 MakeContext = Callable[[], Context]
 
 
 class Randomness(Guard):
-    """What lets both passes of one task draw the same random numbers.
+    """The guard that makes a task's recomputation draw the random numbers of its forward.
 
     Args:
-        generators: Generators that are set back, for the recomputation, to the states that they had
-            before the first pass.
-        around: Makes a context for each pass, if there is need for one.
-        around_backward: Makes a context for the layers' backward, if there is need for one.
+        generators: Generators that are set back when the recomputation begins, to their states
+            before the forward.
+        around: Makes a context in which the layers run; `None` if no context is needed.
+        around_backward: Makes a context in which the layers' backward runs; `None` if no context is
+            needed.
     """
 
     def __init__(
@@ -89,20 +93,20 @@ class Randomness(Guard):
         self._after: Sequence[State] = ()
 
     def around(self) -> Context:
-        """Return a context for layers that run once."""
+        """Return the context in which the layers run."""
         return NOTHING if self._around is None else self._around()
 
     def before_single_pass(self, task: GuardedTask) -> Context | None:
-        """Return what to enter around the only pass."""
+        """Return the context for the only pass."""
         return None if self._around is None else self._around()
 
     def before_first_pass(self, task: GuardedTask) -> Context | None:
-        """Note the generators' states; return what to enter around the first pass."""
+        """Note the states of the generators; return the context for the task's forward."""
         self._before = [state_of(g) for g in self.generators]
         return None if self._around is None else self._around()
 
     def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
-        """Forget the generators that drew nothing: the recomputation leaves them alone."""
+        """Keep only the generators whose state has changed; other generators are not set back."""
         generators, starts, ends = [], [], []
         for generator, start in zip(self.generators, self._before, strict=True):
             end = state_of(generator)
@@ -113,23 +117,23 @@ class Randomness(Guard):
         self.generators, self._before, self._after = generators, starts, ends
 
     def before_recomputation(self, task: GuardedTask) -> Context | None:
-        """Return what to enter around the recomputation."""
+        """Return the context for the recomputation."""
         if self.generators:
             return self._as_in_first()
         return None if self._around is None else self._around()
 
     def before_backward(self, task: GuardedTask) -> Context | None:
-        """Return what to enter around the layers' backward."""
+        """Return the context for the layers' backward."""
         return None if self._around_backward is None else self._around_backward()
 
     @contextmanager
     def _as_in_first(self) -> Iterator[None]:
-        """Set the generators back to where the first pass began.
+        """Set the generators to their states before the task's forward, within this context.
 
-        Raise `RuntimeError` if the recomputation ends elsewhere than the first pass.
+        Raise `RuntimeError` if their states at the end differ from those after the forward.
         """
-        # Autograd may recompute for several devices at once, each in a thread; the CPU's generator
-        # is one for all.
+        # Autograd may recompute for several devices at the same time, each in its own thread. All
+        # threads share the CPU's generator.
         alone = _one_at_a_time if len(self.generators) > 1 else NOTHING
         with alone, self.around():
             present = [state_of(g) for g in self.generators]
@@ -152,7 +156,7 @@ def state_of(g: torch.Generator) -> State:
 def same(a: State, b: State) -> bool:
     """Return whether two states are equal.
 
-    No operator on tensors is called, as it would count as one of the task's.
+    This calls no tensor operator, because modes and profilers would see it as one of the task's.
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return string_at(a.data_ptr(), a.nbytes) == string_at(b.data_ptr(), b.nbytes)

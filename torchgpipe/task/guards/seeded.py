@@ -1,10 +1,10 @@
-"""Draw with a seed of a task's own.
+"""Give each task its own seed, in one of two ways that draw the same random numbers.
 
-The task draws from a generator that only it has, or from the default generator for a while.
+`PrivateGenerator` makes the task draw from its own generator. Worker threads need this, because
+their tasks run at the same time, and all threads share the CPU's default generator.
 
-Both draw the same numbers. Workers need the first, as their tasks run at once and the CPU's default
-generator is one for all threads. The second is for ranks: it costs less, as it need not watch every
-operator.
+`SeededDefault` seeds the default generator while the task runs. Ranks use this. It costs less time,
+because it does not need to watch every operator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchgpipe.tensors._autograd import (
 )
 
 DEFAULT_GENERATOR_LOCK = threading.RLock()
-"""Held by whoever sets the state of the CPU's default generator, which all threads share."""
+"""The lock to hold while the state of the CPU's default generator is set: all threads share it."""
 
 _set_default = torch.default_generator.set_state
 
@@ -45,11 +45,10 @@ HIGHER_ORDER = (
 
 
 class SeededDefault:
-    """Let a task draw from the default generator, seeded for it.
+    """A context in which the default generator has the seed of one task.
 
-    One object is entered around both passes of the task.
-
-    Afterwards the generator is as it was before. `drew` is called then, if there was a draw.
+    The task's forward and its recomputation enter the same object. On leaving, the generator gets
+    its old state back, and `drew` is called if the task has drawn random numbers.
     """
 
     def __init__(self, seed: int, drew: Callable[[], None]) -> None:
@@ -84,13 +83,14 @@ _thread = _Thread()
 
 
 class PrivateGenerator(TorchDispatchMode):
-    """Let operators within this context draw random numbers from a generator of its own.
+    """A context in which operators draw random numbers from a private generator, with this seed.
 
-    Operators that accept a generator are given it. The few that accept none take the default
-    generator, which is put into the own one's state for as long; they run one at a time. `drew` is
-    called at each draw. An operator to which a layer gives a generator is left alone.
+    An operator that has an argument `generator` gets the private generator. A few random operators
+    have no such argument. While such an operator runs, the default generator has the state of the
+    private generator; only one thread at a time does this. `drew` is called at each draw. If a
+    layer passes its own generator to an operator, nothing is changed.
 
-    As this sees every operator, it also calls `exchanged` before each collective.
+    This mode sees every operator, so it also calls `exchanged` before each collective operation.
     """
 
     supports_higher_order_operators = True  # to refuse them in a line of its own
@@ -111,19 +111,19 @@ class PrivateGenerator(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let layers be compiled within this context; what is compiled still draws from it."""
+        """Allow `torch.compile` in this mode; compiled layers draw from the generator, too."""
         return True
 
     @staticmethod
     def present() -> PrivateGenerator | None:
-        """Return the innermost such context of the running thread, if there is one."""
+        """Return the innermost private generator of the current thread, if there is one."""
         return _thread.private
 
     @staticmethod
     def back_to(outer: PrivateGenerator | None) -> None:
-        """Leave all such contexts that were entered within `outer`.
+        """Make `outer` the innermost private generator of the current thread again.
 
-        The caller sets back which modes the thread has.
+        The caller must also restore the thread's dispatch modes.
         """
         _thread.private = outer
 
@@ -191,7 +191,7 @@ def _kind(func: Any) -> str:
 
 
 class _OfThisThread:
-    """In place of the default generator: this thread's private one, where it has one."""
+    """A proxy of the default generator; in a thread with a private generator, of that generator."""
 
     def __getattr__(self, name: str) -> Any:
         private = _thread.private
@@ -199,7 +199,10 @@ class _OfThisThread:
 
 
 class Everywhere(AbstractContextManager[None]):
-    """A setting of the whole process that has another `value` while any thread is within this."""
+    """A context that sets a setting of the whole process to `value`.
+
+    The setting gets its old value back when the last thread has left the context.
+    """
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], object], value: object) -> None:
         self._get, self._put, self._value = get, put, value
@@ -224,13 +227,13 @@ ASKING_PRIVATE_GENERATORS = Everywhere(
     lambda g: vars(torch.random).update(default_generator=g),
     _OfThisThread(),
 )
-"""Let `torch.get_rng_state` and its like reach a task's private generator.
+"""A context in which functions such as `torch.get_rng_state` use a task's private generator.
 
-These are `set_rng_state`, `fork_rng` and `manual_seed`.
+The other functions are `set_rng_state`, `fork_rng` and `manual_seed`.
 """
 
 
 def _default_seed() -> int:
-    # With the lock: for a moment, the default generator may have the state of another thread's.
+    # The lock is needed: for a short time, the default generator can have another thread's state.
     with DEFAULT_GENERATOR_LOCK:
         return torch.default_generator.initial_seed()

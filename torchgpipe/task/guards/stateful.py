@@ -1,10 +1,11 @@
-"""What layers compute must not depend on the state of a mode around the pipeline.
+"""Check that layers do not depend on the changing state of a mode around the pipeline.
 
-What goes wrong without it: a mode of operators, around the call, counts operators and scales each
-tenth. A recomputation, which leaves such a mode out, would give something else.
+What goes wrong without it: the pipeline is called within a `TorchDispatchMode` that counts
+operators, and scales the output of each tenth operator. A recomputation does not enter a mode that
+changes its attributes, so it would compute other values.
 
-So the outputs of first passes are kept where a mode may have state, and compared. Where none has, a
-stage has no such guard.
+So the outputs of tasks' forwards are kept, and compared with the outputs of the recomputations. A
+stage only has this guard if there is a mode that could change.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from torchgpipe.tensors.microbatch import Flat
 
 
 class StatefulModes(Guard):
-    """Modes around the pipeline, which partition `index` may depend on."""
+    """The guard that compares the outputs of a recomputation with those of the task's forward.
+
+    They can differ if a mode around the pipeline changes its own attributes.
+    """
 
     def __init__(self, index: int, ambient: AmbientModes) -> None:
         self._index = index
@@ -26,7 +30,10 @@ class StatefulModes(Guard):
         task.noted[self] = [None if y is None else y.detach().clone() for y in outputs]
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """Raise `RuntimeError` if the outputs are others, and a mode has changed."""
+        """Raise `RuntimeError` if a mode has changed, and outputs differ from those of the forward.
+
+        A mode has changed if its attributes have changed.
+        """
         if not self._ambient.changed:
             return
         for x, y in zip(task.noted[self], outputs, strict=False):
@@ -35,7 +42,7 @@ class StatefulModes(Guard):
             equal = (x == y) | (x != x) & (y != y)  # NaN is not equal to NaN
             if not equal.all():
                 raise RuntimeError(
-                    f"what partition {self._index} computes depends on state of "
+                    f"the output of partition {self._index} depends on the state of "
                     f"{type(self._ambient.changed[0]).__name__} around the pipeline, so its "
-                    "recomputation gives something else; use checkpoint='never'"
+                    "recomputation returns another output; use checkpoint='never'"
                 )

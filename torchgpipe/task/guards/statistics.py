@@ -1,10 +1,11 @@
-"""Running statistics of normalization layers in training: only the first pass updates them.
+"""Let a task's forward update the running statistics of batch norms, but not its recomputation.
 
-What goes wrong without it: a batch norm in a checkpointed task. Its recomputation would update the
+What goes wrong without it: a checkpointed task has a batch norm. Its recomputation would update the
 running statistics a second time.
 
-In training the output of such a layer does not depend on its statistics, so a recomputation leaves
-them alone, and needs no copy of them. A layer that reads them in spite of that is refused.
+In training, the output of a batch norm does not depend on its running statistics. So a
+recomputation neither updates them nor needs a copy of them. If a layer reads the statistics in a
+recomputation, an error is raised.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _FORWARDS = {kind.forward for kind in (_BatchNorm, nn.SyncBatchNorm, DeferredBat
 
 
 def norms_in_training(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Return the normalization layers whose output does not depend on their statistics now."""
+    """Return the batch norms in training, whose output does not depend on running statistics."""
     found = set()
     for module in modules:
         if isinstance(module, torch.jit.ScriptModule):
@@ -39,7 +40,7 @@ def norms_in_training(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 class Statistics(Guard):
-    """The running statistics of the `norms` of a stage."""
+    """The guard of the running statistics of `norms`, the batch norms of a stage."""
 
     def __init__(self, norms: Iterable[nn.Module]) -> None:
         self._unread = []
@@ -49,19 +50,23 @@ class Statistics(Guard):
             self._untracked.append(Change(norm.__dict__, "track_running_stats", False))
 
     def before_recomputation(self, task: GuardedTask) -> InPlace:
-        """Let the layers neither update nor read the statistics."""
+        """Return a context in which the layers neither update nor read running statistics."""
         return InPlace([*self._unread, *self._untracked])
 
     def before_backward(self, task: GuardedTask) -> InPlace:
-        """Let the layers not read the statistics: `torch.utils.checkpoint` may run them again."""
+        """Return a context for a task's backward, in which layers cannot read running statistics.
+
+        In backward, `torch.utils.checkpoint` may run the layers again.
+        """
         return InPlace(self._unread)
 
 
 class _Unread(dict[str, Any]):
-    """The buffers of a batch norm that normalizes by its input, and needs no statistics.
+    """The buffers of a batch norm in training; reading them in a recomputation raises an error.
 
-    It is in place in a recomputation, and in backward, in which a checkpoint may run the layer once
-    more and would save the statistics in place of other tensors.
+    This dictionary replaces the module's buffers in a recomputation and in backward. In backward,
+    `torch.utils.checkpoint` may run the layer again. It would then save the running statistics in
+    the place of other tensors.
     """
 
     def __getitem__(self, name: str) -> Any:

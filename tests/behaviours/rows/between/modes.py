@@ -110,8 +110,8 @@ def counted(run: nn.Module, x: Tensor, by: Any = once, *, safe: bool = False) ->
     return mode.calls
 
 
-TYPE = dict.fromkeys(("workers always", "workers except_last"), "default type was")
-STATE = "has state of its own"
+TYPE = dict.fromkeys(("workers always", "workers except_last"), "default dtype was")
+STATE = "has state, which"
 APART = {"ranks": "each counts what its own layers call"}
 NOTE = "Also around one of the two: a recomputation is in the modes of its forward."
 TWO_EACH: Any = {"layers": met, "balance": (2, 2, 2)}

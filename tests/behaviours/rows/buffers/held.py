@@ -253,7 +253,7 @@ for what, layer in (
     ROWS.append(three(what, between_linears(layer), use=steps))
 ROWS += [
     three(
-        "a buffer that grows once", holding(once), use=steps, refused=checkpointed("is no buffer")
+        "a buffer that grows once", holding(once), use=steps, refused=checkpointed("not a buffer")
     ),
     Row(
         "one memory in buffers of two partitions",
