@@ -1,12 +1,13 @@
-"""Check without a clock that the tasks of pipelines overlap: tasks that run at once must meet.
+"""Check that the tasks of a pipeline overlap, without measuring time.
 
-    python -m benchmarks.gates.meeting    # exit with 1 if tasks do not meet that should
+    python -m benchmarks.gates.meeting    # exit with 1 if tasks do not overlap that should
 
-In the replay of the schedule's lists, some tasks begin while another task runs. Here, this task
-waits until all of them have begun. If the pipeline lets them overlap, the wait is short. If it does
-not, no time would be enough, and a line names the task and one that did not begin. A wait ends
-after a number of looks, not of seconds, and a scene with a missing task is run again with many more
-looks. So a busy machine makes this program slower, but changes no answer.
+Replaying the schedule tells which tasks begin while another task runs. In the real pipeline, a task
+waits until all tasks have begun that begin during it in the replay. If the pipeline lets these
+tasks overlap, the wait is short. If the pipeline runs them one after another, the wait could never
+end. Then a line names the task and a task that did not begin. A wait ends after a number of looks
+at a shared store, and not after a number of seconds. If a task did not begin, the training step is
+run again with many more looks. So a busy machine makes this program slower, but changes no answer.
 
 On simulated devices no task waits. There, the clocks of the streams say when tasks begin and end.
 """
@@ -50,9 +51,9 @@ Run = Callable[["Scene", int], str | None]
 class Scene(NamedTuple):
     """A training step with a schedule, or a forward without gradients.
 
-    The schedule `GPipe` runs a forward and a backward, and other schedules run with `step`. An
-    action takes one unit of time. With `ahead`, each stage's first action of a direction takes two
-    units, so that every sender gets ahead.
+    With the schedule `GPipe`, a forward and a backward run separately. With other schedules,
+    `model.step` runs. An action takes one unit of time. If `ahead` is true, each stage's first
+    forward and first backward take two units, so that every sender gets ahead of its receiver.
     """
 
     mode: Mode
@@ -71,7 +72,7 @@ class Scene(NamedTuple):
         return ", ".join(parts)
 
     def seconds(self, action: Action) -> float:
-        """Return how long an action takes in the schedule."""
+        """Return how many units of time an action takes in the schedule's replay."""
         first = action[:2] in (("forward", 0), ("backward", M - 1))
         return 2.0 if self.ahead and first else 1.0
 
@@ -86,8 +87,8 @@ for name in ("1F1B", "Interleaved1F1B", "ZBH1"):
 def spans(scene: Scene, copy: float = 0.0) -> Times:
     """Return when each action of a schedule begins and ends, and each copy if copies take time.
 
-    On simulated devices, copies take time, and a boundary has room for any number of items.
-    Elsewhere, it has room for one.
+    On simulated devices, copies take time, and the number of items between two stages is not
+    limited. In other cases, there is room for one item between two stages.
     """
     schedule = make(scene.schedule, N, M, checkpoint=scene.mode)
     sent: set[Action] = set()
@@ -110,7 +111,7 @@ def spans(scene: Scene, copy: float = 0.0) -> Times:
 
 
 def mates(times: Times) -> dict[str, list[str]]:
-    """Return, for each action or copy, all others that begin while it runs."""
+    """Return, for each action or copy, all other actions and copies that begin while it runs."""
     found: dict[str, list[str]] = {}
     for work, (start, end) in times.items():
         found[work] = []
@@ -121,7 +122,10 @@ def mates(times: Times) -> dict[str, list[str]]:
 
 
 class Board:
-    """The meeting place of a scene's tasks, in a store that threads or processes share."""
+    """A store that threads or processes share, and in which each task notes that it has begun.
+
+    A task uses the store to wait for the tasks that overlap with it.
+    """
 
     def __init__(self, scene: Scene, looks: int) -> None:
         self.scene = scene
@@ -130,9 +134,10 @@ class Board:
         self.store: Any = None
 
     def begins(self, task: Task) -> AbstractContextManager[object]:
-        """Wait until all mates have begun.
+        """Note that a task has begun, and wait until all tasks have begun that overlap with it.
 
-        The wait ends after `self.looks` looks, or when another task has waited in vain.
+        The wait ends after `self.looks` looks at the store, or when another task has waited in
+        vain.
         """
         name = str(Action(*task))
         self.store.set(name, "")
@@ -148,7 +153,7 @@ class Board:
     def twice(
         self, store: Any, model: Any, after: Callable[[], object] = lambda: None
     ) -> str | None:
-        """Run a step twice, as a pipeline's first mini-batch is unlike later ones.
+        """Run a step twice, because a pipeline's first mini-batch is unlike later ones.
 
         Return a line about a task that waited in vain, or `None`.
         """
@@ -164,7 +169,7 @@ class Board:
 
 
 def step(scene: Scene, model: Any, between: Callable[[], object] = lambda: None) -> None:
-    """Run a scene. Between forward and backward of `GPipe`, call `between`."""
+    """Run a scene's step. With the schedule `GPipe`, call `between` before the backward."""
     gpipe = scene.schedule == "GPipe"
     run = model.loss if gpipe else model.step
     with torch.set_grad_enabled(scene.grad):
@@ -175,7 +180,7 @@ def step(scene: Scene, model: Any, between: Callable[[], object] = lambda: None)
 
 
 def pipeline(scene: Scene, devices: Sequence[Any], engine: Any) -> GPipe:
-    """Return a pipeline that runs a scene, with a layer for each stage."""
+    """Return a pipeline for a scene, with one layer for each stage."""
     n = len(make(scene.schedule, N, M).placement)
     return GPipe(
         _layers(n),
@@ -194,20 +199,29 @@ def _layers(n: int) -> nn.Sequential:
 
 
 def over_workers(scene: Scene, looks: int) -> str | None:
-    """Run a scene in threads."""
+    """Run a scene with the engine that has one thread per partition.
+
+    Return a line if tasks do not overlap.
+    """
     model = pipeline(scene, ["cpu"] * N, "workers")
     return Board(scene, looks).twice(dist.HashStore(), model)  # type: ignore[attr-defined]
 
 
 def on_rank(scene: Scene, looks: int, store: Any) -> str | None:
-    """Run a scene as a rank. All ranks share `store`, which has to be new."""
+    """Run a scene as one rank of a distributed pipeline.
+
+    All ranks share `store`, which has to be new. Return a line if tasks do not overlap.
+    """
     model = DistributedGPipe(_layers(N), [1] * N, chunks=M, checkpoint=scene.mode)
     with closing(model):
         return Board(scene, looks).twice(store, model, dist.barrier)
 
 
 class Ranks:
-    """Processes that run scenes. They are forked, so create this before there are other threads."""
+    """Processes that run scenes as ranks.
+
+    They are forked, so create this object before the program starts other threads.
+    """
 
     def __init__(self) -> None:
         self._launched = Launched("fork", N, _serve)
@@ -217,7 +231,7 @@ class Ranks:
         self._runs = 0
 
     def run(self, scene: Scene, looks: int) -> str | None:
-        """Run a scene on all ranks."""
+        """Run a scene on all ranks. Return a line if tasks do not overlap."""
         self._runs += 1
         self._launched.send((str(self._runs), scene, looks))
         running = set(range(N))
@@ -240,7 +254,10 @@ def _serve(k: int, link: Connection) -> None:
 
 
 def on_devices(scene: Scene, looks: int = 0) -> str | None:
-    """Run a scene with the graph engine on simulated devices; a copy takes as long as a task."""
+    """Run a scene with the graph engine on simulated devices, where a copy takes as long as a task.
+
+    Return a line if tasks do not overlap.
+    """
     found = _times_on_devices(scene)
     expected = spans(scene, 1.0)
     mates_of = mates(expected)
@@ -283,7 +300,7 @@ def _times_on_devices(scene: Scene) -> Times:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run every scene on every engine; print the first loss of each engine."""
+    """Run every scene on every engine, and print each engine's first scene without overlap."""
     command("gates.meeting", __doc__, json=False).parse_args(arguments)
     with closing(Ranks()) as ranks:
         lost = [
@@ -299,7 +316,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _first_lost(engine: str, run: Run, scenes: Sequence[Scene]) -> str | None:
-    """Return a line about the first scene in which tasks do not meet, also after many looks."""
+    """Return a line about the first scene whose tasks do not overlap, or `None`.
+
+    A scene counts only if its tasks do not overlap in a second run with many more looks either.
+    """
     for scene in scenes:
         if run(scene, LOOKS):
             line = run(scene, MANY)

@@ -1,4 +1,4 @@
-"""Define an experiment as data: its scales, each with rows and the machine that they need."""
+"""Define the classes of an experiment: it has scales, and a scale has rows and memory needs."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -31,9 +31,9 @@ COMPONENTS: tuple[Component, ...] = ("dependency", "streams", "portals")
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Name an optimizer of `torch.optim` and its options.
+    """An optimizer of `torch.optim` and its options.
 
-    `state` counts the values that the optimizer keeps per parameter.
+    `state` is the number of values that the optimizer stores for each parameter value.
     """
 
     name: str
@@ -46,7 +46,7 @@ SGD = Optimizer(name="SGD", options={"lr": 0.1, "momentum": 0.0}, state=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Configure one training run completely."""
+    """The complete settings of one training run."""
 
     name: str = ""
     configuration: str = ""
@@ -59,15 +59,15 @@ class Row:
     checkpoint: Checkpoint | None = None
     balance: tuple[int, ...] | None = None  # None: the balance is profiled before the run
     optimizer: Optimizer = SGD
-    # `loss(output, target)` is a mean over samples. A name is of a function in
-    # `torch.nn.functional`.
+    # `loss(output, target)` is a mean over samples. If `loss` is a string, it is the name of a
+    # function in `torch.nn.functional`.
     loss: "str | Callable[[Any, Any], Tensor]" = "cross_entropy"
     num_classes: int | None = 1000
     options: Mapping[str, Json] = field(default_factory=dict)  # further settings for the record
     components: tuple[Component, ...] = COMPONENTS  # the parts of the pipeline that are switched on
     deferred_batch_norm: bool = False
-    # What rows that nobody has published have in common: the size of their batches or micro-batches
-    # (naive, checkpoint-only and GPipe), or their model (plain and pipelined).
+    # The size that rows without a published counterpart have in common: the size of their batches
+    # or micro-batches (naive, checkpoint-only and GPipe), or their model (plain and pipelined).
     equal: Equal | None = None
     steps_per_epoch: int = 0
     skip_epochs: int = 0  # the steps of the first epochs are not timed
@@ -79,9 +79,9 @@ class Row:
 
     @property
     def group(self) -> str:
-        """Name the row's group.
+        """The name of the group that the row belongs to.
 
-        The rows of a group are compared: they run in turn, and share a table.
+        The rows of a group are compared with each other: they run alternately, and share a table.
         """
         if self.equal == "model":
             return self.model
@@ -89,53 +89,53 @@ class Row:
 
     @property
     def extra(self) -> bool:
-        """Say whether the row runs only with --all or --row."""
+        """Whether the row runs only with the options --all or --row."""
         return self.configuration == PUBLISHED_BALANCE or self.equal == "micro-batch"
 
     @property
     def devices(self) -> int:
-        """Count the devices that the row needs."""
+        """The number of devices that the row needs."""
         return self.partitions or 1
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Give the largest micro-batch's size, as `torch.chunk` splits; None without a pipeline."""
+        """The size of the largest micro-batch, if `torch.chunk` splits; None without a pipeline."""
         if self.chunks is None:
             return None
         return math.ceil(self.batch_size / self.chunks)
 
     @property
     def micro_batches(self) -> int | None:
-        """Count the micro-batches that `torch.chunk` makes, which may be fewer than `chunks`."""
+        """The number of micro-batches that `torch.chunk` makes. It can be smaller than `chunks`."""
         size = self.micro_batch_size
         if size is None:
             return None
         return math.ceil(self.batch_size / size)
 
     def work(self) -> float:
-        """Guess the relative cost of a step.
+        """Return a guess of a step's relative cost.
 
-        It has no unit, and is only good for estimating the time left.
+        The cost has no unit, and is only good for estimating the time that is left.
         """
         recomputation = 1.3 if self.checkpoint in ("always", "except_last") else 1
         return self.batch_size * math.prod(self.size) * recomputation
 
     @property
     def sized(self) -> "SizedModel":
-        """Name the model in the row's sizes, which can build it and draw mini-batches for it."""
+        """The row's model with its sizes, as an object that can build the model and draw data."""
         from reproduce.models.built import SizedModel
 
         return SizedModel(self.model, self.size, self.input_shape, self.num_classes)
 
     @property
     def criterion(self) -> Callable[[Any, Any], "Tensor"]:
-        """Return the loss as a function."""
+        """The loss as a function of output and target."""
         from torch.nn import functional
 
         return getattr(functional, self.loss) if isinstance(self.loss, str) else self.loss
 
     def config(self) -> dict[str, Json]:
-        """Return the row as a record's `config`, under the names of the published tables."""
+        """Return the row as a record's `config`, with the names of the published tables as keys."""
         from reproduce.models.built import MODELS
 
         config: dict[str, Json] = {
@@ -173,7 +173,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Choose an experiment's sizes, and say what they ask of a machine."""
+    """One of the sizes in which an experiment runs: its rows, and the machine that they need."""
 
     name: str
     rows: tuple[Row, ...]
@@ -185,7 +185,7 @@ class Scale:
     seconds: float | None = None  # a time limit for all rows together
 
     def settings(self) -> dict[str, Json]:
-        """Return how steps are counted, as a run's record keeps it."""
+        """Return how many steps are run and timed, in the form of a record's settings."""
         return {
             "steps": self.steps,
             "warmup": self.warmup,
@@ -194,7 +194,7 @@ class Scale:
         }
 
 
-# The scales of experiments that time steps, without their rows.
+# The scales of experiments that time steps, still without rows.
 PAPER_SCALE = Scale(
     name="paper", rows=(), memory=P40_MEMORY, cuda=True, steps=20, warmup=2, seconds=1800
 )
@@ -205,7 +205,7 @@ SMALL_SCALE = Scale(
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Define an experiment: what it measures, its scales, and the published table it reproduces.
+    """An experiment: what it measures, its scales, and the published table that it reproduces.
 
     `table` is None if nobody has published such a table.
     """
@@ -217,6 +217,6 @@ class Experiment:
     table: str | None = None
 
     def scale(self, name: str) -> Scale:
-        """Return the scale called `name`; raise `KeyError` if there is none."""
+        """Return the scale called `name`; raise `KeyError` if there is no such scale."""
         scales = {scale.name: scale for scale in self.scales}
         return scales[name]
