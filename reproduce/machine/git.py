@@ -14,14 +14,14 @@ from reproduce.machine.description import ROOT
 
 
 class Git(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Name the source: a revision, and the changes to it."""
+    """A version of the source code: a git revision, and changes that are not committed."""
 
     revision: str
     dirty: bool  # whether a tracked file differed from the revision
     changes: str | None = None  # a digest of the differences; missing for older runs
 
     def name(self, digits: int, sign: str = "+") -> str:
-        """Return the first digits of the revision, followed by `sign` and the digest of any changes."""
+        """Return the first digits of the revision, then `sign` and the digest of any changes."""
         revision = self.revision[:digits]
         if not self.dirty:
             return revision

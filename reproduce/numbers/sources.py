@@ -110,7 +110,7 @@ class Entry:
 
     @property
     def hardware(self) -> str | None:
-        """The name of the hardware description of a prediction; None if the row is not predicted."""
+        """The name of the hardware description of a prediction; None if nothing was predicted."""
         if self.result.status != "predicted":
             return None
         return hardware_name(self.record, self.result)

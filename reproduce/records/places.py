@@ -22,7 +22,7 @@ Json = Any  # None, bool, int, float, str, and lists and dicts of them
 
 
 def need_checkout(command: str, instead: str = "") -> None:
-    """Raise `Error` if this program is an installed package, and not a checkout of the repository."""
+    """Raise `Error` if this program is an installed package instead of a checkout."""
     if RESULTS == PACKAGED:
         raise Error(
             f"{command} needs a checkout of the repository: run 'python -m reproduce {command}' "

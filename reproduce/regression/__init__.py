@@ -1,4 +1,4 @@
-"""Find out whether a change slowed training down, by timing two source trees alternately in one job.
+"""Find out whether a change slowed training down, by timing two source trees in one job.
 
 This folder may import `tables` and the folders below it. It may not import `report`.
 """

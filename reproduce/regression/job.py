@@ -46,7 +46,7 @@ class Settings:
 
 @dataclass
 class Samples:
-    """The measurements of a case: seconds per step, the clock, and reasons why a side cannot run it.
+    """The measurements of a case: seconds per step, the clock, and why a side cannot run the case.
 
     There is a list of samples for each restart. The i-th samples of both sides are a pair.
     """

@@ -91,7 +91,7 @@ def committed(project: Project, revision: str, folder: Path) -> Tree:
 
 
 def snapshot(project: Project, folder: Path) -> Tree:
-    """Copy the package of the working tree with its uncommitted changes, except files that git ignores.
+    """Copy the package of the working tree with uncommitted changes, but without ignored files.
 
     If the user edits the working tree during the job, the copy does not change.
     """
@@ -111,7 +111,7 @@ def snapshot(project: Project, folder: Path) -> Tree:
 
 
 def _built(project: Project, folder: Path, name: str) -> Path:
-    """Build the package of the copy in `folder`, and return the folder to import the package from."""
+    """Build the package of the copy in `folder`, and return the folder to import it from."""
     build = project.build or "true"
     # The output of the build goes to stderr, because stdout is for the table.
     code = subprocess.run(build, shell=True, cwd=folder, stdout=2).returncode

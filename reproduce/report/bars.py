@@ -37,7 +37,7 @@ class Bar:
 
 
 def memory_figures(subject: Subject) -> Iterator[Captioned]:
-    """Yield figures of memory with captions: one for each source of numbers and each kind of bytes."""
+    """Yield figures of memory with captions, one for each source of numbers and kind of bytes."""
     for source in subject.sources:
         for value, kind in KINDS.items():
             stacks = _measured(source, value)

@@ -1,4 +1,4 @@
-"""Hold one experiment that is being run, and what speed, memory and accuracy runs share."""
+"""Define the session of an experiment that is running, for speed, memory and accuracy runs."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ UNITS = {
 
 @dataclass(kw_only=True)
 class Session:
-    """One experiment that is run: every row ends in a result of `recorder`."""
+    """An experiment that is running. Every row ends in a result of `recorder`."""
 
     experiment: Experiment
     scale: Scale
@@ -78,10 +78,11 @@ class Session:
     load: Load = field(default_factory=Load)  # tells how much others have of the machine
 
     def link(self, row: Row) -> Link | None:
-        """Return the times of the row's copies in an emulation; None if they take no time.
+        """Return the link that gives the times of the row's copies in an emulation, or None.
 
-        The times come from the user's hardware description. If the user gave none, they come from
-        the description of GPUs like those here, else from the one that the row names.
+        None means that copies take no time. The link is made from the user's hardware description.
+        If the user gave none, it is made from the description of GPUs like the ones of this machine
+        or, if there is none, from the description that the row names.
         """
         own = own_links(self.devices)
         name = self.hardware.name if self.hardware is not None else own or row.link
@@ -100,7 +101,7 @@ class Session:
         return f"{self.experiment.name} {name}"
 
     def start(self, text: str, job: str = "") -> None:
-        """Show what starts now. With a job, it counts as a step of that job."""
+        """Show what starts now. If a job is given, this is a step of the job."""
         self.check()
         self.progress.start(job, text)
 
@@ -109,7 +110,7 @@ class Session:
         self.progress.finish(self.job(name), steps)
 
     def result(self, row: Row, **fields: Any) -> Result:
-        """Return a result for `row` with these fields. By default it is measured, with threads."""
+        """Return a result for `row` with the given fields. By default it is measured, with threads."""
         found = Result(
             experiment=self.experiment.name,
             row=row.name,
@@ -123,31 +124,31 @@ class Session:
         return replace(found, **fields)
 
     def put(self, row: Row, **fields: Any) -> None:
-        """Record the row's result with these fields, and write the record."""
+        """Add a result of the row, with the given fields, to the record, and write the file."""
         self.recorder.put(self.result(row, **fields))
         self.recorder.save()
 
     def has_result(self, row: Row, **how: Any) -> bool:
-        """Say whether the record has a result of the row, run in the way `how`.
+        """Return whether the record has a result of the row that was run in the way `how`.
 
         A row that has not run yet has a placeholder in the record, whose status is "interrupted".
         """
         return self.recorded(row, **how).status != "interrupted"
 
     def recorded(self, row: Row, **how: Any) -> Result:
-        """Return the recorded result of the row, run in the way `how`, or a new placeholder."""
+        """Return the recorded result of the row that was run in the way `how`, or a new placeholder."""
         empty = self.result(row, **how, status="interrupted")
         return self.recorder.results.get(empty.key, empty)
 
     def add_values(self, row: Row, values: dict[str, Json], **how: Any) -> None:
-        """Add values to the recorded result of the row, and write the record."""
+        """Add values to the recorded result of the row, and write the record to its file."""
         result = self.recorded(row, **how)
         together = {**result.values, **values}
         self.recorder.put(replace(result, values=together))
         self.recorder.save()
 
     def tell_others(self) -> None:
-        """Tell the user of other runs on this machine, once of each run."""
+        """Tell the user which other runs are active on this machine. Each run is mentioned once."""
         told = self.load.told
         for pid, command in other_runs().items():
             if command not in told:  # all processes of a run have the same command
@@ -158,7 +159,7 @@ class Session:
             told.add(command)
 
     def free(self) -> None:
-        """Give back the memory of what is no longer used."""
+        """Free the memory of objects that are no longer used."""
         gc.collect()
         if self.devices.kind == "cuda":
             torch.cuda.empty_cache()
