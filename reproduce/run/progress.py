@@ -66,7 +66,7 @@ class Progress:
         self.limits[group] = limit
 
     def finish(self, name: str, steps: int | None = None) -> None:
-        """Expect `steps` fewer steps of a job, or of all jobs of a group; by default, no more steps."""
+        """Expect `steps` fewer steps of a job or of a group's jobs; by default, no more steps."""
         for job, planned in self.jobs.items():
             if name in (job, planned.group):
                 planned.left = 0 if steps is None else max(0, planned.left - steps)
@@ -121,7 +121,7 @@ class Progress:
         return max(0.0, self.ends[group] - self.clock())
 
     def show(self, text: str) -> None:
-        """Show a status line in place of the last one; without a terminal, show it only occasionally."""
+        """Show a status line in place of the last one. Without a terminal, show it now and then."""
         if self.jobs:
             text = f"{self._state()}: {text}"
         if self.stream.isatty():

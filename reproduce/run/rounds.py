@@ -20,7 +20,7 @@ class Rounds:
         self.left_out = 0  # how many disturbed rounds were removed
 
     def set_shares(self, number: int, shares: Shares) -> None:
-        """Store how much other programs used the machine in a round. `shares` is empty if it is not known.
+        """Store how much other programs used the machine in a round; empty if it is not known.
 
         If earlier rounds have no known shares, they were too short to measure them. They get the
         same shares.
@@ -35,7 +35,7 @@ class Rounds:
         return {number for number, shares in self.shares.items() if not too_busy(shares)}
 
     def keep_only(self, kept: set[int], running: Mapping[PlannedTask, Steps]) -> None:
-        """Remove all rounds that are not in `kept`, together with their steps, and count the removed rounds."""
+        """Remove all rounds that are not in `kept`, with their steps, and count removed rounds."""
         for task, steps in running.items():
             _remove_steps(steps, self.of_steps[task], kept)
         for number in list(self.shares):

@@ -110,7 +110,7 @@ class Session:
         self.progress.finish(self.job(name), steps)
 
     def result(self, row: Row, **fields: Any) -> Result:
-        """Return a result for `row` with the given fields. By default it is measured, with threads."""
+        """Return a result for `row` with these fields. By default, it is measured, with threads."""
         found = Result(
             experiment=self.experiment.name,
             row=row.name,
@@ -136,7 +136,7 @@ class Session:
         return self.recorded(row, **how).status != "interrupted"
 
     def recorded(self, row: Row, **how: Any) -> Result:
-        """Return the recorded result of the row that was run in the way `how`, or a new placeholder."""
+        """Return the recorded result of the row, run in the way `how`, or a new placeholder."""
         empty = self.result(row, **how, status="interrupted")
         return self.recorder.results.get(empty.key, empty)
 

@@ -1,11 +1,10 @@
 """Run a speed experiment: measure rows if there are enough devices, and emulate all rows.
 
-In each round, every row of a group runs one step. If a row is both measured and emulated, it runs
-two steps. So slow phases of the machine affect all rows. Devices are synchronized before and after
-a measured step. The record contains the time of every step, because rows are compared within
-rounds. If other programs use too much of the machine in a round (`reproduce.machine.load`), the
-round is run again while there is time. If there is no time left, the record keeps the round, and
-its rows are marked in all tables.
+In each round, every row of a group runs a step, measured and emulated. So slow phases of the
+machine affect all rows. Devices are synchronized before and after a measured step. The record has
+the time of every step, because rows are compared within rounds. If other programs use too much of
+the machine in a round (`reproduce.machine.load`), the round is run again while there is time.
+Otherwise, the record keeps the round, and its rows are marked in all tables.
 """
 
 from collections.abc import Generator, Iterator
@@ -105,7 +104,7 @@ def _next_round(session: Session) -> int:
 
 
 def _run_tasks(session: Session, group: Group, tasks: list[PlannedTask]) -> Iterator[GroupDone]:
-    """Run rows alternately, then run rows alone that did not fit into memory together with the others."""
+    """Run rows alternately, then run rows alone that did not fit into memory together."""
     out_of_memory = yield from _run_in_turn(session, group, tasks)
     if len(tasks) > 1:
         for task in out_of_memory:
@@ -203,7 +202,7 @@ class _GroupRun:
         return MeasuredSteps(row, processes.step, partial(watched, processes.record))
 
     def _run_step(self, task: PlannedTask, steps: Steps) -> None:
-        """Run one step; raise `Error` if the row's losses differ from the losses of another engine."""
+        """Run one step; raise `Error` if the row's losses differ from another engine's losses."""
         steps.run()
         if isinstance(steps, MeasuredSteps):
             check_same(steps.losses, self.losses[task.row.name], str(task))
@@ -222,7 +221,7 @@ class _GroupRun:
         return worth
 
     def _seconds_if_too_long(self, task: PlannedTask) -> float | None:
-        """Return the seconds of a row's emulated step if the row takes too long to measure, else None."""
+        """Return the seconds of a row's emulated step if measuring it takes too long, else None."""
         scale = self.session.scale
         seconds = self.emulated_seconds.get(task.row.name)
         if seconds is None:
@@ -272,7 +271,7 @@ class _GroupRun:
             session.progress.stop()
 
     def _rounds_wanted(self) -> int:
-        """Return how many undisturbed rounds to run in addition to the rounds of an interrupted run."""
+        """Return how many undisturbed rounds to run, in addition to those of an earlier run."""
         before = [len(task.before.get("step_time", ())) for task in self.running]
         wanted = self.session.steps or self.session.scale.steps
         return max(1, wanted - min(before, default=0))
@@ -309,7 +308,7 @@ class _GroupRun:
             numbers.append(session.rounds)
 
     def watch(self) -> None:
-        """Record the utilization and bubble of each row, and pass its timeline to `session.trace`."""
+        """Record each row's utilization and bubble, and pass its timeline to `session.trace`."""
         session = self.session
         for task, steps in self.running.items():
             session.start(f"{task}, utilization", session.job(task))
@@ -320,7 +319,7 @@ class _GroupRun:
         session.progress.stop()
 
     def _fail(self, task: PlannedTask, failure: Failure) -> None:
-        """Record a row's failure. If it ran out of memory, remember it, because it may fit alone."""
+        """Record a row's failure. If it ran out of memory, remember it, as it may fit alone."""
         session = self.session
         reason = failure.reason
         if failure.status == "out of memory":

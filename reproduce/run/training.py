@@ -77,8 +77,8 @@ class Balancer:
 
     def __init__(self, devices: Devices) -> None:
         (self.device,) = devices.first(1)
-        self.profiles: dict[Hashable, list[float]] = {}  # |by model and number of samples: seconds of each layer
-        self.plans: dict[Hashable, dict[int, Balance]] = {}  # |by model and number of samples: a balance for each number of partitions
+        self.profiles: dict[Hashable, list[float]] = {}  # seconds of each layer
+        self.plans: dict[Hashable, dict[int, Balance]] = {}  # for each number of partitions
 
     def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:
         """Return `row` with a balance. If the row already has a balance, it does not change."""
@@ -243,7 +243,7 @@ class Training:
             watched.observer = None
 
     def step(self) -> Tensor:
-        """Run one whole training step on the mini-batch; return the loss as a tensor on its device."""
+        """Run one whole training step on the mini-batch; return the loss, still on its device."""
         loss = self.forward_and_backward()
         update(self.optimizer)
         return loss

@@ -1,4 +1,4 @@
-"""Run different ways to do something alternately, so that slow phases of a machine affect all ways."""
+"""Run different ways to do something alternately, so that slow phases of a machine affect all."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping

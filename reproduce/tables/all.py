@@ -136,7 +136,7 @@ def document(record: Record) -> str:
 
 
 def about_run(record: Record, run: Run) -> dict[str, str]:
-    """Return lines about a record's run. The keys are "devices", "machine", "versions" and so on."""
+    """Return lines about a record's run. The keys are "devices", "machine", "versions" etc."""
     devices = many(run.devices, f"{run.device.upper()} device")
     if run.threads_per_device is not None:
         devices += f" of {many(run.threads_per_device, 'thread')} each"

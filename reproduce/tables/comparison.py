@@ -293,7 +293,7 @@ def _origins(side: Side) -> str:
 
 
 def _origin(record: Record, run: Run) -> str:
-    """Return a text that says how and where the rows of a run were made, and from which revision."""
+    """Return a text on how and where the rows of a run were made, and from which revision."""
     done: dict[str, None] = {}
     for result in record.results:
         done["emulated" if result.emulated else "measured"] = None

@@ -11,7 +11,7 @@ from torchgpipe.plan.planner import HERE
 
 
 def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
-    """Return a table for each experiment of a run: the emulated and predicted throughput of rows."""
+    """Return a table for each experiment of a run: rows' emulated and predicted throughput."""
     hardware = predicted.hardware or {}
     how = f"nothing run, from the hardware description {hardware.get('name')}"
     if hardware.get("name") == HERE:
