@@ -41,7 +41,7 @@ Named = dict[str, Tensor | None]
 
 
 class Unequal(Exception):
-    """A pipeline does not compute the same as its model."""
+    """An error that says where a pipeline's results differ from its model's results."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -185,7 +185,11 @@ def outputs_and_gradients(case: Case, model: Module, samples: list[Any]) -> Name
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render a table that counts equal models in each list, their names, and all other results."""
+    """Render tables of all checked models.
+
+    They show how many models of each list are equal to their pipelines, the names of these models,
+    and the results of all other models.
+    """
     cases = by_case(record)
     summary, lists = [], []
     for name in LISTS:

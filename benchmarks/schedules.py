@@ -33,8 +33,8 @@ from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.schedules import make
 from torchgpipe.timeline.stopwatch import Stopwatch
 
-N = 2  # ranks
-LAYERS = 4  # linear layers on a rank
+N = 2  # the number of ranks
+LAYERS = 4  # the number of linear layers on each rank
 
 
 # For each size: the width of the linear layers, and the number of samples in a micro-batch.
@@ -50,9 +50,9 @@ PAIRS = {
     2: {"ZBH1": "1F1B"},
 }
 
-Key = tuple[Any, ...]  # kind, micro-batch and partition of a task
-Tasks = dict[Key, float]  # seconds
-Measured = dict[str, tuple[list[float], Tasks]]  # of each schedule: steps and tasks, in seconds
+Key = tuple[Any, ...]  # the kind, micro-batch and partition of a task
+Tasks = dict[Key, float]  # the seconds of each task
+Measured = dict[str, tuple[list[float], Tasks]]  # by schedule: seconds of steps and of tasks
 
 
 class Case(NamedTuple):

@@ -101,7 +101,7 @@ class Streams:
 
     @property
     def current(self) -> list[Stream]:
-        """The current streams of this thread. The innermost stream is the last one."""
+        """Return the current streams of this thread. The innermost stream is the last one."""
         return getattr(self.thread, "current", [])
 
     def of(self, device: torch.device) -> Stream | None:

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
-WORSE = 1  # slower, worse, or not as its record says
-# The question has no answer: bad input, a record that cannot be read, or a side that does not run.
+WORSE = 1  # the result is slower or worse, or differs from its record
+# There is no answer: the input is bad, a record cannot be read, or a side of a comparison fails.
 CANNOT_TELL = 2
 INTERRUPTED = 130  # as shells have it for Ctrl-C
 LEAST_TORCH = (2, 11)

@@ -61,8 +61,8 @@ MODELS = {
     "U-Net": Model(lambda: unet(depth=2, num_convs=1, base_channels=2), (3, 8, 8)),
     "batch norm": Model(lambda: _linear(_norm), (8,), {"deferred_batch_norm": True}),
 }
-SAMPLES = 2  # in a micro-batch
-STEPS = 2  # the first starts the workers, the last is counted
+SAMPLES = 2  # the number of samples in each micro-batch
+STEPS = 2  # the first step starts the worker threads, and the last step is counted
 
 
 # Each line: model, n partitions on CPU devices, m micro-batches, checkpoint modes, engines.

@@ -44,7 +44,7 @@ Turns = Sequence[Sequence[Sequence[float]]]
 
 
 class Side(NamedTuple):
-    """A torchgpipe that is measured: its folder and its version."""
+    """A version of torchgpipe to measure: its folder and its version number."""
 
     folder: Path
     version: str

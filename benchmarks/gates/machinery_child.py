@@ -1,4 +1,4 @@
-"""Measure the torchgpipe that comes first on `sys.path`, for `benchmarks.gates.machinery`."""
+"""Measure the torchgpipe version that Python imports, for `benchmarks.gates.machinery`."""
 
 import time
 from collections.abc import Callable

@@ -35,10 +35,10 @@ from torchgpipe.schedules.action import needs
 from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.tensors.observe import Kind, Task
 
-N, M = 4, 6  # devices, micro-batches
-LOOKS = 250  # how often a task looks at which tasks have begun
-MANY = 2500  # how often it looks when a scene is run again
-PAUSE = 0.002  # seconds between looks
+N, M = 4, 6  # the numbers of devices and of micro-batches
+LOOKS = 250  # how many times a waiting task looks which other tasks have begun
+MANY = 2500  # how many times it looks when a step is run again
+PAUSE = 0.002  # seconds to wait between two looks
 LOST = "lost"
 
 
@@ -49,7 +49,7 @@ Run = Callable[["Scene", int], str | None]
 
 
 class Scene(NamedTuple):
-    """A training step with a schedule, or a forward without gradients.
+    """A training step with a schedule, or a forward without gradients, whose tasks are checked.
 
     With the schedule `GPipe`, a forward and a backward run separately. With other schedules,
     `model.step` runs. An action takes one unit of time. If `ahead` is true, each stage's first
@@ -169,7 +169,7 @@ class Board:
 
 
 def step(scene: Scene, model: Any, between: Callable[[], object] = lambda: None) -> None:
-    """Run a scene's step. With the schedule `GPipe`, call `between` before the backward."""
+    """Run the step of `scene`. With the schedule `GPipe`, call `between` before the backward."""
     gpipe = scene.schedule == "GPipe"
     run = model.loss if gpipe else model.step
     with torch.set_grad_enabled(scene.grad):
@@ -180,7 +180,7 @@ def step(scene: Scene, model: Any, between: Callable[[], object] = lambda: None)
 
 
 def pipeline(scene: Scene, devices: Sequence[Any], engine: Any) -> GPipe:
-    """Return a pipeline for a scene, with one layer for each stage."""
+    """Return a pipeline for the step of `scene`, with one layer for each stage."""
     n = len(make(scene.schedule, N, M).placement)
     return GPipe(
         _layers(n),
@@ -199,18 +199,18 @@ def _layers(n: int) -> nn.Sequential:
 
 
 def over_workers(scene: Scene, looks: int) -> str | None:
-    """Run a scene with the engine that has one thread per partition.
+    """Run the step of `scene` with an engine that has one thread for each partition.
 
-    Return a line if tasks do not overlap.
+    Return a line if tasks do not overlap, or `None`.
     """
     model = pipeline(scene, ["cpu"] * N, "workers")
     return Board(scene, looks).twice(dist.HashStore(), model)  # type: ignore[attr-defined]
 
 
 def on_rank(scene: Scene, looks: int, store: Any) -> str | None:
-    """Run a scene as one rank of a distributed pipeline.
+    """Run the step of `scene` as one rank of a distributed pipeline.
 
-    All ranks share `store`, which has to be new. Return a line if tasks do not overlap.
+    All ranks share `store`, which has to be new. Return a line if tasks do not overlap, or `None`.
     """
     model = DistributedGPipe(_layers(N), [1] * N, chunks=M, checkpoint=scene.mode)
     with closing(model):
@@ -218,7 +218,7 @@ def on_rank(scene: Scene, looks: int, store: Any) -> str | None:
 
 
 class Ranks:
-    """Processes that run scenes as ranks.
+    """Processes that run training steps as the ranks of a distributed pipeline.
 
     They are forked, so create this object before the program starts other threads.
     """
@@ -231,7 +231,7 @@ class Ranks:
         self._runs = 0
 
     def run(self, scene: Scene, looks: int) -> str | None:
-        """Run a scene on all ranks. Return a line if tasks do not overlap."""
+        """Run the step of `scene` on all ranks; return a line if tasks do not overlap."""
         self._runs += 1
         self._launched.send((str(self._runs), scene, looks))
         running = set(range(N))
@@ -254,9 +254,9 @@ def _serve(k: int, link: Connection) -> None:
 
 
 def on_devices(scene: Scene, looks: int = 0) -> str | None:
-    """Run a scene with the graph engine on simulated devices, where a copy takes as long as a task.
+    """Run the step of `scene` with the graph engine on simulated devices.
 
-    Return a line if tasks do not overlap.
+    A copy takes as long as a task. Return a line if tasks do not overlap, or `None`.
     """
     found = _times_on_devices(scene)
     expected = spans(scene, 1.0)
@@ -300,7 +300,7 @@ def _times_on_devices(scene: Scene) -> Times:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run every scene on every engine, and print each engine's first scene without overlap."""
+    """Run every training step on every engine; print each engine's first step without overlap."""
     command("gates.meeting", __doc__, json=False).parse_args(arguments)
     with closing(Ranks()) as ranks:
         lost = [
@@ -316,9 +316,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _first_lost(engine: str, run: Run, scenes: Sequence[Scene]) -> str | None:
-    """Return a line about the first scene whose tasks do not overlap, or `None`.
+    """Return a line about the first step in `scenes` whose tasks do not overlap, or `None`.
 
-    A scene counts only if its tasks do not overlap in a second run with many more looks either.
+    Each step whose tasks do not overlap is run a second time, with many more looks, to be sure.
     """
     for scene in scenes:
         if run(scene, LOOKS):

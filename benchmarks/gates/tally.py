@@ -7,8 +7,9 @@
 
 It is chance whether a thread really waits, and how often a loop reads from a queue. But the number
 of items that are put into the queue is always the same. The tally counts the calls of the current
-thread, and of each thread that is started while the tally runs. It counts the calls of a lock or a
-queue (`SimpleQueue`) if one of the library's own modules creates it while the tally runs.
+thread, and of each thread that is started while the tally runs. It counts the calls of queues
+(`SimpleQueue`) and locks that the library's modules create while the tally runs, and of locks that
+are global variables of these modules.
 """
 
 import sys
@@ -112,8 +113,8 @@ def _backwards(tally: Tally) -> Iterator[Patch]:
         if not name.startswith("__"):
             setattr(noted_engine, name, getattr(engine, name))
     noted_engine.run_backward = run_backward
-    yield torch.autograd.Variable, "_execution_engine", noted_engine  # for loss.backward()
-    yield torchgpipe.tensors._autograd, "_engine", noted_engine  # for tasks
+    yield torch.autograd.Variable, "_execution_engine", noted_engine  # counts in loss.backward()
+    yield torchgpipe.tensors._autograd, "_engine", noted_engine  # counts in the tasks' backwards
 
 
 def _queues_and_locks(tally: Tally) -> Iterator[Patch]:

@@ -28,10 +28,10 @@ from reproduce.run.engines.launch import Ended, Launched
 from tests.behaviours.compare import difference
 from tests.behaviours.pipe import Found, NotOffered, Pipe, Training
 
-LIMIT = 60.0  # seconds for a row
-PATIENCE = timedelta(seconds=12)  # timeout of an operation of the process group
-AFTER = 2.0  # seconds to wait for other ranks after one has failed or ended
-TOLERANCE = 1e-4  # relative to the largest value of a tensor
+LIMIT = 60.0  # the time limit for a row, in seconds
+PATIENCE = timedelta(seconds=12)  # the timeout of an operation of the process group
+AFTER = 2.0  # seconds to wait for other ranks after one rank has failed or ended
+TOLERANCE = 1e-4  # a tolerance, relative to the largest value of a tensor
 
 Kind = Literal["equal", "not offered", "refused", "fails", "differs", "ends", "hangs"]
 
@@ -151,7 +151,7 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
 
 
 def _failure(errors: list[Outcome], ends: list[str]) -> Outcome | None:
-    """Return the failure that came first, or `None`.
+    """Return the failure that has caused all other failures, or `None`.
 
     An error of one rank that follows from the failure of another rank does not count.
     """

@@ -19,7 +19,7 @@ from reproduce.records.published import published
 from reproduce.records.record import FREED_MEMORY
 from reproduce.run.recorder import Recorder, new_recorder, new_run, prepare_folder, resumed
 
-TIMED = ("speed", "ablation")  # what experiments measure that time steps
+TIMED = ("speed", "ablation")  # the measured quantities of experiments that time steps
 THREADS = ("threads",)  # the engines that run without the option --engine
 Chosen = list[tuple[Experiment, Scale]]
 
@@ -125,8 +125,8 @@ def make_tracer(trace: Path, chosen: Chosen, *, several: bool) -> Any:
     """
     from reproduce.report.trace import Tracer
 
-    timed = 0  # experiments that time steps
-    rows = 0  # of these experiments
+    timed = 0  # the number of experiments that time steps
+    rows = 0  # the number of rows in these experiments
     for experiment, scale in chosen:
         if experiment.measures in TIMED:
             timed += 1

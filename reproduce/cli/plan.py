@@ -22,8 +22,8 @@ from reproduce.machine.devices import Devices, find_devices
 
 # The planner's optimizers.
 OPTIMIZERS = ("none", "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw")
-HEADROOM = 0.15  # the planner's default
-PROFILED = 4  # default size of the largest micro-batch that layers are timed with, in samples
+HEADROOM = 0.15  # the default of the planner
+PROFILED = 4  # default number of samples in the largest micro-batch with which layers are timed
 IN_FLOAT32 = "the largest model is found for training in float32; leave it out"
 GROWS = ("depth", "width")  # the sizes of a model, in their order
 

@@ -6,8 +6,8 @@ parallelism, of checkpointing alone, and of GPipe. They keep one of two sizes eq
 
 - the batch size: every row does the same work on the same samples, in more or in fewer
   micro-batches;
-- the micro-batch size: kernels work on equally large tensors in every row, and the batch size
-  grows with m.
+- the micro-batch size: kernels work on equally large tensors in every row, and the batch size grows
+  with m.
 """
 
 import math
@@ -29,9 +29,9 @@ from reproduce.experiments.row import (
 )
 
 PARTITIONS = (2, 4, 8)
-CHUNKS = (4, 32)  # of the controls
-SMALL_CHUNKS = (4, 8)  # of the small scale's controls
-SMALL_MICRO_BATCH = 4  # of the small scale's controls at equal micro-batch size
+CHUNKS = (4, 32)  # the numbers of micro-batches (m) of the controls
+SMALL_CHUNKS = (4, 8)  # the numbers of micro-batches (m) of the controls at the small scale
+SMALL_MICRO_BATCH = 4  # micro-batch size of the small controls at equal micro-batch size
 
 Balance = tuple[int, ...]
 Size = tuple[int, ...]

@@ -17,15 +17,15 @@ Component = Literal["dependency", "streams", "portals"]
 Equal = Literal["batch", "micro-batch", "model"]
 
 # Configurations of rows:
-AS_PUBLISHED = "as published"  # the rows repeat the published ones, whatever their batch sizes
-LIKE_PUBLISHED = "like the published"  # n and m as published, with a smaller model and batch
-PUBLISHED_BALANCE = "with the published balance"  # the same, in the balance profiled on a P40
+AS_PUBLISHED = "as published"  # rows that repeat published rows, whatever their batch sizes
+LIKE_PUBLISHED = "like the published"  # published n and m, with a smaller model and batch
+PUBLISHED_BALANCE = "with the published balance"  # like the above, in the balance profiled on a P40
 PLANNED = "balance of plan"  # `torchgpipe.plan` finds the balance from a profile
-EQUAL_LAYERS = "equal layers"  # partitions have equally many layers
+EQUAL_LAYERS = "equal layers"  # all partitions have equally many layers
 
 GiB = 2**30
-PUBLISHED_NODE = "p40x8"  # the hardware description of the node that the papers measured on
-P40_MEMORY = 22 * GiB  # a Tesla P40's 24 GB as the driver reports it, rounded down
+PUBLISHED_NODE = "p40x8"  # the hardware description of the machine that the papers used
+P40_MEMORY = 22 * GiB  # the memory of a Tesla P40 as its driver reports it, rounded down
 COMPONENTS: tuple[Component, ...] = ("dependency", "streams", "portals")
 
 
@@ -64,22 +64,22 @@ class Row:
     loss: "str | Callable[[Any, Any], Tensor]" = "cross_entropy"
     num_classes: int | None = 1000
     options: Mapping[str, Json] = field(default_factory=dict)  # further settings for the record
-    components: tuple[Component, ...] = COMPONENTS  # the parts of the pipeline that are switched on
+    components: tuple[Component, ...] = COMPONENTS  # the enabled parts of the pipeline
     deferred_batch_norm: bool = False
     # The size that rows without a published counterpart have in common: the size of their batches
     # or micro-batches (naive, checkpoint-only and GPipe), or their model (plain and pipelined).
     equal: Equal | None = None
     steps_per_epoch: int = 0
     skip_epochs: int = 0  # the steps of the first epochs are not timed
-    over: str | None = None  # the row of this experiment that its speed-up is taken over
+    over: str | None = None  # the row of this experiment that is this row's baseline for speed-ups
     published: str | None = None  # the row of the published table that this row reproduces
     # A hardware description, from which an emulation takes the time of copies between devices.
-    # Without one, copies take no time.
+    # Without a description, copies take no time.
     link: str | None = None
 
     @property
     def group(self) -> str:
-        """The name of the group that the row belongs to.
+        """Return the name of the group that the row belongs to.
 
         The rows of a group are compared with each other: they run alternately, and share a table.
         """
@@ -89,24 +89,24 @@ class Row:
 
     @property
     def extra(self) -> bool:
-        """Whether the row runs only with the options --all or --row."""
+        """Return whether the row runs only with the options --all or --row."""
         return self.configuration == PUBLISHED_BALANCE or self.equal == "micro-batch"
 
     @property
     def devices(self) -> int:
-        """The number of devices that the row needs."""
+        """Return the number of devices that the row needs."""
         return self.partitions or 1
 
     @property
     def micro_batch_size(self) -> int | None:
-        """The size of the largest micro-batch, if `torch.chunk` splits; None without a pipeline."""
+        """Return the largest micro-batch's size, as `torch.chunk` splits; None without a pipeline."""
         if self.chunks is None:
             return None
         return math.ceil(self.batch_size / self.chunks)
 
     @property
     def micro_batches(self) -> int | None:
-        """The number of micro-batches that `torch.chunk` makes. It can be smaller than `chunks`."""
+        """Return how many micro-batches `torch.chunk` makes. There can be fewer than `chunks`."""
         size = self.micro_batch_size
         if size is None:
             return None
@@ -122,14 +122,14 @@ class Row:
 
     @property
     def sized(self) -> "SizedModel":
-        """The row's model with its sizes, as an object that can build the model and draw data."""
+        """Return the row's model with its sizes, which can be built, and can draw mini-batches."""
         from reproduce.models.built import SizedModel
 
         return SizedModel(self.model, self.size, self.input_shape, self.num_classes)
 
     @property
     def criterion(self) -> Callable[[Any, Any], "Tensor"]:
-        """The loss as a function of output and target."""
+        """Return the loss as a function of output and target."""
         from torch.nn import functional
 
         return getattr(functional, self.loss) if isinstance(self.loss, str) else self.loss
@@ -177,12 +177,12 @@ class Scale:
 
     name: str
     rows: tuple[Row, ...]
-    memory: int  # the bytes that each CUDA device must have or, on CPU devices, the main memory
-    cuda: bool  # whether the scale runs on CUDA devices only
-    steps: int  # timed steps of each row
-    warmup: int = 0  # steps before them that are not timed
-    least_steps: int = 5  # a time limit holds only after so many steps
-    seconds: float | None = None  # a time limit for all rows together
+    memory: int  # needed bytes of each CUDA device or, on CPU devices, of main memory
+    cuda: bool  # whether the scale runs only on CUDA devices
+    steps: int  # the number of timed steps of each row
+    warmup: int = 0  # the number of earlier steps that are not timed
+    least_steps: int = 5  # the time limit does not apply to the first steps
+    seconds: float | None = None  # a time limit for all rows together, in seconds
 
     def settings(self) -> dict[str, Json]:
         """Return how many steps are run and timed, in the form of a record's settings."""

@@ -47,10 +47,11 @@ class Devices:
 
     @property
     def memory(self) -> int | None:
-        """The number of bytes that are available for tensors.
+        """Return the number of bytes that are available for tensors.
 
-        For CUDA devices, it is the memory of the smallest device. For CPU devices, it is the free
-        main memory, which all CPU devices share. It is None if it is not known, and for `meta`.
+        For CUDA devices, this is the memory of the smallest device. For CPU devices, it is the free
+        main memory, which all CPU devices share. The result is None if it is not known, and for
+        `meta`.
         """
         if self.kind == "meta":
             return None

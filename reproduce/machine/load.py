@@ -12,11 +12,12 @@ from pathlib import Path
 from reproduce.machine.devices import cores
 
 PROC = Path("/proc")
-# A round of measurements is disturbed if other programs use, or the host takes ("steals"), more
-# than these shares of the cores that this program may use. The limits were tried on a virtual
-# machine, with a step that used both of its cores. Other programs always used about 6 %. When they
-# used 7 to 11 %, the step was as fast. At 14 to 20 % it was 14 to 26 % slower, and at 50 % half as
-# fast. The host never took more than 0.7 %, so that limit is untried.
+# A round of measurements is disturbed if other programs use more of the cores than the share
+# "others", or if the host takes more than the share "stolen". The shares are fractions of the cores
+# that this program may use. They were tried on a virtual machine, with a step that used both of its
+# cores. Other programs always used about 6 %. When they used 7 to 11 %, the step was as fast. At 14
+# to 20 %, it was 14 to 26 % slower. At 50 %, it was half as fast. The host never took more than 0.7
+# %, so that limit is untried.
 LIMITS = {"others": 0.1, "stolen": 0.02}
 # The kernel counts in ticks of 10 ms. A round that is shorter than this is judged together with the
 # round before it.
@@ -24,7 +25,7 @@ LEAST_SECONDS = 1.0
 A_RUN = re.compile(
     rb"[^\0]*python[^\0]*\0"
     rb"(?:.*\0)?"  # options of Python
-    rb"(?:-m\0|[^\0]*/(?=reproduce\0))"  # a module, or a script of this name in some folder
+    rb"(?:-m\0|[^\0]*/(?=reproduce\0))"  # a module, or a script with this name in some folder
     rb"((?:reproduce\0(?:run|regression)\0|benchmarks\.).*)"
 )
 Counts = dict[str, float]
@@ -43,9 +44,9 @@ class Load:
     """A measurement of how much of the machine other programs use in each round."""
 
     def __init__(self) -> None:
-        self.begun: Counts = {}  # at the end of the last round that was not short
-        self.earlier: Counts = {}  # at the begin of that round
-        self.told: set[str] = set()  # the other runs that the user knows of
+        self.begun: Counts = {}  # the counts at the end of the last round that was not short
+        self.earlier: Counts = {}  # the counts at the beginning of that round
+        self.told: set[str] = set()  # the commands of other runs that the user was told about
 
     def begin(self) -> None:
         """Start the first round now."""

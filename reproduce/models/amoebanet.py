@@ -44,8 +44,8 @@ class Genotype(NamedTuple):
     """
 
     pairs: tuple[Pair, ...]
-    output: tuple[int, ...]  # the states to concatenate
-    stride: int  # of the operations that read states 0 and 1; all others have stride 1
+    output: tuple[int, ...]  # the states that are concatenated
+    stride: int  # the stride of operations on states 0 and 1; other operations have stride 1
 
 
 NORMAL = Genotype(

@@ -3,9 +3,9 @@
 A balance counts the entries of such a sequence as layers.
 
 - `amoebanetd(num_layers, num_filters)`: a classifier, 3 x 224 x 224, whose cells pass two tensors;
-- `unet(depth, num_convs, base_channels)`: segmentation, 3 x 192 x 192, with long skips; -
-`resnet101()`: torchvision's classifier, 3 x 224 x 224, with a short skip over every bottleneck; -
-`torchvision:NAME`, ten of torchvision's models.
+- `unet(depth, num_convs, base_channels)`: segmentation, 3 x 192 x 192, with long skips;
+- `resnet101()`: torchvision's classifier, 3 x 224 x 224, with a short skip over every bottleneck;
+- `torchvision:NAME`, ten of torchvision's models.
 
 The function that builds a model may return any module. If the module is not an `nn.Sequential`,
 `torchgpipe.sequential` cuts it into layers.
@@ -71,10 +71,10 @@ def changed(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 class Model(NamedTuple):
     """The function that builds a model, and the function that draws samples for the model."""
 
-    build: Callable[..., Module]  # from its sizes
+    build: Callable[..., Module]  # builds the model, given its sizes
     sizes: tuple[str, ...]  # the names of the sizes in tables
-    input_shape: Shape  # of one sample
-    sample: Sample = image  # draws an input and its target
+    input_shape: Shape  # the shape of one input sample
+    sample: Sample = image  # draws a sample: an input and its target
 
 
 class SizedModel(NamedTuple):

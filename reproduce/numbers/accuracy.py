@@ -7,11 +7,7 @@ from reproduce.records.record import Result
 
 
 class FinalError(NamedTuple):
-    """The mean of top-1 errors in %, and their standard deviation if there are several errors.
-
-    Return the largest difference of two means with which the errors still count as the same. It is
-    None if one of the deviations is not known.
-    """
+    """The mean of top-1 errors in %, and their standard deviation if there are several errors."""
 
     mean: float
     deviation: float | None = None
@@ -23,7 +19,7 @@ class FinalError(NamedTuple):
         return text
 
     def allowed(self, other: "FinalError") -> float | None:
-        """Return the largest difference of means that still counts as the same.
+        """Return the largest difference of two means with which the errors still count as the same.
 
         It is None if one of the deviations is not known.
         """

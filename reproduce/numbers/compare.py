@@ -24,9 +24,9 @@ Measured = tuple[Line, Readings]
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A line of the table: each side's reading, and how each side compares with the first side.
+    """A line of the table: each side's value, and how each side compares with the first side.
 
-    `readings` has None for a side without a number. `decisions` has None for a side that cannot be
+    `readings` has None for a side without a value. `decisions` has None for a side that cannot be
     compared.
     """
 
@@ -138,7 +138,7 @@ def _experiment(line: Line) -> str:
 
 
 def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
-    """Return the lines, each with its sides' readings of the metric."""
+    """Return each line with its readings: the values that the sides have in the metric."""
     measured: list[Measured] = []
     for line in lines:
         readings = {}
@@ -208,9 +208,9 @@ def _decision(base: Reading | None, head: Reading | None, rule: Rule) -> Decisio
 
 
 def _base(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
-    """Return the baseline line to divide by, and its readings.
+    """Return the baseline line to divide by, and its values.
 
-    Each side that has a reading of this row must also have a reading of the baseline. A line of the
+    Each side that has a value in this row must also have a value in the baseline. A line of the
     same kind (emulated, engine) is preferred, then a line of the same scale, then the row that
     `over` names, and then the first line.
     """
@@ -243,7 +243,7 @@ def _notes(asked: _Asked, measured: Sequence[Measured], metric: str) -> list[str
 
 
 def _summary(rows: Sequence[ComparedRow]) -> tuple[bool, str]:
-    """Return whether a reading of the rows was disturbed, and the names of the readings' units."""
+    """Return whether any value in the rows was disturbed, and the units of the values."""
     disturbed = False
     units = set()
     for row in rows:

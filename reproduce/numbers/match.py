@@ -22,13 +22,16 @@ T = TypeVar("T")
 Key = TypeVar("Key")
 
 CHOSEN = ("balance",)  # fields that a run chooses itself if the experiment does not fix them
-FIELDS = ("experiment", "row", "scale", "device", "engine")  # besides those of the configuration
+FIELDS = ("experiment", "row", "scale", "device", "engine")  # further fields of a row
 ALIASES = {"n": "partitions", "m": "chunks"}
 
 
 @dataclass
 class Line:
-    """A line of the comparison. It has at most one row of each side, by the side's number."""
+    """A line of the comparison's table. It has at most one row of each side.
+
+    `entries` contains the rows by the number of their side.
+    """
 
     experiment: str
     entries: dict[int, Entry] = field(default_factory=dict)
@@ -36,9 +39,9 @@ class Line:
 
     @property
     def first(self) -> Entry:
-        """The row that gives the line its name and its description.
+        """Return the row that gives the line its name and its description.
 
-        It is the first row that is not published or, if all rows are published, the first row.
+        This is the first row that is not published or, if all rows are published, the first row.
         """
         entries = list(self.entries.values())
         for entry in entries:
@@ -56,7 +59,7 @@ def grouped(items: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
 
 
 def match(sides: Sequence[Side]) -> list[Line]:
-    """Return lines that contain every row of every side.
+    """Return the lines of a table in which every row of every side has a place.
 
     The lines of an experiment follow one another.
     """

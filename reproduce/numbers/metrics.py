@@ -52,12 +52,12 @@ class Reading:
 
     @property
     def mark(self) -> str:
-        """The mark of a disturbed reading; empty for all other readings."""
+        """Return the mark of a disturbed value, or an empty text for all other values."""
         return MARK if self.disturbed else ""
 
     @property
     def listed(self) -> Sequence[float]:
-        """The samples. An exact number counts as one sample."""
+        """Return the samples. An exact number counts as one sample."""
         measurement = self.measurement
         if isinstance(measurement, (int, float)):
             return [measurement]
@@ -65,7 +65,7 @@ class Reading:
 
     @property
     def middle(self) -> float:
-        """The exact number, or the middle of the samples (see the class)."""
+        """Return the exact number, or the middle of the samples: median, mean or `typical`."""
         if self.typical is not None:
             return self.typical
         average = statistics.mean if self.mean else statistics.median
@@ -73,7 +73,7 @@ class Reading:
 
     @property
     def samples(self) -> int | None:
-        """The number of samples, or None for an exact number."""
+        """Return the number of samples, or None for an exact number."""
         measurement = self.measurement
         if isinstance(measurement, (int, float)):
             return None
@@ -81,7 +81,7 @@ class Reading:
 
     @property
     def quartiles(self) -> tuple[float, float] | None:
-        """The first and the third quartile, or None if there are fewer than two samples."""
+        """Return the first and the third quartile, or None if there are fewer than two samples."""
         if len(self.listed) < 2:
             return None
         low, _, high = statistics.quantiles(self.listed, n=4, method="inclusive")
@@ -91,8 +91,8 @@ class Reading:
 def throughput(result: Result, run: str = "") -> Reading | None:
     """Return a row's samples per second: one number for every step, or the recorded exact number.
 
-    It is None if the row has neither. `run` is the name of the run, which identifies the rounds of
-    the reading.
+    Return None if the row has neither. `run` is the name of the run, which identifies the rounds of
+    the samples.
     """
     steps = result.samples.get("step_time")
     if not steps:
@@ -157,9 +157,9 @@ def errors(ours: Numbers, theirs: Numbers) -> dict[str, float]:
 
 
 def over(reading: Reading, base: Reading) -> Reading:
-    """Divide a reading by another: round by round if they share rounds, else sample by sample.
+    """Divide a row's value by another: round by round if they share rounds, else sample by sample.
 
-    An exact number is combined with every sample of the other reading.
+    An exact number is combined with every sample of the other value.
     """
     disturbed = reading.disturbed or base.disturbed
     # The lists can have different lengths, because an exact number has no rounds.
@@ -230,14 +230,14 @@ def better(metric: str) -> Literal["higher", "lower", None]:
 def read(entry: Entry, metric: str) -> Reading | None:
     """Return a row's value of a metric; None if the row has no such value.
 
-    - `throughput` (and `speedup`, which is computed from it): samples per second of whole steps -
-    `time`: seconds per step, or per call of a benchmark - `memory`: bytes allocated to tensors at
-    the peak, summed over devices - `reserved`: bytes that the caching allocator reserved, summed
-    over devices; the papers publish
+    - `throughput` (and `speedup`, which is computed from it): samples per second of whole steps
+    - `time`: seconds per step, or per call of a benchmark
+    - `memory`: bytes allocated to tensors at the peak, summed over devices
+    - `reserved`: bytes that the caching allocator reserved, summed over devices; the papers publish
       this number
-    - `top1_error`: the error after the last epoch, in %, one number for each seed - any other name:
-    the value or the samples with that name; if the value is a list with a number for
-      each device, the mean of the list
+    - `top1_error`: the error after the last epoch, in %, one number for each seed
+    - any other name: the value or the samples with that name; if the value is a list with a number
+      for each device, the mean of the list
     """
     result = entry.result
     if metric in ("throughput", "speedup"):

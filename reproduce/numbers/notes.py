@@ -81,7 +81,7 @@ def missing(sides: Sides, lines: Lines, have: Sequence[set[int]], every: bool) -
     """Return notes on rows that a side lacks, or that have no number, and on the reasons.
 
     If `every` is true, the rows are named; otherwise they are counted. For each line, `have`
-    contains the sides that have a number, each given by its own number.
+    contains the indices of the sides that have a number.
     """
     labels: dict[str, list[str]] = {}
     for line, known in zip(lines, have, strict=True):

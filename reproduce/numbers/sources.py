@@ -29,8 +29,8 @@ Records = Sequence[Record]
 
 
 class _Stats(Struct):
-    median: float  # seconds per call
-    data: list[float] = []  # each sample, if the file was saved with --benchmark-save-data
+    median: float  # the median, in seconds per call
+    data: list[float] = []  # all samples, if the file was saved with --benchmark-save-data
 
 
 class _Benchmark(Struct):
@@ -110,7 +110,7 @@ class Entry:
 
     @property
     def hardware(self) -> str | None:
-        """The name of the hardware description of a prediction; None if nothing was predicted."""
+        """Return the name of a prediction's hardware description; None for other rows."""
         if self.result.status != "predicted":
             return None
         return hardware_name(self.record, self.result)

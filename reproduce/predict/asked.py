@@ -47,7 +47,7 @@ class Paper(NamedTuple):
     batch_size: int
     optimizer: str
     sizes: Sizes = ()  # the default sizes
-    steps: Sizes = ()  # each size is a multiple of its step
+    steps: Sizes = ()  # each size is a multiple of its step in this tuple
     most: Sizes = ()  # the largest sizes to try
 
     def counts(self, sizes: Sizes) -> Counts:

@@ -11,8 +11,8 @@ import msgspec
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
 
-RUNS = Path("runs")  # in the current folder; git ignores it
-PACKAGED = Path(__file__).parents[1] / "results"  # in a wheel
+RUNS = Path("runs")  # a folder in the current folder; git ignores it
+PACKAGED = Path(__file__).parents[1] / "results"  # the folder of results in an installed package
 RESULTS = PACKAGED if PACKAGED.is_dir() else ROOT / "results"
 MEASURED = RESULTS / "measured"
 # The folder for generated files. Nothing is written into an installed package.

@@ -6,8 +6,8 @@ JSON file that contains everything needed to read it later. Its requirements:
 - A record contains raw measurements or published numbers. Ratios and medians are computed when it
   is read. (Records of `benchmarks` contain summaries of samples, see `docs/results.md`.)
 - A record is replaced atomically: if the program is killed, either the old or the new file exists.
-- Files of older versions can be read, see `reproduce/records/upgrade.py`. - If a file is broken, or
-is not a record, it is refused with one line that says what is wrong and
+- Files of older versions can be read, see `reproduce/records/upgrade.py`.
+- If a file is broken, or is not a record, it is refused with one line that says what is wrong and
   where.
 """
 
@@ -30,8 +30,8 @@ from reproduce.records.upgrade import UPGRADES, upgrade
 
 FORMAT = "torchgpipe-reproduce"
 VERSION = 3
-TIME = "%Y-%m-%dT%H:%M:%SZ"  # in UTC
-WIDTH = 120  # of a line of a record's file
+TIME = "%Y-%m-%dT%H:%M:%SZ"  # the format of times, which are in UTC
+WIDTH = 120  # the number of columns of a line in a record's file
 DIGITS = 10  # significant digits of a float: 0.1 ns in 1 s, finer than any clock
 # The setting that says whether the C library kept freed memory (`machine.allocator`).
 FREED_MEMORY = "freed_memory"
@@ -74,18 +74,18 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     scale: str | None = None
     device: str | None = None  # 'cpu', 'cuda' or 'meta'
     config: Fields = {}
-    over: str | None = None  # the row that its speed-up is taken over
-    published: str | None = None  # the published row that it reproduces
-    reason: str | None = None  # of a status that is not a success
-    hardware: str | None = None  # the hardware description that a prediction was made with
-    emulated: bool = False  # also of an emulation that failed (reproduce/run/emulation.py)
-    engine: Engine = "threads"  # of a measured row
+    over: str | None = None  # the row that is the baseline of this row's speed-up
+    published: str | None = None  # the published row that this row reproduces
+    reason: str | None = None  # the reason for a status that is not a success
+    hardware: str | None = None  # the hardware description with which a prediction was made
+    emulated: bool = False  # true also if an emulation failed (reproduce/run/emulation.py)
+    engine: Engine = "threads"  # the engine that ran a measured row
     values: Fields = {}
     samples: dict[str, list[int | float]] = {}
 
     @property
     def key(self) -> Key:
-        """The values of the fields that identify a result within a record."""
+        """Return the values of the fields that identify a result within a record."""
         return (
             self.experiment,
             self.scale,
@@ -98,7 +98,7 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     @property
     def disturbed(self) -> bool:
-        """Whether other programs used too much of the machine in a round of the row's steps.
+        """Return whether other programs used too much of the machine in a round of the row's steps.
 
         If this is not known, the row does not count as disturbed.
         """
@@ -132,7 +132,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
     @property
     def seconds(self) -> float:
-        """The number of seconds that the run took; 0 if its end is not known."""
+        """Return the number of seconds that the run took; 0 if its end is not known."""
         started = datetime.strptime(self.started, TIME)
         ended = datetime.strptime(self.ended or self.started, TIME)
         return (ended - started).total_seconds()

@@ -26,7 +26,8 @@ def bisected(  # noqa: PLR0913
     slower in `bad` are measured. `say` is called with a line about each commit.
 
     Raises:
-        Error: `bad` is not slower, a commit cannot run a case, or `between` or `measure` fails.
+        Error: There are too few restarts, `bad` is not slower, a commit cannot run a case, or
+            `between`, `trees` or `measure` fails.
     """
     check_restarts(settings, rule)
     commits = between(settings.project, good, bad)

@@ -6,11 +6,11 @@ together with the arguments that are sent to it. For each case of each restart, 
 line of JSON with the samples of each way. The i-th samples of all ways were taken one after
 another.
 
-- Only one way runs at a time. The order of two ways in a case's rounds is random, A B B A or
-  B A A B. So a disturbance of a tenth of a second slows all ways down. The order in which sides
+- Only one way runs at a time. The order of a case's rounds is random: for ways A and B, it is ABBA
+  or BAAB. So a disturbance of a tenth of a second slows all ways down. The order in which sides
   start and warm up is also random.
-- Each case chooses its cores. On one core, differences between cores do not change CPU times. -
-Every process has its own speed, because its memory layout makes it faster or slower for its whole
+- Each case chooses its cores. On one core, differences between cores do not change CPU times.
+- Every process has its own speed, because its memory layout makes it faster or slower for its whole
   life. So all sides are forked from one process and start with the same layout. This process has
   imported torch, but not the package. The sides are forked again at each restart, so the remaining
   differences between them are random.

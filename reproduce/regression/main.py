@@ -57,7 +57,7 @@ class Judgement:
 
     @property
     def worse(self) -> list[str]:
-        """The names of the cases and means that are really slower in head than in base."""
+        """Return the names of the cases and means that are really slower in head than in base."""
         names = []
         for name, decision in self.decisions.items():
             found = verdict(decision, METRIC)
@@ -113,13 +113,13 @@ def families(cases: Mapping[str, Clock]) -> dict[str, list[str]]:
 
 
 def answer(base: str, head: str | None, settings: Settings, rule: Rule, tell: Tell) -> Answer:
-    """Compare the code `head` with the revision `base`. Return a table and what to raise.
+    """Compare the code `head` with the revision `base`; return a table and an error to raise.
 
     `head` is a revision, or None for the working tree as it is.
 
     Raises:
-        Error: There is no such revision, the measuring job ended before it was finished, or there are
-            so few restarts that nothing could be significant.
+        Error: There is no such revision, the measuring job ended before it was finished, or with
+            so few restarts nothing could be significant.
     """
     check_restarts(settings, rule)
     run = new_run(Devices("cpu", 2, 1), settings.seed, ["python", "-m", "reproduce", *sys.argv[1:]])

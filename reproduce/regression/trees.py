@@ -31,10 +31,10 @@ class Project:
 
     @property
     def paths(self) -> list[str]:
-        """The paths at which the package can be.
+        """Return the paths at which the package can be.
 
-        If the package is built, it can be anywhere. Then the list is empty, which means all paths
-        to git.
+        If the package is built, it can be anywhere, and the list is empty. To git, an empty list
+        means all paths.
         """
         if self.build:
             return []

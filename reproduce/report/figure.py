@@ -16,13 +16,13 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-WIDTH = 3.75  # inches (96 CSS pixels each): a small phone's screen without margins
-POINTS, PIXELS = 72, 96  # per inch
+WIDTH = 3.75  # the width in inches (96 CSS pixels each): a small phone's screen without margins
+POINTS, PIXELS = 72, 96  # the numbers of points and of pixels in an inch
 
 TEXT, FAINT, BACK = "#fd0000", "#fd0001", "#fd0002"
-SERIES = [f"#fe000{i}" for i in range(8)]  # of sources and of kinds of task
-DEVICES = [f"#fe001{i}" for i in range(8)]  # of the devices, one after another
-# placeholder colour -> CSS variable
+SERIES = [f"#fe000{i}" for i in range(8)]  # colours for sources and kinds of task
+DEVICES = [f"#fe001{i}" for i in range(8)]  # colours for devices, in their order
+# a dictionary from placeholder colours to CSS variables
 VARIABLES = {TEXT: "--text", FAINT: "--faint", BACK: "--back"}
 for _i, _color in enumerate(SERIES):
     VARIABLES[_color] = f"--s{_i}"

@@ -18,8 +18,8 @@ COLORS = {
 }
 LOOKS = {"published": "-o", "predicted": "--s", "emulated": "-.^", "measured": "-D"}
 Captioned = tuple[str, str]  # a figure and its caption
-Place = tuple[int, int]  # n, m
-Point = tuple[str, Number]  # a revision, and a number of it
+Place = tuple[int, int]  # n partitions and m micro-batches
+Point = tuple[str, Number]  # a revision, and a number of this revision
 Curves = dict[Source, dict[Place, float]]
 
 

@@ -26,12 +26,12 @@ KINDS = {
 }
 PAGE_COLORS = (*SERIES[:5], FAINT, BACK)  # of the kinds of task, and of the background
 FILE_COLORS = ("#4c78a8", "#f2b14a", "#54a24b", "#54a24b", "#88d27a", "#7f7f7f", "white")
-FILE_WIDTH = 10.0  # of the picture, in inches
-LINE = 0.55  # height of a line, in inches
-MARGIN = 1.75  # height of the picture without its lines, in inches
-BAR = 0.8  # height of a task, as a share of a line
-COPY_BAR = 0.14  # height of a copy, as a share of a line
-DIGIT = 0.11  # width of a digit in inches
+FILE_WIDTH = 10.0  # the width of the picture in inches
+LINE = 0.55  # the height of a device's line in inches
+MARGIN = 1.75  # the height of the picture without its lines, in inches
+BAR = 0.8  # the height of a task, as a fraction of the height of a line
+COPY_BAR = 0.14  # the height of a copy, as a fraction of the height of a line
+DIGIT = 0.11  # the width of a digit in inches
 
 # Each line: the name, m and the checkpoint mode of a schedule.
 SCHEDULES = (

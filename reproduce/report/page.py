@@ -49,8 +49,8 @@ def page(
     others = []
     shown = {}
     for subject in find_subjects(records):
-        # A published table comes last and collapsed if it has no experiment, and nobody else has
-        # numbers for it.
+        # A published table comes last and collapsed if no experiment reproduces it, and if there
+        # are only published numbers for it.
         if subject.name in EXPERIMENTS or _has_other_numbers(subject):
             sections.append(_section(subject))
         else:
@@ -96,7 +96,7 @@ def _template() -> jinja2.Template:
 
 
 def _has_other_numbers(subject: Subject) -> bool:
-    """Return whether a subject has numbers that are not published ones."""
+    """Return whether a subject has numbers that were not published, but run or predicted."""
     return any(source.kind != "published" for source in subject.sources)
 
 

@@ -46,9 +46,9 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """An experiment, or a published table that no experiment reproduces, with its sources.
+    """A subject of the report: an experiment, or a published table without one, and its sources.
 
-    There is at least one source.
+    There is at least one source, which contains the results of one record.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Subject:
 
     @property
     def rows(self) -> dict[str, Mapping[str, Json]]:
-        """The rows of the table and their configurations, which are those of the first source."""
+        """Return the rows of the table and their configurations, taken from the first source."""
         return {result.row: result.config for result in self.sources[0].results}
 
     @property
     def several_models(self) -> bool:
-        """Whether the rows have several models. If so, each model has its own baseline row."""
+        """Return whether the rows have several models, each with its own baseline row."""
         models = {str(config.get("model")) for config in self.rows.values()}
         return len(models) > 1
 

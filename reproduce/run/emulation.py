@@ -198,7 +198,7 @@ class Emulation:
 
     @property
     def config(self) -> dict[str, Json]:
-        """The configuration with the balance in use and the hardware description for copies."""
+        """Return the configuration with the balance in use and the hardware for copies."""
         config = self.row.config()
         if self.link is not None:
             config["link"] = self.link.title

@@ -12,8 +12,8 @@ from reproduce.run.peak import measure_memory, plan_memory, run_memory
 from reproduce.run.session import Session
 from reproduce.run.speed import plan_speed, run_speed
 
-MEMORY_STEPS = 2  # of an ablation: an optimizer allocates its state at the end of the first step
-GroupDone = tuple[str, bool]  # a group's name, and whether all of it is done
+MEMORY_STEPS = 2  # an optimizer allocates its state at the end of the first step
+GroupDone = tuple[str, bool]  # a group's name, and whether the whole group is finished
 
 
 class Way(NamedTuple):

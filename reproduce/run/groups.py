@@ -46,7 +46,7 @@ class PlannedTask:
 
     @property
     def title(self) -> str:
-        """The title of the row's timeline."""
+        """Return the title of the row's timeline."""
         if self.emulated:
             return f"{self.row.name} emulated"
         if self.engine == "threads":
@@ -55,12 +55,12 @@ class PlannedTask:
 
     @property
     def kind(self) -> dict[str, Any]:
-        """How the row is run, in the form of keyword arguments for the methods of the session."""
+        """Return how the row is run, as keyword arguments for the methods of the session."""
         return {"emulated": self.emulated, "engine": self.engine}
 
     @property
     def work(self) -> float:
-        """An estimate of the relative cost of a step, like `Row.work`."""
+        """Return an estimate of the relative cost of a step, like `Row.work`."""
         if self.emulated:
             return shortened(self.row).work()
         return self.row.work() / self.row.devices

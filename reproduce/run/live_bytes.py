@@ -28,7 +28,7 @@ class LiveBytes:
         self.peak = [0] * devices
         self._known: dict[int, tuple[int, int]] = {}  # id of a storage -> its device, its bytes
         self._lock = threading.RLock()  # reentrant: `add` may free a storage, which calls `_forget`
-        self.inner = threading.local()  # its `.device` is that of the innermost mode that has one
+        self.inner = threading.local()  # its `.device` is the device of the innermost active mode
 
     def device_of(self, tensors: Iterable[Tensor]) -> int:
         """Return the device of the first tensor that is known, or else the first device."""

@@ -12,8 +12,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
-ECHO = 3  # columns to leave free: a terminal shows ^C at the end of the line
+SECONDS_BETWEEN_LINES = 30.0  # seconds between lines if the output is not a terminal
+ECHO = 3  # columns to leave free, because a terminal shows ^C at the end of the line
 
 # By default, tqdm starts a monitor thread and creates a multiprocessing lock, which can start a
 # process. Both disturb timings.
@@ -51,7 +51,7 @@ class Progress:
         self.jobs: dict[str, Job] = {}
         self.current: tuple[str, float] | None = None
         self.limits: dict[str, float] = {}  # the seconds that a group may take
-        self.ends: dict[str, float] = {}  # the latest time at which a group that has begun will end
+        self.ends: dict[str, float] = {}  # the latest end time of a group that has begun
         self.bar: tqdm[Any] | None = None
         self.shown_at: float | None = None
 

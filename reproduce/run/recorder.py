@@ -31,7 +31,7 @@ class Recorder:
 
     @property
     def record(self) -> Record:
-        """The record with all results so far, in the order in which their rows were first added."""
+        """Return the record with all results so far, in the order in which they were added."""
         results = list(self.results.values())
         return replace(self.empty, results=results)
 

@@ -16,14 +16,14 @@ class Rounds:
 
     def __init__(self) -> None:
         self.of_steps: dict[PlannedTask, list[int]] = {}  # the number of each step's round
-        self.shares: dict[int, Shares] = {}  # what others had in each round; empty if not known
+        self.shares: dict[int, Shares] = {}  # how much other programs used; empty if not known
         self.left_out = 0  # how many disturbed rounds were removed
 
     def set_shares(self, number: int, shares: Shares) -> None:
         """Store how much other programs used the machine in a round; empty if it is not known.
 
-        If earlier rounds have no known shares, they were too short to measure them. They get the
-        same shares.
+        If the usage is not known for the rounds directly before, these rounds were too short to
+        measure it. They get the same value.
         """
         self.shares[number] = {}
         for earlier, known in self.shares.items():

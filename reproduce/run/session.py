@@ -65,17 +65,17 @@ class Session:
     progress: Progress  # shows each step
     balancer: Balancer
     seed: int
-    steps: int | None = None  # timed steps of a speed row, without a time limit; None: the scale's
-    emulate: int = MOST_DEVICES  # rows of up to so many devices are emulated
-    hardware: Hardware | None = None  # the user's choice for the copies of emulated rows
-    engines: Sequence[Engine] = ("threads",)  # a measured row runs with each of them
-    rounds: int = 0  # how many rounds were run so far
-    check: Callable[[], None] = lambda: None  # called between steps; it raises to end the run
-    # Called with the names of experiment and row, and the timeline of a step of every speed row.
+    steps: int | None = None  # timed steps of a speed row; None: as many as the scale says
+    emulate: int = MOST_DEVICES  # rows of up to this number of devices are emulated
+    hardware: Hardware | None = None  # the user's choice for copies between emulated devices
+    engines: Sequence[Engine] = ("threads",)  # each measured row runs with all of these engines
+    rounds: int = 0  # the number of rounds that have run
+    check: Callable[[], None] = lambda: None  # called between steps; raises an error to end the run
+    # Called with an experiment's name, a row's name, and the timeline of a step of the row.
     trace: Callable[[str, str, Timeline], None] | None = None
-    accuracy: AccuracyNeeds | None = None  # needed by accuracy experiments
-    links: dict[str, Link] = field(default_factory=dict)  # by the name of their hardware
-    load: Load = field(default_factory=Load)  # tells how much others have of the machine
+    accuracy: AccuracyNeeds | None = None  # data and seeds for accuracy experiments
+    links: dict[str, Link] = field(default_factory=dict)  # links by their hardware's name
+    load: Load = field(default_factory=Load)  # measures how other programs use the machine
 
     def link(self, row: Row) -> Link | None:
         """Return the link that gives the times of the row's copies in an emulation, or None.

@@ -147,8 +147,8 @@ class _GroupRun:
         self.processes = processes
         self.running: dict[PlannedTask, Steps] = {}
         self.rounds = Rounds()
-        self.emulated_seconds: dict[str, float] = {}  # of warm-up steps, by the row's name
-        self.losses: dict[str, list[float]] = {}  # on a row's first engine, by the row's name
+        self.emulated_seconds: dict[str, float] = {}  # seconds of warm-up steps, by row name
+        self.losses: dict[str, list[float]] = {}  # losses with a row's first engine, by row name
         self.out_of_memory: list[PlannedTask] = []
 
     def add(self, tasks: list[PlannedTask]) -> None:

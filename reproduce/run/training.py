@@ -24,9 +24,9 @@ from torchgpipe.tensors.observe import Observer, observed
 from torchgpipe.timeline.stopwatch import Stopwatch
 from torchgpipe.trace.layer import flat
 
-PROFILE_SECONDS = 1.0  # for each model and input
-PROFILE_SAMPLES = 16  # at most; enough to compare layers
-NO_LIMIT = 2.0**60  # bytes; a row that does not fit runs out of memory when it runs
+PROFILE_SECONDS = 1.0  # seconds to profile each model and input
+PROFILE_SAMPLES = 16  # the largest number of samples to profile with; enough to compare layers
+NO_LIMIT = 2.0**60  # bytes; practically no limit: a row that does not fit fails when it runs
 Balance = tuple[int, ...]
 T = TypeVar("T")
 
@@ -40,8 +40,8 @@ class FakeData:
     def __init__(self, rows: Sequence[Row], seed: int) -> None:
         self.rows = rows
         self.seed = seed
-        self.drawn: dict[Hashable, tuple[Any, Any]] = {}  # inputs and targets, by kind
-        self.moved: dict[Hashable, Any] = {}  # one of them on a device, by part, kind and device
+        self.drawn: dict[Hashable, tuple[Any, Any]] = {}  # inputs and targets, by kind of data
+        self.moved: dict[Hashable, Any] = {}  # an input or a target, by part, kind and device
 
     def part(self, part: int, row: Row, device: torch.device) -> Any:
         """Return the row's input (`part` 0) or its target (`part` 1) on `device`."""
@@ -77,8 +77,8 @@ class Balancer:
 
     def __init__(self, devices: Devices) -> None:
         (self.device,) = devices.first(1)
-        self.profiles: dict[Hashable, list[float]] = {}  # seconds of each layer
-        self.plans: dict[Hashable, dict[int, Balance]] = {}  # for each number of partitions
+        self.profiles: dict[Hashable, list[float]] = {}  # the seconds of each layer
+        self.plans: dict[Hashable, dict[int, Balance]] = {}  # balances by partitions
 
     def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:
         """Return `row` with a balance. If the row already has a balance, it does not change."""

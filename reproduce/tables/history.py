@@ -22,7 +22,7 @@ from reproduce.tables.output import Number, of_entry
 
 KINDS = ("measured", "emulated", "predicted")
 NEEDED = {"experiment", "row", "kind", "metric", "unit", "value"}
-KEPT = ("time", "speedup", "memory", "reserved", "top1_error")  # the metrics kept besides counts
+KEPT = ("time", "speedup", "memory", "reserved", "top1_error")  # metrics to keep besides counts
 NAMING = ("metric", "kind", "name", "scale", "device", "engine")  # the fields that name a number
 
 

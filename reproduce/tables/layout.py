@@ -17,8 +17,8 @@ GiB = BYTES["GiB"]
 def number(value: float | Reading) -> str:
     """Format a number with three significant digits, or as an integer: 0.850, 12.0, 4,224.
 
-    For a reading (a row's value of a metric), its middle is formatted. A disturbed reading gets a
-    mark.
+    If the value is a reading (samples of a metric), their median or mean is formatted. A disturbed
+    reading gets a mark.
     """
     if isinstance(value, Reading):
         return number(value.middle) + value.mark
@@ -45,7 +45,7 @@ def ratio(value: float | Reading) -> str:
 
 
 def reading_text(reading: Reading) -> str:
-    """Format the middle of a reading. Bytes are formatted in MiB or GiB."""
+    """Format a reading (samples of a metric) as its median or mean. Bytes become MiB or GiB."""
     if reading.unit not in BYTES:
         return number(reading)
     size = reading.middle * BYTES[reading.unit]
@@ -55,7 +55,7 @@ def reading_text(reading: Reading) -> str:
 
 
 def with_quartiles(reading: Reading, write: Callable[[float], str] = number) -> str:
-    """Format the middle of a reading and any quartiles, such as `12.0 (11.8-12.3)`."""
+    """Format a reading's median or mean and any quartiles, such as `12.0 (11.8-12.3)`."""
     text = write(reading.middle) + reading.mark
     quartiles = reading.quartiles
     if quartiles is None:
@@ -126,8 +126,8 @@ class Table:
     headings: Cells
     rows: Sequence[Cells]
     notes: Notes = ()
-    left: int = 1  # how many columns, from the first on, are aligned left
-    group: str = ""  # the name of the rows' group, where an experiment has several
+    left: int = 1  # the number of columns, from the first one on, that are aligned left
+    group: str = ""  # the name of the rows' group if the experiment has several groups
 
     def text(self) -> str:
         """Return the table as text for a terminal."""

@@ -95,7 +95,7 @@ class Rows:
 
     @property
     def configs(self) -> list[Config]:
-        """The configurations of the rows."""
+        """Return the configurations of the rows."""
         return [result.config for result in self.results]
 
     def span(self, name: str) -> str:
@@ -183,19 +183,19 @@ class Rows:
 
     @property
     def publication(self) -> Record:
-        """The published table that the rows reproduce."""
+        """Return the published table that the rows reproduce."""
         assert self.experiment.table is not None
         return published(self.experiment.table)
 
     @property
     def published_on(self) -> str:
-        """The number and the kind of devices with which the published table was measured."""
+        """Return the number and the kind of devices with which the published table was measured."""
         hardware = self.publication.hardware or {}
         return f"{hardware.get('num_gpus')} x {hardware.get('gpu')}"
 
     @property
     def published_title(self) -> str:
-        """The second part of the title of a table whose rows repeat published rows."""
+        """Return the second part of the title of a table whose rows repeat published rows."""
         exact = all(config["configuration"] == AS_PUBLISHED for config in self.configs)
         return ", as published" if exact else ", like the published rows"
 

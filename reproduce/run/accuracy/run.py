@@ -243,7 +243,7 @@ class AccuracyTraining:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step."""
+        """Return the learning rate of the next step."""
         row = self.row
         epoch = self.steps / self.steps_per_epoch
         return row.recipe.learning_rate(row.batch_size, epoch)

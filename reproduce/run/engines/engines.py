@@ -2,9 +2,9 @@
 
 All engines do the same work:
 
-- `threads`: `GPipe`, with a thread of this process for each partition; - `ranks`:
-`DistributedGPipe`, with a process for each partition; - `ScheduleGPipe` and `Schedule1F1B`:
-PyTorch's own schedules in `torch.distributed.pipelining`,
+- `threads`: `GPipe`, with a thread of this process for each partition;
+- `ranks`: `DistributedGPipe`, with a process for each partition;
+- `ScheduleGPipe` and `Schedule1F1B`: PyTorch's own schedules in `torch.distributed.pipelining`,
   with a process for each partition.
 """
 
@@ -31,8 +31,8 @@ from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.microbatch import tensors_of
 from torchgpipe.trace.layer import flat
 
-FEW = "it needs at least as many micro-batches as partitions"  # Schedule1F1B
-FIRST = 2  # steps to compare: one before and one after an update; later, rounding errors add up
+FEW = "it needs at least as many micro-batches as partitions"  # a reason of Schedule1F1B
+FIRST = 2  # number of steps to compare; in later steps, rounding errors add up
 ROUNDING = 1e-4  # relative tolerance: processes round a convolution's gradient differently
 Losses = Sequence[float | None]
 Made = tuple[nn.Module, Callable[[], "Tensor | None"]]

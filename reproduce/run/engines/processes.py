@@ -2,8 +2,9 @@
 
 A request is sent to all ranks. It is one of these pairs:
 
-- an engine, and a function that makes the work to train; - `"step"`, and the time at which the step
-begins on all ranks; - `"record"`, and the time at which a step begins whose timeline is recorded.
+- an engine, and a function that makes the work to train;
+- `"step"`, and the time at which the step begins on all ranks;
+- `"record"`, and the time at which a step begins whose timeline is recorded.
 
 A rank replies with `"answer"` and a value. For a step, the value contains the time at which the
 step ended, the loss, and the events of the timeline. A rank that fails replies with `"failed"` and
@@ -38,9 +39,9 @@ from torchgpipe.patience import waiting_for
 from torchgpipe.plan.replay import Event, Timeline
 from torchgpipe.timeline import record
 
-AHEAD = 0.01  # seconds from a request to its step, so that every rank has received it by then
-GRACE = 2.0  # seconds to wait for other ranks' errors after one has failed
-PATIENCE = timedelta(days=365)  # no timeout: while other rows take their turns, ranks are idle
+AHEAD = 0.01  # seconds from a request to its step, so that every rank receives the request in time
+GRACE = 2.0  # seconds to wait for other ranks' errors after one rank has failed
+PATIENCE = timedelta(days=365)  # practically no timeout: ranks are idle while other rows run
 
 
 class Processes:
@@ -142,7 +143,7 @@ def _serve(rank: int, link: Connection, count: int, threads: int, store: str) ->
     `store` is the `init_method` of the process group.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent process handles Ctrl-C
-    for output in (1, 2):  # output of ranks would appear in the middle of a table
+    for output in (1, 2):  # the output of ranks would appear inside a table
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     torch.set_num_threads(threads)
     requests = _listen(link)
