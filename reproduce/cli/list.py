@@ -66,7 +66,7 @@ COLUMNS: list[Column[Row]] = [
 def list_experiments(
     experiments: list[str], on: str | None, devices: int | None, style: str
 ) -> None:
-    """List all experiments on one screen, or the rows of EXPERIMENTS.
+    """List all experiments on one screen, or EXPERIMENTS' rows.
 
     For each row, the list shows what the row needs and what it reproduces. For each scale, the list
     shows whether it can run here.

@@ -46,7 +46,7 @@ def show(records: tuple[str, ...], style: str) -> None:
 @click.argument("record")
 @click.option("--force", is_flag=True, help="Publish it in spite of the reasons against it.")
 def publish(record: str, force: bool) -> None:
-    """Copy the record of a run into results/measured, so that it can be committed.
+    """Copy a run into results/measured, so that it can be committed.
 
     RECORD is a file or the name of a run. Its tables are copied, too. The copy is named after its
     experiments, scale, devices and time. If the run's command has absolute paths, only the last
@@ -59,7 +59,7 @@ def publish(record: str, force: bool) -> None:
     found = load(find_record(record))
     if found.kind != "measured" or found.run is None:
         raise click.UsageError(
-            f"{record}: was not measured by this program, so it is not to be published as measured"
+            f"{record}: was not measured by this program, so it cannot be published as measured"
         )
     path = MEASURED / f"{published_name(found, found.run)}.json"
     against = list(reasons_against(found, found.run))
@@ -234,7 +234,7 @@ def content_of(path: Path) -> bytes:
     "customSmallerIsBetter.",
 )
 def history(sources: tuple[str, ...], file: Path, branch: str | None, listed: bool) -> None:
-    """Add a line for a revision to a history file, which the report draws.
+    """Keep a line for each revision, which the report draws.
 
     SOURCES are files or folders like the sides of the command compare, or a file of counts. All
     sources have to be of one revision and one machine. Numbers that were disturbed are left out.

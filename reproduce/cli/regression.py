@@ -178,7 +178,7 @@ def regression(  # noqa: PLR0913
 def init_ci(
     package: str | None, cases: Path | None, build: str | None, set_up: str, gate: str | None
 ) -> None:
-    """Write the CI workflow that judges pull requests by the command regression."""
+    """Write the CI workflow that judges pull requests."""
     import jinja2
 
     from reproduce.records.record import write_atomically
@@ -186,7 +186,7 @@ def init_ci(
 
     project_of(package, cases, build)
     if WORKFLOW.exists():
-        raise Error(f"{WORKFLOW} is there: change it by hand, or remove it first")
+        raise Error(f"{WORKFLOW} exists already: change it by hand, or remove it first")
     file = shown(cases) if cases else None
     asked = ""
     for option, value in {"--package": package, "--cases": file, "--build": build}.items():

@@ -68,7 +68,7 @@ def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str
     """
     common = _common_scales(experiments)
     if not common:
-        raise Error("the rows that were chosen have no scale in common; run them apart")
+        raise Error("the rows that were chosen have no scale in common; run them separately")
     if asked is not None and asked not in common:
         raise Error(
             f"--scale {asked}: no such scale of {experiments[0].name}; "

@@ -99,7 +99,7 @@ class Row:
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Return the largest micro-batch's size, as `torch.chunk` splits; None without a pipeline."""
+        """Return the size of the largest micro-batch of `torch.chunk`; None without a pipeline."""
         if self.chunks is None:
             return None
         return math.ceil(self.batch_size / self.chunks)

@@ -85,7 +85,7 @@ def commit_file(folder: Path, branch: str, name: str, change: Callable[[bytes], 
     worktrees = git(folder, "worktree", "list", "--porcelain").decode()
     if f"branch {ref}" in worktrees.splitlines():
         raise Error(
-            f"{branch} is checked out, and is not to change behind its files: name another branch"
+            f"{branch} is checked out, and its files would become outdated: name another branch"
         )
     old = git(folder, "for-each-ref", "--format=%(objectname)", ref).decode()
     before = b""
