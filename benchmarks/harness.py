@@ -91,7 +91,7 @@ def start(
 def continued(record: Record, before: Record) -> Record:
     """Return a record that starts with the results of an earlier record.
 
-    A note names the git revision of these results.
+    If these results are of another git revision, a note names the revision.
     """
     assert record.run is not None
     assert before.run is not None

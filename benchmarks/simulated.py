@@ -131,7 +131,7 @@ class Streams:
         self.thread.current = before
 
     def copy(self, target: torch.device) -> None:
-        """Add a copy to the two innermost current streams."""
+        """Let a copy occupy the two innermost current streams for the time of the copy."""
         ends = self.current[-2:]
         names, devices, clocks = [], [], []
         for stream in ends:

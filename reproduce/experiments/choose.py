@@ -50,7 +50,7 @@ def choose_rows(
 
 
 def _check_names(experiments: Sequence[Experiment], names: Sequence[str]) -> None:
-    """Raise `Error` if no row has one of the given names."""
+    """Raise `Error` if one of the given names is not the name of any row."""
     known: dict[str, Row] = {}  # in order, each name once
     for experiment in experiments:
         for scale in experiment.scales:

@@ -33,7 +33,7 @@ Shares = dict[str, float]
 
 
 def too_busy(shares: Shares) -> bool:
-    """Return whether a round is disturbed according to its shares, without a look at its times.
+    """Return whether other programs disturbed a round, according to their shares of the machine.
 
     Pressure does not count, because this program's own threads cause some pressure.
     """
@@ -54,9 +54,10 @@ class Load:
         self.earlier = {}
 
     def round(self) -> Shares:
-        """Return the shares of a round that ends now, or an empty dictionary if they are not known.
+        """Return how much of the machine other programs used in a round that ends now.
 
-        `UNITS` (in `reproduce.run.session`) explains each share.
+        The result is empty if it is not known. `UNITS` (in `reproduce.run.session`) explains each
+        share.
         """
         now = _count()
         if not now:

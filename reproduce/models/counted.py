@@ -36,7 +36,7 @@ def _counted(model: SizedModel, *settings: object) -> Counts:
 
 
 def setup_of(config: dict[str, Any], layers: int, *, zeroed: bool = False) -> Setup:
-    """Return the setup of a row, given the row's `config`.
+    """Return the setup (balance, micro-batches, optimizer and so on) of a row, given its `config`.
 
     A row without a pipeline has one partition and one micro-batch. If `zeroed` is true, `zero_grad`
     fills gradients with zeros instead of freeing them, like PyTorch did when the papers were

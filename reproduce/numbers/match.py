@@ -155,7 +155,7 @@ def _is_published(entry: Entry) -> bool:
 
 
 def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> None:
-    """Put a row on the line that fits best, or on a new line."""
+    """Put a row on the line of the comparison that fits best, or on a new line."""
     best = None
     most = -1
     for line in lines:
@@ -181,9 +181,9 @@ def _likeness(one: Entry, other: Entry) -> int:
 
 
 def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
-    """Put a published row on every line that reproduces it.
+    """Put a published row on every line whose rows reproduce it.
 
-    If no line reproduces it, put it on the line that fits best, or on a new line.
+    If no line reproduces it, put the row on the line that fits best, or on a new line.
     """
     table = entry.result.experiment
     link = f"{table}/{entry.result.row}"
@@ -202,7 +202,7 @@ def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
 
 
 def _same(one: Entry, other: Entry) -> bool:
-    """Return whether two rows can be on the same line."""
+    """Return whether two rows can be on the same line of the comparison."""
     ours = one.result
     theirs = other.result
     if ours.emulated != theirs.emulated or ours.engine != theirs.engine:

@@ -111,7 +111,7 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
 
 class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A description of one run of the program.
+    """A description of one run of the program: its command, machine, software and settings.
 
     Times are in UTC. `load` contains the machine's load averages when the run started.
     """

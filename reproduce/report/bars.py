@@ -104,7 +104,7 @@ def _published(source: Source) -> Stacks:
 
 
 def _ablated(subject: Subject) -> bool:
-    """Return whether the rows differ in their components, which means that this is an ablation."""
+    """Return whether the rows switch different components of the pipeline on (an ablation)."""
     components = set()
     for config in subject.rows.values():
         if "components" in config:

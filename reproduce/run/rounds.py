@@ -1,4 +1,4 @@
-"""Record which step ran in which round, and which rounds were disturbed by other programs."""
+"""Record which step ran in which round, and in which rounds other programs disturbed the steps."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -56,7 +56,10 @@ UNITS = {
 
 @dataclass(kw_only=True)
 class Session:
-    """An experiment that is running. Every row ends in a result of `recorder`."""
+    """An experiment that is running, with all options and helpers of the run.
+
+    Every row of the experiment ends in a result that is added to `recorder`.
+    """
 
     experiment: Experiment
     scale: Scale

@@ -11,7 +11,7 @@ Way = TypeVar("Way")
 def turns(
     steps: Mapping[Way, Callable[[], T]], rounds: int, draw: random.Random
 ) -> Iterator[dict[Way, list[T]]]:
-    """Run a step of each way in each round; yield all samples after each round.
+    """Run a step of each way to do something in each round; yield all samples after each round.
 
     Rounds come in pairs: the first round has a random order, and the second round has the reverse
     order. So no way is favoured by its place in the order.

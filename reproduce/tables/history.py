@@ -62,7 +62,7 @@ def line_of(names: Sequence[str]) -> Line:
         revisions = sorted(each.name(7) if each else "unknown" for each in gits)
         raise Error(
             f"{' '.join(names)}: {len(numbers)} undisturbed numbers of revision "
-            f"{', '.join(revisions)} on {'; '.join(machines)}; name what is of one revision and "
+            f"{', '.join(revisions)} on {'; '.join(machines)}; name records of one revision and "
             "one machine, in the top folder of a checkout"
         )
     commit = commit_of(Path(), source.revision)
@@ -136,7 +136,7 @@ def added(content: bytes, line: Line, where: str, tell: Callable[[str], object])
             continue
         kept.append(text)
     if lines and broken == len(lines):
-        raise Error(f"{where}: no line of it is of a history; name another file")
+        raise Error(f"{where}: no line in it is a line of a history; name another file")
     count = 0
     last: dict[str, Number] = {}  # the last number of each name
     for each in [*same.values(), line]:

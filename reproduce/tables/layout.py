@@ -229,7 +229,7 @@ def bullets(notes: Notes, wrap: bool = True) -> str:
 
 
 def by_value(values: Mapping[str, str]) -> dict[str, str]:
-    """Group names by their values; for each value, return its names, joined like `a, b`."""
+    """Group names by their values: return the names of each value, joined like `a, b`."""
     joined = {}
     for value, names in grouped(values, values.__getitem__).items():
         joined[value] = ", ".join(names)

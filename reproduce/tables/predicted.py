@@ -199,7 +199,10 @@ def _about_errors(
 
 
 def _about_measured_speeds(record: Record, run: Measured) -> Iterator[str]:
-    """Yield notes on which machine each row was measured, and on how the measured steps differ."""
+    """Yield notes on the machine that measured each row, and on how the measured steps differ.
+
+    The published and predicted numbers are of an epoch, which ends in a smaller mini-batch.
+    """
     if not run:
         yield NOT_MEASURED
         return

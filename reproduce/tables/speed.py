@@ -51,7 +51,7 @@ def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
 
 
 def _group(result: Result) -> str:
-    """Return the name of the group in which the row ran. This is `Row.group` at that time."""
+    """Return the name of the group in which the row ran, which is the row's `Row.group`."""
     if is_published(result):
         return str(result.config["configuration"])
     return str(result.config.get("equal") or "batch")  # rows of older runs lack `equal`

@@ -229,4 +229,4 @@ def load_image(path: str) -> Any:
         with Image.open(path) as opened:
             return opened.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:
-        raise Error(f"{path} cannot be read as an image: put the file there anew") from error
+        raise Error(f"{path} cannot be read as an image: replace the file") from error
