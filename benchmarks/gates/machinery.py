@@ -51,7 +51,7 @@ class Side(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A model with n partitions and m micro-batches."""
+    """A model to measure, with n partitions and m micro-batches."""
 
     model: str
     checkpoint: str

@@ -19,8 +19,8 @@ PUBLISHED_SPEED: Published = (
     ("pipeline-8", 150, 5400, (26, 22, 33, 44, 44, 66, 66, 69)),
 )
 
-# The rows at equal batch size use this batch size. It is divisible by every m, and a batch fits on
-# two P40s even for naive model parallelism.
+# This batch size is for the rows at equal batch size. It is divisible by every number of
+# micro-batches, and a batch fits on two P40 GPUs even for naive model parallelism.
 BASE = Row(model="ResNet-101", batch_size=192)
 SMALL = replace(
     BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32

@@ -185,7 +185,7 @@ class Scale:
     seconds: float | None = None  # a time limit for all rows together, in seconds
 
     def settings(self) -> dict[str, Json]:
-        """Return how many steps are run and timed, in the form of a record's settings."""
+        """Return the numbers of timed and untimed steps, and the time limit, for a run's record."""
         return {
             "steps": self.steps,
             "warmup": self.warmup,

@@ -14,10 +14,10 @@ from reproduce.machine.devices import cores
 PROC = Path("/proc")
 # A round of measurements is disturbed if other programs use more of the cores than the share
 # "others", or if the host takes more than the share "stolen". The shares are fractions of the cores
-# that this program may use. They were tried on a virtual machine, with a step that used both of its
-# cores. Other programs always used about 6 %. When they used 7 to 11 %, the step was as fast. At 14
-# to 20 %, it was 14 to 26 % slower. At 50 %, it was half as fast. The host never took more than 0.7
-# %, so that limit is untried.
+# that this program may use. These limits were tried on a virtual machine, with a step that used
+# both of its cores. Other programs always used about 6 %. When they used 7 to 11 %, the step was as
+# fast. At 14 to 20 %, it was 14 to 26 % slower. At 50 %, it was half as fast. The host never took
+# more than 0.7 %, so that limit is untried.
 LIMITS = {"others": 0.1, "stolen": 0.02}
 # The kernel counts in ticks of 10 ms. A round that is shorter than this is judged together with the
 # round before it.
@@ -72,7 +72,7 @@ class Load:
 
 
 def _shares(then: Counts, now: Counts) -> Shares:
-    """Return the shares of the cores that other programs used between two counts."""
+    """Return which shares of the cores other programs used between two counts of CPU time."""
     seconds = now["time"] - then["time"]
     a_second = {name: (now[name] - then[name]) / seconds for name in now}
     have = cores()
@@ -104,7 +104,7 @@ def other_runs() -> dict[int, str]:
 
 
 def _count() -> Counts:
-    """Return the seconds of the clock, of CPU time, and of waiting for a core.
+    """Return counts of seconds: of the clock, of CPU time, and of waiting for a core.
 
     The result is empty if the kernel does not provide these counts.
     """

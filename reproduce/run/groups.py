@@ -67,7 +67,10 @@ class PlannedTask:
 
 
 class Group(NamedTuple):
-    """Rows that are compared and so run alternately, and a time limit in seconds."""
+    """A group of rows that are compared with each other, with its time limit in seconds.
+
+    The rows run alternately, so that slow phases of the machine affect all of them.
+    """
 
     name: str
     tasks: list[PlannedTask]

@@ -130,9 +130,10 @@ def run_memory(session: Session) -> Iterator[tuple[str, bool]]:
 
 
 def measure_memory(session: Session, row: Row, steps: int) -> tuple[Row, dict[str, Json]]:
-    """Run a row; return the row with the balance in use, its model's size and its peak memory.
+    """Run a row to measure its memory; return the row with the balance in use, and values.
 
-    One device can replace several devices, because nothing is timed.
+    The values are the size of the model and the peak memory. One device can replace several
+    devices, because nothing is timed.
     """
     session.free()
     session.start(f"{row.name}, building")

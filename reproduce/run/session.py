@@ -132,14 +132,18 @@ class Session:
         self.recorder.save()
 
     def has_result(self, row: Row, **how: Any) -> bool:
-        """Return whether the record has a result of the row that was run in the way `how`.
+        """Return whether the record has a result of the row.
 
-        A row that has not run yet has a placeholder in the record, whose status is "interrupted".
+        `how` says whether the result is emulated, and which engine ran the row. A row that has not
+        run yet has a placeholder in the record, whose status is "interrupted".
         """
         return self.recorded(row, **how).status != "interrupted"
 
     def recorded(self, row: Row, **how: Any) -> Result:
-        """Return the recorded result of the row, run in the way `how`, or a new placeholder."""
+        """Return the row's result in the record, or a placeholder if there is none.
+
+        `how` says whether the result is emulated, and which engine ran the row.
+        """
         empty = self.result(row, **how, status="interrupted")
         return self.recorder.results.get(empty.key, empty)
 
