@@ -16,7 +16,7 @@ from tests.behaviours.pipe import NotOffered, Pipe, Tensors, micro_batches
 
 
 class DeepSpeed(Pipe):
-    """An adapter for DeepSpeed's `PipelineModule` and its engine."""
+    """An adapter that runs rows with DeepSpeed's `PipelineModule` and its engine."""
 
     package = "deepspeed"
     ranks = True

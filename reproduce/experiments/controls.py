@@ -65,8 +65,8 @@ def small_speed(
 ) -> Scale:
     """Return a scale with smaller variants of the published rows, and with controls.
 
-    All rows use the model of `base`. The variants have the sizes in `batch_sizes`. The groups of
-    rows share a time limit of `seconds`. Groups of extra rows have additional time.
+    All rows use the model of `base`. The variants have the batch sizes in `batch_sizes`. The groups
+    of rows share a time limit of `seconds`. Groups of extra rows have additional time.
     """
     like = smaller(published, base, batch_sizes)
     rows = controls(base, SMALL_MICRO_BATCH, SMALL_CHUNKS, None)

@@ -22,7 +22,7 @@ GPU_DRIVERS = [Path("/dev", name) for name in ("nvidiactl", "nvidia0", "nvmap", 
 
 @dataclass(frozen=True)
 class Devices:
-    """A number of devices of one kind.
+    """A number of devices of one kind: CPU devices, CUDA devices, or devices without data (`meta`).
 
     On a CPU, each device has `threads` threads. On `meta`, nothing is computed.
     """

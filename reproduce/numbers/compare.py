@@ -68,7 +68,10 @@ class Comparison:
 
 
 def verdict(decision: Decision, metric: str) -> Verdict:
-    """Return "better" or "worse" for "higher" or "lower", if it is known which one is better."""
+    """Return whether a decision of "higher" or "lower" is "better" or "worse" for this metric.
+
+    If it is not known which one is better, return "differs".
+    """
     if decision.outcome == "higher" or decision.outcome == "lower":
         wanted = better(metric)
         if wanted is None:

@@ -54,10 +54,10 @@ def interleave(  # noqa: PLR0913
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of each case at each restart.
 
-    If some ways cannot run a case, the generator yields once which ways these are, and why. A case
-    is dropped if fewer than `least` ways can run it. `start(i)` starts side i, like `fork` does.
-    `first` is the number of the first restart, because earlier jobs can have run the restarts
-    before it.
+    A way is a version of the package and the arguments of a run. If some ways cannot run a case,
+    the generator yields once which ways these are, and why. A case is dropped if fewer than `least`
+    ways can run it. `start(i)` starts version i in a process, like `fork` does. `first` is the
+    number of the first restart, because earlier jobs can have run the restarts before it.
 
     Raises:
         Error: A way fails that ran before.
@@ -91,7 +91,7 @@ def interleave(  # noqa: PLR0913
 
 
 def _sides_of(cases: Cases) -> set[int]:
-    """Return the numbers of the sides that the cases use."""
+    """Return the numbers of the sides (versions of the package) that the cases use."""
     used = set()
     for ways in cases.values():
         for side, _ in ways.values():
@@ -102,7 +102,7 @@ def _sides_of(cases: Cases) -> set[int]:
 def _warm_up(
     ways: Mapping[str, Way], sides: Mapping[int, Connection], draw: random.Random
 ) -> dict[str, Any]:
-    """Make all ways prepare a case. Return the ways that cannot run it, and the reasons."""
+    """Make all ways (versions with arguments) prepare a case; return those that fail, and why."""
     order = draw.sample(list(ways), len(ways))
     for way in order:
         side, asked = ways[way]

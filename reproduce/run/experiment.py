@@ -17,7 +17,7 @@ GroupDone = tuple[str, bool]  # a group's name, and whether the whole group is f
 
 
 class Way(NamedTuple):
-    """The two functions that plan and run an experiment."""
+    """The two functions that plan and run the experiments that measure one kind of quantity."""
 
     plan: Callable[[Session], None]
     run: Callable[[Session], Iterator[GroupDone]]

@@ -210,7 +210,7 @@ def _mean_line(comparison: Comparison, sides: Sides) -> list[str]:
 
 
 def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -> list[str]:
-    """Return a row of the table.
+    """Return a row of the comparison's table.
 
     `numbers` has a cell for each side. `ratios` has the cells of the ratio of each side except the
     first side.
@@ -267,7 +267,7 @@ def _number(row: ComparedRow, side: int) -> str:
 
 
 def _ratio(decision: Decision | None, metric: str) -> list[str]:
-    """Return the cells of a ratio, its interval and its verdict."""
+    """Return three cells of the table: a ratio, its confidence interval and its verdict."""
     if decision is None:
         return ["", "", ""]
     interval = ""

@@ -171,9 +171,8 @@ def _serve(rank: int, link: Connection, count: int, threads: int, store: str) ->
 def _step(trainer: Trainer, start: float, *, recorded: bool) -> tuple[float, float | None, Any]:
     """Run a step that begins on all ranks at the same time.
 
-    `start` is this time, as `time.perf_counter` gives it, which is the same clock for all
-    processes. Return the time at which the step ended, its loss, and the events of its timeline if
-    `recorded`.
+    `start` is this time on the clock `time.perf_counter`, which all processes share. Return the
+    time at which the step ended, its loss, and the events of its timeline if `recorded` is true.
     """
     torch.manual_seed(trainer.steps)  # as `MeasuredSteps` does, so that dropout draws the same
     recording: Any = contextlib.nullcontext()
