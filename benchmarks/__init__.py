@@ -1,5 +1,5 @@
-"""Programs that measure the library, or compare it with others. They are not installed.
+"""Contain programs that measure the library, or compare it with other libraries.
 
-They may import `torchgpipe`, `reproduce` and, for rows and comparisons, `tests.behaviours`.
-Only tests import them.
+These programs are not installed, and only tests import them. They may import `torchgpipe`,
+`reproduce` and, for rows and comparisons, `tests.behaviours`.
 """

@@ -1,9 +1,9 @@
-"""Check which models can become pipelines, and whether the pipelines compute the same.
+"""Check which models can become pipelines, and whether the pipelines compute the same results.
 
     python -m benchmarks.any_model torchvision --json results/benchmarks/any_model.json
 
 docs/any-model.md says what is compared, and how. Without `--again`, the program skips each model
-that the record already has, so a stopped run can be resumed.
+that is already in the record file, so a stopped run can be resumed.
 """
 
 import gc
@@ -41,11 +41,11 @@ Named = dict[str, Tensor | None]
 
 
 class Unequal(Exception):
-    """A pipeline does not compute the same as its model."""
+    """An error that says where a pipeline's results differ from its model's results."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Check the models of a list, record the results, and print tables of the whole record."""
+    """Check the models of a list, record the results, and print tables of all recorded results."""
     parser = command("any_model", __doc__ or "")
     parser.add_argument("list", choices=LISTS)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these models of the list only")
@@ -84,20 +84,21 @@ def check(experiment: str, models: Mapping[str, Callable[[], Case]]) -> Found:
             reason = str(error)
             if not isinstance(error, Unequal):
                 reason = f"{type(error).__name__}: {reason}"
-            # A record must not hold the folder in which this machine has its packages.
+            # A record must not contain the folder in which this machine's packages are installed.
             reason = re.sub(r"/\S*/(site|dist)-packages/", "", reason)
             yield [Result(experiment, name, "failed", reason=reason[:600])]
         gc.collect()
 
 
 def check_model(experiment: str, name: str, case: Case) -> Result:
-    """Compare the model with its pipelines in all configurations.
+    """Compare a model with its pipelines: for each number of partitions and each checkpoint mode.
 
-    If a pipeline differs, compare again in float64. A gradient that should be zero, such as that
-    of a bias before a norm, is rounding noise, which is small in float64.
+    If a pipeline differs, the comparison is repeated in float64. This avoids false alarms: a
+    gradient that is zero in theory, such as the gradient of a bias before a norm, is rounding
+    noise, and the noise is small in float64.
 
     Raises:
-        Unequal: A pipeline differs in float64, too. The message says where.
+        Unequal: A pipeline differs from the model in float64, too. The message says where.
     """
     try:
         return _check_model(experiment, name, case)
@@ -146,14 +147,17 @@ def _check_model(experiment: str, name: str, case: Case) -> Result:
 
 
 def each(function: Callable[..., Tensor], sample: Any) -> Any:
-    """Apply a function to a sample's tensors."""
+    """Apply a function to each tensor of a sample, which is a tensor or a dictionary of tensors."""
     if isinstance(sample, dict):
         return {name: function(x) for name, x in sample.items()}
     return function(sample)
 
 
 def outputs_and_gradients(case: Case, model: Module, samples: list[Any]) -> Named:
-    """Run forward on each sample, then one backward; return outputs, gradients and buffers."""
+    """Run a forward on each sample and one backward; return outputs, gradients and buffers.
+
+    The keys of the returned dictionary name each tensor, for example "gradient of 0.weight".
+    """
     case.module.zero_grad()
     results = []
     for sample in samples:
@@ -181,7 +185,11 @@ def outputs_and_gradients(case: Case, model: Module, samples: list[Any]) -> Name
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render a count of equal models in each list, their names, and the results of the others."""
+    """Render tables of all checked models.
+
+    They show how many models of each list are equal to their pipelines, the names of these models,
+    and the results of all other models.
+    """
     cases = by_case(record)
     summary, lists = [], []
     for name in LISTS:
@@ -208,7 +216,7 @@ def table(record: Record, style: str = "simple") -> str:
 
 
 def _said(result: Result) -> str:
-    """Return the result of a model's check, in about 100 characters."""
+    """Return the result of a model's check as a text of about 100 characters."""
     if result.status == "not run":
         return "not run"
     if result.status == "measured":

@@ -1,7 +1,7 @@
-"""The models of `benchmarks.any_model`: for each name, a function that builds it and a batch.
+"""Define the models of `benchmarks.any_model`: functions that build a model and a batch, by name.
 
-Weights are random, and nothing is loaded. Dropout is off, so that two runs are comparable;
-everything else is as in training. Images are small where the model allows it.
+Weights are random, and nothing is downloaded. Dropout is off, so that two runs are comparable.
+Everything else is in training mode. Images are small if the model accepts small images.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ IMAGES = (64, 56, 96, 128, 160, 192, 224, 256)
 
 
 class Case(NamedTuple):
-    """A model, and the arguments that it is called with."""
+    """A model, and the arguments with which it is called."""
 
     module: Module
     sample: Any
@@ -101,7 +101,7 @@ def _size(name: str) -> tuple[int, int, str]:
 
 
 def _timm(name: str) -> Case:
-    """Return the model for the smallest images with which it runs on `meta`."""
+    """Build a timm model for the smallest image size with which it runs on the `meta` device."""
     import timm
 
     for size, option in product(IMAGES, ("img_size", None)):
@@ -121,7 +121,8 @@ def _timm(name: str) -> Case:
     return Case(module, torch.randn(SAMPLES, *shape))
 
 
-# Sizes by their names in configurations. A configuration ignores names that it does not know.
+# Sizes of a tiny model, by their names in configurations of transformers. A configuration ignores
+# names that it does not know.
 _TINY: Options = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -158,10 +159,10 @@ _AUDIO = {
 _CLIP_PART = {**_TINY, "projection_dim": 16}
 _CLIP = {"text_config": _CLIP_PART.copy(), "vision_config": _CLIP_PART.copy()}
 
-# A configuration with one of these options does not use the names above.
+# A configuration with one of these options has sizes of its own, and does not use `_TINY`.
 _OWN_SIZES = {"text_config", "depths", "block_sizes"}
 
-# Configuration class, model class, further options, kind of sample.
+# For each name: the configuration class, the model class, further options, and the kind of sample.
 TRANSFORMERS: dict[str, tuple[str, str, Options, str]] = {
     "albert": ("AlbertConfig", "AlbertModel", {"embedding_size": 16}, "text"),
     "bart": ("BartConfig", "BartModel", _BART, "pair"),
@@ -270,7 +271,7 @@ TRANSFORMERS: dict[str, tuple[str, str, Options, str]] = {
 
 
 def transformers_models() -> dict[str, Build]:
-    """Return tiny models of transformers, with random weights."""
+    """Return tiny models of the transformers package, with random weights."""
     found: dict[str, Build] = {}
     for name, row in TRANSFORMERS.items():
         build = partial(_transformers, *row)
@@ -308,7 +309,10 @@ LISTS = {
 
 
 def _without_dropout(build: Build) -> Case:
-    """Set all dropout and drop-path probabilities to zero, in modules and configurations."""
+    """Build a model, and set all dropout and drop-path probabilities to zero.
+
+    The probabilities are attributes of the modules and of their configurations.
+    """
     case = build()
     for module in case.module.modules():
         kind = type(module).__name__

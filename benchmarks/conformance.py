@@ -1,10 +1,10 @@
-"""Check which pipelines do correctly what training needs.
+"""Check which pipeline libraries do correctly what training needs.
 
     python -m benchmarks.conformance --json results/benchmarks/conformance.json
 
-Each row of tests/behaviours/rows/training trains or evaluates a small pipeline on CPUs with
-each engine, and the result is compared with that of the plain layers. Two engines need a separate
-folder of packages:
+Each row of tests/behaviours/rows/training trains or evaluates a small pipeline on CPUs. Every
+engine (a pipeline of this library or of another one) runs each row, and its result is compared with
+the result of the same layers without a pipeline. Two engines need a folder of packages:
 
     pip install --no-deps --target FOLDER torchgpipe==0.0.7     # then pass --older FOLDER
     pip install --target FOLDER deepspeed                       # then pass --deepspeed FOLDER
@@ -48,7 +48,7 @@ CHECKS = {row.name: row for row in ROWS}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run checks with engines, record the results, and print a table."""
+    """Run the chosen checks with the chosen engines, record the results, and print a table."""
     options = _options(arguments)
     engines = _engines(options)
     options.engine = list(engines)
@@ -81,7 +81,10 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
 
 
 def _engines(options: Namespace) -> dict[str, Adapter]:
-    """Return the engines that are installed, and let their processes find their packages."""
+    """Return the chosen engines that are installed.
+
+    This also makes their packages importable in the processes that run them.
+    """
     engines = {name: ENGINES[name] for name in options.engine}
     if options.deepspeed:
         sys.path.append(str(options.deepspeed))
@@ -102,7 +105,7 @@ def _engines(options: Namespace) -> dict[str, Adapter]:
 
 
 def check(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
-    """Yield the results of each check, one for each engine."""
+    """Yield a list of results for each check: one result for each engine."""
     for name in checks:
         results = []
         for engine, adapter in engines.items():
@@ -114,10 +117,10 @@ def check(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
 
 
 def table(record: Record, style: str = "simple", first: Sequence[list[str]] = ()) -> str:
-    """Render a count of results per engine, and a table of all checks.
+    """Render two tables: the number of outcomes of each engine, and the results of all checks.
 
-    The second table says what this library does, and what other pipelines do. The lines `first`
-    come before those of the record.
+    The second table has a column for this library's results and a column for other libraries'
+    results. `first` has lines that come before the lines of the record.
     """
     cases = by_case(record)
     engines = list(dict.fromkeys(result.row for result in record.results))
@@ -154,7 +157,10 @@ def table(record: Record, style: str = "simple", first: Sequence[list[str]] = ()
 
 
 def ended(results: Sequence[Result]) -> str:
-    """Summarize the results of a check, with the names of the engines that are not equal."""
+    """Summarize the results of one check: how engines failed, with the names of these engines.
+
+    Return "right" if all engines are equal to the plain layers.
+    """
     if not results:
         return ""
     engines_by_end: dict[tuple[str, str], list[str]] = {}

@@ -1,8 +1,8 @@
-"""What all benchmarks share: options, and a record that is rewritten after each result.
+"""Provide what all benchmarks use: options, and a record that is saved after each case.
 
-A benchmark has cases. In each case, several *ways* to do the same work run in turn: engines,
-versions, or a plain loop. The record has a result for each case and way: the case is the result's
-`experiment`, and the way is its `row`. The record keeps a summary of the samples.
+A benchmark has cases. In each case, several *ways* to do the same work run alternately: different
+engines, different versions, or a plain loop. The record has one result for each case and way. In a
+result, `experiment` is the case, and `row` is the way. The record stores a summary of the samples.
 """
 
 import argparse
@@ -36,7 +36,8 @@ def command(name: str, doc: str, *, json: bool = True, **defaults: int) -> argpa
         name: The name of the benchmark's module, such as `gates.machinery`.
         doc: The docstring of the module. Its first line is the description.
         json: Whether the benchmark has the option `--json`.
-        defaults: The defaults of the options `rounds` and `steps` that the benchmark has.
+        defaults: The default values of `rounds` and `steps`. The benchmark has only the options
+            that are given here.
     """
     sys.excepthook = fail
     description = doc.splitlines()[0]
@@ -51,7 +52,7 @@ def command(name: str, doc: str, *, json: bool = True, **defaults: int) -> argpa
 
 
 def positive(text: str) -> int:
-    """Parse a positive integer of the command line."""
+    """Parse a command line argument as a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
@@ -64,10 +65,10 @@ def start(
     unit: dict[str, str],
     devices: int,
 ) -> Record:
-    """Return an empty record of this machine and the options.
+    """Return a record without results that describes this machine and the options.
 
-    The kind of the devices is the option `device`, or `cpu` if the benchmark has no such option.
-    From now on each CPU device has one thread.
+    The kind of device is the value of the option `device`, or `cpu` if there is no such option.
+    This function also sets the number of PyTorch's CPU threads to one.
     """
     if options.json is not None:
         folder = options.json.absolute().parent
@@ -88,9 +89,9 @@ def start(
 
 
 def continued(record: Record, before: Record) -> Record:
-    """Return a record with the results of an earlier record.
+    """Return a record that starts with the results of an earlier record.
 
-    A note names the git revision of these results.
+    If these results are of another git revision, a note names the revision.
     """
     assert record.run is not None
     assert before.run is not None
@@ -103,7 +104,7 @@ def continued(record: Record, before: Record) -> Record:
 
 
 def by_case(record: Record) -> dict[str, dict[str, Result]]:
-    """Return a record's results by case and way."""
+    """Return a record's results in nested dictionaries: by case, and then by way."""
     found: dict[str, dict[str, Result]] = {}
     for result in record.results:
         found.setdefault(result.experiment, {})[result.row] = result
@@ -111,7 +112,7 @@ def by_case(record: Record) -> dict[str, dict[str, Result]]:
 
 
 def cell(reason: str | None) -> str:
-    """Return a reason as a cell of a table, of at most 100 characters."""
+    """Return a reason as the text of a table cell, with at most 100 characters."""
     words = (reason or "").split()
     text = " ".join(words)
     text = text.replace("|", "\\|").replace("<", "&lt;")
@@ -119,7 +120,7 @@ def cell(reason: str | None) -> str:
 
 
 def summarized(result: Result) -> Result:
-    """Replace a result's samples by their medians; `spread` has their quartiles and count."""
+    """Replace a result's samples by their medians; put their quartiles and number into `spread`."""
     if not result.samples:
         return result
     medians, spread = {}, {}
@@ -135,16 +136,16 @@ def summarized(result: Result) -> Result:
 def collect(
     record: Record, path: Path | None, found: Found, total: int, table: Callable[[Record], str]
 ) -> Record:
-    """Run a benchmark, rewrite the record's file after each part, and print the table at the end.
+    """Run a benchmark, save the record after each case, and print the table at the end.
 
     Ctrl-C, or an error of a measuring process, ends the program. Even then, the results so far are
-    printed and recorded.
+    printed and saved.
 
     Args:
         record: The record to which results are added.
-        path: The record's file; `None` writes no file.
-        found: The generator of the results, a part at a time.
-        total: The number of parts.
+        path: The record's file. If it is `None`, no file is written.
+        found: The generator of the results. It yields the results of one case at a time.
+        total: The number of cases.
         table: The function that renders the record.
     """
     recorder = Recorder(path or Path(), record)
@@ -181,7 +182,7 @@ def collect(
 
 
 def _finished(record: Record, path: Path | None) -> str:
-    """Say where the results of a benchmark that has not finished are."""
+    """Return a text that says where the results of an unfinished benchmark are."""
     if not record.results:
         return "nothing is finished"
     if path is None:

@@ -1,6 +1,6 @@
 """Build pipelines on CPU devices with a chosen engine.
 
-One of the engines is the graph engine as it works on several GPUs.
+One choice is the graph engine in the form that it has on several GPUs.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ ENGINES = ("graph", "across", "workers")
 
 
 def evenly(layers: nn.Sequential, n: int) -> list[int]:
-    """Return a balance with about as many layers in each of `n` partitions."""
+    """Return a balance that gives each of `n` partitions about the same number of layers."""
     parts = torch.arange(len(layers)).tensor_split(n)
     return [len(part) for part in parts]
 
@@ -28,9 +28,10 @@ def on_cpu(
     Args:
         layers: The layers of the pipeline.
         balance: The number of layers of each partition.
-        engine: An engine of `GPipe`, `None` for its default, or `"across"`: the graph engine as it
-            works on several devices, but without copies. There, each task is a node of the
-            autograd graph, with ties between the nodes.
+        engine: An engine of `GPipe`, `None` for its default engine, or `"across"`. `"across"` is
+            the graph engine in the form that it has on several devices, but without copies. In
+            this form, each task is a node of the autograd graph, and additional edges between the
+            nodes order the backward.
         options: Further options of `GPipe`.
     """
     if engine is not None:

@@ -1,10 +1,10 @@
-"""Rewrite the tables that `python -m reproduce render` makes from records, and those of benchmarks.
+"""Rewrite the tables that are made from records, including the tables of benchmarks.
 
     python -m benchmarks.render            # or make results
     python -m benchmarks.render --check    # as make lint does
 
-`reproduce` must not import benchmarks. So this program passes it the function that makes the
-blocks of benchmarks.
+`python -m reproduce render` rewrites only the tables of experiments, because `reproduce` must not
+import benchmarks. This program passes it the function that renders the tables of benchmarks.
 """
 
 import sys
@@ -29,12 +29,12 @@ TABLES = {
 
 
 def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
-    """Return the table of a benchmark's record and a line about its run.
+    """Return the table of a benchmark's record, followed by a line about the benchmark's run.
 
     Args:
-        page: The page that holds the block.
-        name: The name of the record's file in `folder`, without its suffix. If there is no such
-            file, the block says so.
+        page: The page that contains the table.
+        name: The name of the record's file in `folder`, without its suffix. If the file does not
+            exist, the returned text says so.
         folder: The folder of the records.
 
     Raises:
@@ -58,7 +58,7 @@ def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
 
 
 def _conditions(run: Run) -> Iterator[str]:
-    """Yield the date, the versions and the machine of a run, and how busy the machine was."""
+    """Yield texts about a run: its date, versions and machine, and how busy the machine was."""
     machine, versions, load, git = run.machine, run.versions, run.load, run.git
     yield run.started[:10]
     yield f"torch {versions['torch']}"

@@ -1,8 +1,9 @@
-"""Measure schedules over two ranks, some beside PyTorch's, in turn and in the same two processes.
+"""Measure schedules over two ranks, and compare them with other schedules, such as PyTorch's.
 
-In each round, the time of a step of another schedule is divided by that of a step of this schedule.
-The ratio is the median over all rounds: above 1, this schedule is faster. `replayed` is the ratio
-of the two times that the replays of the schedules' lists predict from the measured times of tasks.
+All schedules run alternately in the same two processes. In each round, the time of a step of the
+other schedule is divided by the time of a step of this schedule. The ratio is the median over all
+rounds. If it is above 1, this schedule is faster. `replayed` is the ratio that the replays of both
+schedules predict from the measured times of their tasks.
 """
 
 import random
@@ -32,37 +33,37 @@ from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.schedules import make
 from torchgpipe.timeline.stopwatch import Stopwatch
 
-N = 2  # ranks
-LAYERS = 4  # linear layers on a rank
+N = 2  # the number of ranks
+LAYERS = 4  # the number of linear layers on each rank
 
 
-# The width of the linear layers, and the number of samples in a micro-batch.
+# For each size: the width of the linear layers, and the number of samples in a micro-batch.
 SIZES = {
     "short": (512, 64),
     "small": (1024, 64),
     "medium": (1024, 128),
     "large": (2048, 64),
 }
-# The number of micro-batches -> schedule -> the schedule that it is compared with.
+# For each number of micro-batches: schedules, and the schedule that each is compared with.
 PAIRS = {
     8: {"GPipe": "ScheduleGPipe", "1F1B": "Schedule1F1B"},
     2: {"ZBH1": "1F1B"},
 }
 
-Key = tuple[Any, ...]  # kind, micro-batch and partition of a task
-Tasks = dict[Key, float]  # seconds
-Measured = dict[str, tuple[list[float], Tasks]]  # of each schedule: steps and tasks, in seconds
+Key = tuple[Any, ...]  # the kind, micro-batch and partition of a task
+Tasks = dict[Key, float]  # the seconds of each task
+Measured = dict[str, tuple[list[float], Tasks]]  # by schedule: seconds of steps and of tasks
 
 
 class Case(NamedTuple):
-    """A number of micro-batches, and a size of the tasks, which is a key of `SIZES`."""
+    """A number of micro-batches, and the size of the tasks, which is a key of `SIZES`."""
 
     micro_batches: int
     size: str
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every size and number of micro-batches, and print a table."""
+    """Measure every combination of a size and a number of micro-batches, and print a table."""
     parser = command("schedules", __doc__, rounds=60)
     add, sizes, chunks = parser.add_argument, list(SIZES), list(PAIRS)
     add("--size", nargs="+", choices=sizes, default=sizes, help="of the tasks")
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(cases: Sequence[Case], rounds: int) -> Found:
-    """Yield the results of each case, one for each schedule."""
+    """Yield a list of results for each case: one result for each schedule."""
     for case in cases:
         m, size = case
         samples: dict[str, list[float]] = {}
@@ -100,7 +101,7 @@ def measure(cases: Sequence[Case], rounds: int) -> Found:
 
 
 def _measured_by_ranks(case: Case, rounds: int) -> Iterator[Measured]:
-    """Yield what each rank has measured."""
+    """Run a case on all ranks, and yield the measurements of each rank."""
     with (
         TemporaryDirectory() as folder,
         closing(Launched("spawn", N, _rank, folder, case, rounds)) as launched,
@@ -115,13 +116,16 @@ def _measured_by_ranks(case: Case, rounds: int) -> Iterator[Measured]:
 
 
 def _replay(name: str, m: int, tasks: dict[str, Tasks]) -> float:
-    """Return the seconds of a step in which each task takes its measured time."""
+    """Return the predicted seconds of a step in which each task takes its measured time."""
     schedule = make(name, N, m, 1, "never")
     return schedule.replay(tasks[name].__getitem__).seconds
 
 
 def _rank(k: int, link: Connection, folder: str, case: Case, rounds: int) -> None:
-    """Take steps of all schedules in turn; send the seconds of steps and of this rank's tasks."""
+    """Run steps of all schedules alternately, and measure the steps and this rank's tasks.
+
+    Send the seconds of all steps and the median seconds of each task.
+    """
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=k, world_size=N)
@@ -149,7 +153,8 @@ def _rank(k: int, link: Connection, folder: str, case: Case, rounds: int) -> Non
             way.step()
             dist.barrier()
             ended = time.perf_counter()
-            # A second step measures the tasks. PyTorch's schedules ignore the observer.
+            # A second step measures the tasks. PyTorch's schedules ignore the observer, so their
+            # tasks are not measured.
             stopwatch = Stopwatch({k: torch.device("cpu")})
             way.observed.observer = stopwatch
             way.step()
@@ -169,7 +174,7 @@ def _rank(k: int, link: Connection, folder: str, case: Case, rounds: int) -> Non
 
 
 class Way(NamedTuple):
-    """A schedule on this rank."""
+    """A schedule, with this rank's layers and the function that runs a step."""
 
     part: Module
     """The layers of this rank."""
@@ -194,7 +199,7 @@ def _way(name: str, layers: nn.Sequential, m: int, x: Tensor, target: Tensor) ->
 
 
 def _check_gradients(ways: Sequence[Way]) -> None:
-    """Run a step of each schedule, and check that all give the same gradients."""
+    """Run a step of each schedule, and check that all schedules compute the same gradients."""
     expected: list[Tensor] | None = None
     for way in ways:
         way.step()
@@ -206,7 +211,7 @@ def _check_gradients(ways: Sequence[Way]) -> None:
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render each schedule's milliseconds and ratio, and geometric means of the ratios."""
+    """Render each schedule's milliseconds and ratio, and the geometric means of the ratios."""
     rows: list[list[str]] = []
     ratios: dict[str, list[float]] = {}
     for case, found in by_case(record).items():

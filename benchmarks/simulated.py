@@ -1,8 +1,8 @@
-"""Simulated devices: streams with clocks, as stand-ins for those of GPUs.
+"""Simulate devices: streams with simulated clocks, which replace the CUDA streams of GPUs.
 
-`cpu:0`, `cpu:1`, … are the devices. A stream logs its calls and executes work in the order of
-submission. Its clock is the time at which all submitted work has ended; the host takes no time, and
-may wait. A copy occupies the current streams of both its devices.
+The devices are `cpu:0`, `cpu:1`, …. A stream logs its calls and executes work in the order of
+submission. Its clock is the time at which all submitted work has ended. The host itself takes no
+time, but can wait for streams. A copy occupies the current streams of both its devices.
 """
 
 import threading
@@ -52,7 +52,7 @@ class Stream:
         self.clock = max(self.clock, event.clock)
 
     def run(self, seconds: float) -> tuple[float, float]:
-        """Occupy the stream for some seconds; return when the work starts and ends."""
+        """Occupy the stream for some simulated seconds; return when the work starts and ends."""
         self.clock += seconds
         start = self.clock - seconds
         return start, self.clock
@@ -60,11 +60,11 @@ class Stream:
 
 @dataclass
 class Streams:
-    """All streams by device.
+    """All simulated streams, by device.
 
     Args:
-        patch: The patch of the library's streams, which is undone at its end.
-        seconds: The seconds of a copy by the indices of its two devices, the lower one first.
+        patch: The pytest fixture that replaces the library's streams, and restores them at its end.
+        seconds: The seconds of a copy, by the indices of its two devices, the lower index first.
     """
 
     patch: pytest.MonkeyPatch
@@ -76,7 +76,7 @@ class Streams:
     host: threading.Thread = field(default_factory=threading.current_thread)
 
     def __post_init__(self) -> None:
-        """Patch the library's streams with simulated ones. Only copies of tensors are real."""
+        """Replace the library's streams by simulated ones. Only copies of tensors are real."""
         to = Tensor.to
 
         def copied(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -101,7 +101,7 @@ class Streams:
 
     @property
     def current(self) -> list[Stream]:
-        """The current streams of this thread, the innermost last."""
+        """Return the current streams of this thread. The innermost stream is the last one."""
         return getattr(self.thread, "current", [])
 
     def of(self, device: torch.device) -> Stream | None:
@@ -114,7 +114,7 @@ class Streams:
         return self.compute.get(device)
 
     def new(self, device: torch.device) -> Stream | None:
-        """Return a new stream of the device for copies."""
+        """Return a new stream for copies to or from the device."""
         if device.type != "cpu":
             return None
         stream = Stream(f"{device} copies", device, self)
@@ -123,7 +123,7 @@ class Streams:
 
     @contextmanager
     def using(self, *streams: Stream | None) -> Iterator[None]:
-        """Let the streams be the current ones of this thread."""
+        """Make the given streams the current streams of this thread in the `with` block."""
         before = self.current
         used = [stream for stream in streams if stream is not None]
         self.thread.current = before + used
@@ -131,7 +131,7 @@ class Streams:
         self.thread.current = before
 
     def copy(self, target: torch.device) -> None:
-        """Let a copy occupy the two innermost current streams."""
+        """Let a copy occupy the two innermost current streams for the time of the copy."""
         ends = self.current[-2:]
         names, devices, clocks = [], [], []
         for stream in ends:
@@ -149,7 +149,7 @@ class Streams:
         self.wait(*self.compute.values(), *self.others)
 
     def wait(self, *streams: Stream) -> None:
-        """Wait on the host for some streams; work that the host submits later starts after that."""
+        """Wait on the host for some streams. Work that the host submits later starts afterwards."""
         end = max(stream.clock for stream in streams)
         for stream in (*self.compute.values(), *self.others):
             stream.clock = max(stream.clock, end)

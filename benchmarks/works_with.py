@@ -1,4 +1,4 @@
-"""The table of docs/works-with.md: PyTorch's tools with a pipeline, and checks of training.
+"""Render the table of docs/works-with.md: PyTorch's tools with a pipeline, and checks of training.
 
 The tools are rows of this library's tests (`TOOLS`). The checks of what training needs are in the
 record of `benchmarks.conformance`.
@@ -19,14 +19,14 @@ TOOLS += tools.REPLICAS
 
 
 def table(record: Record, style: str) -> str:
-    """Render a count of results per engine, and one table of all tools and checks."""
+    """Render the number of outcomes of each engine, and one table of all tools and checks."""
     heading = ["**tools of PyTorch**", "", "", ""]
     lines = [[row.name, answer(row), row.note, ""] for row in TOOLS]
     return conformance.table(record, style, [heading, *lines])
 
 
 def answer(row: Row) -> str:
-    """Say with which engines and modes of `GPipe` a row works."""
+    """Return a text that says with which engines and checkpoint modes of `GPipe` a row works."""
     right = []
     for engine, mode in product(ENGINES, MODES):
         if row.refusal(engine, mode) is None:

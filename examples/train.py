@@ -1,15 +1,16 @@
 """Train a model as a pipeline.
 
-The same script runs in one process, which has a thread for each partition, or under torchrun:
+The same script runs in one process with a thread for each partition, or in several processes under
+torchrun:
 
     python examples/train.py resnet18 --partitions 2
     torchrun --local-addr 127.0.0.1 --nproc-per-node 2 examples/train.py resnet18
     torchrun --local-addr 127.0.0.1 --nproc-per-node 4 examples/train.py amoebanetd
 
-It prints the loss of each step, which is the same either way. Only the last digits of convolutions
-may differ from one start of Python to the next. The data are random.
+The script prints the loss of each step. The losses are the same in both cases. Only the last digits
+of convolutions can differ from one start of Python to the next. The data are random.
 
-With --save, the script goes on from the newest state in a folder. So torchrun may start it again
+With --save, the script continues from the newest state in a folder. So torchrun can restart it
 after a failure:
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --local-addr 127.0.0.1 \\
@@ -57,10 +58,10 @@ def built(name: str) -> tuple[Sequential, Tensor]:
 
 
 def balanced(module: Sequential, sample: Tensor, n: int, batch: int, chunks: int) -> list[int]:
-    """Return the balance that is planned for n devices.
+    """Plan a balance for n devices, and return it.
 
-    The plan uses a hardware description and measures no time. So every rank, and every start after
-    a failure, finds the same balance.
+    The plan uses a hardware description and measures no time. So all ranks find the same balance,
+    also when the script is restarted after a failure.
     """
     found = plan(module, sample, batch_size=batch, devices=n, hardware="h100x8", chunks=chunks)
     best = found.by_devices[n].best
@@ -87,7 +88,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train a few steps."""
+    """Train the model for a few steps."""
     options = arguments()
     ranks = "RANK" in os.environ
     if ranks:
@@ -96,8 +97,8 @@ def main() -> None:
             dist.init_process_group("gloo")
     n = dist.get_world_size() if ranks else options.partitions
 
-    torch.set_num_threads(1)  # as under torchrun: more threads add up sums in another order
-    torch.manual_seed(0)  # every rank builds the same model, and takes its own part
+    torch.set_num_threads(1)  # like under torchrun: more threads add up sums in another order
+    torch.manual_seed(0)  # every rank builds the same model, and keeps its own partition
     module, sample = built(options.model)
     balance = balanced(module, sample, n, options.batch, options.chunks)
     model: GPipe | DistributedGPipe
@@ -111,7 +112,8 @@ def main() -> None:
     found = saves.load(model, optimizer) if saves else None
     begin = found["step"] + 1 if found else 0
     for step in range(begin, options.steps):
-        # Each step has its own seed, so a script that goes on has no random numbers to skip.
+        # Each step has its own seed. So a script that continues a run does not have to skip random
+        # numbers.
         data = torch.Generator().manual_seed(step)
         x = torch.rand(options.batch, *sample.shape[1:], generator=data)
         target = torch.randint(10, (options.batch,), generator=data)

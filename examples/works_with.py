@@ -1,7 +1,8 @@
-"""The tools of docs/works-with.md, as code.
+"""Show how to use the tools of docs/works-with.md with a pipeline.
 
-Each function takes a pipeline, or any other model, and mini-batches. Tests run each function with a
-pipeline and with the plain layers, and compare the results and the models.
+Each function takes mini-batches and a model, which is a pipeline or any other module. Tests run
+each function with a pipeline and with the same layers without a pipeline, and compare the results
+and the models.
 """
 
 import functools
@@ -127,9 +128,9 @@ def other_parameters(model: Module, batches: Batches) -> list[Any]:
 
 
 def checkpoint_files(model: Module, other: Module, batches: Batches) -> None:
-    """Train a step and save; load into `other`, and train another step.
+    """Train a step with `model` and save; load the state into `other`, and train another step.
 
-    `other` may have another balance.
+    The pipeline `other` can have another balance than `model`.
     """
     optimizer, other_optimizer = Adam(model.parameters()), Adam(other.parameters())
     first, second, *_ = batches
@@ -212,7 +213,7 @@ def steps_in_replicas(model: Module, batches: Batches) -> None:
 
 
 class WithLoss(Module):
-    """A module that returns the loss of a pipeline's mini-batch."""
+    """A module that calls a pipeline and returns the loss of a mini-batch."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Run the papers' experiments here, keep records of them, and make tables from the records.
+"""Run the papers' experiments on this machine, record results, and make tables from the records.
 
-The folders are, from the bottom up: `machine` and `models`, `records`, `experiments`, `numbers`,
-`run` and `predict`, `tables`, `report` and `regression`, `cli`. Each folder may import from the
-folders below it, and from `torchgpipe`.
+The folders are, from the lowest to the highest: `machine` and `models`, `records`, `experiments`,
+`numbers`, `run` and `predict`, `tables`, `report` and `regression`, `cli`. Each folder may import
+from the folders below it, and from `torchgpipe`.
 """

@@ -1,6 +1,7 @@
-"""Start `python -m reproduce`.
+"""Start the program `python -m reproduce`.
 
-It first checks the packages that it needs, and reports a missing one in one line.
+The program first checks that the packages it needs are installed. If a package is missing, the
+program says so in one line.
 """
 
 import signal
@@ -13,7 +14,8 @@ from reproduce.machine.allocator import keep_freed_memory
 def main() -> int:
     """Run the program and return its exit code."""
     if sys.argv[1:2] == ["run"]:
-        # Else rows with smaller tensors would look faster, for a reason that is not pipelining.
+        # Otherwise rows with smaller tensors would look faster, for a reason that is not
+        # pipelining.
         keep_freed_memory()
     handler = signal.signal(signal.SIGINT, leave)
     problem = missing("click", "msgspec", "tabulate", "tqdm")

@@ -1,4 +1,4 @@
-"""The exit codes of all commands, and the exceptions for problems that a user can solve.
+"""Define the exit codes of all commands, and exceptions for problems that a user can solve.
 
 The exit code 0 means "as expected".
 """
@@ -12,32 +12,33 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
-WORSE = 1  # slower, worse, or not as its record says
-# The question has no answer: bad input, a record that cannot be read, or a side that does not run.
+WORSE = 1  # the result is slower or worse, or differs from its record
+# There is no answer: the input is bad, a record cannot be read, or a side of a comparison fails.
 CANNOT_TELL = 2
 INTERRUPTED = 130  # as shells have it for Ctrl-C
 LEAST_TORCH = (2, 11)
 
 
 class Error(Exception):
-    """Stop with one line on stderr.
+    """An error that ends the program with one line on stderr.
 
-    The line says what was given or what failed, what is allowed, and what to do.
+    The line says what was given or what failed, what is allowed, and what the user can do.
     """
 
     exit_code = CANNOT_TELL
 
 
 class Worse(Error):
-    """Stop because a comparison shows that something is not as it should be."""
+    """An error that is raised when a comparison shows that something is worse than it should be."""
 
     exit_code = WORSE
 
 
 def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End the program, as `sys.excepthook`, with a line or, for a bug, with a traceback.
+    """End the program after an exception that was not caught (used as `sys.excepthook`).
 
-    The exit code is set here, because Python's own would be `WORSE`.
+    An `Error` is printed as one line. A bug is printed with its traceback. This function sets the
+    exit code, because Python's own exit code would mean `WORSE`.
     """
     if isinstance(error, Error):
         print(error, file=sys.stderr)
@@ -53,7 +54,7 @@ def fail(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def missing(*packages: str) -> str | None:
-    """Import packages. Return which one is missing, broken or too old, and what to do.
+    """Import packages. Return a text that says which is missing, broken or too old, and what to do.
 
     Return None if all packages are fine.
     """
@@ -69,7 +70,7 @@ def missing(*packages: str) -> str | None:
 
 
 def _too_old_torch() -> str | None:
-    """Return what to do if PyTorch is too old; None if it is not."""
+    """Return a text that says what to do if PyTorch is too old; otherwise return None."""
     version = sys.modules["torch"].__version__
     major, minor, *_ = version.split(".")
     if (int(major), int(minor)) >= LEAST_TORCH:
@@ -79,18 +80,19 @@ def _too_old_torch() -> str | None:
 
 
 def leave(signum: int, frame: FrameType | None) -> None:
-    """End the program at once: it has done nothing yet that could be lost."""
+    """End the program at once, because it has done nothing yet that could be lost."""
     os.write(2, b"reproduce: interrupted\n")
     os._exit(INTERRUPTED)
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
-    """Make sure that Ctrl-C ends a run: yield a function to call between steps.
+    """Make sure that Ctrl-C ends a run; yield a function that the run calls between steps.
 
-    The function raises `KeyboardInterrupt` if there was a Ctrl-C. Python raises it, too, wherever
-    the main thread happens to be. But in a destructor or a weak reference's callback, where tensors
-    are often freed, Python only prints it and goes on. So a flag remembers it.
+    The function raises `KeyboardInterrupt` if there was a Ctrl-C. Python also raises it at any
+    place in the main thread. But in a destructor or in the callback of a weak reference, where
+    tensors are often freed, Python only prints the exception and continues. So a flag remembers the
+    Ctrl-C.
     """
     asked = False
 

@@ -1,4 +1,5 @@
-"""Questions about the library's speed: each program answers by a record or an exit status.
+"""Contain programs that check the library's speed or overhead.
 
-They may import `benchmarks.harness`, `benchmarks.pipelines`, `reproduce` and `torchgpipe`.
+Each program answers with a record or with its exit status. The programs may import
+`benchmarks.harness`, `benchmarks.pipelines`, `reproduce` and `torchgpipe`.
 """

@@ -1,10 +1,10 @@
-"""Count what a training step does, and compare with `benchmarks/gates/counts.json`.
+"""Count the operations of a training step, and compare the counts with `counts.json`.
 
     python -m benchmarks.gates.counts             # exit with 1 if a count differs from the file's
     python -m benchmarks.gates.counts --update    # write the file, if the change is intended
 
-Counts have no noise. `Counts` says what is counted, and `tally` says how. A lower count must be
-written to the file, too, or else the count could grow back unnoticed.
+Counts have no noise. The class `Counts` says what is counted, and `benchmarks.gates.tally` says
+how. A lower count must also be written to the file. Otherwise the count could grow back unnoticed.
 """
 
 import json
@@ -36,7 +36,7 @@ ADVICE = (
 
 
 class Model(NamedTuple):
-    """A function that builds layers, the shape of a sample, and further options of `GPipe`."""
+    """A function that builds layers, the shape of one sample, and further options of `GPipe`."""
 
     build: Callable[[], Sequential]
     shape: tuple[int, ...]
@@ -61,11 +61,11 @@ MODELS = {
     "U-Net": Model(lambda: unet(depth=2, num_convs=1, base_channels=2), (3, 8, 8)),
     "batch norm": Model(lambda: _linear(_norm), (8,), {"deferred_batch_norm": True}),
 }
-SAMPLES = 2  # in a micro-batch
-STEPS = 2  # the first starts the workers, the last is counted
+SAMPLES = 2  # the number of samples in each micro-batch
+STEPS = 2  # the first step starts the worker threads, and the last step is counted
 
 
-# Model, n partitions on CPU devices, m micro-batches, checkpoint modes, engines.
+# Each line: model, n partitions on CPU devices, m micro-batches, checkpoint modes, engines.
 _TABLE: list[tuple[str, int, int, tuple[Mode, ...], tuple[str, ...]]] = [
     ("linear", 1, 4, ("except_last",), ("graph",)),
     ("linear", 2, 4, MODES, ENGINES),
@@ -73,7 +73,7 @@ _TABLE: list[tuple[str, int, int, tuple[Mode, ...], tuple[str, ...]]] = [
     ("U-Net", 4, 4, ("except_last",), ENGINES),
     ("batch norm", 2, 4, ("except_last",), ENGINES),
 ]
-# By name: the arguments of `count`.
+# The arguments of `count`, by the name of the configuration.
 CONFIGURATIONS: dict[str, tuple[str, int, int, Mode, str]] = {}
 for model, n, m, modes, engines in _TABLE:
     for mode, engine in product(modes, engines):
@@ -85,11 +85,12 @@ Totals = dict[str, int]
 
 
 class Counts(NamedTuple):
-    """The counts of one training step, forward and backward, that starts with `.grad` of None.
+    """The counts of one training step: a forward and a backward, with `.grad` of None at the start.
 
-    `operators` (by name) and `nodes` are the pipeline's counts minus those of a plain loop over the
-    same layers and micro-batches. The loop runs two forwards of a checkpointed micro-batch. So the
-    operators within layers, which differ between versions of PyTorch, do not count.
+    `operators` (counts by name) and `nodes` are differences: the counts of the pipeline minus the
+    counts of a plain loop over the same layers and micro-batches. The loop runs two forwards of
+    each checkpointed micro-batch. So operators inside layers, which differ between PyTorch
+    versions, cancel out.
     """
 
     operators: Counter[str]
@@ -97,12 +98,12 @@ class Counts(NamedTuple):
     waits: int
 
     def totals(self) -> Totals:
-        """Return a number for each count."""
+        """Return one number for each kind of count."""
         return {"operators": self.operators.total(), "nodes": self.nodes, "waits": self.waits}
 
 
 def count(model: str, n: int, m: int, checkpoint: Mode, engine: str) -> Counts:
-    """Count the last of `STEPS` steps of the pipeline, minus the counts of the plain loop."""
+    """Count the last of `STEPS` pipeline steps, and subtract the counts of the plain loop."""
     build, shape, options = MODELS[model]
     x = torch.randn(m * SAMPLES, *shape)
     layers = build()
@@ -140,7 +141,7 @@ def _step(model: Callable[[Tensor], Tensor], layers: Module, x: Tensor, tally: T
 def differences(file: Mapping[str, Totals], counted: Mapping[str, Counts]) -> list[str]:
     """Return a line for each count that differs from the file.
 
-    A configuration that only the file has, or only `counted`, has a line, too.
+    If only the file or only `counted` has a configuration, that configuration gets a line, too.
     """
     gone = [name for name in file if name not in counted]
     new = [name for name in counted if name not in file]
@@ -166,7 +167,7 @@ def _listed(operators: Counter[str]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Count every configuration and print it; compare with the file, or write it."""
+    """Count every configuration and print the counts; compare them with the file, or update it."""
     parser = command("gates.counts", __doc__, json=False)
     parser.add_argument("--update", action="store_true", help="write what is counted now")
     options = parser.parse_args(arguments)

@@ -1,10 +1,11 @@
-"""Measure the overhead of pipelines, beside a plain loop over the layers or another torchgpipe.
+"""Measure the overhead of pipelines, compared with a plain loop or with another torchgpipe version.
 
-docs/measured.md has the commands. A number is the median over all rounds of the microseconds per
-task: the time of `model(x)`, and that of `loss.backward()`, divided by n·m. It includes the time of
-the layers. Beside each engine is a ratio: the engine's total time divided by that of the other
-version (with the same engine, if the version has it) or, without another version, by that of the
-plain loop. On CUDA all partitions are on one GPU.
+docs/measured.md has the commands. A number is the median over all rounds, in microseconds per task:
+the time of `model(x)` and the time of `loss.backward()`, each divided by the number of tasks (n
+partitions times m micro-batches). The time of the layers is included. For each engine, the table
+also has a ratio: the engine's total time divided by the total time of the other version. If the
+other version has the same engine, the ratio compares with that engine. Without another version, the
+ratio compares with the plain loop. On CUDA, all partitions are on one GPU.
 """
 
 import runpy
@@ -43,14 +44,14 @@ Turns = Sequence[Sequence[Sequence[float]]]
 
 
 class Side(NamedTuple):
-    """A torchgpipe that is measured: the folder in which it is, and its version."""
+    """A version of torchgpipe to measure: its folder and its version number."""
 
     folder: Path
     version: str
 
 
 class Case(NamedTuple):
-    """A model of n partitions and m micro-batches."""
+    """A model to measure, with n partitions and m micro-batches."""
 
     model: str
     checkpoint: str
@@ -63,7 +64,7 @@ class Case(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every case and print a table."""
+    """Measure every case, record the results, and print a table."""
     parser = command("gates.machinery", __doc__, rounds=5, steps=20)
     add = parser.add_argument
     add("--against", type=other_torchgpipe, metavar="REV|DIR", help="another torchgpipe")
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def other_torchgpipe(text: str) -> Path | str:
-    """Parse an argument: a folder with a torchgpipe, or a git revision of this repository."""
+    """Parse an argument: a folder that contains a torchgpipe, or a revision of this repository."""
     if (Path(text) / VERSION).is_file():
         return Path(text).absolute()
     try:
@@ -99,7 +100,7 @@ def other_torchgpipe(text: str) -> Path | str:
 
 
 def measure(options: Namespace, cases: Sequence[Case]) -> Found:
-    """Yield the results of one case after another."""
+    """Yield the results of each case."""
     with TemporaryDirectory() as temporary:
         sides = [Side(ROOT, version(ROOT))]
         other = options.against
@@ -113,7 +114,10 @@ def measure(options: Namespace, cases: Sequence[Case]) -> Found:
 
 
 def _measured(options: Namespace, sides: Sequence[Side], case: Case, seed: int) -> list[Result]:
-    """Measure each way of a case, in turns whose order is drawn with the seed."""
+    """Measure a case with the plain loop, and with each engine of each torchgpipe version.
+
+    They run alternately, in an order that is drawn with the seed.
+    """
     engines = ENGINES if case.n > 1 and options.device == "cpu" else ENGINES[:1]
     ways: dict[str, tuple[int, str | None]] = {"plain": (0, "plain")}  # number of side, engine
     for engine in engines:
@@ -159,13 +163,13 @@ def _measured(options: Namespace, sides: Sequence[Side], case: Case, seed: int) 
 
 
 def version(folder: Path) -> str:
-    """Return the version of the torchgpipe in a folder."""
+    """Return the version of the torchgpipe in a folder, such as "torchgpipe 0.0.7"."""
     names = runpy.run_path(str(folder / VERSION))
     return f"torchgpipe {names['__version__']}"
 
 
 def _microseconds(turns: Turns) -> dict[str, list[float]]:
-    """Return the times of forward, of backward, and of both together."""
+    """Return the times of forward, of backward, and of both together, in microseconds per task."""
     forwards, backwards, both = [], [], []
     for turn in turns:
         for seconds in turn:
@@ -177,7 +181,7 @@ def _microseconds(turns: Turns) -> dict[str, list[float]]:
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render medians in µs per task, forward + backward, and the ratios of their sums."""
+    """Render a table: median forward and backward times per task, and the ratio of total times."""
     cases = by_case(record)
     found_ways: set[str] = set()
     for found in cases.values():
@@ -208,7 +212,7 @@ def table(record: Record, style: str = "simple") -> str:
 
 
 def _titles(record: Record) -> dict[str, str]:
-    """Return the titles of ways, with the other version's name."""
+    """Return the column titles: for the plain loop, the other version, and its engines."""
     name = ""
     for result in record.results:
         if result.row.endswith(OTHER):
@@ -221,7 +225,7 @@ def _titles(record: Record) -> dict[str, str]:
 
 
 def _cells(way: str, found: Mapping[str, Result]) -> Iterator[str]:
-    """Yield the cells of a way in the row of a case: its times and, of an engine, its ratio."""
+    """Yield the table cells of one engine or loop: its times and, for an engine, its ratio."""
     values = found[way].values if way in found else {}
     if BOTH in values:
         yield f"{values['forward']:.0f} + {values['backward']:.0f}"

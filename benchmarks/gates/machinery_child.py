@@ -1,4 +1,4 @@
-"""Measure the torchgpipe that comes first on `sys.path`, for `benchmarks.gates.machinery`."""
+"""Measure the torchgpipe version that Python imports, for `benchmarks.gates.machinery`."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torchgpipe import GPipe
 
 
 class Buffered(nn.Linear):
-    """A layer with one buffer that stays, and one that changes in each forward."""
+    """A linear layer with two buffers: one never changes, and one changes in each forward."""
 
     scale: Tensor
     count: Tensor
@@ -32,7 +32,7 @@ class Buffered(nn.Linear):
 
 
 class Model(NamedTuple):
-    """A function that builds a model for `n` partitions, and the shape of a sample."""
+    """A function that builds a model for `n` partitions, and the shape of one sample."""
 
     build: Callable[[int], nn.Sequential]
     shape: tuple[int, ...]
@@ -52,10 +52,10 @@ MODES = ("never", "except_last", "always")
 
 
 class Way(NamedTuple):
-    """How a model runs.
+    """The options of one measurement: a model and how it runs.
 
-    `n` is the number of partitions, and `m` the number of micro-batches. The engine is "plain" for
-    a plain loop, an engine of `benchmarks.pipelines`, or `None` for the default of `GPipe`.
+    `n` is the number of partitions, and `m` is the number of micro-batches. `engine` is "plain" for
+    a plain loop, an engine of `benchmarks.pipelines`, or `None` for the default engine of `GPipe`.
     """
 
     model: str
@@ -90,9 +90,9 @@ class Subject:
 def _plain(
     layers: nn.Sequential, balance: list[int], m: int, checkpointed: int
 ) -> Callable[[Tensor], Tensor]:
-    """Return a loop over micro-batches.
+    """Return a function that runs the layers on each micro-batch, without a pipeline.
 
-    Each partition of the first `checkpointed` micro-batches runs under `torch.utils.checkpoint`.
+    For the first `checkpointed` micro-batches, each partition runs in `torch.utils.checkpoint`.
     """
     bounds = accumulate(balance, initial=0)
     partitions = [layers[begin:end] for begin, end in pairwise(bounds)]
@@ -112,7 +112,7 @@ def _plain(
 
 
 def prepare(steps: int, *fields: Any) -> Callable[[], list[tuple[float, float]]]:
-    """Return a function that measures `steps` steps; raise an error if the model cannot run so.
+    """Return a function that measures `steps` steps, or raise an error if the model cannot run.
 
     `fields` are the fields of `Way`.
     """
@@ -124,7 +124,7 @@ def prepare(steps: int, *fields: Any) -> Callable[[], list[tuple[float, float]]]
 def measure(steps: int, way: Way) -> list[tuple[float, float]]:
     """Return the seconds of forward and of backward per task, for each of `steps` steps.
 
-    There are three warm-up steps before.
+    Three warm-up steps run first.
     """
     subject = Subject(way)
     tasks = way.n * way.m

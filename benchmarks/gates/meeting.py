@@ -1,12 +1,13 @@
-"""Check without a clock that the tasks of pipelines overlap: tasks that run at once must meet.
+"""Check that the tasks of a pipeline overlap, without measuring time.
 
-    python -m benchmarks.gates.meeting    # exit with 1 if tasks do not meet that should
+    python -m benchmarks.gates.meeting    # exit with 1 if tasks do not overlap that should
 
-In the replay of the schedule's lists, some tasks begin while another task runs. Here, this task
-waits until all of them have begun. If the pipeline lets them overlap, the wait is short. If it does
-not, no time would be enough, and a line names the task and one that did not begin. A wait ends
-after a number of looks, not of seconds, and a scene with a missing task is run again with many more
-looks. So a busy machine makes this program slower, but changes no answer.
+Replaying the schedule tells which tasks begin while another task runs. In the real pipeline, a task
+waits until all tasks have begun that begin during it in the replay. If the pipeline lets these
+tasks overlap, the wait is short. If the pipeline runs them one after another, the wait could never
+end. Then a line names the task and a task that did not begin. A wait ends after a number of looks
+at a shared store, and not after a number of seconds. If a task did not begin, the training step is
+run again with many more looks. So a busy machine makes this program slower, but changes no answer.
 
 On simulated devices no task waits. There, the clocks of the streams say when tasks begin and end.
 """
@@ -34,10 +35,10 @@ from torchgpipe.schedules.action import needs
 from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.tensors.observe import Kind, Task
 
-N, M = 4, 6  # devices, micro-batches
-LOOKS = 250  # how often a task looks at which tasks have begun
-MANY = 2500  # how often it looks when a scene is run again
-PAUSE = 0.002  # seconds between looks
+N, M = 4, 6  # the numbers of devices and of micro-batches
+LOOKS = 250  # how many times a waiting task looks which other tasks have begun
+MANY = 2500  # how many times it looks when a step is run again
+PAUSE = 0.002  # seconds to wait between two looks
 LOST = "lost"
 
 
@@ -48,11 +49,11 @@ Run = Callable[["Scene", int], str | None]
 
 
 class Scene(NamedTuple):
-    """A training step with a schedule, or a forward without gradients.
+    """A training step with a schedule, or a forward without gradients, whose tasks are checked.
 
-    The schedule `GPipe` runs a forward and a backward, and other schedules run with `step`. An
-    action takes one unit of time. With `ahead`, each stage's first action of a direction takes two
-    units, so that every sender gets ahead.
+    With the schedule `GPipe`, a forward and a backward run separately. With other schedules,
+    `model.step` runs. An action takes one unit of time. If `ahead` is true, each stage's first
+    forward and first backward take two units, so that every sender gets ahead of its receiver.
     """
 
     mode: Mode
@@ -71,7 +72,7 @@ class Scene(NamedTuple):
         return ", ".join(parts)
 
     def seconds(self, action: Action) -> float:
-        """Return how long an action takes in the schedule."""
+        """Return how many units of time an action takes in the schedule's replay."""
         first = action[:2] in (("forward", 0), ("backward", M - 1))
         return 2.0 if self.ahead and first else 1.0
 
@@ -86,8 +87,8 @@ for name in ("1F1B", "Interleaved1F1B", "ZBH1"):
 def spans(scene: Scene, copy: float = 0.0) -> Times:
     """Return when each action of a schedule begins and ends, and each copy if copies take time.
 
-    On simulated devices, copies take time, and a boundary has room for any number of items.
-    Elsewhere, it has room for one.
+    On simulated devices, copies take time, and the number of items between two stages is not
+    limited. In other cases, there is room for one item between two stages.
     """
     schedule = make(scene.schedule, N, M, checkpoint=scene.mode)
     sent: set[Action] = set()
@@ -110,7 +111,7 @@ def spans(scene: Scene, copy: float = 0.0) -> Times:
 
 
 def mates(times: Times) -> dict[str, list[str]]:
-    """Return, for each action or copy, all others that begin while it runs."""
+    """Return, for each action or copy, all other actions and copies that begin while it runs."""
     found: dict[str, list[str]] = {}
     for work, (start, end) in times.items():
         found[work] = []
@@ -121,7 +122,10 @@ def mates(times: Times) -> dict[str, list[str]]:
 
 
 class Board:
-    """The meeting place of a scene's tasks, in a store that threads or processes share."""
+    """A store that threads or processes share, and in which each task notes that it has begun.
+
+    A task uses the store to wait for the tasks that overlap with it.
+    """
 
     def __init__(self, scene: Scene, looks: int) -> None:
         self.scene = scene
@@ -130,9 +134,10 @@ class Board:
         self.store: Any = None
 
     def begins(self, task: Task) -> AbstractContextManager[object]:
-        """Wait until all mates have begun.
+        """Note that a task has begun, and wait until all tasks have begun that overlap with it.
 
-        The wait ends after `self.looks` looks, or when another task has waited in vain.
+        The wait ends after `self.looks` looks at the store, or when another task has waited in
+        vain.
         """
         name = str(Action(*task))
         self.store.set(name, "")
@@ -148,7 +153,7 @@ class Board:
     def twice(
         self, store: Any, model: Any, after: Callable[[], object] = lambda: None
     ) -> str | None:
-        """Run a step twice, as a pipeline's first mini-batch is unlike later ones.
+        """Run a step twice, because a pipeline's first mini-batch is unlike later ones.
 
         Return a line about a task that waited in vain, or `None`.
         """
@@ -164,7 +169,7 @@ class Board:
 
 
 def step(scene: Scene, model: Any, between: Callable[[], object] = lambda: None) -> None:
-    """Run a scene. Between forward and backward of `GPipe`, call `between`."""
+    """Run the step of `scene`. With the schedule `GPipe`, call `between` before the backward."""
     gpipe = scene.schedule == "GPipe"
     run = model.loss if gpipe else model.step
     with torch.set_grad_enabled(scene.grad):
@@ -175,7 +180,7 @@ def step(scene: Scene, model: Any, between: Callable[[], object] = lambda: None)
 
 
 def pipeline(scene: Scene, devices: Sequence[Any], engine: Any) -> GPipe:
-    """Return a pipeline that runs a scene, with a layer for each stage."""
+    """Return a pipeline for the step of `scene`, with one layer for each stage."""
     n = len(make(scene.schedule, N, M).placement)
     return GPipe(
         _layers(n),
@@ -194,20 +199,29 @@ def _layers(n: int) -> nn.Sequential:
 
 
 def over_workers(scene: Scene, looks: int) -> str | None:
-    """Run a scene in threads."""
+    """Run the step of `scene` with an engine that has one thread for each partition.
+
+    Return a line if tasks do not overlap, or `None`.
+    """
     model = pipeline(scene, ["cpu"] * N, "workers")
     return Board(scene, looks).twice(dist.HashStore(), model)  # type: ignore[attr-defined]
 
 
 def on_rank(scene: Scene, looks: int, store: Any) -> str | None:
-    """Run a scene as a rank. All ranks share `store`, which has to be new."""
+    """Run the step of `scene` as one rank of a distributed pipeline.
+
+    All ranks share `store`, which has to be new. Return a line if tasks do not overlap, or `None`.
+    """
     model = DistributedGPipe(_layers(N), [1] * N, chunks=M, checkpoint=scene.mode)
     with closing(model):
         return Board(scene, looks).twice(store, model, dist.barrier)
 
 
 class Ranks:
-    """Processes that run scenes. They are forked, so create this before there are other threads."""
+    """Processes that run training steps as the ranks of a distributed pipeline.
+
+    They are forked, so create this object before the program starts other threads.
+    """
 
     def __init__(self) -> None:
         self._launched = Launched("fork", N, _serve)
@@ -217,7 +231,7 @@ class Ranks:
         self._runs = 0
 
     def run(self, scene: Scene, looks: int) -> str | None:
-        """Run a scene on all ranks."""
+        """Run the step of `scene` on all ranks; return a line if tasks do not overlap."""
         self._runs += 1
         self._launched.send((str(self._runs), scene, looks))
         running = set(range(N))
@@ -240,7 +254,10 @@ def _serve(k: int, link: Connection) -> None:
 
 
 def on_devices(scene: Scene, looks: int = 0) -> str | None:
-    """Run a scene with the graph engine on simulated devices; a copy takes as long as a task."""
+    """Run the step of `scene` with the graph engine on simulated devices.
+
+    A copy takes as long as a task. Return a line if tasks do not overlap, or `None`.
+    """
     found = _times_on_devices(scene)
     expected = spans(scene, 1.0)
     mates_of = mates(expected)
@@ -283,7 +300,7 @@ def _times_on_devices(scene: Scene) -> Times:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run every scene on every engine; print the first loss of each engine."""
+    """Run every training step on every engine; print each engine's first step without overlap."""
     command("gates.meeting", __doc__, json=False).parse_args(arguments)
     with closing(Ranks()) as ranks:
         lost = [
@@ -299,7 +316,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _first_lost(engine: str, run: Run, scenes: Sequence[Scene]) -> str | None:
-    """Return a line about the first scene in which tasks do not meet, also after many looks."""
+    """Return a line about the first step in `scenes` whose tasks do not overlap, or `None`.
+
+    Each step whose tasks do not overlap is run a second time, with many more looks, to be sure.
+    """
     for scene in scenes:
         if run(scene, LOOKS):
             line = run(scene, MANY)

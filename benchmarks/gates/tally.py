@@ -1,4 +1,4 @@
-"""Count exactly what code does, in all of its threads. Nothing is sampled or timed.
+"""Count exactly what code does in all of its threads. Nothing is sampled or timed.
 
     operators   calls that reach PyTorch's dispatcher below autograd, forward and backward
     nodes       nodes of autograd graphs that calls of backward traverse
@@ -6,9 +6,10 @@
                 takes a lock, waits for an event, or starts a thread
 
 It is chance whether a thread really waits, and how often a loop reads from a queue. But the number
-of items that are put into the queue is always the same. A thread is counted if it is started while
-the tally runs. A queue (`SimpleQueue`) or a lock is counted if the library's own modules create it
-meanwhile.
+of items that are put into the queue is always the same. The tally counts the calls of the current
+thread, and of each thread that is started while the tally runs. It counts the calls of queues
+(`SimpleQueue`) and locks that the library's modules create while the tally runs, and of locks that
+are global variables of these modules.
 """
 
 import sys
@@ -31,7 +32,7 @@ Patch = tuple[Any, str, Any]
 
 
 class Tally:
-    """What `threads` have done since the last `clear`.
+    """The operators, nodes and waits that `threads` have caused since the last call of `clear`.
 
     The counts are lists, because appending to a list needs no lock.
     """
@@ -47,18 +48,18 @@ class Tally:
         self.waits: list[str] = []
 
     def watches(self) -> bool:
-        """Return whether the current thread is counted."""
+        """Return whether the calls of the current thread are counted."""
         return threading.current_thread() in self.threads
 
     def wait(self, what: str) -> None:
-        """Count a call with which the current thread may wait for another."""
+        """Count a call with which the current thread may wait for another thread."""
         if self.watches():
             self.waits.append(what)
 
 
 @contextmanager
 def tallied() -> Iterator[Tally]:
-    """Count what this thread does, and what threads do that are started meanwhile."""
+    """Count the calls of this thread, and of threads that are started in the `with` block."""
     tally = Tally()
     with ExitStack() as stack:
         for replacements in (_starts, _backwards, _queues_and_locks):
@@ -69,7 +70,10 @@ def tallied() -> Iterator[Tally]:
 
 
 class _Operators(TorchDispatchMode):
-    """Count the operators of this thread, and of workers, which get this thread's modes."""
+    """Count the operators of this thread and of worker threads.
+
+    The library's workers run under the dispatch modes of the thread that calls the pipeline.
+    """
 
     only_watches = True
 
@@ -96,7 +100,7 @@ def _starts(tally: Tally) -> Iterator[Patch]:
 
 
 def _backwards(tally: Tally) -> Iterator[Patch]:
-    """Yield the patches that count the nodes of each backward."""
+    """Yield the patches that count the autograd nodes of each backward."""
     engine = torch.autograd.Variable._execution_engine
 
     def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -109,12 +113,12 @@ def _backwards(tally: Tally) -> Iterator[Patch]:
         if not name.startswith("__"):
             setattr(noted_engine, name, getattr(engine, name))
     noted_engine.run_backward = run_backward
-    yield torch.autograd.Variable, "_execution_engine", noted_engine  # for loss.backward()
-    yield torchgpipe.tensors._autograd, "_engine", noted_engine  # for tasks
+    yield torch.autograd.Variable, "_execution_engine", noted_engine  # counts in loss.backward()
+    yield torchgpipe.tensors._autograd, "_engine", noted_engine  # counts in the tasks' backwards
 
 
 def _queues_and_locks(tally: Tally) -> Iterator[Patch]:
-    """Yield the patches that count the calls of queues, locks and events of the library."""
+    """Yield the patches that count calls of the library's queues, locks and events."""
 
     def noted(make: Callable[[], Any]) -> Callable[[], _Noted]:
         return lambda: _Noted(make(), tally)
@@ -123,7 +127,8 @@ def _queues_and_locks(tally: Tally) -> Iterator[Patch]:
     for name in ("Lock", "RLock", "Event", "Condition"):
         setattr(noted_threading, name, noted(getattr(threading, name)))
     locks = type(threading.Lock()) | type(threading.RLock())
-    # Patch only the library's modules: a module imported meanwhile would keep patched locks.
+    # Patch only the library's modules. Another module that is imported while the tally runs would
+    # keep the patched locks.
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] != "torchgpipe":
             continue
@@ -148,7 +153,7 @@ def _reachable(roots: Sequence[Any]) -> set[Node]:
 
 
 class _Noted:
-    """A wrapper of a queue, lock or event that counts calls with which a thread may wait."""
+    """A wrapper of a queue, lock or event that counts the calls with which a thread may wait."""
 
     def __init__(self, other: Any, tally: Tally) -> None:
         self._other, self._tally = other, tally

@@ -1,5 +1,5 @@
-"""Adapters that run the rows of tests/behaviours/rows/training on this library and on others.
+"""Contain adapters for this library and other pipeline libraries.
 
-They may import `tests.behaviours`, `tests.plain`, `benchmarks.pipelines`, `reproduce.run.engines`
-and `torchgpipe`.
+An adapter runs the rows of tests/behaviours/rows/training. Adapters may import `tests.behaviours`,
+`tests.plain`, `benchmarks.pipelines`, `reproduce.run.engines` and `torchgpipe`.
 """

@@ -1,6 +1,6 @@
-"""The adapter for torchgpipe 0.0.7.
+"""Define the adapter that runs rows with torchgpipe 0.0.7.
 
-That package has the same name as this library, so it runs in a process that does not import this
+That package has the same name as this library. So it runs in a process that does not import this
 library.
 """
 
@@ -14,7 +14,7 @@ from torchgpipe import GPipe
 
 
 class Older(Pipe):
-    """`GPipe` of 0.0.7, on CPUs."""
+    """An adapter for `GPipe` of torchgpipe 0.0.7, on CPUs."""
 
     package = "torchgpipe"
 
@@ -25,7 +25,8 @@ class Older(Pipe):
         options = {name: getattr(self.row, name) for name in names}
         devices = ["cpu"] * len(balance)
         self.pipeline = GPipe(layers, balance, devices=devices, **options)
-        # Names in its state dict begin with the partition, so they change with the balance.
+        # The names in the state dict of 0.0.7 begin with the partition, so they depend on the
+        # balance.
         named: OrderedDict[str, nn.Module] = OrderedDict()
         for partition in self.pipeline.partitions:
             named.update(partition.named_children())

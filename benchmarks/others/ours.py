@@ -1,4 +1,4 @@
-"""Adapters for the plain layers, and for this library's pipelines of threads and of ranks."""
+"""Define adapters for plain layers, and for this library's `GPipe` and `DistributedGPipe`."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from torchgpipe.distributed import DistributedGPipe
 
 
 class Layers(Pipe):
-    """The layers without a pipeline, on each micro-batch in turn."""
+    """An adapter that runs the layers without a pipeline, on one micro-batch after another."""
 
     def build(self, layers: Any, balance: list[Any]) -> Any:
         row = self.row
@@ -27,7 +27,7 @@ class Layers(Pipe):
 
 
 class Threads(Pipe):
-    """`GPipe` with a thread for each partition."""
+    """An adapter for `GPipe` with one thread for each partition."""
 
     package = "torchgpipe"
     engine: Any = "workers"
@@ -47,7 +47,7 @@ class Threads(Pipe):
 
 
 class Ranks(Threads):
-    """`DistributedGPipe`."""
+    """An adapter for `DistributedGPipe`."""
 
     ranks = True
 

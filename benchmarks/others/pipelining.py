@@ -1,4 +1,4 @@
-"""Adapters for `ScheduleGPipe` and `Schedule1F1B` of PyTorch's `torch.distributed.pipelining`."""
+"""Define adapters for `ScheduleGPipe` and `Schedule1F1B` of `torch.distributed.pipelining`."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.behaviours.pipe import NotOffered, Pipe, rank
 
 
 class TorchGPipe(Pipe):
-    """`ScheduleGPipe`."""
+    """An adapter for `ScheduleGPipe` of PyTorch."""
 
     package = "torch/distributed/pipelining"
     ranks = True
@@ -87,6 +87,6 @@ class TorchGPipe(Pipe):
 
 
 class Torch1F1B(TorchGPipe):
-    """`Schedule1F1B`."""
+    """An adapter for `Schedule1F1B` of PyTorch."""
 
     schedule_name = "Schedule1F1B"

@@ -1,8 +1,8 @@
-"""Run a row with an adapter in separate processes, and compare the result with the plain layers'.
+"""Run a row with an adapter in separate processes, and compare the result with plain layers.
 
-The processes are forked from a server that has imported torch already. Their process group meets at
-a shared file. Each rank sends the losses, gradients and parameters that it has, and `run` compares
-them.
+The processes are forked from a server that has already imported torch. They create their process
+group through a shared file. Each rank sends the losses, gradients and parameters that it has, and
+`run` compares them with the results of the same layers without a pipeline.
 """
 
 import importlib
@@ -28,18 +28,18 @@ from reproduce.run.engines.launch import Ended, Launched
 from tests.behaviours.compare import difference
 from tests.behaviours.pipe import Found, NotOffered, Pipe, Training
 
-LIMIT = 60.0  # seconds for a row
-PATIENCE = timedelta(seconds=12)  # timeout of an operation of the process group
-AFTER = 2.0  # seconds to wait for other ranks after one has failed or ended
-TOLERANCE = 1e-4  # relative to the largest value of a tensor
+LIMIT = 60.0  # the time limit for a row, in seconds
+PATIENCE = timedelta(seconds=12)  # the timeout of an operation of the process group
+AFTER = 2.0  # seconds to wait for other ranks after one rank has failed or ended
+TOLERANCE = 1e-4  # a tolerance, relative to the largest value of a tensor
 
 Kind = Literal["equal", "not offered", "refused", "fails", "differs", "ends", "hangs"]
 
 
 class Adapter(NamedTuple):
-    """The class that runs a row, by the names of its module and of the class.
+    """The class that runs a row, given by the names of its module and of the class.
 
-    `folder` has packages that only the processes of the adapter import.
+    `folder` contains packages that only the processes of this adapter import.
     """
 
     module: str
@@ -48,7 +48,7 @@ class Adapter(NamedTuple):
     folder: str = ""
 
     def load(self) -> type[Pipe]:
-        """Import the class. Packages in its folder come first."""
+        """Import the adapter's class. Packages in the adapter's folder take precedence."""
         if self.folder:  # it has another torchgpipe
             sys.path.insert(0, self.folder)
             for name in list(sys.modules):
@@ -65,7 +65,7 @@ PLAIN = Adapter("benchmarks.others.ours", "Layers")
 
 
 class Work(NamedTuple):
-    """What each rank gets: the name of a row, the adapter that runs it, and a shared folder."""
+    """The work of one rank: a row's name, the adapter that runs the row, and a shared folder."""
 
     name: str
     adapter: Adapter
@@ -74,14 +74,14 @@ class Work(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a row ended, and a message."""
+    """How a row ended, and a message about it."""
 
     kind: Kind
     said: str = ""
 
 
 def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
-    """Run a row with an adapter, and compare its result with that of the plain layers."""
+    """Run a row with an adapter, and compare its result with the result of the plain layers."""
     expected = run_ranks(row, PLAIN, limit)
     if isinstance(expected, Outcome) or any(x is False for x in expected[0].values()):
         raise AssertionError(f"{row.name}: the plain layers end in {expected}")
@@ -92,7 +92,7 @@ def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
 
 
 def compared(ranks: list[Found], plain: Found) -> Outcome:
-    """Return whether the results of all ranks together equal the result of the plain layers."""
+    """Compare the combined results of all ranks with the result of the plain layers."""
     missing = dict.fromkeys(plain)
     for found in ranks:
         for name, y in found.items():
@@ -109,7 +109,7 @@ def compared(ranks: list[Found], plain: Found) -> Outcome:
 
 
 def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Outcome:
-    """Run a row on a rank for each partition.
+    """Run a row on one rank for each partition, or in a single process if the adapter has no ranks.
 
     Return the results of all ranks, or the outcome if the row failed.
     """
@@ -151,9 +151,9 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
 
 
 def _failure(errors: list[Outcome], ends: list[str]) -> Outcome | None:
-    """Return the original failure, or `None`.
+    """Return the failure that has caused all other failures, or `None`.
 
-    An error that the failure of another rank has caused is not original.
+    An error of one rank that follows from the failure of another rank does not count.
     """
     first = min(errors, key=_after_another, default=None)
     if not ends:
@@ -164,7 +164,7 @@ def _failure(errors: list[Outcome], ends: list[str]) -> Outcome | None:
 
 
 def _after_another(outcome: Outcome) -> bool:
-    """Return whether a rank failed only because another one had failed."""
+    """Return whether a rank failed only because another rank had failed."""
     return outcome.said.startswith("RankFailed")
 
 
@@ -182,7 +182,7 @@ def _without_folders(said: str) -> str:
 
 
 def _rank(number: int, link: Connection, how: Work) -> None:
-    """Run a row as one rank, and send its results, and an outcome if it fails."""
+    """Run a row as one rank, and send its results. If the row fails, send the outcome, too."""
     log = os.open(how.folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -194,7 +194,8 @@ def _rank(number: int, link: Connection, how: Work) -> None:
         package = pipe.package
         if how.ranks > 1:
             _join(number, how)
-        # If the adapter has a folder, `load` has removed the modules with the rows and with `Pipe`.
+        # If the adapter has a folder, `load` has removed the modules that define the rows and
+        # `Pipe`, so import the rows again.
         rows = importlib.import_module("tests.behaviours.rows.training").ROWS
         row = next(row for row in rows if row.name == how.name)
         result = row.action(pipe(row, how.folder))
@@ -222,7 +223,10 @@ def _join(number: int, how: Work) -> None:
 
 
 def judged(error: BaseException, package: str) -> Outcome:
-    """Classify an error. It is a refusal if the package's own code raised it, with a message."""
+    """Classify an error as "not offered", "refused" or "fails".
+
+    It is a refusal if the package's own code raised the error with a message.
+    """
     if type(error).__name__ == NotOffered.__name__:
         return Outcome("not offered", str(error))
     while error.__cause__ is not None:  # outer errors only add where the first was raised

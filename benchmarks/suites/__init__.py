@@ -1,4 +1,4 @@
-"""Times of single parts of the library, measured with pytest-benchmark.
+"""Contain benchmarks of single functions of the library, measured with pytest-benchmark.
 
 They may import `reproduce.models` and `torchgpipe`.
 """

@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread per CPU device, so that two devices use two cores."""
+    """Use one thread for each CPU device, so that two CPU devices use two cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

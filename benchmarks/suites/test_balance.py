@@ -1,6 +1,7 @@
-"""Time to balance a model, with pytest-benchmark.
+"""Measure with pytest-benchmark how long it takes to balance a model.
 
-One benchmark has profiling and search together, the other has the search alone.
+`test_balance` measures profiling, in most cases together with the search for a balance.
+`test_minimise_heaviest` measures the search alone.
 """
 
 import random
@@ -34,22 +35,22 @@ MODELS = {
 
 
 def by_time(layers: Sequential, sample: Tensor) -> Sequence[float]:
-    """Profile each layer (copy, warm up, forward and backward), and search."""
+    """Find a balance by time: profile each layer (copy, warm-up, forward, backward) and search."""
     return balance_by_time(2, layers, sample, timeout=0.0, device="cpu")
 
 
 def times(layers: Sequential, sample: Tensor) -> Sequence[float]:
-    """Profile each layer without a search."""
+    """Profile the times of each layer, without searching for a balance."""
     return profile_times(layers, sample, 0.0, CPU)
 
 
 def by_size(layers: Sequential, sample: Tensor) -> Sequence[float]:
-    """Count the bytes that each layer saves in a forward, and search."""
+    """Find a balance by size: count the bytes that each layer saves in a forward, and search."""
     return balance_by_size(2, layers, sample, device="cpu")
 
 
 def by_size_on_meta(layers: Sequential, sample: Tensor) -> Sequence[float]:
-    """Count the bytes without computing anything, and search."""
+    """Find a balance by size on the `meta` device, where the forward computes nothing."""
     return balance_by_size(2, layers, sample, device="meta")
 
 
@@ -76,7 +77,7 @@ def test_balance(benchmark: Any, name: str, way: str) -> None:
 @pytest.mark.parametrize("partitions", [2, 8])
 @pytest.mark.parametrize("layers", [24, 241, 1058])
 def test_minimise_heaviest(benchmark: Any, layers: int, partitions: int) -> None:
-    """Search the balance for given costs. The papers' models have these numbers of layers."""
+    """Search for the balance of random costs, with the numbers of layers of the papers' models."""
     cost = random.Random(layers).uniform(0.1, 10.0)
     given = [cost] * layers, partitions
     balance = benchmark.pedantic(minimise_heaviest, args=given, rounds=10, warmup_rounds=1)

@@ -1,7 +1,8 @@
-"""Time to plan a model of 2,000 layers on 8 devices, and to replay a million tasks.
+"""Measure how long it takes to plan a model of 2,000 layers and to replay a million tasks.
 
-The times are measured with pytest-benchmark, and have limits. The schedule is made before the
-replay is timed, since a plan makes it once and replays it for many balances.
+The model is planned for 8 devices. The times are measured with pytest-benchmark, and have limits.
+The schedule is made before the replay is timed, because a plan makes the schedule once and replays
+it for many balances.
 """
 
 import math
@@ -23,9 +24,9 @@ MICRO_BATCHES = math.ceil(TASKS / TASKS_OF_A_MICRO_BATCH)
 
 
 class Model(NamedTuple):
-    """The width of the linear layer i, and the limit of the plan's time in seconds.
+    """The width of linear layer i as a function of i, and the limit of the plan's time in seconds.
 
-    A plan counts only the first of the layers that have the same shape.
+    If several layers have the same shape, a plan counts only the first of these layers.
     """
 
     width: Callable[[int], int]
@@ -42,7 +43,7 @@ MODELS = {
 def timed(
     benchmark: Any, limit: float, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Time one call, which may take `limit` seconds."""
+    """Time one call, and fail if it takes `limit` seconds or more."""
     found = benchmark.pedantic(function, args=args, kwargs=kwargs, rounds=1)
     if benchmark.stats is not None:
         benchmark.extra_info["limit_seconds"] = limit
@@ -53,9 +54,9 @@ def timed(
 @pytest.mark.parametrize("memory", ["24GiB", "3GiB"])
 @pytest.mark.parametrize("name", MODELS)
 def test_plan(benchmark: Any, name: str, memory: str) -> None:
-    """Plan balance, micro-batches and checkpointing.
+    """Plan the balance, the number of micro-batches and checkpointing.
 
-    The model has fewer layers if benchmarks are disabled.
+    If benchmarks are disabled, the model has fewer layers.
     """
     width, limit = MODELS[name]
     layers = LAYERS if benchmark.enabled else LAYERS // 10
@@ -78,7 +79,7 @@ def test_plan(benchmark: Any, name: str, memory: str) -> None:
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_replay(benchmark: Any, blocking: bool) -> None:
-    """Replay the schedule in at most five seconds."""
+    """Replay a schedule of a million tasks in less than five seconds."""
     times = [1.0 + j for j in range(PARTITIONS)]
     table = [times.copy() for _ in range(MICRO_BATCHES)]
     skips = {(0, PARTITIONS - 1): 0.1}

@@ -1,3 +1,4 @@
-"""The command line: a file for each command or for related commands, and their helpers.
+"""Define the command line: a file for each command or group of commands, and helpers.
 
-It may import all of `reproduce`; nothing imports it but `__main__`."""
+This folder may import all of `reproduce`. Only `__main__` imports this folder.
+"""

@@ -1,4 +1,4 @@
-"""Check what `python -m reproduce run` is asked to run, and start its record."""
+"""Check the options of `python -m reproduce run`, and start the record of the run."""
 
 import sys
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from reproduce.records.published import published
 from reproduce.records.record import FREED_MEMORY
 from reproduce.run.recorder import Recorder, new_recorder, new_run, prepare_folder, resumed
 
-TIMED = ("speed", "ablation")  # what experiments measure that time steps
+TIMED = ("speed", "ablation")  # the measured quantities of experiments that time steps
 THREADS = ("threads",)  # the engines that run without the option --engine
 Chosen = list[tuple[Experiment, Scale]]
 
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the arguments and options of the command, under the names of its parameters."""
+    """Hold the command's arguments and options, under the names of its parameters."""
 
     experiments: list[str]
     scale: str | None
@@ -50,10 +50,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """Hold what is to be run, after the options were found right.
+    """Hold what the command runs, after the options were checked.
 
-    `emulate` is the largest number of devices to emulate. `tracer` writes timelines, if they were
-    asked for. `accuracy` holds what experiments on accuracy need, by their names.
+    `emulate` is the largest number of devices to emulate. `tracer` writes timelines, if the option
+    --trace is given. `accuracy` has a key for each accuracy experiment. Its value is what that
+    experiment needs.
     """
 
     options: Options
@@ -68,7 +69,7 @@ class Job:
 def validate(options: Options) -> Job:
     """Check the options against each other and against this machine.
 
-    Return what is to be run.
+    Return the job that the command runs.
     """
     from reproduce.run.accuracy.datasets import prepare
 
@@ -78,7 +79,7 @@ def validate(options: Options) -> Job:
     for experiment in asked:
         measured.add(experiment.measures)
         if experiment.table is not None:
-            # A missing or broken file is reported before the run, not after it.
+            # Report a missing or broken file before the run, and not after the run.
             published(experiment.table)
     found = find_devices(options.on, options.devices)
     check_measures(options, found, measured)
@@ -102,7 +103,7 @@ def validate(options: Options) -> Job:
 
 
 def check_measures(options: Options, found: Devices, measured: set[str]) -> None:
-    """Raise an error if an option is not for what the experiments measure."""
+    """Raise an error if an option does not fit the quantities that the experiments measure."""
     if options.engines != THREADS and measured.isdisjoint(TIMED):
         raise click.UsageError(
             "--engine is for experiments that time steps: the speed ones, and unet-ablation"
@@ -118,14 +119,14 @@ def check_measures(options: Options, found: Devices, measured: set[str]) -> None
 
 
 def make_tracer(trace: Path, chosen: Chosen, *, several: bool) -> Any:
-    """Return the writer of timelines, or raise an error now if it could not write them.
+    """Return the object that writes timelines, or raise an error now if it could not write them.
 
-    `several` says that a row has several timelines.
+    `several` says whether one row can have several timelines.
     """
     from reproduce.report.trace import Tracer
 
-    timed = 0  # experiments that time steps
-    rows = 0  # of these experiments
+    timed = 0  # the number of experiments that time steps
+    rows = 0  # the number of rows in these experiments
     for experiment, scale in chosen:
         if experiment.measures in TIMED:
             timed += 1
@@ -141,7 +142,7 @@ def make_tracer(trace: Path, chosen: Chosen, *, several: bool) -> Any:
 
 
 def make_recorder(job: Job) -> Recorder:
-    """Return the recorder of the run: a new one or, with --resume, that of the last run."""
+    """Return a recorder for the run. With --resume, it continues the record of the last run."""
     from reproduce.run.session import UNITS
 
     options = job.options
@@ -154,7 +155,7 @@ def make_recorder(job: Job) -> Recorder:
 
 
 def settings_of(job: Job) -> dict[str, Json]:
-    """Return the settings that the run's record keeps."""
+    """Return the settings that are stored in the run's record."""
     options = job.options
     settings: dict[str, Json] = {
         "steps": options.steps,

@@ -24,7 +24,7 @@ NOTES = (
     "have been on another machine; <: together with other experiments; ?: no such run",
     "python -m reproduce list NAME shows all rows; run --all runs all of them",
 )
-# A run with one of these options does not tell how long a usual run takes.
+# A run with one of these options takes another time than a usual run.
 PARTIAL = (
     "--row",
     "--all",
@@ -66,10 +66,10 @@ COLUMNS: list[Column[Row]] = [
 def list_experiments(
     experiments: list[str], on: str | None, devices: int | None, style: str
 ) -> None:
-    """List experiments on one screen, or the rows of EXPERIMENTS.
+    """List all experiments on one screen, or EXPERIMENTS' rows.
 
-    Of each row it says what it needs and what it reproduces, and of each scale whether it can run
-    here.
+    For each row, the list shows what the row needs and what it reproduces. For each scale, the list
+    shows whether it can run here.
     """
     found = find_devices(on, devices)
     tables = []
@@ -112,7 +112,7 @@ def _overview(devices: Devices) -> Table:
 
 
 def _minutes(name: str, scale: str) -> str:
-    """Return how many minutes the newest known run of the experiment took.
+    """Return how many minutes the newest known run of an experiment took, as a text.
 
     `NOTES` explains the notation.
     """
@@ -124,7 +124,7 @@ def _minutes(name: str, scale: str) -> str:
 
 
 def _minutes_in(folder: Path, name: str, scale: str) -> str | None:
-    """Return how many minutes the newest run of all rows took, of the runs in a folder."""
+    """Return how many minutes the newest run took that is in a folder and ran all usual rows."""
     for record in ranked(readable(folder), name):
         run = record.run
         if run is None or run.state != "finished" or record.scale != scale:
@@ -138,7 +138,7 @@ def _minutes_in(folder: Path, name: str, scale: str) -> str | None:
 
 
 def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
-    """Return a table of the scale's rows, and say whether they can run here."""
+    """Return a table of a scale's rows, with a note that says whether the rows can run here."""
     paper = "nobody has published these rows"
     if experiment.table:
         file = f"results/paper/{experiment.table}.json"
@@ -151,7 +151,7 @@ def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
 
 
 def _here(experiment: Experiment, scale: Scale, devices: Devices) -> str:
-    """Say whether the rows of a scale can run here, and how."""
+    """Return a text that says whether the rows of a scale can run here, and how."""
     from reproduce.run.engines import engines
 
     count = len(scale.rows)

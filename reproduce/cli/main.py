@@ -37,7 +37,7 @@ COMMANDS = [
 ]
 # Importing torchgpipe would import torch.
 VERSION = runpy.run_path(str(ROOT / "torchgpipe" / "__version__.py"))["__version__"]
-# The variable by which a shell asks for completions, or for its completion script.
+# The environment variable with which a shell asks for completions, or for its completion script.
 COMPLETE = "_REPRODUCE_COMPLETE"
 
 
@@ -48,10 +48,10 @@ def cli() -> None:
 
 
 def main(arguments: Sequence[str] | None = None, benchmarks: Any = None) -> int:
-    """Run the command line and return its exit code (`reproduce.error`).
+    """Run the command line and return its exit code, which is one of those in `reproduce.error`.
 
-    An error is printed as one line on stderr. `benchmarks` makes the tables of the folder
-    `benchmarks`, and only the command `render` uses it.
+    An error is printed as one line on stderr. `benchmarks` is the function that makes the tables of
+    the folder `benchmarks`. Only the command `render` uses it.
     """
     if arguments is None:
         arguments = sys.argv[1:]

@@ -22,17 +22,17 @@ from reproduce.machine.devices import Devices, find_devices
 
 # The planner's optimizers.
 OPTIMIZERS = ("none", "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw")
-HEADROOM = 0.15  # the planner's default
-PROFILED = 4  # default size of the largest micro-batch that layers are timed with, in samples
+HEADROOM = 0.15  # the default of the planner
+PROFILED = 4  # default number of samples in the largest micro-batch with which layers are timed
 IN_FLOAT32 = "the largest model is found for training in float32; leave it out"
 GROWS = ("depth", "width")  # the sizes of a model, in their order
 
 
 @contextmanager
 def precision(fp32_precision: str | None, autocast: str | None = None) -> Iterator[None]:
-    """Set the precision of float32 and CUDA autocast, and restore both at the end.
+    """Set the precision of float32 and of CUDA autocast, and restore both settings at the end.
 
-    `None` keeps the current setting.
+    The value `None` keeps a current setting.
     """
     import torch
 
@@ -56,7 +56,7 @@ def precision(fp32_precision: str | None, autocast: str | None = None) -> Iterat
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    """Return the shape of a sample from text such as `3x224x224`."""
+    """Return the shape of a sample, parsed from a text such as `3x224x224`."""
     shape = []
     for size in text.split("x"):
         if not size.isdecimal() or int(size) == 0:
@@ -131,14 +131,14 @@ def plan(**options: Any) -> None:
             show_best(asked)
         else:
             show_largest(asked)
-    # A size that the model cannot have, or a plan that is impossible.
+    # The model cannot have this size, or no plan is possible.
     except (TypeError, ValueError) as error:
         raise Error(str(error)) from None
 
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the argument and the options of the command, under the names of its parameters."""
+    """Hold the command's argument and options, under the names of its parameters."""
 
     model: str
     size: tuple[int, int] | None
@@ -159,7 +159,7 @@ class Options:
 
 
 def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
-    """Yield each option that cannot be used with the model or the other options, and why."""
+    """Yield each option that cannot be combined with the model or other options, and the reason."""
     from reproduce.predict.asked import PAPERS
 
     sized = [name for name, paper in PAPERS.items() if paper.sizes]
@@ -186,7 +186,7 @@ def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
 
 
 def conflicts_with_largest(asked: Options) -> Iterator[tuple[str, str]]:
-    """Yield each option that says nothing about the largest model, and why."""
+    """Yield each option that cannot be combined with `--largest`, and the reason."""
     if asked.orders:
         yield "--schedules", "the largest model is found for GPipe; leave it out"
     if asked.autocast:

@@ -1,4 +1,4 @@
-"""Offer `python -m reproduce predict`, which predicts published tables, or the rows of a run."""
+"""Offer `python -m reproduce predict`, which predicts published tables or the rows of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ from reproduce.tables.layout import Table, many
 ALL = "all"
 
 
-# The example's folder is not that of the committed records, results/predicted.
+# The first example must not write into results/predicted, the folder of the committed records.
 @command("predict all", "predict unet-speed --hardware h100x8 --out predicted")
 @click.argument(
     "experiments",
@@ -103,14 +103,14 @@ def predict(  # noqa: PLR0913
 def show_records(
     records: Sequence[Record], style: str, made: Sequence[Table] | None = None
 ) -> None:
-    """Print the tables of records, or other tables that were `made` of them."""
+    """Print the tables of records, or the tables in `made`, which were made from these records."""
     from reproduce.tables.all import written_records
 
     click.echo(written_records(records, style, made), nl=False)
 
 
 def show_run(run: str, hardware: Any, style: str) -> None:
-    """Predict the emulated rows of a run, and print both beside each other."""
+    """Predict the emulated rows of a run, and print emulated and predicted results side by side."""
     from reproduce.predict.rows import predict_run
     from reproduce.tables.emulated import beside_emulated
 
@@ -128,7 +128,7 @@ def predict_table(
 ) -> Record:
     """Predict the published table of an experiment.
 
-    The record's name and title say what differs from the published training.
+    If the precision differs from the published training, the record's name and title say so.
     """
     from reproduce.predict import rows
 

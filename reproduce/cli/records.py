@@ -1,6 +1,6 @@
-"""Offer the commands about records.
+"""Offer the commands that work with records of results.
 
-They are `show`, `compare`, `history`, `publish`, `import-paper`, `render` and `report`.
+The commands are `show`, `compare`, `history`, `publish`, `import-paper`, `render` and `report`.
 """
 
 import json
@@ -32,8 +32,8 @@ A_RUN = "unet-speed-small-20200421T100205Z"
 def show(records: tuple[str, ...], style: str) -> None:
     """Print the tables of records.
 
-    RECORDS are files, or names of runs in runs or results/measured. Markdown has the circumstances
-    of a run, too.
+    RECORDS are files, or names of runs in runs or results/measured. In Markdown, the output also
+    says how each run was made.
     """
     from reproduce.tables.all import written_records
 
@@ -41,17 +41,17 @@ def show(records: tuple[str, ...], style: str) -> None:
     click.echo(written_records(found, style), nl=False)
 
 
-# This command is for maintainers, as are other hidden ones below.
+# This command and the other hidden commands below are for maintainers.
 @command(f"publish {A_RUN}", f"publish runs/{A_RUN}.json", hidden=True)
 @click.argument("record")
 @click.option("--force", is_flag=True, help="Publish it in spite of the reasons against it.")
 def publish(record: str, force: bool) -> None:
-    """Copy a run into results/measured, to be committed.
+    """Copy a run into results/measured, so that it can be committed.
 
-    RECORD is a file or the name of a run; its tables are copied, too. Its name there is made of its
-    experiments, scale, devices and time. Of absolute paths in its command only the last part is
-    kept. A run is refused if it was not finished, ran changed or unknown source code or was
-    disturbed, or if it would replace another of the same name.
+    RECORD is a file or the name of a run. Its tables are copied, too. The copy is named after its
+    experiments, scale, devices and time. If the run's command has absolute paths, only the last
+    part of each path is kept. A run is refused if it was not finished, if it was disturbed, if its
+    source code was changed or is unknown, or if the copy would replace a record of the same name.
     """
     from reproduce.tables.all import document
 
@@ -59,7 +59,7 @@ def publish(record: str, force: bool) -> None:
     found = load(find_record(record))
     if found.kind != "measured" or found.run is None:
         raise click.UsageError(
-            f"{record}: was not measured by this program, so it is not to be published as measured"
+            f"{record}: was not measured by this program, so it cannot be published as measured"
         )
     path = MEASURED / f"{published_name(found, found.run)}.json"
     against = list(reasons_against(found, found.run))
@@ -67,7 +67,7 @@ def publish(record: str, force: bool) -> None:
         against.append(f"{shown(path)} is there already")
     if against and not force:
         raise Error(f"{record}: {'; '.join(against)}; run it again, or use --force")
-    # The folders of the machine that ran it are private.
+    # The folders of the machine that made the run are private.
     command = [re.sub(r"^(--[a-z]+=)?/.*/(?=.)", r"\1", word) for word in found.run.command]
     renamed = replace(found, name=path.stem, run=replace(found.run, command=command))
     save(renamed, path)
@@ -117,7 +117,7 @@ def published_name(record: Record, run: Run) -> str:
 def import_paper(source: Path, out: Path) -> None:
     """Make the records of published numbers.
 
-    SOURCE is the JSON file that holds the papers' tables.
+    SOURCE is the JSON file that contains the papers' tables.
     """
     prepare_folder(out)
     for path in import_tables(source, out):
@@ -130,8 +130,8 @@ def import_paper(source: Path, out: Path) -> None:
 def render(benchmarks: Any, check: bool) -> None:
     """Rewrite the tables that are made from records.
 
-    These are the pages in results/, and the marked blocks of README.md and docs/; the blocks of
-    benchmarks only by python -m benchmarks.render.
+    The tables are the pages in results/, and the marked blocks of README.md and docs/. This command
+    leaves blocks of benchmarks as they are; python -m benchmarks.render rewrites them, too.
     """
     from reproduce.tables import render
 
@@ -173,8 +173,9 @@ def render(benchmarks: Any, check: bool) -> None:
 def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> None:
     """Write a page with all numbers, figures and machines.
 
-    It shows published, predicted, emulated and measured numbers beside each other, and draws
-    history.jsonl, in DIR or here. Files that cannot be read are skipped, and named.
+    The page shows published, predicted, emulated and measured numbers side by side. It also draws
+    the history.jsonl in DIR or in the current folder. Files that cannot be read are skipped, and
+    their names are printed.
     """
     from reproduce.report.page import page
     from reproduce.report.subjects import FOLDERS
@@ -209,7 +210,7 @@ def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> 
 
 
 def content_of(path: Path) -> bytes:
-    """Return the content of a file; empty if there is no such file."""
+    """Return the content of a file, or empty bytes if there is no such file."""
     return path.read_bytes() if path.exists() else b""
 
 
@@ -233,10 +234,10 @@ def content_of(path: Path) -> bytes:
     "customSmallerIsBetter.",
 )
 def history(sources: tuple[str, ...], file: Path, branch: str | None, listed: bool) -> None:
-    """Keep a line for each revision, for the report to draw.
+    """Keep a line for each revision, which the report draws.
 
-    SOURCES are as for compare, or counts, all of one revision and machine. Numbers that were
-    disturbed are left out.
+    SOURCES are files or folders like the sides of the command compare, or a file of counts. All
+    sources have to be of one revision and one machine. Numbers that were disturbed are left out.
     """
     from reproduce.tables.history import added, line_of, smaller_is_better
 
@@ -285,8 +286,8 @@ def history(sources: tuple[str, ...], file: Path, branch: str | None, listed: bo
 def compare(sides: Sequence[str], fail_on_regression: bool, **options: Any) -> None:
     """Compare results with those of A, row by row.
 
-    A side is a record, a folder of records, a JSON file of pytest-benchmark, or the
-    results/measured of a git REVISION; REVISION:PATH for another place.
+    A side is a record, a folder of records, a JSON file of pytest-benchmark, or a git REVISION,
+    which stands for its results/measured. REVISION:PATH is another file or folder of a revision.
     """
     if not 2 <= len(sides) <= 26:
         raise click.UsageError(f"compare at least two sides, and at most 26; given: {len(sides)}")

@@ -1,4 +1,4 @@
-"""Offer `python -m reproduce regression`, and `init-ci`, which writes its workflow for CI."""
+"""Offer the command `regression`, and `init-ci`, which writes the CI workflow for it."""
 
 import shlex
 import sys
@@ -28,7 +28,7 @@ built_by = click.option(
 
 
 def project_of(package: str | None, cases: Path | None, build: str | None) -> Any:
-    """Return the `Project` that the options name, or torchgpipe."""
+    """Return the `Project` that the options describe. Without options, it is torchgpipe."""
     from reproduce.regression.trees import TORCHGPIPE, Project
 
     if package is None and cases is None and build is None:
@@ -39,7 +39,7 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
     names = (package or "").split(".")
     if cases is None or not all(map(str.isidentifier, names)):
         raise click.UsageError(
-            f"give {OWN}: a name as import takes it, and a file; got {package} and {cases}"
+            f"give {OWN}: a package name, and a file of cases; got {package} and {cases}"
         )
     return Project(str(package), cases.absolute(), Path.cwd(), build)
 
@@ -117,9 +117,9 @@ def regression(  # noqa: PLR0913
 ) -> None:
     """Say whether a change slowed training down.
 
-    Steps of two revisions are timed in turn, in one job. The exit code is 1 if a case is slower for
-    real: significantly, and by more than the threshold; 2 if that cannot be told. With --bisect, it
-    is 0 if a slower commit was found.
+    Steps of two revisions are timed alternately, in one job. The exit code is 1 if a case is
+    significantly slower, by more than the threshold. It is 2 if the measurements cannot tell. With
+    --bisect, the exit code is 0 if a slower commit was found.
     """
     project = project_of(package, cases, build)
     if bool(base) == bool(bisect) or (bisect and (head or markdown)):
@@ -178,7 +178,7 @@ def regression(  # noqa: PLR0913
 def init_ci(
     package: str | None, cases: Path | None, build: str | None, set_up: str, gate: str | None
 ) -> None:
-    """Write the workflow that judges pull requests."""
+    """Write the CI workflow that judges pull requests."""
     import jinja2
 
     from reproduce.records.record import write_atomically
@@ -186,7 +186,7 @@ def init_ci(
 
     project_of(package, cases, build)
     if WORKFLOW.exists():
-        raise Error(f"{WORKFLOW} is there: change it by hand, or remove it first")
+        raise Error(f"{WORKFLOW} exists already: change it by hand, or remove it first")
     file = shown(cases) if cases else None
     asked = ""
     for option, value in {"--package": package, "--cases": file, "--build": build}.items():

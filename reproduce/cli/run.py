@@ -1,4 +1,4 @@
-"""Offer `python -m reproduce run`: check what is asked for, execute it, and show the results."""
+"""Offer `python -m reproduce run`, which runs experiments and shows their results."""
 
 import itertools
 from collections.abc import Callable
@@ -129,7 +129,7 @@ def run(**options: Any) -> None:
 
 
 def execute(job: Job, recorder: Recorder, progress: Progress) -> State:
-    """Run the experiments, show their tables as they are done, and say how the run ended."""
+    """Run the experiments, show each table when it is finished, and return how the run ended."""
     from reproduce.run.experiment import plan, run_experiment
     from reproduce.tables.engines import GROUP as ENGINES
 
@@ -163,7 +163,10 @@ def execute(job: Job, recorder: Recorder, progress: Progress) -> State:
 
 
 def session_maker(job: Job, recorder: Recorder, progress: Progress) -> Callable[..., Any]:
-    """Return a function that makes the session of an experiment; sessions share what they can."""
+    """Return a function that creates an experiment's session.
+
+    Sessions share the recorder, the profiled balances and the measurement of the machine's load.
+    """
     from reproduce.run.session import Session
     from reproduce.run.training import Balancer
 
@@ -201,7 +204,11 @@ def session_maker(job: Job, recorder: Recorder, progress: Progress) -> Callable[
 
 
 def show_group(job: Job, recorder: Recorder, experiment: str, group: str, *, done: bool) -> None:
-    """Print the tables of a group of rows. Unless they are done and text, they go to stderr."""
+    """Print the tables of a group of rows.
+
+    They go to stdout if the group is finished and the output style is text, and otherwise to
+    stderr.
+    """
     from reproduce.tables.all import tables
 
     on_stderr = not done or job.options.style != "text"
@@ -210,10 +217,10 @@ def show_group(job: Job, recorder: Recorder, experiment: str, group: str, *, don
 
 
 def show(job: Job, recorder: Recorder, progress: Progress, state: State) -> None:
-    """Print the numbers, write the run's page, and name the files.
+    """Print the numbers, write the run's Markdown page, and print the names of the written files.
 
     Raises:
-        Error: If a row failed, or a timeline could not be written.
+        Error: A row failed, or a timeline could not be written.
     """
     from reproduce.tables.all import document, written_records
 

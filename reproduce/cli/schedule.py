@@ -34,8 +34,9 @@ def schedule(  # noqa: PLR0913
 ) -> None:
     """Draw a schedule: a row is a device, a column a unit of time.
 
-    NAME is GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBH2 or ZBVZeroBubble; FILE a .csv of
-    torch.distributed.pipelining. A whole backward takes two units, all else one.
+    NAME is GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBH2 or ZBVZeroBubble. FILE is a .csv file of
+    torch.distributed.pipelining. A whole backward takes two units, and every other action takes
+    one.
     """
     from torchgpipe.schedules import Schedule, make
 

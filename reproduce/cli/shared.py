@@ -1,4 +1,4 @@
-"""Hold the options that several commands share, and helpers for their paths and names."""
+"""Define options that several commands share, and helpers for command line arguments."""
 
 import signal
 import sys
@@ -25,13 +25,13 @@ HARDWARE = sorted(path.stem for path in (ROOT / "torchgpipe" / "plan" / "hardwar
 
 
 class Command(click.Command):
-    """Run a command after its arguments were found right and torch was imported.
+    """A command that checks its arguments first, then imports torch, and then runs.
 
-    The import takes seconds.
+    The import takes seconds, so wrong arguments are reported before it.
     """
 
     def invoke(self, context: click.Context) -> Any:
-        """Run the command's function."""
+        """Import torch, and run the command's function."""
         need_torch()
         return super().invoke(context)
 
@@ -39,7 +39,7 @@ class Command(click.Command):
 def need_torch() -> None:
     """Import torch, or raise `Error`.
 
-    The import can swallow a KeyboardInterrupt, so meanwhile Ctrl-C ends the process.
+    The import can swallow a KeyboardInterrupt. So during the import, Ctrl-C ends the process.
     """
     if "torch" not in sys.modules:
         handler = signal.signal(signal.SIGINT, leave)
@@ -81,10 +81,10 @@ fp32_precision = click.option(
 
 
 def style(command: Decorated) -> Decorated:
-    """Add the option `--format`, and short spellings of it.
+    """Add the option `--format` and its short spellings (`--csv`, `--json`) to a command.
 
-    Versions of click differ in which of the options' defaults they take. So there is none, and the
-    callback puts "text" in.
+    If several options set the same parameter, versions of click differ in which option's default
+    they use. So no option has a default, and the callback sets "text".
     """
     more: dict[str, Any] = {"callback": lambda _, __, asked: asked or "text"}
     for name in ("csv", "json"):
@@ -95,7 +95,7 @@ def style(command: Decorated) -> Decorated:
 
 
 def examples(*commands: str) -> str:
-    """Return the end of a command's help: commands to copy, a line each."""
+    """Return the last part of a command's help: commands to copy, one on each line."""
     lines = ["\b", "Examples:"]
     lines += [f"  python -m reproduce {command}" for command in commands]
     return "\n".join(lines)
@@ -104,12 +104,12 @@ def examples(*commands: str) -> str:
 def command(
     *lines: str, cls: type[click.Command] = Command, **how: Any
 ) -> Callable[..., click.Command]:
-    """Make a command with these examples."""
+    """Return a decorator that makes a click command. `lines` are examples for its help."""
     return click.command(cls=cls, epilog=examples(*lines), **how)
 
 
 def threshold(default: float) -> Option:
-    """Return the option `--threshold`."""
+    """Return the option `--threshold`, the smallest relative difference that matters."""
     return click.option(
         "--threshold",
         type=click.FloatRange(min=0),
@@ -121,7 +121,7 @@ def threshold(default: float) -> Option:
 
 
 def alpha(where: str) -> Option:
-    """Return the option `--alpha`."""
+    """Return the option `--alpha`, the accepted risk of calling noise significant."""
     return click.option(
         "--alpha",
         type=click.FloatRange(0, 1, min_open=True, max_open=True),
@@ -133,9 +133,9 @@ def alpha(where: str) -> Option:
 
 
 def hardware(here: str) -> Option:
-    """Return the option `--hardware`.
+    """Return the option `--hardware`, which names a hardware description.
 
-    `here` is the part of its help about timing on this machine.
+    `here` is the part of the option's help text that is about timing on this machine.
     """
     return click.option(
         "--hardware",
@@ -152,7 +152,7 @@ def parsed(
 ) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
     """Return a callback that parses an option's text.
 
-    A `ValueError` of `parse` becomes click's error message.
+    If `parse` raises `ValueError`, the callback raises click's error with the same message.
     """
 
     def callback(_: click.Context, __: click.Parameter, text: str | None) -> T | None:
@@ -170,7 +170,7 @@ described = parsed(_described)
 def known(what: str, offered: Callable[[], Iterable[str]]) -> dict[str, Any]:
     """Return the keyword arguments of `click.argument` for an argument that takes names.
 
-    Names that are not offered are refused, repeated names are dropped, and a shell completes names.
+    Names that are not offered are refused. Repeated names are dropped. A shell can complete names.
     """
 
     def callback(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[str]:
@@ -188,7 +188,7 @@ def known(what: str, offered: Callable[[], Iterable[str]]) -> dict[str, Any]:
 
 
 def shown(path: Path) -> str:
-    """Return the path relative to the current folder if it lies below it, else absolute."""
+    """Return the path relative to the current folder if it is inside that folder, else absolute."""
     path = path.absolute()
     here = Path.cwd()
     if path.is_relative_to(here):

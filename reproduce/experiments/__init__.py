@@ -1,7 +1,7 @@
-"""Hold every experiment by name.
+"""Define all experiments, and a dictionary of experiments by name.
 
-An experiment is data: to add one, add a table here; no other code changes. This folder may import
-`models`, `records` and `machine`.
+An experiment is data: to add one, add an `Experiment` here; no other code changes. This folder may
+import `models`, `records` and `machine`.
 """
 
 from reproduce.experiments import amoebanet, resnet, unet, zoo
@@ -21,7 +21,7 @@ EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment
 
 
 def predictable() -> dict[str, str]:
-    """Return the names of the experiments that can be predicted, each with its published table."""
+    """Return the names of the experiments that can be predicted, with their published tables."""
     tables = {}
     for experiment in EXPERIMENTS.values():
         if experiment.table and experiment.measures != "accuracy":

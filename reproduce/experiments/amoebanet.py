@@ -1,6 +1,7 @@
-"""List the experiments on AmoebaNet-D (L, D): speed and memory.
+"""Define the experiments on AmoebaNet-D (L, D): speed and memory.
 
-Speed is over partitions and micro-batches, memory over sizes of the model.
+The speed experiment varies the numbers of partitions and micro-batches. The memory experiment
+varies the size of the model.
 """
 
 from dataclasses import replace
@@ -15,8 +16,8 @@ from reproduce.experiments.controls import (
 )
 from reproduce.experiments.row import Experiment, Optimizer, Row
 
-# This batch size is for the rows at equal batch size. Every m divides it, and a batch fits on two
-# P40s even for naive model parallelism.
+# This batch size is for the rows at equal batch size. It is divisible by every number of
+# micro-batches, and a batch fits on two P40 GPUs even for naive model parallelism.
 BASE = Row(model="AmoebaNet-D", size=(18, 256), batch_size=64)
 
 # --- speed -------------------------------------------------------------------------------------
@@ -56,7 +57,7 @@ RMSPROP = Optimizer(name="RMSprop", options={"foreach": False}, state=1)
 
 MEMORY_BASE = replace(BASE, batch_size=128, optimizer=RMSPROP)
 
-# name, published (L, D), (L, D) of the small scale, m, published balance
+# Each line: name, published (L, D), (L, D) of the small scale, m, published balance.
 SIZES: Sizes = (
     ("baseline", (18, 208), (18, 16), None, None),
     ("pipeline-1", (18, 416), (18, 32), None, (24,)),

@@ -1,4 +1,4 @@
-"""Choose rows of experiments by their names, and the scale that a machine can hold."""
+"""Choose the rows of experiments by name, and the scale that fits on a machine."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from reproduce.machine.devices import Devices
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Say which of the known names was probably meant, or list all of them."""
+    """Return a text that suggests the most similar known name, or lists all known names."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1)
     if close:
@@ -21,10 +21,11 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def choose_rows(
     experiments: Sequence[Experiment], names: Sequence[str], *, extra: bool = False
 ) -> list[Experiment]:
-    """Return the experiments with only the rows of these names.
+    """Return the experiments with only the chosen rows.
 
-    Without names, keep all rows, but extra rows only with `extra`. An unknown name raises `Error`,
-    and so does an experiment without any of the rows.
+    If `names` are given, the rows with these names are chosen. Otherwise all rows are chosen,
+    except extra rows, which are chosen only if `extra` is true. Raise `Error` if a name is unknown,
+    or if an experiment has none of the chosen rows.
     """
     _check_names(experiments, names)
 
@@ -49,7 +50,7 @@ def choose_rows(
 
 
 def _check_names(experiments: Sequence[Experiment], names: Sequence[str]) -> None:
-    """Raise `Error` if there is a name that no row has."""
+    """Raise `Error` if one of the given names is not the name of any row."""
     known: dict[str, Row] = {}  # in order, each name once
     for experiment in experiments:
         for scale in experiment.scales:
@@ -61,13 +62,13 @@ def _check_names(experiments: Sequence[Experiment], names: Sequence[str]) -> Non
 
 
 def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str | None) -> str:
-    """Return `asked`, or the first scale that all experiments have and that the machine can hold.
+    """Return `asked`, or else the first scale that all experiments have and the machine can hold.
 
-    Raise `Error` if there is no such scale, or the machine cannot hold it.
+    Raise `Error` if there is no such scale, or if the machine cannot hold it.
     """
     common = _common_scales(experiments)
     if not common:
-        raise Error("the rows that were chosen have no scale in common; run them apart")
+        raise Error("the rows that were chosen have no scale in common; run them separately")
     if asked is not None and asked not in common:
         raise Error(
             f"--scale {asked}: no such scale of {experiments[0].name}; "
@@ -87,7 +88,7 @@ def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str
 
 
 def _common_scales(experiments: Sequence[Experiment]) -> list[str]:
-    """Return the names of the scales that all experiments have, in the order of the first."""
+    """Return the names of the scales that all experiments have, in the first experiment's order."""
     first, *others = experiments
     common = [scale.name for scale in first.scales]
     for experiment in others:
@@ -97,7 +98,7 @@ def _common_scales(experiments: Sequence[Experiment]) -> list[str]:
 
 
 def _why_not_any(experiments: Sequence[Experiment], scale: str, devices: Devices) -> str | None:
-    """Say why the scale of one of the experiments does not fit; None if the scale of all fits."""
+    """Return why an experiment's scale does not fit on the devices, or None if every scale fits."""
     for experiment in experiments:
         reason = why_not(experiment.scale(scale), devices)
         if reason is not None:
@@ -106,9 +107,9 @@ def _why_not_any(experiments: Sequence[Experiment], scale: str, devices: Devices
 
 
 def why_not(scale: Scale, devices: Devices) -> str | None:
-    """Say why the scale does not fit on the devices; None if it does.
+    """Return why a scale does not fit on the devices, or None if it fits.
 
-    It may fit although some rows need more devices.
+    A scale can fit although some of its rows need more devices.
     """
     if devices.kind == "meta" and not scale.cuda:
         return "its balances are profiled, and devices that hold no data take no time"

@@ -1,10 +1,12 @@
-"""Generate rows: the published ones of n partitions, and controls, which nobody has published.
+"""Generate rows of experiments: the published rows, and controls, which nobody has published.
 
-The published rows vary the batch size with n and m, so they mix pipelining with larger batches. The
-controls are naive model parallelism, checkpoint-only and GPipe, and keep one thing equal:
+The published rows vary the batch size together with n partitions and m micro-batches. So they mix
+the effect of pipelining with the effect of larger batches. The controls are rows of naive model
+parallelism, of checkpointing alone, and of GPipe. They keep one of two sizes equal:
 
-- the batch size: every row does the same work on the same samples, in more or in fewer parts;
-- the micro-batch size: kernels work on equally large tensors in every row; the batch size grows
+- the batch size: every row does the same work on the same samples, in more or in fewer
+  micro-batches;
+- the micro-batch size: kernels work on equally large tensors in every row, and the batch size grows
   with m.
 """
 
@@ -27,23 +29,24 @@ from reproduce.experiments.row import (
 )
 
 PARTITIONS = (2, 4, 8)
-CHUNKS = (4, 32)  # of the controls
-SMALL_CHUNKS = (4, 8)  # of the small scale's controls
-SMALL_MICRO_BATCH = 4  # of the small scale's controls at equal micro-batch size
+CHUNKS = (4, 32)  # the numbers of micro-batches (m) of the controls
+SMALL_CHUNKS = (4, 8)  # the numbers of micro-batches (m) of the controls at the small scale
+SMALL_MICRO_BATCH = 4  # micro-batch size of the small controls at equal micro-batch size
 
 Balance = tuple[int, ...]
 Size = tuple[int, ...]
 Rows = tuple[Row, ...]
 
-# A published table of speed: name, m, batch size, balance. The first row is plain training.
+# A published table of speed. Each row has a name, m, a batch size and a balance. The first row is
+# plain training.
 Published = Sequence[tuple[str, int | None, int, Balance | None]]
-# A published table of memory: name, model size, size at the small scale, m, balance. Without m,
-# micro-batches have one sample. The first row is plain training.
+# A published table of memory. Each row has a name, a model size, a smaller model size for the small
+# scale, m, and a balance. Without m, a micro-batch has one sample. The first row is plain training.
 Sizes = Sequence[tuple[str, Size, Size, int | None, Balance | None]]
 
 
 def paper_speed(base: Row, published: Sequence[Row], *, micro_batch: int) -> Scale:
-    """Return the scale of the published rows, and of controls of `base` in the same balances.
+    """Return a scale with the published rows, and with controls of `base` in the same balances.
 
     The controls at equal micro-batch size have `micro_batch` samples per micro-batch.
     """
@@ -60,10 +63,10 @@ def paper_speed(base: Row, published: Sequence[Row], *, micro_batch: int) -> Sca
 def small_speed(
     base: Row, published: Sequence[Row], *, batch_sizes: Sequence[int], seconds: float
 ) -> Scale:
-    """Return the scale of rows like the published ones, with `batch_sizes`, and of controls.
+    """Return a scale with smaller variants of the published rows, and with controls.
 
-    All rows have the model of `base`. Groups share `seconds`; groups of extra rows have more time
-    on top.
+    All rows use the model of `base`. The variants have the batch sizes in `batch_sizes`. The groups
+    of rows share a time limit of `seconds`. Groups of extra rows have additional time.
     """
     like = smaller(published, base, batch_sizes)
     rows = controls(base, SMALL_MICRO_BATCH, SMALL_CHUNKS, None)
@@ -71,7 +74,7 @@ def small_speed(
 
 
 def memory_scales(base: Row, small: Row, sizes: Sizes) -> tuple[Scale, Scale]:
-    """Return a scale with models of the published sizes, and one with smaller models."""
+    """Return two scales: one with models of the published sizes, and one with smaller models."""
     paper = Scale(
         name="paper",
         rows=memory_rows(base, sizes),
@@ -90,7 +93,7 @@ def memory_scales(base: Row, small: Row, sizes: Sizes) -> tuple[Scale, Scale]:
 
 
 def published_rows(base: Row, table: Published, samples: int) -> Rows:
-    """List plain training and pipelines of n partitions, each row with its own batch size.
+    """Return rows for plain training and for pipelines, each with its own batch size.
 
     An epoch has `samples` samples. The published timing leaves out the first epoch.
     """
@@ -105,10 +108,11 @@ def published_rows(base: Row, table: Published, samples: int) -> Rows:
 
 
 def smaller(rows: Sequence[Row], base: Row, batch_sizes: Sequence[int]) -> Rows:
-    """List rows like the published `rows`, with the smaller model of `base` and smaller batches.
+    """Return variants of the published rows with the smaller model of `base` and smaller batches.
 
-    Their balance is profiled here, as the published one was profiled on the published hardware.
-    Rows of several partitions are listed once more with the published balance.
+    The balance of a variant is profiled on this machine, like the published balance was profiled on
+    the published hardware. For each row with several partitions, there is a second variant that has
+    the published balance.
     """
     profiled = []
     as_published = []
@@ -139,7 +143,7 @@ def smaller(rows: Sequence[Row], base: Row, batch_sizes: Sequence[int]) -> Rows:
 
 
 def memory_rows(base: Row, table: Sizes, *, small: bool = False) -> Rows:
-    """List plain training and pipelines of n partitions.
+    """Return rows for plain training and for pipelines, to measure memory.
 
     The more partitions a row has, the larger is its model.
     """
@@ -160,9 +164,9 @@ def memory_rows(base: Row, table: Sizes, *, small: bool = False) -> Rows:
 
 
 def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
-    """Return the row in the partitions of `balance`; the same row if there is no balance.
+    """Return the row as a pipeline with the partitions of `balance`; unchanged without a balance.
 
-    A lone micro-batch is recomputed, as in the publication.
+    If there is only one micro-batch, it is checkpointed, like in the publication.
     """
     if balance is None:
         return row
@@ -175,11 +179,11 @@ def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
 def controls(
     base: Row, micro_batch: int, ms: Sequence[int], balances: Mapping[int, Balance] | None
 ) -> Rows:
-    """List the controls at equal batch size, then the controls at equal micro-batch size.
+    """Return the controls at equal batch size, followed by the controls at equal micro-batch size.
 
-    The former have `base`'s batch size. The latter have `micro_batch` samples per micro-batch, and
-    names that end in `/mb`. `ms` are the numbers of micro-batches. Without `balances`, the balances
-    are profiled.
+    Controls at equal batch size have the batch size of `base`. Controls at equal micro-batch size
+    have `micro_batch` samples per micro-batch, and their names end in `/mb`. `ms` contains the
+    numbers of micro-batches. Without `balances`, the balances are profiled.
     """
     equal_batch = []
     equal_micro_batch = []
@@ -200,7 +204,7 @@ def controls(
 
 
 def _controls(base: Row, ms: Sequence[int]) -> Iterator[Row]:
-    """Yield naive model parallelism, checkpoint-only and GPipe."""
+    """Yield rows of naive model parallelism, of checkpointing alone, and of GPipe."""
     for n in PARTITIONS:
         name = f"naive n{n}"
         yield replace(

@@ -1,4 +1,4 @@
-"""Describe a training that is run to its end: recipes, and rows and scales for accuracy."""
+"""Describe trainings that run for all their epochs: recipes, and rows and scales for accuracy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from reproduce.records.places import Json
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Say how long a training takes, and at which learning rates.
+    """The number of epochs of a training, and the learning rate at each of its points.
 
     The peak learning rate is `base_lr * max(1, batch_size / base_batch_size)`. During
     `warmup_epochs`, the rate grows linearly from `base_lr` to the peak, a step per mini-batch
@@ -39,7 +39,7 @@ class Recipe:
         return rate * self.lr_decay**decays
 
     def config(self, batch_size: int) -> dict[str, Json]:
-        """Return the recipe under the names of the published table."""
+        """Return the recipe as a dictionary, with the names of the published table as keys."""
         return {
             "lr": self.peak_lr(batch_size),
             "base_lr": self.base_lr,
@@ -53,11 +53,10 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyRow(Row):
-    """Configure a training that runs for all epochs of its recipe.
+    """The settings of a training that runs for all epochs of its recipe.
 
-    `gpus` is the number of data-parallel devices of a row without a pipeline
-    (`torch.nn.DataParallel`). `data` says how the data are read, under the names of the published
-    table.
+    `gpus` is the number of data-parallel devices (`torch.nn.DataParallel`) of a row without a
+    pipeline. `data` says how the data are read. It uses the names of the published table.
     """
 
     num_classes: int = 1000
@@ -67,11 +66,11 @@ class AccuracyRow(Row):
 
     @property
     def devices(self) -> int:
-        """Count the devices that the row needs."""
+        """Return the number of devices that the row needs."""
         return self.partitions or self.gpus
 
     def config(self) -> dict[str, Json]:
-        """Return the row as a record's `config`, under the names of the published table."""
+        """Return the row as a record's `config`, with the names of the published table as keys."""
         return {
             **super().config(),
             **self.recipe.config(self.batch_size),
@@ -83,10 +82,10 @@ class AccuracyRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyScale(Scale):
-    """Choose an experiment's sizes; every row is trained `seeds` times.
+    """A scale of an accuracy experiment, which trains every row `seeds` times.
 
-    `made` holds the arguments of `Gratings`, which generates the data. It is None if the user
-    provides the data.
+    `made` contains the arguments of `Gratings`, a data set that is generated. It is None if the
+    user provides the data.
     """
 
     rows: tuple[AccuracyRow, ...]
@@ -95,5 +94,5 @@ class AccuracyScale(Scale):
     made: Mapping[str, Json] | None
 
     def settings(self) -> dict[str, Json]:
-        """Return how often each row is trained, and on what, as a run's record keeps it."""
+        """Return how often each row is trained, and on which data, for a run's record."""
         return {"seeds": self.seeds, "made": self.made and dict(self.made)}

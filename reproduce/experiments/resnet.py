@@ -1,4 +1,4 @@
-"""List the experiments on ResNet-101: speed with few samples per micro-batch, and accuracy."""
+"""Define the experiments on ResNet-101: speed with small micro-batches, and accuracy."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,8 +19,8 @@ PUBLISHED_SPEED: Published = (
     ("pipeline-8", 150, 5400, (26, 22, 33, 44, 44, 66, 66, 69)),
 )
 
-# This batch size is for the rows at equal batch size. Every m divides it, and a batch fits on two
-# P40s even for naive model parallelism.
+# This batch size is for the rows at equal batch size. It is divisible by every number of
+# micro-batches, and a batch fits on two P40 GPUs even for naive model parallelism.
 BASE = Row(model="ResNet-101", batch_size=192)
 SMALL = replace(
     BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32
@@ -65,7 +65,7 @@ TRAINING = AccuracyRow(
 
 EIGHT = (26, 22, 33, 44, 44, 66, 66, 69)
 
-# name, devices, batch size, m, balance, the row that its error is compared with
+# Each line: name, devices, batch size, m, balance, the row whose error this row is compared with.
 PUBLISHED_ACCURACY = (
     ("reference-256", 8, 256, None, None, None),
     ("reference-8k", 256, 8192, None, None, "reference-256"),
@@ -79,7 +79,7 @@ PUBLISHED_ACCURACY = (
 
 
 def published_trainings() -> Iterator[AccuracyRow]:
-    """Yield the rows of the published table."""
+    """Yield the training rows of the published accuracy table."""
     for name, gpus, batch_size, m, balance, over in PUBLISHED_ACCURACY:
         row = replace(
             TRAINING, name=name, published=name, gpus=gpus, batch_size=batch_size, over=over
@@ -117,7 +117,7 @@ SMALL_TRAINING = replace(
 
 BALANCES = {2: (9, 42), 8: (1, 2, 1, 13, 8, 10, 6, 10)}  # as `balance_by_time` found them on a CPU
 
-# name, n, m, whether batch norm is deferred, the published row that is repeated
+# Each line: name, n, m, whether batch norm is deferred, the published row that this row repeats.
 SMALL_PIPELINES = (
     ("GPipe n2m2", 2, 2, True, None),
     ("GPipe n2m4", 2, 4, True, None),
@@ -127,7 +127,7 @@ SMALL_PIPELINES = (
 
 
 def small_trainings() -> Iterator[AccuracyRow]:
-    """Yield plain training, and pipelines that should reach the same error."""
+    """Yield a row for plain training, and rows for pipelines that should reach the same error."""
     yield replace(SMALL_TRAINING, name="plain", configuration="plain", published="dataparallel-256")
     for name, n, m, deferred, published in SMALL_PIPELINES:
         yield replace(

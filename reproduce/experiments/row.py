@@ -1,4 +1,4 @@
-"""Define an experiment as data: its scales, each with rows and the machine that they need."""
+"""Define the classes of an experiment: it has scales, and a scale has rows and memory needs."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,23 +17,23 @@ Component = Literal["dependency", "streams", "portals"]
 Equal = Literal["batch", "micro-batch", "model"]
 
 # Configurations of rows:
-AS_PUBLISHED = "as published"  # the rows repeat the published ones, whatever their batch sizes
-LIKE_PUBLISHED = "like the published"  # n and m as published, with a smaller model and batch
-PUBLISHED_BALANCE = "with the published balance"  # the same, in the balance profiled on a P40
+AS_PUBLISHED = "as published"  # rows that repeat published rows, whatever their batch sizes
+LIKE_PUBLISHED = "like the published"  # published n and m, with a smaller model and batch
+PUBLISHED_BALANCE = "with the published balance"  # like the above, in the balance profiled on a P40
 PLANNED = "balance of plan"  # `torchgpipe.plan` finds the balance from a profile
-EQUAL_LAYERS = "equal layers"  # partitions have equally many layers
+EQUAL_LAYERS = "equal layers"  # all partitions have equally many layers
 
 GiB = 2**30
-PUBLISHED_NODE = "p40x8"  # the hardware description of the node that the papers measured on
-P40_MEMORY = 22 * GiB  # a Tesla P40's 24 GB as the driver reports it, rounded down
+PUBLISHED_NODE = "p40x8"  # the hardware description of the machine that the papers used
+P40_MEMORY = 22 * GiB  # the memory of a Tesla P40 as its driver reports it, rounded down
 COMPONENTS: tuple[Component, ...] = ("dependency", "streams", "portals")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Name an optimizer of `torch.optim` and its options.
+    """An optimizer of `torch.optim` and its options.
 
-    `state` counts the values that the optimizer keeps per parameter.
+    `state` is the number of values that the optimizer stores for each parameter value.
     """
 
     name: str
@@ -46,7 +46,7 @@ SGD = Optimizer(name="SGD", options={"lr": 0.1, "momentum": 0.0}, state=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Configure one training run completely."""
+    """The complete settings of one training run."""
 
     name: str = ""
     configuration: str = ""
@@ -59,29 +59,29 @@ class Row:
     checkpoint: Checkpoint | None = None
     balance: tuple[int, ...] | None = None  # None: the balance is profiled before the run
     optimizer: Optimizer = SGD
-    # `loss(output, target)` is a mean over samples. A name is of a function in
-    # `torch.nn.functional`.
+    # `loss(output, target)` is a mean over samples. If `loss` is a string, it is the name of a
+    # function in `torch.nn.functional`.
     loss: "str | Callable[[Any, Any], Tensor]" = "cross_entropy"
     num_classes: int | None = 1000
     options: Mapping[str, Json] = field(default_factory=dict)  # further settings for the record
-    components: tuple[Component, ...] = COMPONENTS  # the parts of the pipeline that are switched on
+    components: tuple[Component, ...] = COMPONENTS  # the enabled parts of the pipeline
     deferred_batch_norm: bool = False
-    # What rows that nobody has published have in common: the size of their batches or micro-batches
-    # (naive, checkpoint-only and GPipe), or their model (plain and pipelined).
+    # The size that rows without a published counterpart have in common: the size of their batches
+    # or micro-batches (naive, checkpoint-only and GPipe), or their model (plain and pipelined).
     equal: Equal | None = None
     steps_per_epoch: int = 0
     skip_epochs: int = 0  # the steps of the first epochs are not timed
-    over: str | None = None  # the row of this experiment that its speed-up is taken over
+    over: str | None = None  # the row of this experiment that is this row's baseline for speed-ups
     published: str | None = None  # the row of the published table that this row reproduces
     # A hardware description, from which an emulation takes the time of copies between devices.
-    # Without one, copies take no time.
+    # Without a description, copies take no time.
     link: str | None = None
 
     @property
     def group(self) -> str:
-        """Name the row's group.
+        """Return the name of the group that the row belongs to.
 
-        The rows of a group are compared: they run in turn, and share a table.
+        The rows of a group are compared with each other: they run alternately, and share a table.
         """
         if self.equal == "model":
             return self.model
@@ -89,53 +89,53 @@ class Row:
 
     @property
     def extra(self) -> bool:
-        """Say whether the row runs only with --all or --row."""
+        """Return whether the row runs only with the options --all or --row."""
         return self.configuration == PUBLISHED_BALANCE or self.equal == "micro-batch"
 
     @property
     def devices(self) -> int:
-        """Count the devices that the row needs."""
+        """Return the number of devices that the row needs."""
         return self.partitions or 1
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Give the largest micro-batch's size, as `torch.chunk` splits; None without a pipeline."""
+        """Return the size of the largest micro-batch of `torch.chunk`; None without a pipeline."""
         if self.chunks is None:
             return None
         return math.ceil(self.batch_size / self.chunks)
 
     @property
     def micro_batches(self) -> int | None:
-        """Count the micro-batches that `torch.chunk` makes, which may be fewer than `chunks`."""
+        """Return how many micro-batches `torch.chunk` makes. There can be fewer than `chunks`."""
         size = self.micro_batch_size
         if size is None:
             return None
         return math.ceil(self.batch_size / size)
 
     def work(self) -> float:
-        """Guess the relative cost of a step.
+        """Return a guess of a step's relative cost.
 
-        It has no unit, and is only good for estimating the time left.
+        The cost has no unit, and is only good for estimating the time that is left.
         """
         recomputation = 1.3 if self.checkpoint in ("always", "except_last") else 1
         return self.batch_size * math.prod(self.size) * recomputation
 
     @property
     def sized(self) -> "SizedModel":
-        """Name the model in the row's sizes, which can build it and draw mini-batches for it."""
+        """Return the row's model with its sizes, which can be built, and can draw mini-batches."""
         from reproduce.models.built import SizedModel
 
         return SizedModel(self.model, self.size, self.input_shape, self.num_classes)
 
     @property
     def criterion(self) -> Callable[[Any, Any], "Tensor"]:
-        """Return the loss as a function."""
+        """Return the loss as a function of output and target."""
         from torch.nn import functional
 
         return getattr(functional, self.loss) if isinstance(self.loss, str) else self.loss
 
     def config(self) -> dict[str, Json]:
-        """Return the row as a record's `config`, under the names of the published tables."""
+        """Return the row as a record's `config`, with the names of the published tables as keys."""
         from reproduce.models.built import MODELS
 
         config: dict[str, Json] = {
@@ -173,19 +173,19 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Choose an experiment's sizes, and say what they ask of a machine."""
+    """One of the sizes in which an experiment runs: its rows, and the machine that they need."""
 
     name: str
     rows: tuple[Row, ...]
-    memory: int  # the bytes that each CUDA device must have or, on CPU devices, the main memory
-    cuda: bool  # whether the scale runs on CUDA devices only
-    steps: int  # timed steps of each row
-    warmup: int = 0  # steps before them that are not timed
-    least_steps: int = 5  # a time limit holds only after so many steps
-    seconds: float | None = None  # a time limit for all rows together
+    memory: int  # needed bytes of each CUDA device or, on CPU devices, of main memory
+    cuda: bool  # whether the scale runs only on CUDA devices
+    steps: int  # the number of timed steps of each row
+    warmup: int = 0  # the number of earlier steps that are not timed
+    least_steps: int = 5  # the time limit does not apply to the first steps
+    seconds: float | None = None  # a time limit for all rows together, in seconds
 
     def settings(self) -> dict[str, Json]:
-        """Return how steps are counted, as a run's record keeps it."""
+        """Return the numbers of timed and untimed steps, and the time limit, for a run's record."""
         return {
             "steps": self.steps,
             "warmup": self.warmup,
@@ -194,7 +194,7 @@ class Scale:
         }
 
 
-# The scales of experiments that time steps, without their rows.
+# The scales of experiments that time steps, still without rows.
 PAPER_SCALE = Scale(
     name="paper", rows=(), memory=P40_MEMORY, cuda=True, steps=20, warmup=2, seconds=1800
 )
@@ -205,7 +205,7 @@ SMALL_SCALE = Scale(
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Define an experiment: what it measures, its scales, and the published table it reproduces.
+    """An experiment: what it measures, its scales, and the published table that it reproduces.
 
     `table` is None if nobody has published such a table.
     """
@@ -217,6 +217,6 @@ class Experiment:
     table: str | None = None
 
     def scale(self, name: str) -> Scale:
-        """Return the scale called `name`; raise `KeyError` if there is none."""
+        """Return the scale called `name`; raise `KeyError` if there is no such scale."""
         scales = {scale.name: scale for scale in self.scales}
         return scales[name]

@@ -1,6 +1,7 @@
-"""List the experiments on U-Net (B, C): speed, memory, and the components of the pipeline.
+"""Define the experiments on U-Net (B, C): speed, memory, and components of the pipeline.
 
-Speed is over partitions, memory over sizes of the model. The components are added one by one.
+The speed experiment varies the number of partitions. The memory experiment varies the size of the
+model. The ablation adds the components of the pipeline one by one.
 """
 
 from dataclasses import replace
@@ -63,7 +64,7 @@ SPEED = Experiment(
 
 # --- memory ------------------------------------------------------------------------------------
 
-# name, published (B, C), (B, C) of the small scale, m, published balance
+# Each line: name, published (B, C), (B, C) of the small scale, m, published balance.
 SIZES: Sizes = (
     ("baseline", (6, 72), (6, 4), None, None),
     ("pipeline-1", (11, 128), (11, 8), 32, (505,)),
@@ -90,7 +91,7 @@ ABLATION_BALANCE = (34, 76, 70, 61)
 
 
 def ablation_rows(base: Row) -> tuple[Row, ...]:
-    """List the published rows, of four partitions."""
+    """Return rows like the published ones, each a pipeline with four partitions."""
     baseline = PUBLISHED_ABLATION[0]
     base = replace(base, over=baseline, partitions=4, chunks=8, checkpoint="except_last")
     rows = []

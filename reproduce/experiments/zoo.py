@@ -1,8 +1,8 @@
-"""List the experiment on well-known models: the speed-up of a pipeline in two balances.
+"""Define the experiment on well-known models: the speed-up of a pipeline with two balances.
 
-No publication has these rows. Every model is trained on one device, then by pipelines of n
-partitions and the same m: once in the balance that `torchgpipe.plan` finds from a profile, once
-with equally many layers in each partition.
+No publication has these rows. Every model is trained on one device, and then by pipelines of n
+partitions, all with the same m. For each n there are two pipelines: one has the balance that
+`torchgpipe.plan` finds from a profile, and one has equally many layers in each partition.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ SMALL = replace(BASE, size=(64,), input_shape=(3, 64, 64), batch_size=32)
 
 
 def rows(base: Row) -> Iterator[Row]:
-    """Yield every model's rows. The first row of a model is plain training."""
+    """Yield the rows of every model. A model's first row is plain training."""
     for name in ZOO:
         plain = replace(base, model=f"torchvision:{name}", name=name, over=name)
         yield plain

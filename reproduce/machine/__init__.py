@@ -1,4 +1,4 @@
-"""Describe the machine that runs: its devices, and what it consists of.
+"""Describe the machine on which the program runs, choose its devices, and run git.
 
-It may import `torchgpipe`, and nothing else of `reproduce` but `error`.
+This folder may import `torchgpipe`. Of `reproduce`, it may import only `error`.
 """

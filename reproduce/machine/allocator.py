@@ -1,12 +1,12 @@
-"""Make the C library keep freed memory.
+"""Make the C library keep freed memory, so that it does not distort timings.
 
-By default, glibc returns freed large tensors to the system and requests their pages again at every
-step. Which size is large depends on what the process freed before, so two processes that run the
-same code may differ. The kernel maps a process's pages under one lock: threads of one process wait
-for each other there, separate processes do not.
+By default, glibc returns freed large tensors to the system, and requests their pages again at every
+step. Which size counts as large depends on what the process freed before. So two processes that run
+the same code can behave differently. The kernel maps a process's pages under one lock. So threads
+of one process wait for each other there, and separate processes do not.
 
-Tensors above 64 MiB outside the main thread come from the system in any case, because they exceed
-glibc's heap of a thread.
+Tensors above 64 MiB that are allocated outside the main thread come from the system in any case,
+because they exceed glibc's heap of a thread.
 """
 
 import ctypes
@@ -32,7 +32,8 @@ def freed_memory_is_kept() -> bool:
 def keep_freed_memory() -> None:
     """Restart this program with the environment variables `KEEP_FREED`.
 
-    If one of them is set already, or the C library does not accept them, go on without a restart.
+    If one of the variables is already set, or if the C library does not accept them, continue
+    without a restart.
     """
     if KEEP_FREED.keys() & os.environ.keys() or not _is_accepted():
         return
@@ -44,7 +45,7 @@ def keep_freed_memory() -> None:
 def _is_accepted() -> bool:
     """Return whether the C library is glibc and accepts the threshold.
 
-    An old glibc allows at most 32 MiB.
+    An old glibc accepts at most 32 MiB.
     """
     library, _ = platform.libc_ver()
     if library != "glibc":

@@ -1,6 +1,6 @@
-"""Describe the machine and the software that a record was made with.
+"""Describe the machine and the software with which a record was made.
 
-A value that cannot be found out is None.
+A value is None if it cannot be determined.
 """
 
 import importlib.metadata
@@ -15,14 +15,14 @@ from reproduce.machine.devices import cores, info
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout
 PACKAGES = ("torch", "torchvision", "click", "tabulate")
-MOST_NVLINKS = 36  # NVML's indices are smaller than this
-CLOCK_SM, CLOCK_MEMORY = 1, 2  # as nvml.h numbers them
+MOST_NVLINKS = 36  # the number of link indices that NVML allows
+CLOCK_SM, CLOCK_MEMORY = 1, 2  # the numbers of these clocks in nvml.h
 
 
 class Gpu(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Describe one CUDA device: memory in bytes, highest clocks in MHz, power limit in W.
+    """A CUDA device: memory in bytes, highest clock rates in MHz, power limit in W.
 
-    `link` connects it to the rest of the machine, such as 'PCIe 5.0 x16, 18 x NVLink'.
+    `link` connects the device to the rest of the machine, such as 'PCIe 5.0 x16, 18 x NVLink'.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Gpu(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class Machine(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Describe the machine."""
+    """A machine: its system, processor, cores, memory and GPUs."""
 
     system: str
     cpu: str
@@ -45,7 +45,7 @@ class Machine(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
 
 
 def machine() -> Machine:
-    """Return what the machine consists of."""
+    """Return a description of this machine."""
     import torch
 
     model = info(Path("/proc/cpuinfo"), "model name")
@@ -63,7 +63,7 @@ def machine() -> Machine:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, of the packages in use and of the libraries below them."""
+    """Return the versions of Python, of the packages in use, of CUDA, cuDNN and the GPU driver."""
     import torch
 
     import torchgpipe
@@ -85,7 +85,7 @@ def versions() -> dict[str, str | None]:
 
 
 def load_average() -> list[float] | None:
-    """Return the load averages over 1, 5 and 15 minutes."""
+    """Return the load averages over 1, 5 and 15 minutes, or None if they are not known."""
     try:
         return list(os.getloadavg())
     except OSError:
@@ -102,7 +102,7 @@ def _memory() -> int | None:
 def _gpu(index: int) -> Gpu:
     """Describe a CUDA device of this process.
 
-    The driver may use other indices than CUDA, so the device is looked up by its UUID.
+    The driver can number the devices differently from CUDA, so the device is looked up by its UUID.
     """
     import torch
 
@@ -124,7 +124,7 @@ def _gpu(index: int) -> Gpu:
 
 
 def _links(handle: Any) -> str | None:
-    """Return what connects a CUDA device to the rest of the machine."""
+    """Return a text that says what connects a CUDA device to the rest of the machine."""
     links = []
     generation = _ask_driver("nvmlDeviceGetMaxPcieLinkGeneration", handle)
     width = _ask_driver("nvmlDeviceGetMaxPcieLinkWidth", handle)
@@ -141,9 +141,9 @@ def _links(handle: Any) -> str | None:
 
 
 def _ask_driver(function: str, *arguments: object) -> Any:
-    """Call a function of NVML and return its result.
+    """Call a function of NVML, the library of NVIDIA's driver, and return its result.
 
-    If it fails, or the driver or its Python bindings are missing, return None.
+    If the call fails, or if the driver or its Python bindings are missing, return None.
     """
     try:
         import pynvml

@@ -1,4 +1,4 @@
-"""Choose the devices for experiments. On a CPU a device is an equal share of the cores."""
+"""Choose the devices for experiments. A CPU device is an equal share of the CPU cores."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ GPU_DRIVERS = [Path("/dev", name) for name in ("nvidiactl", "nvidia0", "nvmap", 
 
 @dataclass(frozen=True)
 class Devices:
-    """`count` devices of one kind.
+    """A number of devices of one kind: CPU devices, CUDA devices, or devices without data (`meta`).
 
     On a CPU, each device has `threads` threads. On `meta`, nothing is computed.
     """
@@ -34,7 +34,8 @@ class Devices:
     def first(self, n: int) -> "list[torch.device]":
         """Return the first `n` devices.
 
-        If there are fewer CUDA devices, return the first one n times, in place of all.
+        If there are fewer than `n` CUDA devices, return a list that has the first CUDA device n
+        times.
         """
         import torch
 
@@ -46,10 +47,11 @@ class Devices:
 
     @property
     def memory(self) -> int | None:
-        """Return the bytes that are there for tensors.
+        """Return the number of bytes that are available for tensors.
 
-        That is the memory of the smallest CUDA device, or the free main memory, which CPU devices
-        share. It is None if it is not known, and on `meta`.
+        For CUDA devices, this is the memory of the smallest device. For CPU devices, it is the free
+        main memory, which all CPU devices share. The result is None if it is not known, and for
+        `meta`.
         """
         if self.kind == "meta":
             return None
@@ -76,7 +78,7 @@ class Devices:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Set the number of threads of a CPU device, and restore it afterwards."""
+        """Set the number of threads of a CPU device, and restore the number afterwards."""
         import torch
 
         before = torch.get_num_threads()
@@ -135,7 +137,8 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
 def _cuda_devices() -> int:
     """Count the CUDA devices.
 
-    Importing PyTorch takes seconds. The command `list` does without it if there is no GPU's driver.
+    Importing PyTorch takes seconds. If no GPU driver is found, the command `list` does not import
+    it.
     """
     may_have = "torch" in sys.modules or sys.platform != "linux"
     if not may_have and not any(path.exists() for path in GPU_DRIVERS):
@@ -146,9 +149,9 @@ def _cuda_devices() -> int:
 
 
 def cores() -> int:
-    """Count the CPU cores that this process may use.
+    """Return the number of CPU cores that this process may use.
 
-    They are limited by its CPU affinity and its container's quota.
+    The number is limited by the CPU affinity of the process and by the quota of its container.
     """
     have = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
@@ -162,9 +165,9 @@ def cores() -> int:
 
 
 def info(file: Path, name: str) -> str | None:
-    """Return the first value of `name` in a Linux file of lines `name: value`.
+    """Return the first value of `name` in a Linux file that has lines `name: value`.
 
-    Return None if there is no such line or file.
+    Return None if there is no such line or no such file.
     """
     try:
         text = file.read_text()

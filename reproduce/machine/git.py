@@ -1,4 +1,4 @@
-"""Run git, and say what is checked out."""
+"""Run git, and find out which revision is checked out."""
 
 import hashlib
 import os
@@ -14,14 +14,14 @@ from reproduce.machine.description import ROOT
 
 
 class Git(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Name the source: a revision, and the changes to it."""
+    """A version of the source code: a git revision, and changes that are not committed."""
 
     revision: str
     dirty: bool  # whether a tracked file differed from the revision
-    changes: str | None = None  # a digest of the differences; not known of older runs
+    changes: str | None = None  # a digest of the differences; missing for older runs
 
     def name(self, digits: int, sign: str = "+") -> str:
-        """Return the first digits of the revision, followed by the sign and any changes."""
+        """Return the first digits of the revision, then `sign` and the digest of any changes."""
         revision = self.revision[:digits]
         if not self.dirty:
             return revision
@@ -30,9 +30,9 @@ class Git(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
 
 def checkout(folder: Path = ROOT) -> Git | None:
-    """Return the revision that is checked out in `folder`.
+    """Return the revision that is checked out in `folder`, and whether there are changes.
 
-    Return None without git, or if `folder` is not the top folder of a checkout.
+    Return None if git fails, or if `folder` is not the top folder of a checkout.
     """
     try:
         prefix = git(folder, "rev-parse", "--show-prefix")
@@ -74,8 +74,9 @@ def commit_of(folder: Path, revision: str) -> str:
 def commit_file(folder: Path, branch: str, name: str, change: Callable[[bytes], bytes]) -> None:
     """Commit a changed or new file to a branch, or raise `Error`.
 
-    The branch may be new. `change` returns the new content, given the old one, which is empty if
-    there is no such file. The index and the files of the checkout do not change.
+    The branch may be new. `change` gets the old content of the file and returns the new content.
+    The old content is empty if there is no such file. The index and the files of the checkout do
+    not change.
     """
     short = git(folder, "check-ref-format", "--branch", branch).decode()
     ref = f"refs/heads/{short}"
@@ -84,7 +85,7 @@ def commit_file(folder: Path, branch: str, name: str, change: Callable[[bytes], 
     worktrees = git(folder, "worktree", "list", "--porcelain").decode()
     if f"branch {ref}" in worktrees.splitlines():
         raise Error(
-            f"{branch} is checked out, and is not to change behind its files: name another branch"
+            f"{branch} is checked out, and its files would become outdated: name another branch"
         )
     old = git(folder, "for-each-ref", "--format=%(objectname)", ref).decode()
     before = b""
@@ -105,11 +106,11 @@ def commit_file(folder: Path, branch: str, name: str, change: Callable[[bytes], 
 
 
 def git(folder: Path, *arguments: str, given: bytes | None = None) -> bytes:
-    """Run git in `folder`, with `given` as its input; return what it prints, stripped.
+    """Run git in `folder`, with `given` as its input; return its output without surrounding spaces.
 
-    Variables such as GIT_DIR are not passed on: if a git hook or alias started this program, they
-    name the repository of the hook. If git is not there, or fails, raise `Error` with the last line
-    that git printed.
+    Environment variables such as GIT_DIR are not passed on. If a git hook or alias started this
+    program, these variables would name the repository of the hook. If git is not installed, or
+    fails, raise `Error` with the last line that git printed.
     """
     of_repository = re.compile("GIT_(?!CONFIG_)")
     env = {name: value for name, value in os.environ.items() if not of_repository.match(name)}

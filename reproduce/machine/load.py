@@ -1,4 +1,4 @@
-"""Measure how much of the machine other programs have during a round.
+"""Measure how much of the machine other programs use during a round of measurements.
 
 The numbers are read from Linux's /proc. On other systems they are not known.
 """
@@ -12,17 +12,20 @@ from pathlib import Path
 from reproduce.machine.devices import cores
 
 PROC = Path("/proc")
-# The largest shares, of the cores that this program may use, at which a round is not disturbed.
-# They were tried on a virtual machine, by a step that used both of its cores. Others always took
-# about 6 %. When they took 7 to 11 %, the step was as fast; at 14 to 20 % it was 14 to 26 % slower,
-# and at 50 % half as fast. The host never took (stole) more than 0.7 %, so that limit is untried.
+# A round of measurements is disturbed if other programs use more of the cores than the share
+# "others", or if the host takes more than the share "stolen". The shares are fractions of the cores
+# that this program may use. These limits were tried on a virtual machine, with a step that used
+# both of its cores. Other programs always used about 6 %. When they used 7 to 11 %, the step was as
+# fast. At 14 to 20 %, it was 14 to 26 % slower. At 50 %, it was half as fast. The host never took
+# more than 0.7 %, so that limit is untried.
 LIMITS = {"others": 0.1, "stolen": 0.02}
-# The kernel counts in ticks of 10 ms. A shorter round is judged together with the one before it.
+# The kernel counts in ticks of 10 ms. A round that is shorter than this is judged together with the
+# round before it.
 LEAST_SECONDS = 1.0
 A_RUN = re.compile(
     rb"[^\0]*python[^\0]*\0"
     rb"(?:.*\0)?"  # options of Python
-    rb"(?:-m\0|[^\0]*/(?=reproduce\0))"  # a module, or a script of this name in some folder
+    rb"(?:-m\0|[^\0]*/(?=reproduce\0))"  # a module, or a script with this name in some folder
     rb"((?:reproduce\0(?:run|regression)\0|benchmarks\.).*)"
 )
 Counts = dict[str, float]
@@ -30,30 +33,31 @@ Shares = dict[str, float]
 
 
 def too_busy(shares: Shares) -> bool:
-    """Say whether a round is disturbed, whatever its times.
+    """Return whether other programs disturbed a round, according to their shares of the machine.
 
-    Pressure does not count, because this program's own threads make some.
+    Pressure does not count, because this program's own threads cause some pressure.
     """
     return any(shares.get(name, 0.0) > limit for name, limit in LIMITS.items())
 
 
 class Load:
-    """Tell how much others had in each round."""
+    """A measurement of how much of the machine other programs use in each round."""
 
     def __init__(self) -> None:
-        self.begun: Counts = {}  # at the end of the last round that was not short
-        self.earlier: Counts = {}  # at the begin of that round
-        self.told: set[str] = set()  # the other runs that the user knows of
+        self.begun: Counts = {}  # the counts at the end of the last round that was not short
+        self.earlier: Counts = {}  # the counts at the beginning of that round
+        self.told: set[str] = set()  # the commands of other runs that the user was told about
 
     def begin(self) -> None:
-        """Say that rounds begin now."""
+        """Start the first round now."""
         self.begun = _count()
         self.earlier = {}
 
     def round(self) -> Shares:
-        """Return the shares of a round that ends now; empty if they are not known.
+        """Return how much of the machine other programs used in a round that ends now.
 
-        `UNITS` (in `reproduce.run.session`) has the meaning of each share.
+        The result is empty if it is not known. `UNITS` (in `reproduce.run.session`) explains each
+        share.
         """
         now = _count()
         if not now:
@@ -68,7 +72,7 @@ class Load:
 
 
 def _shares(then: Counts, now: Counts) -> Shares:
-    """Return the shares that others had between two counts."""
+    """Return which shares of the cores other programs used between two counts of CPU time."""
     seconds = now["time"] - then["time"]
     a_second = {name: (now[name] - then[name]) / seconds for name in now}
     have = cores()
@@ -81,9 +85,9 @@ def _shares(then: Counts, now: Counts) -> Shares:
 
 
 def other_runs() -> dict[int, str]:
-    """Return which processes run other experiments, regressions or benchmarks.
+    """Return the processes that run other experiments, regressions or benchmarks, by process id.
 
-    Each has its command, as it follows `python -m`.
+    The value for each process is the part of its command that follows `python -m`.
     """
     found = {}
     ticks, ours = _processes()
@@ -100,9 +104,9 @@ def other_runs() -> dict[int, str]:
 
 
 def _count() -> Counts:
-    """Count the seconds of the clock, of CPU time, and of waiting for a core.
+    """Return counts of seconds: of the clock, of CPU time, and of waiting for a core.
 
-    The counts are empty if the kernel has none.
+    The result is empty if the kernel does not provide these counts.
     """
     try:
         tick = os.sysconf("SC_CLK_TCK")
@@ -133,9 +137,9 @@ def _count() -> Counts:
 
 
 def _processes() -> tuple[dict[int, int], set[int]]:
-    """Return each process's ticks of CPU time, and the processes of this program.
+    """Return each process's CPU time in ticks, and the ids of this program's processes.
 
-    The ticks include those of child processes that have ended.
+    The ticks include the ticks of child processes that have ended.
     """
     ticks = {}
     parents = {}

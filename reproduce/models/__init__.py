@@ -1,4 +1,5 @@
-"""The models, which `built` has by name. This file and `sizes` need no torch.
+"""Define the models. The module `built` can build each model by its name.
 
-This folder may import `torchgpipe`, and nothing else of `reproduce` but `error`.
+This file and `sizes` do not import torch. This folder may import `torchgpipe`. Of `reproduce`, it
+may import only `error`.
 """

@@ -1,9 +1,9 @@
 """Build AmoebaNet-D (L, D) as a flat sequence of L + 6 layers.
 
-It is an image classifier that was found by evolution. `L` normal cells form three equal groups.
-Reduction cells, each of which halves the image and doubles the channels, come before and between
-the groups. The two genotypes below define what a cell computes. Cells pass a pair of states,
-because each cell reads the outputs of the two cells before it.
+AmoebaNet-D is an image classifier whose architecture was found by evolution. `L` normal cells form
+three equal groups. Reduction cells come before the groups and between them. Each reduction cell
+halves the image and doubles the channels. The two genotypes below define what a cell computes.
+Cells pass a pair of states, because each cell reads the outputs of the two cells before it.
 
 Sources: Real et al., "Regularized Evolution for Image Classifier Architecture Search"
 (arXiv:1802.01548), for the cells; Huang et al., "GPipe" (arXiv:1811.06965), for the sizes (L, D).
@@ -37,14 +37,15 @@ Size = tuple[int, int]  # height and width
 
 
 class Genotype(NamedTuple):
-    """Describe a cell.
+    """The architecture of a cell.
 
-    States 0 and 1 are the inputs of the cell. The sum of pair `p`'s two results is state `p + 2`.
+    States 0 and 1 are the inputs of the cell. Pair `p` has two operations, and the sum of their
+    results is state `p + 2`.
     """
 
     pairs: tuple[Pair, ...]
-    output: tuple[int, ...]  # the states to concatenate
-    stride: int  # of the operations that read states 0 and 1; all others have stride 1
+    output: tuple[int, ...]  # the states that are concatenated
+    stride: int  # the stride of operations on states 0 and 1; other operations have stride 1
 
 
 NORMAL = Genotype(
@@ -86,7 +87,7 @@ def relu_conv_bn(
 
 
 class FactorizedReduction(Module):
-    """Halve the image by two convolutions, one over its even pixels and one over its odd pixels.
+    """A layer that halves the image by two convolutions, one on even pixels and one on odd pixels.
 
     Shapes: (N, inputs, H, W) to (N, outputs, H / 2, W / 2), rounded up.
     """
@@ -108,9 +109,9 @@ class FactorizedReduction(Module):
 
 
 def bottleneck(channels: int, *convs: tuple[Size, Size]) -> Module:
-    """Build convolutions of a fourth of the channels, each given by its kernel and stride.
+    """Build convolutions on a fourth of the channels, each given by its kernel and stride.
 
-    A convolution of 1 x 1 before them reduces the channels, and one after them restores them.
+    A 1 x 1 convolution before them reduces the channels, and one after them restores the channels.
     """
     narrow = channels // 4
     layers = [relu_conv_bn(channels, narrow)]
@@ -156,15 +157,15 @@ OPERATIONS: dict[str, Callable[[int, int], Module]] = {
     "conv 3x3": conv_3x3,
     "conv 1x7-7x1": conv_1x7_7x1,
     "avg pool 3x3": avg_pool_3x3,
-    # The cell search names a max pool, but the published numbers were measured with an average
-    # pool.
+    # The publication on the cells names a max pool here, but the published numbers were measured
+    # with an average pool.
     "pool 3x3": avg_pool_3x3,
     "max pool 2x2": max_pool_2x2,
 }
 
 
 class PairSum(Module):
-    """Add the results of two operations, each on the state that its step names."""
+    """A layer that adds the results of two operations, each applied to one of the given states."""
 
     def __init__(self, pair: Pair, channels: int, stride: int) -> None:
         super().__init__()
@@ -181,7 +182,7 @@ class PairSum(Module):
 
 
 class Cell(Module):
-    """Map the last two states `(s1, s2)` to `(output, s1)`, the last two states for the next cell.
+    """A cell, which maps the last two states `(s1, s2)` to `(output, s1)`, the next cell's inputs.
 
     A single tensor is used as both states.
 
@@ -219,7 +220,7 @@ class Cell(Module):
 
 
 class Classifier(Module):
-    """Map the newer of the two states, (N, channels, 7, 7), to class scores, (N, num_classes)."""
+    """A layer that maps the newer state, (N, channels, 7, 7), to class scores, (N, num_classes)."""
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
@@ -234,7 +235,7 @@ class Classifier(Module):
 
 
 def cells(num_layers: int) -> Iterator[tuple[str, Genotype]]:
-    """Yield every cell's name and genotype, in order."""
+    """Yield the name and the genotype of every cell, in order."""
     yield "stem_reduction1", REDUCTION
     yield "stem_reduction2", REDUCTION
     for group in (1, 2, 3):
@@ -248,8 +249,8 @@ def amoebanetd(num_layers: int, num_filters: int, num_classes: int = 1000) -> Se
     """Build AmoebaNet-D (`num_layers`, `num_filters`), known as (L, D), for 224 x 224 images.
 
     Shapes: (N, 3, 224, 224) to (N, num_classes). Cells pass a pair of tensors; other layers pass
-    one tensor. L has to be a positive multiple of 3, and D a positive multiple of 8, or
-    `check_size` raises an error.
+    one tensor. L has to be a positive multiple of 3, and D has to be a positive multiple of 8.
+    Otherwise `check_size` raises an error.
     """
     check_size(
         "num_layers", num_layers, multiple_of=3, why="the normal cells stand in three equal groups"

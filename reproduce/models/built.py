@@ -1,4 +1,4 @@
-"""Build the papers' three models and others as flat `nn.Sequential`s.
+"""Build the papers' three models and other models as flat `nn.Sequential`s.
 
 A balance counts the entries of such a sequence as layers.
 
@@ -7,16 +7,16 @@ A balance counts the entries of such a sequence as layers.
 - `resnet101()`: torchvision's classifier, 3 x 224 x 224, with a short skip over every bottleneck;
 - `torchvision:NAME`, ten of torchvision's models.
 
-The function that builds a model may return any module: `torchgpipe.sequential` cuts a module that
-is no `nn.Sequential` into layers.
+The function that builds a model may return any module. If the module is not an `nn.Sequential`,
+`torchgpipe.sequential` cuts it into layers.
 
 A sample is an input and its target, drawn at random, without a batch dimension. An input is a
-tensor, or a tuple of tensors, which is one argument. Of a module that is no `nn.Sequential`, an
-input may also be a dictionary of arguments by name. Samples of a model have the same shapes. A
-tensor that all samples share, such as a mask, is a buffer of the model.
+tensor, or a tuple of tensors that is passed as one argument. If the module is not an
+`nn.Sequential`, an input may also be a dictionary of arguments by name. All samples of a model have
+the same shapes. A tensor that all samples share, such as a mask, is a buffer of the model.
 
-Build under `with torch.device("meta"):` to count parameters or infer shapes without memory. No
-layer works in place on its input, because checkpointing needs a partition's input again.
+Build a model under `with torch.device("meta"):` to count parameters or infer shapes without memory.
+No layer works in place on its input, because checkpointing needs the input of a partition again.
 """
 
 import copy
@@ -42,44 +42,45 @@ __all__ = ["MODELS", "Model", "SizedModel", "amoebanetd", "resnet101", "unet"]
 Shape = tuple[int, ...]
 Sample = Callable[[Shape, int, Generator], tuple[Any, Any]]
 
-# The last model that was traced: rows of one model are built in turn, and tracing takes seconds.
+# The last model that was traced. Rows with the same model are built one after another, and tracing
+# takes seconds.
 _TRACED: dict[Any, Sequential] = {}
 
 
 def image(shape: Shape, classes: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draw an image, uniform in 0 to 1, and its class."""
+    """Draw an image, with uniform values between 0 and 1, and its class."""
     pixels = torch.rand(shape, generator=generator)
     target = torch.randint(classes, (), generator=generator)
     return pixels, target
 
 
 def masked_image(shape: Shape, classes: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draw an image, and a mask (1, *shape[1:]) of 0 and 1. There are no classes."""
+    """Draw an image and a mask of 0 and 1 with the shape (1, *shape[1:]). There are no classes."""
     mask_shape = (1, *shape[1:])
     mask = torch.randint(2, mask_shape, generator=generator).float()
     return torch.rand(shape, generator=generator), mask
 
 
 def changed(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply `function` to each tensor of an input or target."""
+    """Apply `function` to each tensor of an input or of a target."""
     if isinstance(value, dict):
         return {name: function(x) for name, x in value.items()}
     return mapped(function, value)
 
 
 class Model(NamedTuple):
-    """How to build a model, and how to draw samples for it."""
+    """The function that builds a model, and the function that draws samples for the model."""
 
-    build: Callable[..., Module]  # from its sizes
+    build: Callable[..., Module]  # builds the model, given its sizes
     sizes: tuple[str, ...]  # the names of the sizes in tables
-    input_shape: Shape  # of one sample
-    sample: Sample = image  # draws an input and its target
+    input_shape: Shape  # the shape of one input sample
+    sample: Sample = image  # draws a sample: an input and its target
 
 
 class SizedModel(NamedTuple):
-    """Name a model, its sizes and a sample's shape.
+    """A model's name, its sizes, and the shape of a sample.
 
-    Without `classes`, it has as many classes as its builder gives it.
+    If `classes` is None, the builder's default number of classes is used.
     """
 
     name: str
@@ -125,7 +126,7 @@ class SizedModel(NamedTuple):
 
 
 def titled(name: str, sizes: tuple[int, ...]) -> str:
-    """Return how a model of these sizes is called, such as `AmoebaNet-D (18, 256)`."""
+    """Return the title of a model with its sizes, such as `AmoebaNet-D (18, 256)`."""
     if not sizes:
         return name
     numbers = ", ".join(map(str, sizes))
@@ -133,7 +134,7 @@ def titled(name: str, sizes: tuple[int, ...]) -> str:
 
 
 def equal_stages(blocks: int, *sizes: int, **classes: int) -> Sequential:
-    """Build a ResNet of `blocks` bottlenecks in each of its four stages."""
+    """Build a ResNet with `blocks` bottlenecks in each of its four stages."""
     return resnet((blocks,) * 4, *sizes, **classes)
 
 

@@ -1,4 +1,4 @@
-"""Make the inputs of `torchgpipe.plan`'s predictions: a model's counted layers, a row's setup."""
+"""Make the inputs of `torchgpipe.plan`'s predictions: counts of a model's layers, and setups."""
 
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ ALIKE = Alike()  # counted layers: models of one family share many
 
 
 def counted(model: SizedModel) -> Counts:
-    """Count the layers of a model.
+    """Count the operations and bytes of a model's layers.
 
     The result depends on PyTorch's current settings: CUDA autocast, and the precision of float32.
     """
@@ -28,7 +28,7 @@ def counted(model: SizedModel) -> Counts:
 
 @functools.cache
 def _counted(model: SizedModel, *settings: object) -> Counts:
-    """Count the layers of a model. The settings are part of the cache's key."""
+    """Count the layers of a model. The settings are only part of the cache's key."""
     with torch.device("meta"):
         module = model.layers()
     x, _ = model.batch(1, device="meta")
@@ -36,10 +36,11 @@ def _counted(model: SizedModel, *settings: object) -> Counts:
 
 
 def setup_of(config: dict[str, Any], layers: int, *, zeroed: bool = False) -> Setup:
-    """Return the setup of a row's `config`.
+    """Return the setup (balance, micro-batches, optimizer and so on) of a row, given its `config`.
 
-    Without a pipeline, it has one partition and one micro-batch. With `zeroed`, `zero_grad` fills
-    gradients with zeros, as it did in PyTorch of the papers' time, instead of freeing them.
+    A row without a pipeline has one partition and one micro-batch. If `zeroed` is true, `zero_grad`
+    fills gradients with zeros instead of freeing them, like PyTorch did when the papers were
+    written.
     """
     components = config.get("components")
     name = config["optimizer"].lower()
@@ -50,8 +51,8 @@ def setup_of(config: dict[str, Any], layers: int, *, zeroed: bool = False) -> Se
         balance=tuple(config["balance"] or (layers,)),
         chunks=config["chunks"] or 1,
         checkpoint=config["checkpoint"] or "never",
-        # PyTorch of that time had no foreach optimizers: it updated one parameter after another, on
-        # GPUs, too.
+        # When the papers were written, PyTorch had no foreach optimizers: it updated one parameter
+        # after another, on GPUs, too.
         optimizer=optimizer_named(name, foreach=False),
         portals=components is None or "portals" in components,
         streams=components is None or "streams" in components,

@@ -1,11 +1,12 @@
-"""Build torchvision's ResNet-101 as a flat sequence of 370 layers, and other models of torchvision.
+"""Build torchvision's ResNet-101 as a flat sequence of 370 layers, and other torchvision models.
 
-The layers are torchvision's own, in its order. Names have `_` for `.`, as in `layer1_0_conv1`.
-Weights and eval-mode outputs are bitwise equal to torchvision's. Two things change: ReLUs are not
-in place, and a bottleneck stashes its identity at its start and pops it at its end, as a skip.
+The layers are torchvision's own layers, in the same order. Their names have `_` in place of `.`,
+such as `layer1_0_conv1`. Weights and eval-mode outputs are bitwise equal to torchvision's. Two
+things change: ReLUs do not work in place, and the input of each bottleneck is passed to the
+bottleneck's end as a skip.
 
-Ten other well-known models are sequences of their own layers, as `torchgpipe.sequential` cuts them.
-Whatever builds a model raises `Error` if torchvision is missing or broken.
+Ten other well-known models are cut into their own layers by `torchgpipe.sequential`. Each function
+here that builds a model raises `Error` if torchvision is missing or broken.
 
 Source: He et al., "Deep Residual Learning for Image Recognition" (arXiv:1512.03385).
 """
@@ -38,9 +39,10 @@ RESNET101 = (3, 4, 23, 3)  # bottlenecks in each stage
 
 @skippable(pop=["skip"])
 class AddIdentity(Module):
-    """Add the bottleneck's input.
+    """A layer that adds the bottleneck's input to its own input.
 
-    It is downsampled if the bottleneck changes the image size or the channels.
+    The bottleneck's input is downsampled first if the bottleneck changes the image size or the
+    number of channels.
     """
 
     isolate: Callable[[Namespace], Module]  # set by @skippable
@@ -86,9 +88,9 @@ def bottleneck_layers(name: str, block: Bottleneck) -> Iterator[NamedLayer]:
 
 
 def import_torchvision(module: str = "models.resnet", needed_by: str = "ResNet-101") -> ModuleType:
-    """Import a module of torchvision when it is needed; raise `Error` if that is not possible.
+    """Import a module of torchvision when it is needed; raise `Error` if the import fails.
 
-    Everything that needs no torchvision must work without it.
+    Everything that does not need torchvision works without it.
     """
     try:
         return importlib.import_module(f"torchvision.{module}")
@@ -103,14 +105,14 @@ def import_torchvision(module: str = "models.resnet", needed_by: str = "ResNet-1
 def resnet(
     blocks: Sequence[int], width: int = 64, expansion: int = 4, num_classes: int = 1000
 ) -> Sequential:
-    """Build a ResNet of bottlenecks with random weights, by torchvision.
+    """Build a ResNet of bottlenecks with torchvision, and with random weights.
 
-    `blocks` counts the bottlenecks in each of the four stages. In the first stage, `width` is the
-    number of channels within bottlenecks, and `64 * expansion` that of their outputs. Every further
-    stage doubles both.
+    `blocks` is the number of bottlenecks in each of the four stages. In the first stage, `width` is
+    the number of channels within bottlenecks, and `64 * expansion` is the number of channels of
+    their outputs. Every further stage doubles both numbers.
 
-    Shapes: (N, 3, H, W) to (N, num_classes), where H and W are at least 32 or so. `check_size`
-    raises an error if an argument is no positive whole number.
+    Shapes: (N, 3, H, W) to (N, num_classes), where H and W are at least about 32. `check_size`
+    raises an error if an argument is not a positive integer.
     """
     for count in blocks:
         check_size("blocks", count)
@@ -126,18 +128,18 @@ def resnet(
 def resnet101(num_classes: int = 1000) -> Sequential:
     """Build ResNet-101 with random weights.
 
-    With the same seed, the weights equal those of torchvision's ResNet-101.
+    With the same seed, the weights are equal to the weights of torchvision's ResNet-101.
     """
     return resnet(RESNET101, num_classes=num_classes)
 
 
 def flat_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a torchvision ResNet's state for the flat model, or for a `GPipe` of it.
+    """Rename the state dict of a torchvision ResNet for the flat model, or for a `GPipe` of it.
 
         model.load_state_dict(flat_state(torch.load("resnet101.pth", weights_only=True)))
 
-    The tensors are shared, not copied. Names that are flat already stay as they are, and
-    `load_state_dict` reports names that do not fit.
+    The tensors are shared, not copied. Names that are already flat do not change. `load_state_dict`
+    reports names that do not fit.
     """
     renamed = {}
     for key, value in state.items():
@@ -148,7 +150,7 @@ def flat_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def torchvision_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a flat model's state for torchvision's ResNet: the inverse of `flat_state`."""
+    """Rename a flat model's state dict for torchvision's ResNet: the inverse of `flat_state`."""
     renamed = {}
     for key, value in state.items():
         its_key = re.sub(r"^(layer\d)_(\d+)_(?:add\.)?", r"\1.\2.", key)
@@ -157,9 +159,9 @@ def torchvision_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def torchvision_model(name: str, pixels: int, **options: int) -> Module:
-    """Build the model `name` of torchvision with random weights, for `pixels` x `pixels`.
+    """Build a model of torchvision with random weights, for images of `pixels` x `pixels`.
 
-    Raise `ValueError` if torchvision has no such model.
+    Raise `ValueError` if torchvision has no model called `name`.
     """
     models = import_torchvision("models", f"torchvision:{name}")
     builder = models.get_model_builder(name)
@@ -169,7 +171,7 @@ def torchvision_model(name: str, pixels: int, **options: int) -> Module:
     if name.startswith("vit_"):  # ViT is built for one image size
         options["image_size"] = pixels
     device = torch.get_default_device()
-    # RegNet's constructor computes widths with tensors, which have no values on `meta`.
+    # RegNet's constructor computes widths with tensors, and tensors on `meta` have no values.
     with torch.device("cpu" if name.startswith("regnet_") else device):
         model: Module = builder(**no_weights, **options)
     return model.to(device)

@@ -1,4 +1,4 @@
-"""Check a model's sizes before any layer is built, so that the error names the argument."""
+"""Check a model's sizes before any layer is built, so that an error names the wrong argument."""
 
 ZOO = (
     "resnet18",
@@ -17,18 +17,18 @@ ZOO = (
 def check_size(
     name: str, value: int, *, multiple_of: int = 1, least: int = 1, why: str = ""
 ) -> None:
-    """Raise an error unless a size is allowed.
+    """Raise an error if a size is not allowed.
 
     Args:
         name: The name of the caller's argument.
-        value: The size. It must be a whole number.
+        value: The size. It must be an integer.
         multiple_of: The size must be divisible by this number.
         least: The size must be at least this number.
-        why: The reason for these rules, for the message.
+        why: The reason for these rules. The error message contains it.
 
     Raises:
-        TypeError: If the size is no whole number.
-        ValueError: If the size is not allowed. The message names the nearest allowed size.
+        TypeError: The size is not an integer.
+        ValueError: The size is not allowed. The message names the nearest allowed size.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be a whole number (int), got {value!r}")

@@ -39,7 +39,7 @@ Layers = Iterator[tuple[str, Module]]
 
 @skippable(stash=["skip"])
 class Stash(Module):
-    """Pass the input on, and keep it for a later layer.
+    """A layer that returns its input, and also passes the input to a later layer as a skip.
 
     In a U-Net, the later layer is in the decoder of the same level.
     """
@@ -53,9 +53,9 @@ class Stash(Module):
 
 @skippable(pop=["skip"])
 class PopConcat(Module):
-    """Pad the input to the skip's height and width, and append the skip's channels.
+    """A layer that pads its input to the skip's height and width, and appends the skip's channels.
 
-    The sizes differ by a row or a column where pooling had to round an odd size down.
+    The sizes differ by a row or a column if pooling had to round an odd size down.
     """
 
     isolate: Callable[[Namespace], Module]  # set by @skippable
@@ -72,10 +72,10 @@ class PopConcat(Module):
 
 
 def conv_blocks(name: str, inputs: int, middle: int, outputs: int, num_convs: int) -> Layers:
-    """Yield a cell of `num_convs` blocks, each of four layers.
+    """Yield the layers of a cell of `num_convs` blocks. Each block has four layers.
 
-    The first block takes `inputs` channels, the last block returns `outputs` channels, and blocks
-    pass `middle` channels to each other.
+    The first block takes `inputs` channels, and the last block returns `outputs` channels. Between
+    the blocks there are `middle` channels.
     """
     inner = [middle] * (num_convs - 1)
     channels = pairwise([inputs, *inner, outputs])
@@ -118,13 +118,12 @@ def unet(
     input_channels: int = 3,
     output_channels: int = 1,
 ) -> Sequential:
-    """Build U-Net (`num_convs`, `base_channels`), known as (B, C), of `depth` levels.
+    """Build U-Net (`num_convs`, `base_channels`), known as (B, C), with `depth` levels.
 
     Shapes: (N, input_channels, H, W) to (N, output_channels, H, W). H and W must be at least
-    2**depth, and one of them at least twice that, because a lone pixel cannot be normalized.
-
-    All arguments must be whole numbers of at least 1, and `base_channels` at least 2, or
-    `check_size` raises an error.
+    2**depth, and one of them must be at least twice that, because a single pixel cannot be
+    normalized. All arguments must be integers of at least 1, and `base_channels` must be at least
+    2. Otherwise `check_size` raises an error.
     """
     check_size("depth", depth)
     check_size("num_convs", num_convs)

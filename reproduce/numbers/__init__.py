@@ -1,2 +1,4 @@
-"""Compute what tables show from what records hold: metrics, spreads, matching, significance.
-It may import `experiments`, `records` and `machine`."""
+"""Compute the numbers of tables from records: metrics, spreads, comparisons, significance.
+
+This folder may import `experiments`, `records` and `machine`.
+"""

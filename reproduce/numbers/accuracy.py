@@ -7,7 +7,7 @@ from reproduce.records.record import Result
 
 
 class FinalError(NamedTuple):
-    """Hold the mean of top-1 errors in %, and their standard deviation if there are several."""
+    """The mean of top-1 errors in %, and their standard deviation if there are several errors."""
 
     mean: float
     deviation: float | None = None
@@ -19,7 +19,7 @@ class FinalError(NamedTuple):
         return text
 
     def allowed(self, other: "FinalError") -> float | None:
-        """Return the largest difference of means that still counts as the same.
+        """Return the largest difference of two means with which the errors still count as the same.
 
         It is None if one of the deviations is not known.
         """
@@ -30,7 +30,7 @@ class FinalError(NamedTuple):
         return ours + theirs
 
     def verdict(self, other: "FinalError") -> str:
-        """Return "same" if mean +- deviation of both errors overlap, else "differs".
+        """Return "same" if the intervals mean +- deviation of both errors overlap, else "differs".
 
         The verdict is empty if one of the deviations is not known.
         """
@@ -54,9 +54,9 @@ def final_errors(result: Result) -> list[float]:
 
 
 def final_error(result: Result) -> FinalError | None:
-    """Return the error after the last epoch: mean and deviation over seeds, or the published one.
+    """Return a row's error after the last epoch: the mean over seeds, or the published error.
 
-    It is None if the row has no such error.
+    The result also has the standard deviation, if it is known. It is None if the row has no error.
     """
     if result.status == "published":
         error = result.values.get("top1_error")

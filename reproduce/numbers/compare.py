@@ -1,9 +1,8 @@
-"""Compare every side with the first, row by row.
+"""Compare the results of several sides, such as runs, with the first side, row by row.
 
-The comparison is in absolute numbers where that is fair, else in ratios. Absolute numbers
-are compared only between rows that did the same work on the same machine. Otherwise each side's
-numbers are first divided by the numbers of a baseline row of the same side, and these ratios are
-compared.
+If it is fair, absolute numbers are compared: the two rows did the same work on the same machine.
+Otherwise each side's numbers are first divided by the numbers of a baseline row of the same side,
+and these ratios are compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,9 +24,10 @@ Measured = tuple[Line, Readings]
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """Hold a line of the table: each side's reading, and how each side compares with the first.
+    """A line of the table: each side's value, and how each side compares with the first side.
 
-    `readings` has None for a side without a number, `decisions` for one that cannot be compared.
+    `readings` has None for a side without a value. `decisions` has None for a side that cannot be
+    compared.
     """
 
     line: Line
@@ -37,9 +37,9 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hold the rows of an experiment, compared in one metric.
+    """The rows of an experiment, compared in one metric.
 
-    `together` is the decision on their geometric mean, if there is one.
+    `together` is the decision about the geometric mean of the rows, if there is one.
     """
 
     experiment: str
@@ -51,9 +51,10 @@ class Comparison:
     together: Decision | None = None
 
     def mean(self, side: int) -> tuple[float, int] | None:
-        """Return the geometric mean of a side's ratios, and how many ratios there are.
+        """Return the geometric mean of a side's ratios, and the number of ratios.
 
-        The mean is that of `together`, if it is known. The result is None if there is no ratio.
+        If `together` is known, the mean is the ratio of `together`. The result is None if there is
+        no ratio.
         """
         ratios = []
         for row in self.rows:
@@ -67,7 +68,10 @@ class Comparison:
 
 
 def verdict(decision: Decision, metric: str) -> Verdict:
-    """Turn higher and lower into better and worse, if it is known which is better."""
+    """Return whether a decision of "higher" or "lower" is "better" or "worse" for this metric.
+
+    If it is not known which one is better, return "differs".
+    """
     if decision.outcome == "higher" or decision.outcome == "lower":
         wanted = better(metric)
         if wanted is None:
@@ -86,12 +90,12 @@ def compare(  # noqa: PLR0913
     every: bool = False,
     among: Sequence[Line] = (),
 ) -> tuple[list[Comparison], list[str]]:
-    """Return a comparison for each experiment of which two sides have numbers, and notes.
+    """Return a comparison for each experiment in which two sides have numbers, and notes.
 
     The notes are about the other experiments. They count the rows that only one side has, or name
-    them if `every` is true. Without a `metric`, an experiment is compared in the first metric of
-    `DEFAULTS` that two sides share. The baselines of speed-ups may be other lines, `among` which
-    they are looked for.
+    the rows if `every` is true. Without a `metric`, an experiment is compared in the first metric
+    of `DEFAULTS` that two sides share. The baselines of speed-ups are looked for in `among` if it
+    is given, and otherwise in `lines`.
     """
     asked = _Asked(sides, rule, force, every)
     comparisons = []
@@ -124,7 +128,7 @@ def compare(  # noqa: PLR0913
 
 @dataclass(frozen=True)
 class _Asked:
-    """Hold what all comparisons of a call have in common."""
+    """The arguments that all comparisons of a call have in common."""
 
     sides: Sequence[Side]
     rule: Rule
@@ -137,7 +141,7 @@ def _experiment(line: Line) -> str:
 
 
 def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
-    """Return the lines with their readings of the metric."""
+    """Return each line with its readings: the values that the sides have in the metric."""
     measured: list[Measured] = []
     for line in lines:
         readings = {}
@@ -152,7 +156,7 @@ def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
 def _compare(
     asked: _Asked, measured: Sequence[Measured], bases: Sequence[Measured], metric: str
 ) -> Comparison:
-    """Compare an experiment in one metric. `bases` are the lines that may be baselines."""
+    """Compare an experiment in one metric. `bases` are the lines that can be baselines."""
     shared = [(line, readings) for line, readings in measured if len(readings) > 1]
     unfair = notes.unfair([line for line, _ in shared], metric)
     relative = metric == "speedup" or (bool(unfair) and not asked.force)
@@ -184,7 +188,7 @@ def _compare(
 
 
 def _row(asked: _Asked, line: Line, readings: Readings, *, is_base: bool) -> ComparedRow:
-    """Compare every side of a line with the first. A baseline is not compared with itself."""
+    """Compare every side of a line with the first side. A baseline is not compared with itself."""
     values = [readings.get(side) for side in range(len(asked.sides))]
     first, *others = values
     decisions: list[Decision | None] = [None]
@@ -207,10 +211,11 @@ def _decision(base: Reading | None, head: Reading | None, rule: Rule) -> Decisio
 
 
 def _base(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
-    """Return the baseline line to divide by, and its readings.
+    """Return the baseline line to divide by, and its values.
 
-    All sides of this row must have a number for it. A line of the same kind (emulated, engine) is
-    preferred, then one of the same scale, then the row that `over` names, then the first line.
+    Each side that has a value in this row must also have a value in the baseline. A line of the
+    same kind (emulated, engine) is preferred, then a line of the same scale, then the row that
+    `over` names, and then the first line.
     """
     ours = line.first.result
 
@@ -224,7 +229,7 @@ def _base(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
 
 
 def _notes(asked: _Asked, measured: Sequence[Measured], metric: str) -> list[str]:
-    """Return the notes on what differs between the matched rows, and on what is missing."""
+    """Return the notes about what differs between the matched rows, and about what is missing."""
     lines = []
     have = []
     shared = []
@@ -241,7 +246,7 @@ def _notes(asked: _Asked, measured: Sequence[Measured], metric: str) -> list[str
 
 
 def _summary(rows: Sequence[ComparedRow]) -> tuple[bool, str]:
-    """Say whether a reading of the rows was disturbed, and name their units."""
+    """Return whether any value in the rows was disturbed, and the units of the values."""
     disturbed = False
     units = set()
     for row in rows:

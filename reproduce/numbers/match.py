@@ -1,10 +1,12 @@
-"""Match the rows of several sides: rows with the same configuration share a line.
+"""Match the rows of several sides, such as runs: rows with the same configuration share a line.
 
-Two rows have the same configuration if they agree in every field that both record, except in fields
-that a run chooses itself (`CHOSEN`, a profiled balance). Also, both or neither must be emulated,
-and the same engine must have run both. A published row is also matched with the rows whose
-`published` names it. On each side, these are the rows of the same configuration or, if there are
-none, all rows that name it, at any scale. A note then says what differs.
+Two rows have the same configuration if they agree in every field that both rows record. Fields that
+a run chooses itself (`CHOSEN`, a profiled balance) do not count. In addition, either both rows or
+none must be emulated, and the same engine must have run both.
+
+A published row is also matched with rows whose `published` names it. If some of these rows have the
+same configuration as the published row, only they are matched. Otherwise all of them are matched,
+at any scale, and a note says what differs.
 """
 
 import json
@@ -20,13 +22,16 @@ T = TypeVar("T")
 Key = TypeVar("Key")
 
 CHOSEN = ("balance",)  # fields that a run chooses itself if the experiment does not fix them
-FIELDS = ("experiment", "row", "scale", "device", "engine")  # besides those of the configuration
+FIELDS = ("experiment", "row", "scale", "device", "engine")  # further fields of a row
 ALIASES = {"n": "partitions", "m": "chunks"}
 
 
 @dataclass
 class Line:
-    """Hold one line of the comparison: at most one row of each side, by the side's number."""
+    """A line of the comparison's table. It has at most one row of each side.
+
+    `entries` contains the rows by the number of their side.
+    """
 
     experiment: str
     entries: dict[int, Entry] = field(default_factory=dict)
@@ -34,9 +39,9 @@ class Line:
 
     @property
     def first(self) -> Entry:
-        """Give the row that names and describes the line.
+        """Return the row that gives the line its name and its description.
 
-        It is the first row that is not published or, if all rows are published, the first row.
+        This is the first row that is not published or, if all rows are published, the first row.
         """
         entries = list(self.entries.values())
         for entry in entries:
@@ -46,7 +51,7 @@ class Line:
 
 
 def grouped(items: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
-    """Group items by a key: return a list of items for each key."""
+    """Group items by a key: return a dictionary with the list of items for each key."""
     groups: dict[Key, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -54,7 +59,7 @@ def grouped(items: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
 
 
 def match(sides: Sequence[Side]) -> list[Line]:
-    """Return the lines that hold every row of every side.
+    """Return the lines of a table in which every row of every side has a place.
 
     The lines of an experiment follow one another.
     """
@@ -82,7 +87,7 @@ def differing(one: Entry, other: Entry) -> list[str]:
 
 
 def same_work(one: Entry, other: Entry) -> bool:
-    """Say whether two rows did the same work: only fields that a run chooses itself may differ."""
+    """Return whether two rows did the same work: only fields in `CHOSEN` may differ."""
     return set(differing(one, other)) <= set(CHOSEN)
 
 
@@ -105,10 +110,10 @@ def value_text(line: Line, name: str) -> str:
 
 
 def pick(lines: Sequence[Line], filters: Sequence[str]) -> list[Line]:
-    """Return the lines that pass all filters, each of which is a field and its values: `n=2,4`.
+    """Return the lines that pass all filters. A filter is a field and its values, such as `n=2,4`.
 
     Raises:
-        Error: If a filter cannot be read, or no line passes.
+        Error: A filter cannot be read, or no line passes all filters.
     """
     wanted: dict[str, list[str]] = {}
     for text in filters:
@@ -123,7 +128,7 @@ def pick(lines: Sequence[Line], filters: Sequence[str]) -> list[Line]:
 
 
 def _with_values(lines: Sequence[Line], name: str, allowed: Sequence[str]) -> list[Line]:
-    """Return the lines whose field has one of the allowed values, or raise `Error`."""
+    """Return the lines whose field has one of the allowed values; raise `Error` if none has."""
     known: dict[str, None] = {}
     picked = []
     for line in lines:
@@ -150,7 +155,7 @@ def _is_published(entry: Entry) -> bool:
 
 
 def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> None:
-    """Put a row on the line that fits best, or on a new one."""
+    """Put a row on the line of the comparison that fits best, or on a new line."""
     best = None
     most = -1
     for line in lines:
@@ -167,7 +172,7 @@ def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> Non
 
 
 def _likeness(one: Entry, other: Entry) -> int:
-    """Count in how many of row, scale, device and hardware two rows are alike."""
+    """Count how many of the row's name, scale, device and hardware are equal in two rows."""
     ours = one.result
     theirs = other.result
     alike = [ours.row == theirs.row, ours.scale == theirs.scale, ours.device == theirs.device]
@@ -176,9 +181,9 @@ def _likeness(one: Entry, other: Entry) -> int:
 
 
 def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
-    """Put a published row on every line that reproduces it.
+    """Put a published row on every line whose rows reproduce it.
 
-    If no line does, it is put on the line that fits best, or on a new one.
+    If no line reproduces it, put the row on the line that fits best, or on a new line.
     """
     table = entry.result.experiment
     link = f"{table}/{entry.result.row}"
@@ -197,15 +202,15 @@ def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
 
 
 def _same(one: Entry, other: Entry) -> bool:
-    """Say whether two rows can be on one line."""
+    """Return whether two rows can be on the same line of the comparison."""
     ours = one.result
     theirs = other.result
     if ours.emulated != theirs.emulated or ours.engine != theirs.engine:
         return False
     if not same_work(one, other):
         return False
-    # The fields do not tell if both rows are published, or share no field. Then the names must be
-    # the same.
+    # If both rows are published, or if the rows share no field, the fields do not tell whether the
+    # rows belong together. Then the names of the rows must be equal.
     both_published = _is_published(one) and _is_published(other)
     share_a_field = not ours.config.keys().isdisjoint(theirs.config)
     if both_published or not share_a_field:
@@ -214,10 +219,10 @@ def _same(one: Entry, other: Entry) -> bool:
 
 
 def _label(lines: Sequence[Line]) -> None:
-    """Name the lines after their rows.
+    """Set the labels of lines to the names of their rows.
 
-    In brackets, there is "emulated", or the engine if it is not threads. Scale, device or hardware
-    are added if lines would have the same name.
+    Behind the name, "emulated" is added in brackets, or the engine if it is not "threads". If
+    several lines have the same label, scale, device or hardware is added.
     """
     for line in lines:
         result = line.first.result
@@ -231,7 +236,7 @@ def _label(lines: Sequence[Line]) -> None:
 
 
 def _distinguish(lines: Sequence[Line], extra: Callable[[Entry], str | None]) -> None:
-    """Add an extra in brackets to the labels of lines that are alike and differ in the extra."""
+    """If lines with the same label differ in `extra`, add its value in brackets to their labels."""
     for group in grouped(lines, lambda line: (line.experiment, line.label)).values():
         extras = [extra(line.first) for line in group]
         if len(set(extras)) == 1:

@@ -1,6 +1,6 @@
 """Compute the metrics of a row from its samples.
 
-Only this module and `reproduce.numbers.accuracy` compute metrics, so all tables show the same
+Only this module and `reproduce.numbers.accuracy` compute metrics. So all tables show the same
 numbers.
 """
 
@@ -16,7 +16,7 @@ from reproduce.numbers.sources import Entry
 from reproduce.records.places import Json
 from reproduce.records.record import Result
 
-# A number that is taken as exact, such as a published one, or samples.
+# Either samples, or a number that is taken as exact, such as a published number.
 Measurement = float | Sequence[float]
 DEFAULTS = ("throughput", "time", "memory", "reserved", "top1_error", "utilization", "parameters")
 HIGHER = ("throughput", "speedup", "utilization", "top1_accuracy")
@@ -30,17 +30,17 @@ DISTURBED = (
     f"{LIMITS['stolen']:.0%}; run it again when the machine is quiet"
 )
 
-Round = tuple[str, float]  # a run, and the number of one of its rounds
-Numbers = Mapping[str, float]  # by the name of a row
+Round = tuple[str, float]  # the name of a run, and the number of one of its rounds
+Numbers = Mapping[str, float]  # numbers by the names of rows
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Hold a row's value of a metric: an exact number, or samples with the rounds they came from.
+    """A row's value of a metric: an exact number, or samples and the rounds they were measured in.
 
-    The middle of the samples is their median. With `mean` it is their mean, and if `typical` is
-    given, which a comparison of pairs chooses, it is that number. `disturbed` says that other
-    programs or virtual machines used too much of the machine.
+    `middle` is the median of the samples. It is their mean if `mean` is true, and `typical` if that
+    is given, which happens in a comparison of pairs. `disturbed` says that other programs or
+    virtual machines used too much of the machine.
     """
 
     measurement: Measurement
@@ -52,12 +52,12 @@ class Reading:
 
     @property
     def mark(self) -> str:
-        """Give the mark of a disturbed reading; empty for other readings."""
+        """Return the mark of a disturbed value, or an empty text for all other values."""
         return MARK if self.disturbed else ""
 
     @property
     def listed(self) -> Sequence[float]:
-        """Give the samples; an exact number counts as one sample."""
+        """Return the samples. An exact number counts as one sample."""
         measurement = self.measurement
         if isinstance(measurement, (int, float)):
             return [measurement]
@@ -65,7 +65,7 @@ class Reading:
 
     @property
     def middle(self) -> float:
-        """Give the exact number, or the middle of the samples."""
+        """Return the exact number, or the middle of the samples: median, mean or `typical`."""
         if self.typical is not None:
             return self.typical
         average = statistics.mean if self.mean else statistics.median
@@ -73,7 +73,7 @@ class Reading:
 
     @property
     def samples(self) -> int | None:
-        """Count the samples; None for an exact number."""
+        """Return the number of samples, or None for an exact number."""
         measurement = self.measurement
         if isinstance(measurement, (int, float)):
             return None
@@ -81,7 +81,7 @@ class Reading:
 
     @property
     def quartiles(self) -> tuple[float, float] | None:
-        """Give the first and the third quartile; None if there are fewer than two samples."""
+        """Return the first and the third quartile, or None if there are fewer than two samples."""
         if len(self.listed) < 2:
             return None
         low, _, high = statistics.quantiles(self.listed, n=4, method="inclusive")
@@ -89,9 +89,10 @@ class Reading:
 
 
 def throughput(result: Result, run: str = "") -> Reading | None:
-    """Return a row's samples per second: one for every step, or the exact number on record.
+    """Return a row's samples per second: one number for every step, or the recorded exact number.
 
-    It is None if the row has neither. `run` is the name of the run in the reading's rounds.
+    Return None if the row has neither. `run` is the name of the run, which identifies the rounds of
+    the samples.
     """
     steps = result.samples.get("step_time")
     if not steps:
@@ -103,7 +104,7 @@ def throughput(result: Result, run: str = "") -> Reading | None:
 
 
 def throughputs(results: Iterable[Result]) -> dict[str, float]:
-    """Return the samples per second of each row that has them, by the row's name."""
+    """Return the samples per second of each row that has this number, by the row's name."""
     found = {}
     for result in results:
         speed = throughput(result)
@@ -121,11 +122,11 @@ def epoch_throughput(result: Result) -> float | None:
 
 
 def speed_up(result: Result | None, base: Result | None) -> Reading | None:
-    """Return a row's throughput divided by that of another row of its record.
+    """Return a row's throughput divided by the throughput of another row of the same record.
 
-    It is None if one of the rows is None or has no throughput. Steps of one round ran next to each
-    other, so a ratio is computed in each round. If the two rows share no round, the speed-up is
-    the ratio of their medians, an exact number.
+    It is None if one of the rows is None or has no throughput. Steps of one round ran close to each
+    other in time, so a ratio is computed for each round. If the two rows share no round, the
+    speed-up is the ratio of their medians, as an exact number.
     """
     ours = None if result is None else throughput(result)
     theirs = None if base is None else throughput(base)
@@ -139,9 +140,9 @@ def speed_up(result: Result | None, base: Result | None) -> Reading | None:
 
 
 def speed_ups(results: Iterable[Result], first: Result) -> dict[str, float]:
-    """Return the speed-up of each timed row over `first`.
+    """Return the speed-up of each timed row over the row `first`.
 
-    The keys are the rows' names up to the first slash.
+    The keys are the names of the rows up to the first slash.
     """
     readings = {}
     for result in results:
@@ -151,17 +152,17 @@ def speed_ups(results: Iterable[Result], first: Result) -> dict[str, float]:
 
 
 def errors(ours: Numbers, theirs: Numbers) -> dict[str, float]:
-    """Return each number's relative error against the number of the same name in `theirs`."""
+    """Return each number's relative error against the number with the same name in `theirs`."""
     return {name: value / theirs[name] - 1 for name, value in ours.items()}
 
 
 def over(reading: Reading, base: Reading) -> Reading:
-    """Divide a reading by another: round by round if they share rounds, else sample by sample.
+    """Divide a row's value by another: round by round if they share rounds, else sample by sample.
 
-    An exact number is combined with every sample of the other reading.
+    An exact number is combined with every sample of the other value.
     """
     disturbed = reading.disturbed or base.disturbed
-    # The lists may differ in length: an exact number has no rounds.
+    # The lists can have different lengths, because an exact number has no rounds.
     in_rounds = dict(zip(reading.rounds, reading.listed, strict=False))
     base_in_rounds = dict(zip(base.rounds, base.listed, strict=False))
     shared = sorted(in_rounds.keys() & base_in_rounds.keys())
@@ -180,10 +181,10 @@ def over(reading: Reading, base: Reading) -> Reading:
 
 
 def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
-    """Return a row's emulated throughput divided by its measured one.
+    """Return a row's emulated throughput divided by its measured throughput.
 
-    It is None if one of the two is missing. The emulated throughput is that of this machine's own
-    devices (`here_time`), without a described link.
+    It is None if one of the two is missing. The emulated throughput is taken from `here_time`, the
+    time of a step on this machine's own devices, without a described link between devices.
     """
     steps = emulated.samples.get("here_time")
     theirs = None if measured is None else throughput(measured)
@@ -205,20 +206,20 @@ def median_ratio(samples: Sequence[float], base: Sequence[float]) -> float:
 
 
 def utilization(result: Result) -> float | None:
-    """Return the mean utilization of the devices, as a share; None if it is not known."""
+    """Return the mean utilization of the devices, from 0 to 1; None if it is not known."""
     values = result.values.get("utilization")
     return statistics.mean(values) if values else None
 
 
 def outcome(result: Result) -> str:
-    """Say in one to three words why a row has no number."""
+    """Return one to three words that say why a row has no number."""
     if result.status == "needs devices" and result.reason:
         return result.reason
     return result.status
 
 
 def better(metric: str) -> Literal["higher", "lower", None]:
-    """Say whether higher or lower is better; None if that is not known."""
+    """Return whether higher or lower values of a metric are better; None if that is not known."""
     if metric in HIGHER:
         return "higher"
     if metric in LOWER:
@@ -229,14 +230,14 @@ def better(metric: str) -> Literal["higher", "lower", None]:
 def read(entry: Entry, metric: str) -> Reading | None:
     """Return a row's value of a metric; None if the row has no such value.
 
-    - `throughput` (and `speedup`, which is made of it): samples per second of whole steps
+    - `throughput` (and `speedup`, which is computed from it): samples per second of whole steps
     - `time`: seconds per step, or per call of a benchmark
     - `memory`: bytes allocated to tensors at the peak, summed over devices
-    - `reserved`: bytes that the caching allocator held, summed over devices: what the papers
-      publish
-    - `top1_error`: after the last epoch, in %, one for each seed
-    - anything else: the value or the samples of that name; of a list with a value for each device,
-      the mean
+    - `reserved`: bytes that the caching allocator reserved, summed over devices; the papers publish
+      this number
+    - `top1_error`: the error after the last epoch, in %, one number for each seed
+    - any other name: the value or the samples with that name; if the value is a list with a number
+      for each device, the mean of the list
     """
     result = entry.result
     if metric in ("throughput", "speedup"):
@@ -253,7 +254,7 @@ def read(entry: Entry, metric: str) -> Reading | None:
 
 
 def available(entries: Sequence[Entry]) -> list[str]:
-    """Return the metrics that any of the rows has."""
+    """Return the names of the metrics that at least one of the rows has."""
     names = dict.fromkeys([*DEFAULTS, "speedup"])
     for entry in entries:
         names.update(dict.fromkeys(entry.result.samples))
@@ -267,7 +268,7 @@ def available(entries: Sequence[Entry]) -> list[str]:
 
 
 def _run_of(entry: Entry) -> str:
-    """Name the run that a row is of."""
+    """Return a name for the run that a row comes from."""
     record = entry.record
     if record.run is None:
         return record.name
@@ -275,12 +276,12 @@ def _run_of(entry: Entry) -> str:
 
 
 def _memory(peaks: Json, published: float | None) -> Reading | None:
-    """Return the sum of the devices' peaks or, if there are none, the published number."""
+    """Return the sum of the devices' peaks or, if there are no peaks, the published number."""
     return _exact(sum(peaks) if peaks else published, "bytes")
 
 
 def _sampled(entry: Entry, metric: str) -> Reading | None:
-    """Return the samples of a metric; None if the row has only a value of it, or nothing."""
+    """Return a row's samples of a metric, or None if the row has no samples of it."""
     result = entry.result
     names = ("step_time", "time") if metric == "time" else (metric,)
     for name in names:
@@ -299,7 +300,7 @@ def _sampled(entry: Entry, metric: str) -> Reading | None:
 
 
 def _valued(entry: Entry, metric: str) -> Reading | None:
-    """Return the value of a metric, or the mean of a list of values; None if there is none."""
+    """Return a row's value of a metric (of a list, the mean), or None if there is no value."""
     values = entry.result.values
     unit = entry.record.unit.get(metric, "")
     if metric == "time":

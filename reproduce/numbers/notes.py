@@ -1,4 +1,4 @@
-"""Write the notes below a comparison: what is unfair about it, what differs, what is missing."""
+"""Write the notes below a comparison: what is unfair, what differs and what is missing."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +17,10 @@ Sides = Sequence[Side]
 
 
 def unfair(lines: Lines, metric: str) -> list[str]:
-    """Return why absolute numbers of the metric are not comparable, if they are not."""
+    """Return the reasons why absolute numbers of a metric are not comparable.
+
+    The list is empty if they are comparable.
+    """
     other_machines = False
     other_work = False
     for first, other in _pairs(lines):
@@ -34,7 +37,7 @@ def unfair(lines: Lines, metric: str) -> list[str]:
 
 
 def other_differences(lines: Lines) -> list[str]:
-    """Say which other fields and versions differ between matched rows."""
+    """Return notes on further fields and versions in which matched rows differ."""
     fields: list[str] = []
     versions: dict[str, dict[str, None]] = {}
     for first, other in _pairs(lines):
@@ -57,7 +60,10 @@ def other_differences(lines: Lines) -> list[str]:
 
 
 def other_times(sides: Sides, lines: Lines) -> list[str]:
-    """Say what a verdict between runs of different times does not show, if there is one."""
+    """Return a note on what a verdict cannot show if the compared runs are of different times.
+
+    Otherwise return no note.
+    """
     if not _at_other_times(lines):
         return []
     unknown = [side.letter for side in sides if _load_is_unknown(side)]
@@ -72,9 +78,10 @@ def other_times(sides: Sides, lines: Lines) -> list[str]:
 
 
 def missing(sides: Sides, lines: Lines, have: Sequence[set[int]], every: bool) -> list[str]:
-    """Say which rows a side lacks and which rows have no number, or count them, and say why.
+    """Return notes on rows that a side lacks, or that have no number, and on the reasons.
 
-    `have` tells, for each line, the numbers of the sides that have a number.
+    If `every` is true, the rows are named; otherwise they are counted. For each line, `have`
+    contains the indices of the sides that have a number.
     """
     labels: dict[str, list[str]] = {}
     for line, known in zip(lines, have, strict=True):
@@ -91,7 +98,10 @@ def missing(sides: Sides, lines: Lines, have: Sequence[set[int]], every: bool) -
 
 
 def nothing_shared(sides: Sides, lines: Lines, metric: str | None) -> str:
-    """Say which metrics each side has, when no row has the same metric on two sides."""
+    """Return a note for an experiment in which no row has the same metric on two sides.
+
+    If no metric was asked for, the note lists the metrics of each side.
+    """
     experiment = lines[0].experiment
     if metric is not None:
         return f"{experiment}: {metric} is not on two sides of any row"
@@ -105,7 +115,7 @@ def nothing_shared(sides: Sides, lines: Lines, metric: str | None) -> str:
 
 
 def named(labels: Sequence[str], every: bool) -> str:
-    """Name rows, or count them."""
+    """Return the names of rows or, if `every` is false, only how many rows there are."""
     if every:
         return once(labels)
     plural = "" if len(labels) == 1 else "s"
@@ -113,12 +123,12 @@ def named(labels: Sequence[str], every: bool) -> str:
 
 
 def once(labels: Sequence[str]) -> str:
-    """Join labels, each of them once."""
+    """Join labels by commas, and leave out repeated labels."""
     return ", ".join(dict.fromkeys(labels))
 
 
 def _pairs(lines: Lines) -> Iterator[tuple[Entry, Entry]]:
-    """Yield each line's first row with every other row of the line."""
+    """Yield pairs of rows: each line's first row with every other row of the line."""
     for line in lines:
         first, *others = line.entries.values()
         for other in others:
@@ -126,7 +136,10 @@ def _pairs(lines: Lines) -> Iterator[tuple[Entry, Entry]]:
 
 
 def _machine(entry: Entry) -> object:
-    """Return a key. Absolute times are comparable only between records with equal keys."""
+    """Return a key that identifies the machine of a row's record.
+
+    Absolute times are comparable only between rows with equal keys.
+    """
     record = entry.record
     run = record.run
     if run is None:
@@ -147,7 +160,7 @@ def _at_other_times(lines: Lines) -> bool:
 
 
 def _load_is_unknown(side: Side) -> bool:
-    """Say whether no run of a side recorded how busy others kept the machine."""
+    """Return whether no run of a side recorded how busy other programs kept the machine."""
     ran = False
     for record in side.records:
         if record.run is None:
@@ -160,7 +173,7 @@ def _load_is_unknown(side: Side) -> bool:
 
 
 def _problem(entry: Entry | None) -> str:
-    """Say why a side has no number in a line."""
+    """Return a text that says why a side has no number in a line."""
     if entry is None:
         return "missing"
     if entry.result.status in SUCCESS:

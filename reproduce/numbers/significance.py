@@ -1,15 +1,15 @@
 """Test whether two measurements really differ: significantly, and by more than a threshold.
 
-- A difference is real only if a rank test over the samples is significant, and the ratio exceeds a
-  threshold. The test alone would pass differences that are too small to matter. The threshold alone
-  would pass noise.
-- The confidence interval of the ratio is the inverted test: all ratios that the test does not
-  reject. So the interval and the test agree.
+- A difference is real only if a rank test over the samples is significant, and if the ratio exceeds
+  a threshold. The test alone would accept differences that are too small to matter. The threshold
+  alone would accept noise.
+- The confidence interval of the ratio contains all ratios that the test does not reject. So the
+  interval and the test agree.
 - If there are so few samples that no outcome could be significant, the answer is 'too few', with
   the number of samples that would be enough.
 
 The test cannot know that samples of one run vary less than samples of several runs. For a reliable
-comparison, run both sides interleaved and compare paired samples.
+comparison, run both sides alternately and compare paired samples.
 """
 
 import bisect
@@ -31,9 +31,9 @@ MOST_SAMPLES = 400  # of each side: the number of pairs grows quadratically
 
 @dataclass(frozen=True)
 class Rule:
-    """Say what counts as a difference.
+    """The rule that decides what counts as a difference.
 
-    `alpha` is the risk of calling a difference significant where there is none. `threshold` is the
+    `alpha` is the risk of calling a difference significant if there is none. `threshold` is the
     smallest relative difference that matters; 0.05 means 5 %.
     """
 
@@ -43,13 +43,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Decision:
-    """Hold how `head` compares with `base`.
+    """The result of comparing `head` with `base`.
 
-    `ratio` estimates head / base, and lies between `low` and `high` with a confidence of 1 - alpha.
+    `ratio` estimates head / base. It lies between `low` and `high` with a confidence of 1 - alpha.
     The outcome '~' means that no real difference was found, which does not prove that there is
     none. 'untested' means that both sides are exact numbers, which have a ratio but no spread.
-    'disturbed' means that a side is no evidence, whatever its numbers are. With 'too few', `needed`
-    is the number of samples on each side that would be enough.
+    'disturbed' means that the numbers of a side are no evidence, because other programs used the
+    machine. With 'too few', `needed` is the number of samples on each side that would be enough.
     """
 
     outcome: Outcome
@@ -63,15 +63,15 @@ class Decision:
 def compare_samples(
     base: Measurement, head: Measurement, rule: Rule = Rule(), *, paired: bool = False
 ) -> Decision:
-    """Compare `head` with `base`, which both must be positive.
+    """Compare `head` with `base`. All numbers must be positive.
 
-    Independent samples are compared by the Mann-Whitney test. If they are `paired`, the i-th
-    samples of both sides ran together, and Wilcoxon's signed-rank test compares them. The
+    Independent samples are compared by the Mann-Whitney test. If `paired` is true, the i-th samples
+    of both sides were measured together, and Wilcoxon's signed-rank test compares them. The
     signed-rank test also compares samples with an exact number. The ratio is the Hodges-Lehmann
     estimate (1963): the median ratio over all pairs of samples, or over all means of two pairs.
 
     Raises:
-        ValueError: If a number is not positive, or a side has no sample.
+        ValueError: A number is not positive, or a side has no sample.
     """
     base_is_exact = isinstance(base, (int, float))
     head_is_exact = isinstance(head, (int, float))
@@ -87,7 +87,7 @@ def compare_samples(
 
 
 def needed(alpha: float, *, paired: bool) -> int:
-    """Return the smallest number of samples per side with which any outcome can be significant."""
+    """Return the smallest number of samples per side with which an outcome can be significant."""
     count = 1
     while _least_p(count, None if paired else count) > alpha:
         count += 1
@@ -99,10 +99,10 @@ def needed(alpha: float, *, paired: bool) -> int:
 
 @dataclass(frozen=True)
 class RankTest:
-    """Prepare a test: the candidates for the log ratio, and the p-value of a log ratio.
+    """A test: the candidates for the log ratio, and the p-value of a log ratio.
 
-    `samples` counts the samples of a side or, in a test of pairs, the pairs. `others` counts the
-    samples of the other side; it is None in a test of pairs.
+    `samples` is the number of samples on one side. `others` is the number of samples on the other
+    side. In a test of pairs, `samples` is the number of pairs, and `others` is None.
     """
 
     candidates: Array
@@ -112,7 +112,7 @@ class RankTest:
 
 
 def _ranks(old: Array, new: Array) -> RankTest:
-    """Prepare Mann-Whitney's test of independent samples."""
+    """Prepare Mann-Whitney's test for independent samples."""
 
     def p(shift: float) -> float:
         shifted = old + shift
@@ -125,7 +125,7 @@ def _ranks(old: Array, new: Array) -> RankTest:
 
 
 def _signed_ranks(ratios: Array) -> RankTest:
-    """Prepare Wilcoxon's test of log ratios, one for each pair."""
+    """Prepare Wilcoxon's test for log ratios, one ratio for each pair of samples."""
 
     def p(shift: float) -> float:
         if not numpy.any(ratios != shift):
@@ -147,12 +147,12 @@ def _decision(test: RankTest, rule: Rule) -> Decision:
         return Decision("too few", ratio, needed=enough)
 
     def below(k: int) -> float:
-        """Return the p-value of a log ratio between candidates k - 1 and k."""
+        """Return the p-value of a log ratio between the candidates number k - 1 and k."""
         if k == 0:
             return test.p(ordered[0] - 1)
         return test.p((ordered[k - 1] + ordered[k]) / 2)
 
-    # p-values rise towards the middle: bisection finds the first candidate that is not rejected.
+    # p-values rise towards the middle, so bisection finds the first candidate that is not rejected.
     lower_half = range((count + 1) // 2)
     rejected = bisect.bisect_right(lower_half, rule.alpha, key=below)
     low = math.exp(ordered[max(rejected - 1, 0)])
@@ -185,9 +185,9 @@ def _logs(side: Measurement) -> Array:
 
 
 def _thin(values: Array) -> Array:
-    """Keep every k-th of very many samples.
+    """If there are very many samples, keep only every k-th sample.
 
-    That is conservative: with fewer samples, fewer differences are significant.
+    This is conservative, because fewer differences are significant with fewer samples.
     """
     step = math.ceil(len(values) / MOST_SAMPLES)
     return values[::step]

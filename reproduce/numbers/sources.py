@@ -1,4 +1,4 @@
-"""Load one side of a comparison.
+"""Load the records of one side of a comparison.
 
 A side is a record, a folder of records, a JSON file of pytest-benchmark, or a git revision.
 """
@@ -29,8 +29,8 @@ Records = Sequence[Record]
 
 
 class _Stats(Struct):
-    median: float  # seconds per call
-    data: list[float] = []  # each sample, if the file was saved with --benchmark-save-data
+    median: float  # the median, in seconds per call
+    data: list[float] = []  # all samples, if the file was saved with --benchmark-save-data
 
 
 class _Benchmark(Struct):
@@ -103,14 +103,14 @@ def _machine_of(info: dict[str, Json]) -> Machine:
 
 @dataclass(frozen=True)
 class Entry:
-    """Hold a row and the record that it comes from."""
+    """A row, and the record that contains the row."""
 
     record: Record
     result: Result
 
     @property
     def hardware(self) -> str | None:
-        """Give the name of the hardware description that a prediction was made with."""
+        """Return the name of a prediction's hardware description; None for other rows."""
         if self.result.status != "predicted":
             return None
         return hardware_name(self.record, self.result)
@@ -118,11 +118,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Side:
-    """Hold the rows of a side.
+    """The rows of one side of a comparison.
 
-    If several runs have a row, it is taken from the first record of `ranked` that has a number for
-    it, and `superseded` counts the other ones. `letter` is the side's short name in tables, `name`
-    is what the user called it.
+    If several runs have the same row, the row is taken from the first record of `ranked` that has a
+    number for it. `superseded` is the number of rows that were not taken. `letter` is the side's
+    short name in tables. `name` is the name that the user gave.
     """
 
     letter: str
@@ -133,12 +133,12 @@ class Side:
 
 
 def load_side(letter: str, name: str) -> Side:
-    """Load a side.
+    """Load a side of a comparison.
 
-    Its name is a path, the name of a run, or REVISION or REVISION:PATH of the checkout here.
+    `name` is a path, the name of a run, or REVISION or REVISION:PATH of the current checkout.
 
     Raises:
-        Error: If there is no such side, or a record of it cannot be read.
+        Error: There is no such side, or one of its records cannot be read.
     """
     path = find_record(name or "''")
     if path.is_dir():
@@ -154,7 +154,10 @@ def load_side(letter: str, name: str) -> Side:
 
 
 def _subfolders(path: Path) -> str:
-    """Name up to three folders below `path` that have records, if there are any."""
+    """Return a hint that names up to three folders below `path` that have records.
+
+    The hint is empty if there are none.
+    """
     inside = set()
     for file in path.rglob("*.json"):
         folder = file.parent.relative_to(path)
@@ -166,7 +169,7 @@ def _subfolders(path: Path) -> str:
 
 
 def side_of(letter: str, name: str, records: Records) -> Side:
-    """Make a side from records."""
+    """Make a side of a comparison from records."""
     experiments: dict[str, None] = {}
     count = 0
     for record in records:
@@ -194,7 +197,7 @@ def _has_number(result: Result) -> bool:
 def _read(data: Json, where: str) -> Record:
     """Turn the content of a file into a record.
 
-    The file is a record, a table of counts, or one that pytest-benchmark wrote.
+    The file is a record, a table of counts, or a file that pytest-benchmark wrote.
     """
     if isinstance(data, dict):
         if _are_counts(data):
@@ -205,7 +208,7 @@ def _read(data: Json, where: str) -> Record:
 
 
 def _are_counts(rows: dict[str, Json]) -> bool:
-    """Say whether the content of a file is a table of integers, in at least one row."""
+    """Return whether the content of a file is a table of integers with at least one row."""
     for counts in rows.values():
         if not isinstance(counts, dict) or set(map(type, counts.values())) != {int}:
             return False
@@ -223,7 +226,7 @@ def _from_counts(rows: dict[str, Json], where: str) -> Record:
 
 
 def _from_git(name: str) -> Iterator[Record]:
-    """Yield the records of a revision that are in a folder, or the one in a file."""
+    """Yield the records of a git revision that are in a folder, or the single record of a file."""
     here = Path()
     revision, _, place = name.partition(":")
     place = place or IN_REVISION
@@ -239,7 +242,7 @@ def _from_git(name: str) -> Iterator[Record]:
     listed = git(here, *listing, commit, "--", place).decode()
     files = []
     for file in listed.split("\0"):
-        # As on disk, the folder's subfolders do not count.
+        # Subfolders do not count, like in a folder on disk.
         path = PurePosixPath(file)
         if file.endswith(".json") and folder in (path, path.parent):
             files.append(file)

@@ -1,4 +1,4 @@
-"""Predict rows that are not run.
+"""Predict the results of rows without running them.
 
-It may import `experiments`, `records`, `models` and `torchgpipe`.
+This folder may import `experiments`, `records`, `models` and `torchgpipe`.
 """

@@ -1,8 +1,9 @@
-"""Answer the questions of `python -m reproduce plan`.
+"""Answer the questions of the command `python -m reproduce plan`.
 
-Find the model that the user names, and find the largest model that fits. A model is one of the
-papers' or of torchvision's, or a function of the user returns it. The papers report the largest
-model, too: for naive model parallelism and for a pipeline.
+This module finds the model that the user names. It also finds the largest model that fits in
+memory. A model is one of the papers' models, one of torchvision's models, or a model that a
+function of the user returns. The papers also report the largest model, both for naive model
+parallelism and for a pipeline.
 """
 
 import bisect
@@ -37,17 +38,20 @@ IMAGE = (3, 224, 224)  # a sample's shape for torchvision's models, unless told 
 
 
 class Paper(NamedTuple):
-    """A model of the papers, with the defaults of its training. It may have no sizes to choose."""
+    """A model of the papers, with the defaults of its training.
+
+    `sizes` is empty if the model has only one size.
+    """
 
     name: str
     batch_size: int
     optimizer: str
     sizes: Sizes = ()  # the default sizes
-    steps: Sizes = ()  # each size is a multiple of its step
+    steps: Sizes = ()  # each size is a multiple of its step in this tuple
     most: Sizes = ()  # the largest sizes to try
 
     def counts(self, sizes: Sizes) -> Counts:
-        """Count the layers of the model in these sizes."""
+        """Count the operations and bytes of the layers of the model in these sizes."""
         model = models.MODELS[self.name]
         return counted(models.SizedModel(self.name, sizes, model.input_shape))
 
@@ -73,7 +77,7 @@ class Given:
     optimizer: str = "sgd"
 
     def built(self, samples: int, device: torch.device) -> tuple[nn.Sequential, Any]:
-        """Return the model on `meta` as a sequence, and `samples` samples.
+        """Return the model on `meta` as a sequence of layers, and an input with `samples` samples.
 
         Raise `ValueError` if the model cannot be split into layers.
         """
@@ -106,7 +110,7 @@ class Given:
 def find_given(name: str, sizes: Sizes, shape: tuple[int, ...]) -> Given:
     """Find a model by its name, or raise `ValueError`.
 
-    `sizes` are for the papers' models. For the other models, `shape` is that of a sample.
+    `sizes` are used for the papers' models. For all other models, `shape` is the shape of a sample.
     """
     if name in PAPERS:
         return _of_paper(PAPERS[name], sizes)
@@ -134,7 +138,7 @@ def _of_paper(paper: Paper, sizes: Sizes) -> Given:
 
 
 def _function(where: str, what: str) -> Callable[[], Any]:
-    """Import a function from a module, which may be in the current folder."""
+    """Import a function from a module. The module can be in the current folder."""
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(where), what)
@@ -150,7 +154,10 @@ def _function(where: str, what: str) -> Callable[[], Any]:
 
 
 def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
-    """Return the model and its example input from what the user's function returned."""
+    """Return the model and the example input that the user's function returned.
+
+    If `shape` is given, the example input is made from it.
+    """
     module = found
     sample: Any = None
     if isinstance(found, tuple) and len(found) == 2:
@@ -170,7 +177,7 @@ def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module,
 
 @dataclass(frozen=True)
 class Asked:
-    """The question which sizes of a model fit, with its training and the devices."""
+    """The question which sizes of a model fit, with the training options and the devices."""
 
     paper: Paper
     sizes: Sizes
@@ -186,8 +193,8 @@ def largest(
 ) -> tuple[Sizes | None, Sizes | None]:
     """Return the largest sizes that fit, and the next larger sizes, which do not fit.
 
-    The former are None if no size fits, the latter if no size is known that does not fit. The size
-    of `axis` is doubled until the model does not fit, then bisected.
+    The first result is None if no size fits. The second result is None if no size is known that
+    does not fit. The size number `axis` is doubled until the model does not fit, and then bisected.
     """
     step = asked.paper.steps[axis]
     most = asked.paper.most[axis]
@@ -212,9 +219,9 @@ def largest(
 
 
 def tell_largest(asked: Asked, axis: int, tell: Callable[..., None]) -> None:
-    """Tell the largest model for both ways of the papers, where size `axis` grows.
+    """Print the largest model for naive model parallelism and for a pipeline.
 
-    `tell` is `click.echo`.
+    Only size number `axis` grows. `tell` is the function that prints, `click.echo`.
     """
     name = asked.paper.name
     tell(
@@ -241,7 +248,7 @@ def tell_largest(asked: Asked, axis: int, tell: Callable[..., None]) -> None:
 
 
 def _fit(asked: Asked, how: str, tell: Callable[..., None], sizes: Sizes) -> bool:
-    """Say whether the model fits in these sizes, for the way `how` of the papers."""
+    """Return whether the model fits in these sizes. `how` is "naive" or "pipelined"."""
     tell(f"  trying {models.titled(asked.paper.name, sizes)}", err=True)
     counts = asked.paper.counts(sizes)
     predictor = Predictor(counts, asked.hardware)

@@ -1,8 +1,9 @@
-"""Predict the rows of a published table from a hardware description alone.
+"""Predict the rows of published tables, or of a run.
 
-The configuration is the published one. The prediction is a record whose results have the status
-`predicted`. It names the hardware description. It holds neither date nor machine, so the same
-source code always writes the same file.
+The rows of a published table are predicted from a hardware description alone, with the published
+configuration. The prediction is a record whose results have the status `predicted`. The record
+contains the hardware description, but neither date nor machine. So the same source code always
+writes the same file.
 """
 
 from dataclasses import replace
@@ -23,7 +24,7 @@ from torchgpipe.plan.predict import Predictor
 from torchgpipe.plan.profiled import predictor_here
 from torchgpipe.trace.layer import flat
 
-# The tables for which the errors of the predictions are told.
+# The tables for which the errors of the predictions are reported.
 SPEED_TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
 
 UNITS = {
@@ -45,7 +46,7 @@ UNORDERED = "without the dependency nothing orders backward, so there is no one 
 
 
 def predict_table(experiment: str, hardware: Hardware) -> Record:
-    """Predict every row of the experiment's published table on `hardware`."""
+    """Predict every row of an experiment's published table on `hardware`."""
     table = published(predictable()[experiment])
     results = [predict_row(experiment, table.name, row, hardware) for row in table.results]
     return _record(experiment, table.title, "paper", hardware, results)
@@ -54,8 +55,8 @@ def predict_table(experiment: str, hardware: Hardware) -> Record:
 def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
     """Predict the emulated rows of a run from a hardware description, or from layers timed here.
 
-    If `hardware` is a device, the layers are timed on it with the run's largest micro-batch, while
-    other devices are idle, as in emulation.
+    If `hardware` is a device, the layers are timed on this device with the run's largest
+    micro-batch. Other devices are idle meanwhile, like in emulation.
     """
     rows = [row for row in record.results if row.status == "emulated"]
     largest: dict[SizedModel, int] = {}  # the most samples in a micro-batch of each model
@@ -99,7 +100,7 @@ def _record(
 
 
 def _model(config: dict[str, Json]) -> SizedModel:
-    """Return the model of a row's configuration."""
+    """Return the model of a row, given the row's configuration."""
     name = config["model"]
     sizes = [config[size] for size in MODELS[name].sizes if size in config]
     input_shape = tuple(config["input_shape"])
@@ -118,7 +119,7 @@ def _predictor(model: SizedModel, samples: int, on: Hardware | torch.device) -> 
 
 
 def _described(hardware: Hardware) -> dict[str, Json]:
-    """Return the numbers of the hardware description for the record."""
+    """Return the numbers of a hardware description in the form in which the record stores them."""
     figures: dict[str, Json] = {
         "name": hardware.name,
         "title": hardware.title,
@@ -134,7 +135,7 @@ def _described(hardware: Hardware) -> dict[str, Json]:
 
 
 def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) -> Result:
-    """Predict one published row of `table`."""
+    """Predict one row of the published table `table`."""
     config = row.config
     result = Result(
         experiment=experiment,
@@ -161,9 +162,9 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
 def _speed(
     predictor: Predictor, config: dict[str, Json], *, zeroed: bool = True
 ) -> dict[str, float]:
-    """Predict the time of a step, and the throughput as the papers measured it.
+    """Predict the time of a step, and the throughput in the way in which the papers measured it.
 
-    The papers measured the throughput over an epoch, whose last mini-batch is smaller.
+    The papers measured the throughput over an epoch whose last mini-batch is smaller.
     """
     setup = setup_of(config, len(predictor.counts), zeroed=zeroed)
     step = predictor.step(setup)
@@ -181,7 +182,7 @@ def _speed(
 def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
     """Predict every device's peak memory with today's PyTorch.
 
-    Without portals, the memory cannot be predicted.
+    The result is empty for a pipeline without portals, because its memory cannot be predicted.
     """
     setup = setup_of(config, len(counts))
     if not setup.portals:

@@ -1,2 +1,4 @@
-"""Results on disk: measured, emulated, predicted and published ones.
-It may import `machine`."""
+"""Read and write records, the files of results: measured, emulated, predicted or published.
+
+This folder may import `machine`.
+"""

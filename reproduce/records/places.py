@@ -1,6 +1,6 @@
-"""Say where records are, and read JSON into types strictly.
+"""Find the files of records, and convert parsed JSON to types strictly.
 
-Nothing is converted, and what does not fit is an error.
+Strictly means that no value is converted silently: a value of another type is an error.
 """
 
 from pathlib import Path
@@ -11,18 +11,18 @@ import msgspec
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
 
-RUNS = Path("runs")  # in the current folder; git ignores it
-PACKAGED = Path(__file__).parents[1] / "results"  # in a wheel
+RUNS = Path("runs")  # a folder in the current folder; git ignores it
+PACKAGED = Path(__file__).parents[1] / "results"  # the folder of results in an installed package
 RESULTS = PACKAGED if PACKAGED.is_dir() else ROOT / "results"
 MEASURED = RESULTS / "measured"
-# The folder of generated files. Nothing is written into an installed package.
+# The folder for generated files. Nothing is written into an installed package.
 OUT = Path() if RESULTS == PACKAGED else RESULTS
 T = TypeVar("T")
 Json = Any  # None, bool, int, float, str, and lists and dicts of them
 
 
 def need_checkout(command: str, instead: str = "") -> None:
-    """Raise `Error` if this program is an installed package."""
+    """Raise `Error` if this program is an installed package instead of a checkout."""
     if RESULTS == PACKAGED:
         raise Error(
             f"{command} needs a checkout of the repository: run 'python -m reproduce {command}' "
@@ -31,10 +31,10 @@ def need_checkout(command: str, instead: str = "") -> None:
 
 
 def find_record(name: str) -> Path:
-    """Return the path `name` or, if it does not exist, the record of that name.
+    """Return the path `name` or, if it does not exist, the path of the record with that name.
 
-    A record's name is looked up in `runs` and in `results/measured`. If there is no such record
-    either, the path is returned.
+    The record is looked up in `runs` and in `results/measured`. If no such record exists, the path
+    `name` is returned.
     """
     path = Path(name)
     if path.exists() or path.name != name:
@@ -51,7 +51,7 @@ def read_json(path: Path) -> Json:
     """Read the JSON file at `path`.
 
     Raises:
-        Error: If the file cannot be read, or is not JSON.
+        Error: The file cannot be read, or is not JSON.
     """
     try:
         content = path.read_bytes()
@@ -64,7 +64,7 @@ def parse_json(content: bytes, where: str) -> Json:
     """Parse the content of the file `where`.
 
     Raises:
-        Error: If the content is not JSON, which has no NaN or infinity.
+        Error: The content is not JSON. NaN and infinity are not JSON.
     """
     try:
         return msgspec.json.decode(content)
@@ -74,11 +74,11 @@ def parse_json(content: bytes, where: str) -> Json:
 
 
 def decode(kind: type[T], data: Json, where: str) -> T:
-    """Convert parsed JSON to the type `kind` by msgspec.
+    """Convert parsed JSON to the type `kind` with msgspec.
 
     Raises:
-        Error: If something does not fit. The message names the file, `where`, and the place in it,
-            such as `results[3].status`.
+        Error: A value has the wrong type. The message names the file, `where`, and the place in the
+            file, such as `results[3].status`.
     """
     try:
         return msgspec.convert(data, kind)

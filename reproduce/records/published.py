@@ -1,6 +1,6 @@
-"""Read what the papers published.
+"""Read the numbers that the papers published.
 
-Under `results/paper/` there is a record for each of their tables.
+The folder `results/paper/` has a record for each table of the papers.
 """
 
 import functools
@@ -15,7 +15,8 @@ from reproduce.records.record import Fields, Record, Result, load, save
 PAPER = RESULTS / "paper"
 DISCREPANCIES = "discrepancies"  # the table that says where the sources disagree
 
-# Each pair has the prefix of a discrepancy's name, and that of the ids of the tables it concerns.
+# Each pair consists of the prefix of a discrepancy's name, and the prefix of the ids of the tables
+# that the discrepancy concerns.
 CONCERNS = (
     ("amoebanetd-speed", "tg-amoebanetd-speed"),
     ("amoebanet max_pool_3x3", "tg-amoebanetd-"),
@@ -60,19 +61,19 @@ class _Table(Struct, forbid_unknown_fields=True):
 
 @functools.cache
 def published(table: str) -> Record:
-    """Return a published table by its id.
+    """Return the record of a published table, given the table's id.
 
     Raises:
-        Error: If there is no such table, or its file is broken.
+        Error: There is no such table, or its file is broken.
     """
     return load(PAPER / f"{table}.json")
 
 
 def import_tables(source: Path, to: Path) -> list[Path]:
-    """Write a record for each table in the JSON file `source`, and return the paths of the records.
+    """Write a record for each table in the JSON file `source`, and return the records' paths.
 
     Raises:
-        Error: If the file cannot be read, or is not a list of tables.
+        Error: The file cannot be read, or is not a list of tables.
     """
     tables = decode(list[_Table], read_json(source), str(source))
     discrepancies: list[Result] = []

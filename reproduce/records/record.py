@@ -1,13 +1,14 @@
-"""Keep results in one typed, versioned file format.
+"""Define the file format of results, which is typed and has a version.
 
-The results are measured or emulated here, predicted, or published by others. A record is a JSON
-file that says everything needed to read it later. Its requirements:
+Results are measured or emulated by this program, predicted, or published by others. A record is a
+JSON file that contains everything needed to read it later. Its requirements:
 
-- It holds raw measurements or published numbers. The reader computes ratios and medians (except
-  that records of `benchmarks` hold summaries of samples, see `docs/results.md`).
-- It is replaced atomically: if the program is killed, the old file or the new one is there.
+- A record contains raw measurements or published numbers. Ratios and medians are computed when it
+  is read. (Records of `benchmarks` contain summaries of samples, see `docs/results.md`.)
+- A record is replaced atomically: if the program is killed, either the old or the new file exists.
 - Files of older versions can be read, see `reproduce/records/upgrade.py`.
-- Another kind of file, or a broken one, is refused with one line that says what is wrong and where.
+- If a file is broken, or is not a record, it is refused with one line that says what is wrong and
+  where.
 """
 
 import json
@@ -29,8 +30,8 @@ from reproduce.records.upgrade import UPGRADES, upgrade
 
 FORMAT = "torchgpipe-reproduce"
 VERSION = 3
-TIME = "%Y-%m-%dT%H:%M:%SZ"  # in UTC
-WIDTH = 120  # of a line of a record's file
+TIME = "%Y-%m-%dT%H:%M:%SZ"  # the format of times, which are in UTC
+WIDTH = 120  # the number of columns of a line in a record's file
 DIGITS = 10  # significant digits of a float: 0.1 ns in 1 s, finer than any clock
 # The setting that says whether the C library kept freed memory (`machine.allocator`).
 FREED_MEMORY = "freed_memory"
@@ -65,7 +66,7 @@ Fields = dict[str, Json]
 
 
 class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Hold the result of one row of an experiment: numbers, or why there are none."""
+    """The result of one row of an experiment: numbers, or the reason why there are no numbers."""
 
     experiment: str  # or the published table's id
     row: str
@@ -73,18 +74,18 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     scale: str | None = None
     device: str | None = None  # 'cpu', 'cuda' or 'meta'
     config: Fields = {}
-    over: str | None = None  # the row that its speed-up is taken over
-    published: str | None = None  # the published row that it reproduces
-    reason: str | None = None  # of a status that is not a success
-    hardware: str | None = None  # the hardware description that a prediction was made with
-    emulated: bool = False  # also of an emulation that failed (reproduce/run/emulation.py)
-    engine: Engine = "threads"  # of a measured row
+    over: str | None = None  # the row that is the baseline of this row's speed-up
+    published: str | None = None  # the published row that this row reproduces
+    reason: str | None = None  # the reason for a status that is not a success
+    hardware: str | None = None  # the hardware description with which a prediction was made
+    emulated: bool = False  # true also if an emulation failed (reproduce/run/emulation.py)
+    engine: Engine = "threads"  # the engine that ran a measured row
     values: Fields = {}
     samples: dict[str, list[int | float]] = {}
 
     @property
     def key(self) -> Key:
-        """Give the fields that identify a result within a record."""
+        """Return the values of the fields that identify a result within a record."""
         return (
             self.experiment,
             self.scale,
@@ -97,9 +98,9 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     @property
     def disturbed(self) -> bool:
-        """Say whether others used too much of the machine in a round of the row's steps.
+        """Return whether other programs used too much of the machine in a round of the row's steps.
 
-        If that is not known, the row does not count as disturbed.
+        If this is not known, the row does not count as disturbed.
         """
         shares = {}
         for name in LIMITS:
@@ -110,9 +111,9 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
 
 class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Describe one run of the program.
+    """A description of one run of the program: its command, machine, software and settings.
 
-    Times are in UTC. `load` holds the load averages when the run started.
+    Times are in UTC. `load` contains the machine's load averages when the run started.
     """
 
     state: Literal["running", "finished", "interrupted"]
@@ -131,16 +132,16 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
     @property
     def seconds(self) -> float:
-        """Give how long the run took; 0 if its end is not known."""
+        """Return the number of seconds that the run took; 0 if its end is not known."""
         started = datetime.strptime(self.started, TIME)
         ended = datetime.strptime(self.ended or self.started, TIME)
         return (ended - started).total_seconds()
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Hold the results of one run, or of one published table.
+    """The results of one run, or of one published table.
 
-    The kind of any run's record is "measured", even if it has emulated rows.
+    The kind of a run's record is always "measured", even if the record has emulated rows.
     """
 
     name: str
@@ -162,15 +163,16 @@ def load(path: Path) -> Record:
     """Read the record at `path`.
 
     Raises:
-        Error: If there is no record, or its version cannot be read.
+        Error: There is no record, or its version is not supported.
     """
     return parse(read_json(path), str(path))
 
 
 def ranked(records: Iterable[Record], experiment: str) -> list[Record]:
-    """Return the records that have rows of the experiment, the one to show first.
+    """Return the records that have rows of an experiment, sorted, with the one to show first.
 
-    All pages use this one rule.
+    Finished runs come first, then records with more undisturbed rows, then records with more
+    successful rows, then newer records. All pages use this order.
     """
 
     def merit(record: Record) -> tuple[bool, int, int, str]:
@@ -195,9 +197,9 @@ def ranked(records: Iterable[Record], experiment: str) -> list[Record]:
 
 
 def readable(folder: Path, tell: Callable[[Error], object] = lambda error: None) -> list[Record]:
-    """Return the records in a folder, by name.
+    """Return all records in a folder, sorted by file name.
 
-    Files that cannot be read are skipped, and `tell` is called with the reason.
+    Files that cannot be read are skipped. For each of these files, `tell` is called with the error.
     """
     records = []
     for path in sorted(folder.glob("*.json")):
@@ -209,10 +211,10 @@ def readable(folder: Path, tell: Callable[[Error], object] = lambda error: None)
 
 
 def parse(data: Json, where: str) -> Record:
-    """Turn the parsed file called `where` into a record, and upgrade it if it is older.
+    """Turn the parsed content of the file `where` into a record; upgrade an older format.
 
     Raises:
-        Error: If the file is not a record that can be read.
+        Error: The file is not a record that this program can read.
     """
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise Error(f'{where}: not a record (its "format" is not "{FORMAT}")')
@@ -231,7 +233,7 @@ def save(record: Record, path: Path) -> None:
     """Write `record` to `path` atomically.
 
     Raises:
-        Error: If the record cannot be written, or could not be read again.
+        Error: The record cannot be written, or could not be read again.
     """
     _check(record, f"{path}: cannot be written")
     try:
@@ -243,7 +245,7 @@ def save(record: Record, path: Path) -> None:
 
 
 def _check(record: Record, where: str) -> None:
-    """Refuse contradictions that types cannot express."""
+    """Raise `Error` if a record contradicts itself in a way that types cannot express."""
     seen: dict[Key, int] = {}
     for i, result in enumerate(record.results):
         here = f"{where}: results[{i}]"
@@ -278,9 +280,10 @@ def rounded(value: Json, digits: int) -> Json:
 
 
 def _format(value: Json, indent: str = "") -> str:
-    """Format JSON for people and `diff`.
+    """Format JSON so that people and `diff` can read it.
 
-    Flat lists, and what fits in a line, are on one line. Other values have a line per item.
+    Flat lists, and values that fit in a line, are written on one line. Other values have one line
+    for each item.
     """
     line = json.dumps(value, allow_nan=False)
     if not _nested(value) or len(indent + line) <= WIDTH:
@@ -299,19 +302,19 @@ def _format(value: Json, indent: str = "") -> str:
 
 
 def _nested(value: Json) -> bool:
-    """Say whether a value is an object, or a list that holds objects or lists."""
+    """Return whether a value is an object, or a list that contains objects or lists."""
     if isinstance(value, list):
         return any(isinstance(item, (dict, list)) for item in value)
     return isinstance(value, dict)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace the file at `path`.
+    """Replace the file at `path` atomically.
 
-    If the program is killed, the old file or the new one is there.
+    If the program is killed, either the old file or the new file exists.
 
     Raises:
-        Error: If the file cannot be written.
+        Error: The file cannot be written.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     if isinstance(content, str):
@@ -330,9 +333,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def hardware_name(record: Record, result: Result) -> str | None:
-    """Return the name of the hardware description that a row was predicted with.
+    """Return the name of the hardware description with which a row was predicted.
 
-    It is the row's own name, or else that of its record.
+    It is the name in the row or, if the row has none, the name in the row's record.
     """
     described = record.hardware or {}
     name = result.hardware or described.get("name")

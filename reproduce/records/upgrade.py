@@ -1,7 +1,7 @@
-"""Upgrade the contents of a record's file from older versions of the format.
+"""Upgrade the content of a record's file from older versions of the format.
 
-Version 2 (2026) moved the driver's version from each GPU to the run's other versions, renamed a
-GPU's `max_clock` to `clock`, and added `memory_clock` and `link` to GPUs and `hardware` to results.
+Version 2 (2026) moved the driver's version from each GPU to the run's `versions`, renamed a GPU's
+`max_clock` to `clock`, and added `memory_clock` and `link` to GPUs and `hardware` to results.
 Version 3 (2026) added emulated results and removed `over_published`.
 """
 
@@ -13,9 +13,10 @@ Fields = dict[str, Json]
 
 
 def upgrade(data: Fields, version: int) -> Fields:
-    """Return the contents in the newest version of the format.
+    """Return a record's content in the newest version of the format.
 
-    Contents that do not match their version are left alone: decoding reports them.
+    If the content does not match its version, it is not changed: decoding it later reports the
+    problem.
     """
     while version in UPGRADES:
         step = UPGRADES[version]

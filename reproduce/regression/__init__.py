@@ -1,4 +1,4 @@
-"""Answer "did this change slow training down?": time two source trees in one job, in turn.
+"""Find out whether a change slowed training down, by timing two source trees in one job.
 
-It may import `tables` and what lies below, not `report`.
+This folder may import `tables` and the folders below it. It may not import `report`.
 """

@@ -1,7 +1,7 @@
 """Find the commit that slowed training down.
 
 Every revision is copied into a temporary folder. Nothing is checked out, so the user's working tree
-stays as it is.
+does not change.
 """
 
 import bisect
@@ -21,13 +21,13 @@ def bisected(  # noqa: PLR0913
 ) -> str:
     """Return the hash and the subject of the first commit that is slower than `good`.
 
-    The search is among the commits after `good`, up to `bad`. It follows only first parents: a
-    merge counts as one commit. First `bad` is measured, and then only the cases that are slower in
-    it. `say` is called with a line about each commit.
+    The commits after `good`, up to `bad`, are searched. Only first parents are followed, so a merge
+    counts as one commit. First, all cases are measured for `bad`. Then only the cases that are
+    slower in `bad` are measured. `say` is called with a line about each commit.
 
     Raises:
-        Error: If `bad` is not slower, if a commit cannot run a case, or as `between` and `answer`
-            raise it.
+        Error: There are too few restarts, `bad` is not slower, a commit cannot run a case, or
+            `between`, `trees` or `measure` fails.
     """
     check_restarts(settings, rule)
     commits = between(settings.project, good, bad)
@@ -61,10 +61,10 @@ def bisected(  # noqa: PLR0913
 
 
 def between(project: Project, good: str, bad: str) -> list[str]:
-    """List the commits after `good`, up to `bad`, that change the package, the oldest first.
+    """List the commits after `good`, up to `bad`, that change the package. The oldest comes first.
 
     Raises:
-        Error: If there is no such commit.
+        Error: There is no such commit.
     """
     start = commit_of(project.root, good)
     end = commit_of(project.root, bad)

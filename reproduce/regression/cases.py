@@ -1,9 +1,9 @@
-"""Define the cases that `python -m reproduce regression` times.
+"""Define the cases that `python -m reproduce regression` times for torchgpipe.
 
-They are steps that are nearly all overhead, steps that show overlap, and training steps. A case is
-one step of one mini-batch, on CPU devices of one thread each. torchgpipe, and the models that use
-it, are imported only when a case is prepared: the caller first sets `sys.path` to the version to
-measure.
+A case is a step with one mini-batch, on CPU devices with one thread each. Some steps consist almost
+only of overhead, some show whether devices work at the same time, and some are training steps of
+real models. torchgpipe, and the models that use it, are imported only when a case is prepared,
+because the caller first sets `sys.path` to the version to measure.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,10 @@ Loss = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Training:
-    """Configure a training step.
+    """The settings of a training step.
 
-    The model is split by `balance`, and a mini-batch of `batch` samples into `m` micro-batches.
+    The model is split by `balance`. A mini-batch of `batch` samples is split into `m`
+    micro-batches.
     """
 
     model: Model
@@ -35,7 +36,7 @@ class Training:
     batch: int
 
     def __call__(self) -> Callable[[], Tensor]:
-        """Return a function that runs a whole step and returns the loss.
+        """Return a function that runs a training step and returns the loss.
 
         A step is a forward pass, the loss, a backward pass and an optimizer step.
         """
@@ -59,24 +60,27 @@ class Training:
         return step
 
     def _build(self) -> tuple[nn.Sequential, Tensor, Loss]:
-        """Return the layers, an input, and the loss of the output."""
+        """Return the layers, an input, and a function that computes the loss of the output."""
         if self.model == "linear":  # nearly all of the step is overhead of the pipeline
             small = [nn.Linear(8, 8) for _ in self.balance]
             return nn.Sequential(*small), torch.randn(self.batch, 8), Tensor.sum
         if self.model == "matrices":
-            # Products of matrices let go of the interpreter's lock. All partitions are alike.
+            # Matrix products release Python's global interpreter lock. All partitions have the same
+            # layers.
             count = sum(self.balance)
             large = [nn.Linear(512, 512, bias=False) for _ in range(count)]
             return nn.Sequential(*large), torch.randn(self.batch, 512), _mean_square
         from reproduce.models.built import amoebanetd, unet
 
         if self.model == "AmoebaNet-D":
-            # This is (3, 8), the smallest model there is, on images of the papers' size.
+            # This is AmoebaNet-D (3, 8), the smallest possible model, on images of the papers'
+            # size.
             classes = torch.randint(1000, (self.batch,))
             model = amoebanetd(3, 8)
             images = torch.rand(self.batch, 3, 224, 224)
             return model, images, lambda y: F.cross_entropy(y, classes)
-        # This is U-Net (1, 8) of three levels on images of 32 x 32. Its skips cross the partitions.
+        # This is U-Net (1, 8) with three levels, on images of 32 x 32. Its skips cross the
+        # partitions.
         mask = torch.randint(2, (self.batch, 1, 32, 32)).float()
         model = unet(3, 1, 8)
         images = torch.rand(self.batch, 3, 32, 32)
@@ -88,7 +92,7 @@ def _mean_square(y: Tensor) -> Tensor:
 
 
 def training(model: Model, batch: int, m: int, balance: tuple[int, int]) -> tuple[Case, ...]:
-    """List the three configurations that every experiment compares, at equal batch size."""
+    """Return the three configurations that every experiment compares, at equal batch size."""
     return (
         Case(f"{model} naive", Training(model, balance, 1, "never", batch)),
         Case(f"{model} checkpoint-only", Training(model, (sum(balance),), m, "always", batch)),

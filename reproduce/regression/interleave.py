@@ -1,19 +1,20 @@
-"""Time the same work with several versions of a package, in turn: a sample of each version.
+"""Time the same work with several versions of a package, alternately.
 
-`reproduce.regression.job` runs this as a separate program. A *side* is a process with the package
-of one folder; all else belongs to this program. A *way* is a side and the arguments that are sent
-to it. For each case of each restart, the program prints a line of JSON with the samples of each
-way. The i-th samples of all ways were taken next to each other.
+`reproduce.regression.job` runs this module as a separate program. A *side* is a process that uses
+the package in one folder. Everything else in the process belongs to this program. A *way* is a side
+together with the arguments that are sent to it. For each case of each restart, the program prints a
+line of JSON with the samples of each way. The i-th samples of all ways were taken one after
+another.
 
-- Only one way runs at a time. The order of a case's rounds is random, A B B A or B A A B. So what
-  slows the machine down for a tenth of a second slows all ways down. The order in which sides start
-  and warm up is random, too.
-- Each case chooses its cores. On one core, differences between cores do not matter to CPU time.
-- Every process has its own speed: its memory layout makes it faster or slower for as long as it
-  lives. So all sides are forked from one process, which has imported torch but not the package, and
-  start with the same layout. They are forked again at each restart, so what differs nevertheless is
-  random.
-- All ways are warmed up before any way is sampled.
+- Only one way runs at a time. The order of a case's rounds is random: for ways A and B, it is ABBA
+  or BAAB. So a disturbance of a tenth of a second slows all ways down. The order in which sides
+  start and warm up is also random.
+- Each case chooses its cores. On one core, differences between cores do not change CPU times.
+- Every process has its own speed, because its memory layout makes it faster or slower for its whole
+  life. So all sides are forked from one process and start with the same layout. This process has
+  imported torch, but not the package. The sides are forked again at each restart, so the remaining
+  differences between them are random.
+- All ways are warmed up before samples are taken.
 """
 
 import contextlib
@@ -51,14 +52,15 @@ def interleave(  # noqa: PLR0913
     first: int = 0,
     least: int = 2,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a case's samples at each restart.
+    """Yield the samples of each case at each restart.
 
-    If ways cannot run a case, it yields once which ways these are, and why. A case with fewer than
-    `least` ways left is dropped. `start(i)` starts side i, as `fork` does. `first` is the number of
-    the first restart: earlier jobs may have run the restarts before it.
+    A way is a version of the package and the arguments of a run. If some ways cannot run a case,
+    the generator yields once which ways these are, and why. A case is dropped if fewer than `least`
+    ways can run it. `start(i)` starts version i in a process, like `fork` does. `first` is the
+    number of the first restart, because earlier jobs can have run the restarts before it.
 
     Raises:
-        Error: If a way fails that ran before.
+        Error: A way fails that ran before.
     """
     draw = random.Random(f"{seed} {first}")
     running = {case: dict(ways) for case, ways in cases.items()}
@@ -89,7 +91,7 @@ def interleave(  # noqa: PLR0913
 
 
 def _sides_of(cases: Cases) -> set[int]:
-    """Return the numbers of the sides that the cases use."""
+    """Return the numbers of the sides (versions of the package) that the cases use."""
     used = set()
     for ways in cases.values():
         for side, _ in ways.values():
@@ -100,7 +102,7 @@ def _sides_of(cases: Cases) -> set[int]:
 def _warm_up(
     ways: Mapping[str, Way], sides: Mapping[int, Connection], draw: random.Random
 ) -> dict[str, Any]:
-    """Let all ways prepare a case. Return the ways that cannot run it, and why."""
+    """Make all ways (versions with arguments) prepare a case; return those that fail, and why."""
     order = draw.sample(list(ways), len(ways))
     for way in order:
         side, asked = ways[way]
@@ -126,18 +128,18 @@ def _no_longer(case: str, way: str, why: str) -> Error:
 
 @contextlib.contextmanager
 def fork(folder: Path, package: str, maker: str) -> Iterator[Connection]:
-    """Fork a process that imports the package in `folder`, and yield the connection to it.
+    """Fork a process that imports the package in `folder`, and yield a connection to the process.
 
-    `maker` names a function that returns a function, as in "package.module:function". When the
-    process gets arguments for the first time, it calls `maker` with them and sends None. Later it
-    calls the function that `maker` returned, and sends what that returns. If a call fails, it sends
-    the reason, a string.
+    `maker` names a function that returns another function. An example is "package.module:function".
+    When the process receives arguments for the first time, it calls `maker` with them and sends
+    None. When it receives the same arguments again, it calls the function that `maker` returned,
+    and sends the result. If a call fails, the process sends the reason, a string.
     """
     process = Launched("fork", 1, _serve, folder, package, maker)
     try:
         yield process.links[0]
     except (EOFError, OSError) as error:
-        # A frame holds a buffer with what could not be sent.
+        # The frame refers to a buffer with the data that could not be sent.
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None  # break the reference cycle of error, frame and caller's frame
         raise Error("a measuring process ended by itself") from None
@@ -173,8 +175,9 @@ def _serve(_: int, link: Connection, folder: Path, package: str, maker: str) -> 
 
 
 def main(job: dict[str, Any]) -> None:
-    """Print a line for each case of each restart."""
-    # This imports lazy modules now, not again in each fork.
+    """Run a job, and print a line for each case of each restart."""
+    # This call imports modules that torch imports lazily, so that each fork does not import them
+    # again.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     gc.freeze()
     folders = [Path(folder) for folder in job.pop("folders")]

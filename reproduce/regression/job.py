@@ -1,7 +1,8 @@
-"""Run `reproduce.regression.interleave` on two trees, and collect what it prints.
+"""Run `reproduce.regression.interleave` on two source trees, and collect the printed results.
 
-Forked processes share the memory layout and hash seed of their parent, which may by chance favour
-one of the versions. So several parents run one after another, each for a few restarts.
+Forked processes share the memory layout and the hash seed of their parent process. By chance, these
+can favour one of the two versions. So several parent processes run one after another, each for a
+few restarts.
 """
 
 import contextlib
@@ -28,9 +29,10 @@ ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENB
 
 @dataclass(frozen=True)
 class Settings:
-    """Say what is measured, and how long.
+    """The settings of a measurement: what is measured, and for how long.
 
-    `clock` replaces the cases' own clocks. `slow_down` is a delay, as a share of head's steps.
+    `clock` replaces the clocks that the cases choose. `slow_down` is a delay that is added to the
+    steps of head, as a fraction of their time.
     """
 
     cases: Mapping[str, Clock]
@@ -44,7 +46,7 @@ class Settings:
 
 @dataclass
 class Samples:
-    """Hold a case's seconds per step, its clock, and why a side cannot run it.
+    """The measurements of a case: seconds per step, the clock, and why a side cannot run the case.
 
     There is a list of samples for each restart. The i-th samples of both sides are a pair.
     """
@@ -56,10 +58,12 @@ class Samples:
 
 
 def interleaved(base: Tree, head: Tree, settings: Settings) -> Lines:
-    """Yield the lines of all jobs, one job per parent. Their processes end with this generator.
+    """Run all jobs and yield their lines. There is one job for each parent process.
+
+    When this generator is closed, the processes of the jobs end.
 
     Raises:
-        Error: If a job ends before it is done.
+        Error: A job ends before it is finished.
     """
     project = settings.project
     file = str(project.cases)
@@ -92,10 +96,10 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Lines:
 
 
 def in_turn(job: Mapping[str, Any], environment: Mapping[str, str]) -> Lines:
-    """Run a job of `interleave.main` in one parent, and yield its lines.
+    """Run a job of `interleave.main` in one parent process, and yield its lines.
 
     Raises:
-        Error: If the job ends before it is done.
+        Error: The job ends before it is finished.
     """
     program = ["-W", "ignore", "-m", "reproduce.regression.interleave"]
     command = [sys.executable, *program, json.dumps(job)]
@@ -125,12 +129,12 @@ def in_turn(job: Mapping[str, Any], environment: Mapping[str, str]) -> Lines:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process and all that it forked, and return when they are gone."""
+    """End a process and all processes that it forked, and return when all of them are gone."""
     assert process.stdout is not None
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    # The end of the file comes when the last fork has exited.
+    # Reading reaches the end of the file when the last forked process has exited.
     while os.read(process.stdout.fileno(), 65536):
         pass
     process.stdout.close()

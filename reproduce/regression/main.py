@@ -1,12 +1,14 @@
 """Answer `python -m reproduce regression`: is a case, or are all cases together, really slower?
 
-Samples of one process are not independent: if one process happens to be faster than another, all of
-its samples are faster. So each restart gives one number, the median of head / base over its pairs
-of samples, and the rank test compares these numbers. Their geometric mean over all cases is tested
-in the same way: it is less noisy than a single case, and shows a change that slows all of them.
-Cases that are timed by the wall clock, to see overlap, are a family with a table and a mean of
-their own. Alpha is the risk of a false alarm in all tests of a family together: each test gets an
-equal share of the risk, by the number of tests in the larger family (Bonferroni).
+Samples of one process are not independent: if a process happens to be faster than another, all of
+its samples are faster. So each restart gives one number: the median of head / base over its pairs
+of samples. The rank test compares these numbers. Their geometric mean over all cases is tested in
+the same way. It is less noisy than a single case, and shows a change that slows all cases down.
+
+There are two families of cases: those timed by CPU time, and those timed by wall clock, which show
+whether devices work at the same time. Each family has its own table and its own mean. Alpha is the
+risk of a false alarm in all tests of a family together. Each test gets an equal share of this risk,
+by the number of tests in the larger family (Bonferroni).
 """
 
 import contextlib
@@ -43,10 +45,10 @@ Answer = tuple[Callable[[str], str], Error | None]
 
 @dataclass(frozen=True)
 class Judgement:
-    """Hold the samples of every case, and the tests' decisions. `rule` is that of a single test.
+    """The samples of every case, and the decisions of the tests. `rule` applies to a single test.
 
-    `decisions` has the cases that both sides ran. If a family has several cases, it also has
-    `TOGETHER` or `WALL_TOGETHER`.
+    `decisions` contains the cases that both sides ran. If a family has several cases, `decisions`
+    also contains `TOGETHER` or `WALL_TOGETHER`, the decision about the mean over the family.
     """
 
     samples: Mapping[str, Samples]
@@ -55,7 +57,7 @@ class Judgement:
 
     @property
     def worse(self) -> list[str]:
-        """Name what is really slower in head."""
+        """Return the names of the cases and means that are really slower in head than in base."""
         names = []
         for name, decision in self.decisions.items():
             found = verdict(decision, METRIC)
@@ -65,7 +67,7 @@ class Judgement:
 
 
 def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
-    """Compare head with base in every case and in each family.
+    """Compare head with base in every case and in each family of cases.
 
     `rule.alpha` is the risk over all tests of a family.
     """
@@ -91,7 +93,7 @@ def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
 
 
 def _ratios(samples: Samples) -> list[float]:
-    """Return the median ratio of head to base of each restart."""
+    """Return the median ratio of head to base for each restart."""
     ratios = []
     for base, head in zip(samples.base, samples.head, strict=True):
         ratios.append(median_ratio(head, base))
@@ -99,9 +101,9 @@ def _ratios(samples: Samples) -> list[float]:
 
 
 def families(cases: Mapping[str, Clock]) -> dict[str, list[str]]:
-    """Return the cases of each family, by the name that stands for all cases of the family.
+    """Return the cases of each family. The key is the name for all cases of the family together.
 
-    `cases` has the clock of each case.
+    `cases` contains the clock of each case.
     """
     found: dict[str, list[str]] = {}
     for case, clock in cases.items():
@@ -111,13 +113,13 @@ def families(cases: Mapping[str, Clock]) -> dict[str, list[str]]:
 
 
 def answer(base: str, head: str | None, settings: Settings, rule: Rule, tell: Tell) -> Answer:
-    """Compare `head` with the revision `base`.
+    """Compare the code `head` with the revision `base`; return a table and an error to raise.
 
     `head` is a revision, or None for the working tree as it is.
 
     Raises:
-        Error: If with so few restarts nothing could be significant, if there is no such revision,
-            or if the measuring job ended before it was done.
+        Error: There is no such revision, the measuring job ended before it was finished, or with
+            so few restarts nothing could be significant.
     """
     check_restarts(settings, rule)
     run = new_run(Devices("cpu", 2, 1), settings.seed, ["python", "-m", "reproduce", *sys.argv[1:]])
@@ -129,7 +131,8 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, tell: Te
         git = None if tree.commit is None else Git(tree.commit, tree.dirty)
         of_tree = replace(run, git=git)
         record = Record(tree.name, tree.name, "measured", {}, [], run=of_tree)
-        # This is a side as `compare` loads it, but without rows: the comparison holds the times.
+        # This is a side like `compare` loads it, but without rows, because the comparison contains
+        # the times.
         sides.append(Side(letter, tree.name, [], [record]))
     parts = families(settings.cases).items()
     comparisons = [
@@ -140,7 +143,7 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, tell: Te
 
 
 def check_restarts(settings: Settings, rule: Rule) -> None:
-    """Raise `Error` if there are too few restarts for anything to be significant."""
+    """Raise `Error` if there are so few restarts that no result could be significant."""
     most = max(map(len, families(settings.cases).values()), default=0)
     least = least_restarts(rule, most)
     if settings.restarts < least:
@@ -152,14 +155,14 @@ def check_restarts(settings: Settings, rule: Rule) -> None:
 
 
 def least_restarts(rule: Rule, cases: int) -> int:
-    """Return the smallest number of restarts with which anything can be significant."""
+    """Return the smallest number of restarts with which a result can be significant."""
     return needed(rule.alpha / max(1, cases + (cases > 1)), paired=True)
 
 
 def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, tell: Tell) -> Judgement:
-    """Run the job on two trees and judge every case.
+    """Run the measuring job on two source trees, and judge every case.
 
-    `tell` is called with how many restarts are done.
+    `tell` is called with a text that says how many restarts are finished.
     """
     found = {case: Samples(clock=clock) for case, clock in settings.cases.items()}
     with contextlib.closing(interleaved(base, head, settings)) as lines:
@@ -175,10 +178,12 @@ def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, tell: Tell) 
 
 
 def choose_cases(project: Project, wanted: Sequence[str]) -> dict[str, Clock]:
-    """Return the cases whose names contain one of the texts, or all cases, with their clocks.
+    """Return the cases whose names contain one of the texts; without texts, return all cases.
+
+    The result contains the clock that times each case.
 
     Raises:
-        Error: If a text is in no name.
+        Error: No case's name contains one of the texts.
     """
     cases = load(project.cases)
     names: set[str] = set() if wanted else set(cases)
@@ -191,7 +196,7 @@ def choose_cases(project: Project, wanted: Sequence[str]) -> dict[str, Clock]:
 
 
 def _complaint(judged: Judgement, base: str, head: str) -> Error | None:
-    """Say what is slower or does not run any more, or that nothing was compared."""
+    """Return the error to raise if cases are slower, cannot run, or if nothing was compared."""
     if judged.worse:
         return Worse(f"slower than {base}: {', '.join(judged.worse)}")
     broken = {}
@@ -210,7 +215,7 @@ def _complaint(judged: Judgement, base: str, head: str) -> Error | None:
 def _comparison(
     judged: Judgement, together: str, cases: Sequence[str], settings: Settings, alpha: float
 ) -> Comparison:
-    """Return the content of a family's table, and notes on how to read it."""
+    """Return the content of a family's table, with notes on how to read it."""
     waits = together == WALL_TOGETHER
     family = "regression by wall clock" if waits else "regression"
     if settings.slow_down:
@@ -240,9 +245,9 @@ def _comparison(
 
 
 def _row(case: str, samples: Samples, decision: Decision | None) -> ComparedRow:
-    """Return the row of a case. It shows the pair of samples that is nearest to the ratio.
+    """Return the table row of a case. It shows the pair of samples that is nearest to the ratio.
 
-    Of several such pairs, it is the one of the most usual times.
+    If several pairs are equally near, the row shows the pair whose time is nearest to the median.
     """
     line = Line("regression", label=case)
     if decision is None:
@@ -263,7 +268,7 @@ def _row(case: str, samples: Samples, decision: Decision | None) -> ComparedRow:
 
 
 def _milliseconds(restarts: Sequence[Sequence[float]]) -> list[float]:
-    """Return the samples of all restarts, which are in seconds, in milliseconds."""
+    """Return the samples of all restarts, converted from seconds to milliseconds."""
     found = []
     for samples in restarts:
         found += [1000 * seconds for seconds in samples]
@@ -271,7 +276,7 @@ def _milliseconds(restarts: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _unable(found: Mapping[str, Samples]) -> Iterator[str]:
-    """Say which cases a side cannot run, and why."""
+    """Yield notes that say which cases a side cannot run, and why."""
     for which, letter in (("base", "A"), ("head", "B")):
         reasons = {}
         for case, samples in found.items():

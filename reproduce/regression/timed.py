@@ -1,4 +1,7 @@
-"""Time a project's cases. Their file is loaded by its path, so that both sides run the same one."""
+"""Time the cases of a project. The file of the cases is loaded by its path, for both sides.
+
+So both sides run the same file.
+"""
 
 import os
 import runpy
@@ -14,18 +17,19 @@ from reproduce.error import Error
 Clock = Literal["cpu", "wall"]
 # CPU time of all threads of the process, or wall-clock time.
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
-WARM_UP = 2  # samples: the first one compiles and allocates, and takes several times as long
-# The cores of this process. Where they cannot be chosen, as on macOS, there are none.
+WARM_UP = 2  # the number of warm-up samples: the first one takes several times as long
+# The cores of this process. The list is empty if cores cannot be chosen, for example on macOS.
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
 
 
 @dataclass(frozen=True)
 class Case:
-    """Name what is timed.
+    """A case: the work that is timed.
 
-    `prepare()` imports the package, makes what a step needs, and returns the step. A sample is the
-    mean of `steps` steps in a row, in CPU time on one core or, to see overlap, in wall-clock time
-    on two cores.
+    `prepare()` imports the package, makes everything that a step needs, and returns the step. A
+    sample is the mean of `steps` consecutive steps. It is measured in CPU time on one core. If it
+    has to show whether devices work at the same time, it is measured in wall-clock time on two
+    cores.
     """
 
     name: str
@@ -38,7 +42,7 @@ def load(path: Path) -> dict[str, Case]:
     """Return the cases of a file, by name.
 
     Raises:
-        Error: If the file has no list `CASES` of cases with different names.
+        Error: The file has no list `CASES` of cases with different names.
     """
     try:
         listed = runpy.run_path(str(path))["CASES"]
@@ -56,16 +60,16 @@ def load(path: Path) -> dict[str, Case]:
 
 
 class Timed:
-    """Time a case by `clock` or, without it, by the case's own clock.
+    """A prepared case that is timed by `clock` or, if that is None, by the case's own clock.
 
-    `slow_down` adds a delay to each sample, as a share of the median.
+    `slow_down` adds a delay to each sample, as a fraction of the median sample.
     """
 
     def __init__(self, file: str, name: str, clock: Clock | None, slow_down: float) -> None:
         self.case = load(Path(file))[name]
         clock = clock or self.case.clock
         self.now = CLOCKS[clock]
-        # The first core serves most interrupts.
+        # The first core serves most interrupts, so CPU time is measured on the last core.
         self.cores = CORES[-1:] if clock == "cpu" else CORES[:1] + CORES[-1:]
         self.step = self.case.prepare()
         self.slow_down = slow_down
@@ -75,9 +79,10 @@ class Timed:
         self.own.clear()
 
     def __call__(self) -> float:
-        """Return the seconds per step of a sample."""
+        """Run a sample, and return its seconds per step."""
         if self.cores:
-            # This is for this thread. Workers inherit it when the first sample starts them.
+            # This sets the cores of this thread. Worker threads inherit them when the first sample
+            # starts them.
             os.sched_setaffinity(0, self.cores)
         began = self.now()
         for _ in range(self.case.steps):

@@ -1,4 +1,4 @@
-"""Copy the package of a revision, or of the working tree, into a folder of its own."""
+"""Copy the package of a git revision, or of the working tree, into a separate folder."""
 
 import contextlib
 import shutil
@@ -19,7 +19,7 @@ from reproduce.machine.git import commit_of, git
 
 @dataclass(frozen=True)
 class Project:
-    """Say what is measured: a package in the git repository `root`, by the cases of a file.
+    """A package to measure: its git repository `root`, and the file of its cases.
 
     A shell runs `build` to build the package.
     """
@@ -31,9 +31,10 @@ class Project:
 
     @property
     def paths(self) -> list[str]:
-        """Say where the package may be.
+        """Return the paths at which the package can be.
 
-        If it is built, that may be anywhere. The list is empty then, which means everything to git.
+        If the package is built, it can be anywhere, and the list is empty. To git, an empty list
+        means all paths.
         """
         if self.build:
             return []
@@ -46,9 +47,9 @@ TORCHGPIPE = Project("torchgpipe", ROOT / "reproduce" / "regression" / "cases.py
 
 @dataclass(frozen=True)
 class Tree:
-    """Hold a folder to import the package from, its name for the user, and its commit.
+    """A copy of a package: the folder to import it from, its name for the user, and its commit.
 
-    `dirty` says that it has changes which are in no commit.
+    `dirty` says that the copy has changes that are not committed.
     """
 
     folder: Path
@@ -59,7 +60,7 @@ class Tree:
 
 @contextlib.contextmanager
 def trees(base: str, head: str | None, project: Project) -> Iterator[tuple[Tree, Tree]]:
-    """Copy both sides into a temporary folder.
+    """Copy base and head into a temporary folder, and yield both copies.
 
     The folder is removed at the end, also if a signal ends this program.
     """
@@ -77,7 +78,7 @@ def committed(project: Project, revision: str, folder: Path) -> Tree:
     """Copy the package of a revision into `folder` and build it.
 
     Raises:
-        Error: If there is no such revision or package, or the build fails.
+        Error: There is no such revision or package, or the build fails.
     """
     root = project.root
     commit = commit_of(root, revision)
@@ -90,9 +91,9 @@ def committed(project: Project, revision: str, folder: Path) -> Tree:
 
 
 def snapshot(project: Project, folder: Path) -> Tree:
-    """Copy the package of the working tree as it is, without what git ignores.
+    """Copy the package of the working tree with uncommitted changes, but without ignored files.
 
-    Edits of the working tree during the job change nothing.
+    If the user edits the working tree during the job, the copy does not change.
     """
     root = project.root
     options = ("--cached", "--others", "--exclude-standard")
@@ -112,7 +113,7 @@ def snapshot(project: Project, folder: Path) -> Tree:
 def _built(project: Project, folder: Path, name: str) -> Path:
     """Build the package of the copy in `folder`, and return the folder to import it from."""
     build = project.build or "true"
-    # What it prints goes to stderr: stdout is for the table.
+    # The output of the build goes to stderr, because stdout is for the table.
     code = subprocess.run(build, shell=True, cwd=folder, stdout=2).returncode
     if code:
         raise Error(
@@ -128,9 +129,9 @@ def _built(project: Project, folder: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise `SystemExit`.
+    """Make SIGTERM and SIGHUP raise `SystemExit` within the `with` block.
 
-    `timeout` sends SIGTERM, and SIGHUP is sent when the terminal closes.
+    `timeout` sends SIGTERM. SIGHUP is sent when the terminal closes.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -1,2 +1,4 @@
-"""Report results: one page to look at, with tables and figures made from records.
-It may import `tables` and what lies below, not `run` or `predict`."""
+"""Report results on one page, with tables and figures that are made from records.
+
+This folder may import `tables` and the folders below it. It may not import `run` or `predict`.
+"""

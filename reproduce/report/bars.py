@@ -1,4 +1,4 @@
-"""Draw memory, and the metrics of an ablation, as bars by source."""
+"""Draw bar charts of memory and of the metrics of an ablation, with bars for each source."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ Stacks = dict[str, dict[str, float | None]]  # row -> part of the bar -> bytes, 
 
 @dataclass(frozen=True)
 class Bar:
-    """Hold a stacked bar: its parts as sizes and colours, and the text at its end."""
+    """A stacked bar: the sizes and colours of its parts, and the text at its end."""
 
     text: str
     parts: list[tuple[float, str]]
@@ -37,7 +37,7 @@ class Bar:
 
 
 def memory_figures(subject: Subject) -> Iterator[Captioned]:
-    """Yield a figure for each source and kind of bytes, with its caption."""
+    """Yield figures of memory with captions, one for each source of numbers and kind of bytes."""
     for source in subject.sources:
         for value, kind in KINDS.items():
             stacks = _measured(source, value)
@@ -57,7 +57,7 @@ def memory_figures(subject: Subject) -> Iterator[Captioned]:
 
 
 def ablation_figures(subject: Subject) -> Iterator[Captioned]:
-    """Yield a figure for each metric, with its caption, if the subject is an ablation."""
+    """Yield a figure with a caption for each metric, if the subject is an ablation."""
     if not _ablated(subject):
         return
     for metric, meaning in ABLATED.items():
@@ -73,7 +73,7 @@ def ablation_figures(subject: Subject) -> Iterator[Captioned]:
 
 
 def _measured(source: Source, value: str) -> Stacks:
-    """Stack the peaks of each row's devices."""
+    """Return the peaks of each row's devices, as the parts of a stacked bar."""
     stacks: Stacks = {}
     for result in source.results:
         peaks = result.values.get(value)
@@ -83,7 +83,10 @@ def _measured(source: Source, value: str) -> Stacks:
 
 
 def _published(source: Source) -> Stacks:
-    """Stack the published parts of each row's memory. Rows that ran out of memory have None."""
+    """Return the published parts of each row's memory, as the parts of a stacked bar.
+
+    For a row that ran out of memory, the sizes are None.
+    """
     units = {}
     for name, unit in source.record.unit.items():
         if name in PARTS and unit in BYTES:
@@ -101,7 +104,7 @@ def _published(source: Source) -> Stacks:
 
 
 def _ablated(subject: Subject) -> bool:
-    """Say whether the rows differ in the components that they have."""
+    """Return whether the rows switch different components of the pipeline on (an ablation)."""
     components = set()
     for config in subject.rows.values():
         if "components" in config:
@@ -110,7 +113,7 @@ def _ablated(subject: Subject) -> bool:
 
 
 def _over_first(subject: Subject, source: Source, metric: str) -> dict[str, float]:
-    """Return a metric of each row, relative to the first row where `ABLATED` says so."""
+    """Return a metric of each row. If `ABLATED` says so, it is relative to the first row."""
     readings = subject.readings(source, "speedup" if metric == "throughput" else metric)
     first = readings.get(next(iter(subject.rows)))
     values = {}
@@ -175,7 +178,7 @@ def _grouped(
 
 
 def _bar(source: Source, value: float | None) -> Bar:
-    """Return the bar of a source's value; an empty one if the source has no value."""
+    """Return the bar for a value of a source, or an empty bar if there is no value."""
     if value is None:
         return Bar("", [])
     hatch = "///" if source.kind == "predicted" else None
@@ -217,7 +220,7 @@ def _bars(
 
 
 def _draw_bar(axes: Axes, bar: Bar, at: float, height: float) -> None:
-    """Draw a stacked bar, and its text at its end."""
+    """Draw a stacked bar, and the text at its end."""
     end = 0.0
     for size, color in bar.parts:
         axes.barh(

@@ -1,9 +1,10 @@
-"""Draw figures with matplotlib as SVG elements for a page.
+"""Draw figures with matplotlib as SVG elements for an HTML page.
 
-The text of a figure stays text, and its colours are those of the page. Matplotlib does not support
-CSS. So figures are drawn in placeholder colours, which are then replaced by CSS variables. The page
-sets these for light and dark mode. A figure is as wide as a phone's screen, so on a phone its text
-is as large as the page's. A wider screen shows several figures in a row.
+The text of a figure remains text, and a figure uses the colours of the page. Matplotlib does not
+support CSS. So figures are drawn in placeholder colours, which are then replaced by CSS variables.
+The page sets these variables for light and dark mode. A figure is as wide as a phone's screen. So
+on a phone, its text is as large as the text of the page. A wider screen shows several figures side
+by side.
 """
 
 import html
@@ -15,13 +16,13 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-WIDTH = 3.75  # inches (96 CSS pixels each): a small phone's screen without margins
-POINTS, PIXELS = 72, 96  # per inch
+WIDTH = 3.75  # the width in inches (96 CSS pixels each): a small phone's screen without margins
+POINTS, PIXELS = 72, 96  # the numbers of points and of pixels in an inch
 
 TEXT, FAINT, BACK = "#fd0000", "#fd0001", "#fd0002"
-SERIES = [f"#fe000{i}" for i in range(8)]  # of sources and of kinds of task
-DEVICES = [f"#fe001{i}" for i in range(8)]  # of the devices, one after another
-# placeholder colour -> CSS variable
+SERIES = [f"#fe000{i}" for i in range(8)]  # colours for sources and kinds of task
+DEVICES = [f"#fe001{i}" for i in range(8)]  # colours for devices, in their order
+# a dictionary from placeholder colours to CSS variables
 VARIABLES = {TEXT: "--text", FAINT: "--faint", BACK: "--back"}
 for _i, _color in enumerate(SERIES):
     VARIABLES[_color] = f"--s{_i}"
@@ -34,7 +35,7 @@ styled = matplotlib.rc_context(fname=Path(__file__).parent / "figure.mplstyle")
 
 
 def new_figure(height: float) -> tuple[Figure, Axes]:
-    """Return an empty figure of the page's width and a height in inches."""
+    """Return an empty figure that has the width of the page's figures, and a height in inches."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.add_subplot()
 

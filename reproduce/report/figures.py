@@ -1,4 +1,4 @@
-"""Draw speed-ups by source, and a history, as curves."""
+"""Draw curves: speed-ups of each source of numbers, and the history of numbers over revisions."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,23 +18,23 @@ COLORS = {
 }
 LOOKS = {"published": "-o", "predicted": "--s", "emulated": "-.^", "measured": "-D"}
 Captioned = tuple[str, str]  # a figure and its caption
-Place = tuple[int, int]  # n, m
-Point = tuple[str, Number]  # a revision, and a number of it
+Place = tuple[int, int]  # n partitions and m micro-batches
+Point = tuple[str, Number]  # a revision, and a number of this revision
 Curves = dict[Source, dict[Place, float]]
 
 
 def ideal(n: int, m: int) -> float:
-    """Return the speed-up of n equal partitions and m micro-batches over one device.
+    """Return the ideal speed-up of n equal partitions and m micro-batches over one device.
 
-    The formula is that of the GPipe paper, section 2.3.
+    The formula is from the GPipe paper, section 2.3.
     """
     return n * m / (n + m - 1)
 
 
 def speed_up_figures(subject: Subject) -> Iterator[Captioned]:
-    """Yield figures and captions: a figure over n for each m.
+    """Yield figures of speed-ups with captions: for each m, a figure with n on the x-axis.
 
-    If m changes together with n, it is one figure over the rows.
+    If m changes together with n, yield a single figure with the rows on the x-axis.
     """
     places: dict[str, Place] = {}
     for row, config in subject.rows.items():
@@ -65,10 +65,10 @@ def speed_up_figures(subject: Subject) -> Iterator[Captioned]:
 
 @styled
 def _speed_ups(subject: Subject, curves: Curves, places: list[Place], base: float) -> Captioned:
-    """Draw a curve for each source.
+    """Draw a figure with a curve for each source of numbers.
 
-    The x-axis is n if all places have the same m, else it lists the places. `base` is the ideal
-    speed-up of the first row.
+    A place is a pair (n, m). If all places have the same m, the x-axis is n. Otherwise the x-axis
+    lists the places. `base` is the ideal speed-up of the first row.
     """
     figure, axes = new_figure(2.6)
     axes.grid(axis="y")
@@ -122,7 +122,10 @@ def _tick(n: int, m: int) -> str:
 
 
 def history_figures(lines: Sequence[Line]) -> list[Captioned]:
-    """Return a figure, and its caption, for each number of a run that differs between revisions."""
+    """Return a figure with a caption for each number that differs between the revisions.
+
+    Only measured and emulated numbers are drawn.
+    """
     found: dict[tuple[str, str], list[Point]] = {}
     for line in sorted(lines, key=lambda line: line.date):
         for number in line.numbers:
@@ -139,7 +142,7 @@ def history_figures(lines: Sequence[Line]) -> list[Captioned]:
 
 @styled
 def _history(name: str, machine: str, points: Sequence[Point]) -> Captioned:
-    """Draw a number of a machine over revisions, with its quartiles where they are known."""
+    """Draw a number of one machine over revisions. Quartiles are drawn if they are known."""
     values = []
     low: list[Any] = []
     high: list[Any] = []

@@ -1,6 +1,6 @@
-"""Draw a step's timeline as a Gantt chart, with a line per device, so that the bubble is visible.
+"""Draw a step's timeline as a Gantt chart with a line per device, which makes the bubble visible.
 
-This needs matplotlib.
+This module needs matplotlib.
 """
 
 import io
@@ -26,14 +26,14 @@ KINDS = {
 }
 PAGE_COLORS = (*SERIES[:5], FAINT, BACK)  # of the kinds of task, and of the background
 FILE_COLORS = ("#4c78a8", "#f2b14a", "#54a24b", "#54a24b", "#88d27a", "#7f7f7f", "white")
-FILE_WIDTH = 10.0  # of the picture, in inches
-LINE = 0.55  # height of a line, in inches
-MARGIN = 1.75  # height of the picture without its lines, in inches
-BAR = 0.8  # height of a task, as a share of a line
-COPY_BAR = 0.14  # height of a copy, as a share of a line
-DIGIT = 0.11  # width of a digit in inches
+FILE_WIDTH = 10.0  # the width of the picture in inches
+LINE = 0.55  # the height of a device's line in inches
+MARGIN = 1.75  # the height of the picture without its lines, in inches
+BAR = 0.8  # the height of a task, as a fraction of the height of a line
+COPY_BAR = 0.14  # the height of a copy, as a fraction of the height of a line
+DIGIT = 0.11  # the width of a digit in inches
 
-# name, m and checkpoint mode of each schedule
+# Each line: the name, m and the checkpoint mode of a schedule.
 SCHEDULES = (
     ("naive model parallelism", 1, "never"),
     ("GPipe, checkpoint=never", 4, "never"),
@@ -44,7 +44,7 @@ PARTITIONS = 4
 
 
 def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
-    """Return the picture of a timeline as a file; `kind` is `svg` or `png`."""
+    """Return the picture of a timeline as the content of a file; `kind` is `svg` or `png`."""
     size = (FILE_WIDTH, MARGIN + LINE * timeline.partitions)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
@@ -59,7 +59,7 @@ def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
 
 
 def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> Iterator[tuple[str, str]]:
-    """Yield a figure for each recorded step, with its caption.
+    """Yield a figure with a caption for each recorded step.
 
     The title says whether the step was emulated.
     """
@@ -70,9 +70,9 @@ def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> Iterator[tuple[str,
 
 
 def schedule_figures() -> Iterator[tuple[str, str]]:
-    """Yield a figure for each schedule, with its caption.
+    """Yield a figure with a caption for each schedule.
 
-    A schedule is replayed with equal tasks whose copies take no time.
+    A schedule is replayed with tasks of equal length, and copies take no time.
     """
     naive = 0.0  # seconds of the first schedule, which is naive model parallelism
     for i, (name, m, checkpoint) in enumerate(SCHEDULES):
@@ -87,7 +87,7 @@ def schedule_figures() -> Iterator[tuple[str, str]]:
 
 
 def _replayed(m: int, checkpoint: str) -> Timeline:
-    """Replay GPipe with m micro-batches of equal tasks. Its whole work does not depend on m."""
+    """Replay GPipe with m micro-batches of equal tasks. The total work does not depend on m."""
     schedule = make("GPipe", PARTITIONS, m, checkpoint=checkpoint)
     return schedule.replay(lambda action: units(action) / m, loss=0.0)
 
@@ -112,10 +112,10 @@ def _page_figure(name: str, title: str, timeline: Timeline) -> str:
 def _draw(
     figure: Figure, axes: Axes, timeline: Timeline, title: str, colors: Sequence[str]
 ) -> None:
-    """Draw every task of a timeline, the devices' names and a legend.
+    """Draw every task of a timeline, the names of the devices and a legend.
 
-    The number of a task's micro-batch is drawn where there is room for it. A copy is a thin line
-    below the tasks.
+    The number of a task's micro-batch is drawn if there is room for it. A copy is drawn as a thin
+    line below the tasks.
     """
     color = dict(zip(KINDS, colors, strict=False))
     back = colors[-1]
@@ -143,7 +143,7 @@ def _draw(
 def _draw_bars(
     axes: Axes, timeline: Timeline, length: float, color: Mapping[str, str], back: str
 ) -> None:
-    """Draw a bar for every task and every copy; `length` is that of the timeline in seconds."""
+    """Draw a bar for every task and copy; `length` is the timeline's length in seconds."""
     start, _ = timeline.window
     for event in timeline.events:
         middle = float(timeline.row(event))
@@ -165,7 +165,7 @@ def _draw_bars(
 
 
 def _draw_numbers(axes: Axes, timeline: Timeline, digit: float, color: str) -> None:
-    """Draw the micro-batches' numbers, if most tasks have room for them.
+    """Draw the numbers of micro-batches on the tasks, if most tasks have room for a number.
 
     `digit` is the width of a digit in seconds.
     """

@@ -1,6 +1,6 @@
-"""Write the page: one self-contained HTML file, which loads nothing from the network.
+"""Write the report page: one HTML file that contains everything and loads nothing from the network.
 
-`page.html` is its template.
+`page.html` is the template of the page.
 """
 
 from collections import Counter
@@ -41,12 +41,16 @@ def page(
     traces: Sequence[tuple[str, Timeline]] = (),
     history: Sequence[Line] = (),
 ) -> str:
-    """Return the page about all records, the titled timelines of recorded steps, and a history."""
+    """Return the page that shows all records, the timelines of recorded steps, and a history.
+
+    Each timeline has a title.
+    """
     sections = []
     others = []
     shown = {}
     for subject in find_subjects(records):
-        # Published tables without an experiment or other numbers come last, collapsed.
+        # A published table comes last and collapsed if no experiment reproduces it, and if there
+        # are only published numbers for it.
         if subject.name in EXPERIMENTS or _has_other_numbers(subject):
             sections.append(_section(subject))
         else:
@@ -92,12 +96,12 @@ def _template() -> jinja2.Template:
 
 
 def _has_other_numbers(subject: Subject) -> bool:
-    """Say whether a subject has other numbers than published ones."""
+    """Return whether a subject has numbers that were not published, but run or predicted."""
     return any(source.kind != "published" for source in subject.sources)
 
 
 def _section(subject: Subject) -> dict[str, Any]:
-    """Return what the template shows of a subject."""
+    """Return what the template needs to show a subject, a published table or an experiment."""
     runs = {}
     for source in subject.sources:
         if source.kind in RUN and subject.name in EXPERIMENTS:
@@ -146,15 +150,15 @@ def _value(value: object) -> str:
 
 
 def _origin(record: Record) -> tuple[tuple[str, str], ...]:
-    """Return a key. Records with equal keys are listed under one description."""
+    """Return a key. Records with equal keys are listed under one description in the page."""
     return tuple(provenance(record).items())
 
 
 def provenance(record: Record) -> dict[str, str]:
-    """Return where a record's numbers come from, by name.
+    """Return texts that say where a record's numbers come from, each with a title.
 
-    A run has a machine, software and other lines; a published table has a source, hardware and
-    software.
+    A run has texts about its machine, its software and more. A published table has texts about its
+    source, hardware and software.
     """
     run = record.run
     about = _publication(record) if run is None else _machine(record, run)
@@ -188,7 +192,7 @@ def _publication(record: Record) -> dict[str, str]:
 
 
 def _gpu(gpu: Gpu) -> str:
-    """Describe a GPU in a line."""
+    """Return a description of a GPU in one line."""
     parts = [gpu.name, f"{gpu.memory / GiB:.0f} GiB"]
     units = {"MHz": gpu.clock, "MHz memory": gpu.memory_clock, "W": gpu.power_limit}
     for unit, value in units.items():
@@ -200,7 +204,7 @@ def _gpu(gpu: Gpu) -> str:
 
 
 def _listed(fields: Mapping[str, object] | None) -> str:
-    """Return fields and their values in a line, without those that are None."""
+    """Return fields and their values in one line, without fields whose value is None."""
     parts = []
     for name, value in (fields or {}).items():
         if value is not None:

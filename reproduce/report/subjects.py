@@ -1,8 +1,9 @@
-"""Gather what the report shows: the numbers of each experiment, by source.
+"""Collect the numbers of each experiment for the report, by source.
 
 The sources are published, predicted, emulated and measured. A measured or emulated source is one
 run of the experiment at one scale, on one kind of device, with one engine. If there are several
-such runs, it is the first one of `ranked`. So rows that are compared come from one run.
+such runs, the source is the first run in the order of `ranked`. So rows that are compared come from
+one run.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ RUN = ("emulated", "measured")  # the kinds of source whose tasks were run
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Hold the results of an experiment in one record.
+    """The results of one experiment in one record.
 
     `label` distinguishes the source from other sources.
     """
@@ -45,9 +46,9 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """Hold an experiment, or a published table that no experiment reproduces, and its sources.
+    """A subject of the report: an experiment, or a published table without one, and its sources.
 
-    There is at least one source.
+    There is at least one source, which contains the results of one record.
     """
 
     name: str
@@ -57,17 +58,17 @@ class Subject:
 
     @property
     def rows(self) -> dict[str, Mapping[str, Json]]:
-        """Give the rows of the table and their configurations: those of the first source."""
+        """Return the rows of the table and their configurations, taken from the first source."""
         return {result.row: result.config for result in self.sources[0].results}
 
     @property
     def several_models(self) -> bool:
-        """Say whether the rows have several models. Then each model has its own baseline row."""
+        """Return whether the rows have several models, each with its own baseline row."""
         models = {str(config.get("model")) for config in self.rows.values()}
         return len(models) > 1
 
     def find(self, source: Source, row: str) -> Entry | None:
-        """Return a source's result that has the row's name or reproduces the row."""
+        """Return the result of a source that has the row's name or reproduces the row, or None."""
         link = None if source.kind == "published" else f"{self.table}/{row}"
         for result in source.results:
             if result.row == row or (link and result.published == link):
@@ -75,10 +76,10 @@ class Subject:
         return None
 
     def readings(self, source: Source, metric: str) -> dict[str, Reading]:
-        """Return a source's readings of a metric, by row, without rows that have none.
+        """Return a source's values of a metric, by row. Rows without a value are left out.
 
-        The baseline of speed-ups is the first row. With several models, it is the row that each
-        row names.
+        The baseline of speed-ups is the first row. If there are several models, each row names its
+        own baseline.
         """
         entries = {}
         results = {}
@@ -101,10 +102,10 @@ class Subject:
 
 
 def find_subjects(records: Sequence[Record]) -> list[Subject]:
-    """Return the experiments in order, then the other subjects.
+    """Return all subjects: first the known experiments, in order, and then the other subjects.
 
-    These are experiments in records that are not known here, and published tables that no
-    experiment reproduces.
+    The other subjects are experiments in records that this program does not define, and published
+    tables that no experiment reproduces.
     """
     papers: dict[str, Source] = {}
     others = []
@@ -138,7 +139,7 @@ def find_subjects(records: Sequence[Record]) -> list[Subject]:
 
 
 def _table_of(experiment: str, sources: Sequence[Source]) -> str:
-    """Return the name of the published table that an experiment reproduces; empty if none."""
+    """Return the name of the published table that an experiment reproduces, or an empty text."""
     if experiment in EXPERIMENTS:
         return EXPERIMENTS[experiment].table or ""
     for source in sources:
@@ -163,7 +164,7 @@ def _predicted(experiment: str, records: Sequence[Record]) -> Iterator[Source]:
 
 
 def _run(experiment: str, records: Sequence[Record]) -> list[Source]:
-    """Return the sources that ran the experiment, by the start of their runs."""
+    """Return the sources of an experiment that are measured or emulated, in order of time."""
     best: dict[object, Source] = {}
     measured = [record for record in records if record.kind == "measured"]
     for record in ranked(measured, experiment):
@@ -175,12 +176,12 @@ def _run(experiment: str, records: Sequence[Record]) -> list[Source]:
 
 
 def _how(result: Result) -> tuple[object, ...]:
-    """Return a key. Results of a record with equal keys are of one source."""
+    """Return a key. Results of one record with equal keys belong to the same source."""
     return result.scale, result.device, result.emulated, result.engine
 
 
 def _source(record: Record, results: list[Result]) -> Source:
-    """Return the source of results that ran in the same way."""
+    """Make a source of results of one record that ran in the same way."""
     first = results[0]
     kind: Literal["emulated", "measured"] = "emulated" if first.emulated else "measured"
     label: str = kind
@@ -217,9 +218,9 @@ Texts = dict[str, str]  # by row
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Hold a table's texts.
+    """The texts of a table that shows the sources of a subject side by side.
 
-    They are columns of configuration fields, columns of each metric by source, and notes.
+    The table has columns for configuration fields, columns for each metric by source, and notes.
     """
 
     rows: list[str]
@@ -229,7 +230,7 @@ class SideBySide:
 
 
 def side_by_side(subject: Subject) -> SideBySide:
-    """Return the table of all metrics and all sources."""
+    """Return the table of all metrics and all sources of a subject."""
     rows = subject.rows
     metrics: dict[str, list[tuple[Source, Texts]]] = {}
     marked = False
@@ -268,7 +269,7 @@ def _fields(subject: Subject) -> dict[str, Texts]:
 
 
 def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
-    """Return the text of a source's reading, or why there is none."""
+    """Return the text of a source's value of a metric, or why there is no value."""
     if entry is None:
         return "-"
     if reading is None:
@@ -316,7 +317,7 @@ def _place(source: Source) -> tuple[object, object]:
 
 
 def _other_work(subject: Subject, source: Source) -> Iterator[str]:
-    """Say in which fields and rows a source differs from the first source of the subject."""
+    """Yield notes that say in which fields and rows a source differs from the first source."""
     fields: dict[str, None] = {}
     names: dict[str, None] = {}
     for row in subject.rows:

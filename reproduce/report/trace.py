@@ -26,7 +26,7 @@ class _Name(Struct, tag_field="ph", tag="M"):
 
 
 class _Start(Struct, tag_field="ph", tag="s"):
-    """The start of an arrow; `_End` is its end. Both are ignored here."""
+    """The start of an arrow in the trace. `_End` is the end of an arrow. Both are ignored here."""
 
 
 class _End(Struct, tag_field="ph", tag="f"):
@@ -56,7 +56,7 @@ def read_trace(path: Path) -> list[tuple[str, Timeline]]:
     """Return titles and timelines of the mini-batches in a trace that `perfetto` wrote.
 
     Raises:
-        Error: If the file is not such a trace.
+        Error: The file is not a trace of a step.
     """
     trace = decode(_Trace, read_json(path), f"{path}: not a trace of a step")
     title = path.stem
@@ -92,12 +92,12 @@ def read_trace(path: Path) -> list[tuple[str, Timeline]]:
 
 
 class Tracer:
-    """Write each row's timeline to `FILE.json`, and a picture to `FILE.svg`.
+    """A writer that saves each row's timeline as `FILE.json`, and a picture of it as `FILE.svg`.
 
-    If the file that was given is a `FILE.png`, the picture is written to this file. With `several`
-    rows, each row has its own files, such as `FILE-pipeline-2.json`. With several `experiments`,
-    the experiment's name is in the files' names, too. Errors are collected in `problems`: a
-    measurement must not fail because of a picture.
+    If the given file is a `FILE.png`, the picture is written to this file. If `several` is true,
+    each row has its own files, such as `FILE-pipeline-2.json`. If `experiments` is true, the names
+    of the files also contain the name of the experiment. Errors are collected in `problems`,
+    because a measurement must not fail because of a picture.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Tracer:
         self.problems: list[str] = []
 
     def __call__(self, experiment: str, row: str, timeline: Timeline) -> None:
-        """Write a row's timeline."""
+        """Write a row's timeline, and a picture of the timeline if pictures can be drawn."""
         title = f"{experiment}: {row}"
         base = str(self.base)
         if self.several:

@@ -1,4 +1,4 @@
-"""Run the rows of experiments: on devices here, emulated, or for their memory alone.
+"""Run the rows of experiments: measure them on real devices, emulate them, or measure their memory.
 
-It may import `experiments`, `records`, `models`, `machine` and `torchgpipe`.
+This folder may import `experiments`, `records`, `models`, `machine` and `torchgpipe`.
 """

@@ -1,12 +1,13 @@
-"""Emulate a training step on n devices with one.
+"""Emulate a training step on n devices with a single device.
 
 The library runs every task of the step, one at a time, on one real device, which holds all
-partitions. Each task is timed alone: on a CPU by its thread's CPU time, on CUDA by events. Then the
-schedule of n devices is replayed with these times. So outputs and gradients are real, and only the
-overlap of devices is computed. This is called trace-driven simulation.
+partitions. Each task is timed separately: by its thread's CPU time on a CPU, and by events on CUDA.
+Then the schedule of n devices is replayed with these times. So outputs and gradients are real, and
+only the overlap of devices is computed. This method is called trace-driven simulation.
 
-The emulation neglects how devices slow each other down: they share memory bandwidth and the GIL,
-and passing a tensor on takes time. `docs/prediction.md` says how much that is.
+The emulation does not consider how devices slow each other down: they share memory bandwidth and
+the GIL, and it takes time to pass a tensor to the next device. `docs/prediction.md` says how much
+this is.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ MOST_EXECUTED = 4  # micro-batches to run per step; the others are assumed to ta
 class Executed:
     """The times of one step: of each task, of computing the loss, and of each partition's update.
 
-    They are in seconds. In total the step took `work` seconds of the device. `value` is the loss.
+    All times are in seconds. The whole step took `work` seconds on the device. `value` is the loss.
     """
 
     tasks: Mapping[Task, float]
@@ -64,8 +65,8 @@ class Executed:
 class EmulatedStep(NamedTuple):
     """The time of a step on n devices, in seconds.
 
-    `seconds` includes the copies over a `Link`. `here` is the time without copies.
-    `work` is the time that all tasks took on the one real device.
+    `seconds` includes the copies over a `Link`. `here` is the time without copies. `work` is the
+    time that all tasks took on the one real device.
     """
 
     seconds: float
@@ -75,11 +76,11 @@ class EmulatedStep(NamedTuple):
 
 
 def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
-    """Return the row with only `most` of its micro-batches, of the same sizes.
+    """Return the row with fewer micro-batches, at most `most`, that have the same sizes.
 
-    The last micro-batch may be smaller than the others. A smaller mini-batch may not split into the
-    same sizes. In this case, the row has the smallest number of micro-batches above `most` that
-    does, or all of them.
+    The last micro-batch can be smaller than the others. It can happen that no mini-batch with
+    `most` micro-batches splits into the same sizes. In this case, the row gets the smallest number
+    of micro-batches above `most` that is possible, or keeps all its micro-batches.
     """
     count = row.micro_batches
     size = row.micro_batch_size
@@ -94,7 +95,7 @@ def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
 
 
 class Emulation:
-    """Emulate steps of `row` in the balance that is used. `runs` has the times of its steps."""
+    """An emulation of a row's training steps. `runs` has the times of the steps so far."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -105,10 +106,11 @@ class Emulation:
         seed: int,
         link: Link | None = None,
     ) -> None:
-        """Build everything.
+        """Build the model, its optimizers and everything else that a step needs.
 
-        With a `link`, copies take the times of the link, and recomputation starts early, as on
-        GPUs. Without one, devices are like this machine's, and copies take no time.
+        With a `link`, copies take the times of the link, and recomputation starts early, like on
+        GPUs. Without a link, the emulated devices are like this machine's devices, and copies take
+        no time.
         """
         self.training = Training(shortened(row), devices, data, balancer, seed, emulates=row)
         self.row = replace(row, balance=self.training.row.balance)
@@ -123,7 +125,7 @@ class Emulation:
                 self.optimizers.append(make_optimizer(row, partition))
 
     def run(self) -> Executed:
-        """Run one more step, a task at a time."""
+        """Run one more step, with one task at a time, and return the times of the step."""
         training = self.training
         device = training.devices[0]
         one_thread = replace(self.devices, threads=1)  # else a task's CPU time would lack the rest
@@ -160,10 +162,11 @@ class Emulation:
         return run
 
     def step(self) -> EmulatedStep:
-        """Replay a step in which each task takes its usual share of the work: the runs' median.
+        """Replay a step in which each task takes its typical time, which is computed over all runs.
 
-        The slowest partition determines the time of a step. In a single run, the slowest partition
-        may be one that was disturbed.
+        For each task, the typical time is the median of its fractions of a run's total work,
+        multiplied by the median total work. A single run is not enough: the slowest partition
+        determines the time of a step, and in a single run it can be a partition that was disturbed.
         """
         runs = self.runs
         work = median([run.work for run in runs])
@@ -187,7 +190,7 @@ class Emulation:
         return EmulatedStep(seconds_there, here.seconds + longest_update, work, timeline)
 
     def _replay_linked(self, costs: Costs, link: Link) -> Timeline:
-        """Replay a step with copies over the link."""
+        """Replay a step with copies between devices over the link."""
         forward = sum(costs.forward[0])
         copy, skips = link.copies(self.row, forward)
         ahead = "dependency" in self.row.components
@@ -195,24 +198,25 @@ class Emulation:
 
     @property
     def config(self) -> dict[str, Json]:
-        """Give the configuration as it was run, and the hardware description of its copies."""
+        """Return the configuration with the balance in use and the hardware for copies."""
         config = self.row.config()
         if self.link is not None:
             config["link"] = self.link.title
         return config
 
     def watch(self) -> tuple[Values, Timeline]:
-        """Return utilization and bubble of the replay, and its timeline.
+        """Return values and the timeline of the replay.
 
-        The values also have the number of micro-batches that were run.
+        The values are the utilization, the bubble, and the number of micro-batches that were run.
         """
         timeline = self.step().timeline
         return {"executed": self.executed, **busy(timeline)}, timeline
 
     def samples(self) -> Samples:
-        """Return samples for the record.
+        """Return samples for the record, with one entry for each run.
 
-        A run's step time is the emulated one, scaled by the run's share of the median work.
+        The step time of a run is the emulated step time, multiplied by the ratio of the run's work
+        to the median work.
         """
         step = self.step()
         samples: Samples = {"step_time": [], "here_time": [], "work_time": [], "loss": []}
@@ -226,7 +230,7 @@ class Emulation:
     def _costs(self, seconds: Mapping[Task, float], loss: float) -> Costs:
         """Return the time of every task of the step.
 
-        Tasks that were not run take as long as equal ones that were run.
+        A task that was not run takes the same time as an equal task that was run.
         """
         row = self.row
         executed = self.executed
@@ -255,7 +259,10 @@ class Emulation:
 
 
 def memory_needed(row: Row) -> str:
-    """Say how much memory the row's partitions take together, as counted on `meta`."""
+    """Return a text that says how much memory the row's partitions take together.
+
+    The memory is counted on the `meta` device.
+    """
     ran = shortened(row)
     counts = counted(ran.sized)
     config = ran.config()
@@ -269,12 +276,12 @@ def memory_needed(row: Row) -> str:
 
 
 class Link:
-    """Compute the times of a step's copies from a hardware description.
+    """A link between emulated devices: it computes the times of a step's copies.
 
-    `papers` are the rows of the published model, by name. If given, the ratio of a copy's time to a
-    forward's time is that of the published model. Otherwise copies would be too cheap or too
-    expensive: a smaller model computes less per byte that it copies, and a CPU core computes less
-    than a GPU.
+    The times come from a hardware description. `papers` contains the rows of the published model,
+    by name. If `papers` is given, the ratio of a copy's time to a forward's time is the ratio of
+    the published model. Otherwise copies would be too cheap or too expensive: a smaller model
+    computes less for each byte that it copies, and a CPU core computes less than a GPU.
     """
 
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
@@ -286,10 +293,11 @@ class Link:
         self._predictor = functools.cache(lambda model: Predictor(counted(model), hardware))
 
     def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
-        """Return the seconds of each boundary's copy and of each skip's copy, one way.
+        """Return the seconds of the copy at each boundary of partitions, and of each skip's copy.
 
-        `forward` is how long a micro-batch's forward takes in all partitions together. A skip's key
-        is the partitions that stash and pop it.
+        The times are for one direction. `forward` is the time of a micro-batch's forward in all
+        partitions together. The key of a skip is a pair: the partitions that stash and pop the
+        skip.
         """
         paper = self._published(row)
         predictor = self._predictor(paper.sized)
@@ -308,9 +316,9 @@ class Link:
         return [seconds * share for seconds in boundaries], scaled_skips
 
     def _published(self, row: Row) -> Row:
-        """Return the published row of the same name, or else the first published row.
+        """Return the published row with the same name or, if there is none, the first one.
 
-        Without published rows, return the row itself.
+        If there are no published rows, return the row itself.
         """
         if self.papers is None:
             return row
@@ -319,7 +327,7 @@ class Link:
 
 
 def own_links(devices: Devices) -> str | None:
-    """Return the name of the shipped hardware description with GPUs like those here, if any."""
+    """Return the name of the hardware description that fits this machine's GPUs, or None."""
     if devices.kind != "cuda":
         return None
     words = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(0).lower())

@@ -1,4 +1,4 @@
-"""Run an experiment in the way that suits what it measures."""
+"""Run an experiment: call the functions for the quantity that the experiment measures."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -12,19 +12,19 @@ from reproduce.run.peak import measure_memory, plan_memory, run_memory
 from reproduce.run.session import Session
 from reproduce.run.speed import plan_speed, run_speed
 
-MEMORY_STEPS = 2  # of an ablation: an optimizer allocates its state at the end of the first step
-GroupDone = tuple[str, bool]  # a group's name, and whether all of it is done
+MEMORY_STEPS = 2  # an optimizer allocates its state at the end of the first step
+GroupDone = tuple[str, bool]  # a group's name, and whether the whole group is finished
 
 
 class Way(NamedTuple):
-    """How an experiment is planned and run."""
+    """The two functions that plan and run the experiments that measure one kind of quantity."""
 
     plan: Callable[[Session], None]
     run: Callable[[Session], Iterator[GroupDone]]
 
 
 def plan(session: Session) -> None:
-    """Tell the progress display what is to come.
+    """Tell the progress display which steps will run.
 
     Every row that will run is recorded as interrupted until it has run.
     """
@@ -32,9 +32,9 @@ def plan(session: Session) -> None:
 
 
 def run_experiment(session: Session) -> Iterator[GroupDone]:
-    """Run every row, even if others fail.
+    """Run every row of an experiment, even if some rows fail.
 
-    Yield a group's name when its table can be shown, and whether the group is done.
+    Yield a group's name when its table can be shown, and whether the group is finished.
     """
     way = WAYS[session.experiment.measures]
     with session.devices.in_use():
@@ -42,7 +42,7 @@ def run_experiment(session: Session) -> Iterator[GroupDone]:
 
 
 def _run_ablation(session: Session) -> Iterator[GroupDone]:
-    """Time every row as a speed experiment does, then measure its peak memory."""
+    """Run an ablation: time every row like a speed experiment, then measure its peak memory."""
     for _, done in run_speed(session):
         if done:
             for row in session.scale.rows:
@@ -52,7 +52,7 @@ def _run_ablation(session: Session) -> Iterator[GroupDone]:
 
 
 def _add_memory(session: Session, row: Row) -> None:
-    """Add the row's peak memory, or why it is not known, to its results that have times."""
+    """Add a row's peak memory, or the reason why it is not known, to its results with times."""
     timed = []
     for emulated in (False, True):
         result = session.recorded(row, emulated=emulated)

@@ -8,15 +8,15 @@ import torch
 
 from reproduce.error import Error
 
-# Parts of messages of the CPU allocator, the CUDA driver and CUDA libraries. They raise a plain
-# RuntimeError.
+# Parts of messages of errors by the CPU allocator, the CUDA driver and CUDA libraries. They raise a
+# plain RuntimeError if there is not enough memory.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 
 class Failure(NamedTuple):
-    """Why a row failed.
+    """The status of a row that failed, and the reason.
 
-    It does not refer to the exception, which would keep frames and their tensors alive.
+    It does not refer to the exception, because the exception keeps frames and their tensors alive.
     """
 
     status: Literal["out of memory", "failed"]
@@ -24,7 +24,7 @@ class Failure(NamedTuple):
 
 
 def explain(error: Exception) -> Failure:
-    """Return the status and the reason for the record."""
+    """Return the status and the reason to record for an exception."""
     if _is_out_of_memory(error):
         return Failure("out of memory", "out of memory")
     if isinstance(error, Error):

@@ -1,7 +1,8 @@
 """Decide which rows of a speed experiment run, how, in which groups, and for how long.
 
-A row is measured if there are enough devices, and emulated up to the number of devices of the
-option `--emulate`. The rows of a group are compared, and so they run in turn.
+A row is measured if there are enough devices. It is emulated if it needs at most as many devices as
+the option `--emulate` says. The rows of a group are compared with each other, so their steps run
+alternately.
 """
 
 import math
@@ -18,9 +19,9 @@ from reproduce.run.session import Session
 
 @dataclass(frozen=True, eq=False)
 class PlannedTask:
-    """A row to run, and how: it is measured with an engine, or emulated.
+    """A row to run, and how to run it: it is measured with an engine, or emulated.
 
-    `before` holds the samples of an earlier run that was interrupted and now goes on.
+    `before` contains the samples of an earlier run that was interrupted and that is now continued.
     """
 
     row: Row
@@ -29,7 +30,7 @@ class PlannedTask:
     before: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def continued(self, found: Result) -> "PlannedTask":
-        """Return the task with the samples and the balance of an earlier run's result."""
+        """Return a copy of the task with the samples and the balance of an earlier result."""
         balance = found.config.get("balance")
         row = replace(self.row, balance=balance and tuple(balance))
         return replace(self, row=row, before=found.samples)
@@ -45,7 +46,7 @@ class PlannedTask:
 
     @property
     def title(self) -> str:
-        """Name the row's timeline."""
+        """Return the title of the row's timeline."""
         if self.emulated:
             return f"{self.row.name} emulated"
         if self.engine == "threads":
@@ -54,19 +55,22 @@ class PlannedTask:
 
     @property
     def kind(self) -> dict[str, Any]:
-        """Give how the row is run, as keyword arguments for the session's methods."""
+        """Return how the row is run, as keyword arguments for the methods of the session."""
         return {"emulated": self.emulated, "engine": self.engine}
 
     @property
     def work(self) -> float:
-        """Guess the relative cost of a step, as `Row.work` does."""
+        """Return an estimate of the relative cost of a step, like `Row.work`."""
         if self.emulated:
             return shortened(self.row).work()
         return self.row.work() / self.row.devices
 
 
 class Group(NamedTuple):
-    """Rows that are compared and so run in turn, and the time limit of their rounds in seconds."""
+    """A group of rows that are compared with each other, with its time limit in seconds.
+
+    The rows run alternately, so that slow phases of the machine affect all of them.
+    """
 
     name: str
     tasks: list[PlannedTask]
@@ -74,7 +78,7 @@ class Group(NamedTuple):
 
 
 def groups_of(session: Session) -> list[Group]:
-    """Return the groups to run. A group without any row that can run here has no tasks."""
+    """Return the groups to run. If no row of a group can run here, the group has no tasks."""
     tasks_of: dict[str, list[PlannedTask]] = {}
     for row in session.scale.rows:
         tasks = tasks_of.setdefault(row.group, [])
@@ -89,7 +93,7 @@ def groups_of(session: Session) -> list[Group]:
 
 
 def _tasks_of(session: Session, row: Row) -> list[PlannedTask]:
-    """Return the ways in which a row can run here."""
+    """Return a task for each way in which a row can run here: measured or emulated."""
     tasks = []
     if row.devices <= session.devices.count and row.configuration != PUBLISHED_BALANCE:
         for engine in session.engines:
@@ -102,10 +106,10 @@ def _tasks_of(session: Session, row: Row) -> list[PlannedTask]:
 
 
 def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]]) -> float:
-    """Return how many seconds a group has for a unit of its work.
+    """Return how many seconds a group has for each unit of its work.
 
-    Groups share the scale's time in proportion to their work. Groups with extra rows have more
-    time on top, so they do not count here.
+    Groups share the scale's time in proportion to their work. Groups with extra rows have
+    additional time, so their work is not counted here.
     """
     if session.steps is not None or not session.scale.seconds:
         return math.inf
@@ -133,10 +137,11 @@ def _counted(tasks: list[PlannedTask]) -> list[PlannedTask]:
 
 
 def remaining(session: Session, group: Group) -> list[PlannedTask]:
-    """Return which tasks of a group are to run, given what the record has of an earlier run.
+    """Return the tasks of a group that still have to run, given the results of an earlier run.
 
-    If one of its rows has no result, or a disturbed one, return all tasks, to begin anew. If the
-    group was done, return none. Otherwise, return the tasks that were timed, to continue them.
+    If a row of the group has no result or a disturbed result, return all tasks, to start the group
+    again. If the group is finished, return no task. Otherwise, return the tasks that were timed, to
+    continue them.
     """
     timed: dict[PlannedTask, Result] = {}
     for task in group.tasks:
@@ -153,16 +158,16 @@ def remaining(session: Session, group: Group) -> list[PlannedTask]:
 
 
 def _is_done(task: PlannedTask, found: Result) -> bool:
-    """Say whether a row that was timed is done. Its utilization is watched last."""
+    """Return whether a row that was timed is finished. The last step measures its utilization."""
     if task.engine in TORCH_ENGINES:
         return True  # PyTorch's own schedules have no utilization
     return "bubble" in found.values or "utilization_problem" in found.values
 
 
 def warmup_steps(session: Session, task: PlannedTask) -> int:
-    """Return how many steps of a task are not timed: at least the scale's warm-up."""
+    """Return how many steps of a task are not timed: at least the scale's warm-up steps."""
     if task.emulated:
         return session.scale.warmup
-    # The publication does not time the row's first epochs either.
+    # The publication does not time the first epochs of the row either.
     skipped = task.row.skip_epochs * task.row.steps_per_epoch
     return max(session.scale.warmup, skipped)

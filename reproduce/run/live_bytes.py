@@ -1,6 +1,6 @@
-"""Count the bytes of all live tensors, on devices whose allocator does not.
+"""Count the bytes of all live tensors, for devices whose allocator does not count them.
 
-A storage is counted when an operator returns it, in any thread, until it is freed.
+A storage is counted from the time when an operator returns it, in any thread, until it is freed.
 """
 
 import threading
@@ -15,12 +15,12 @@ from torchgpipe.trace.parts import tensors_in
 
 
 class LiveBytes:
-    """Count the bytes of live tensors on each (emulated) device, now and at the peak.
+    """A counter of the bytes of live tensors on each (emulated) device, now and at the peak.
 
-    A storage counts once, with all its bytes, from when it is first seen until it is freed. It
-    belongs to the device given to `add`, or to the device of the task that made it. A storage made
-    outside of tasks (an optimizer's state) belongs to the device of the first known tensor that it
-    was made from.
+    A storage counts once, with all its bytes, from the time when it is first seen until it is
+    freed. It belongs to the device that is given to `add`, or to the device of the task that made
+    it. If a storage is made outside of tasks, such as an optimizer's state, it belongs to the
+    device of the first known tensor from which it was made.
     """
 
     def __init__(self, devices: int) -> None:
@@ -28,10 +28,10 @@ class LiveBytes:
         self.peak = [0] * devices
         self._known: dict[int, tuple[int, int]] = {}  # id of a storage -> its device, its bytes
         self._lock = threading.RLock()  # reentrant: `add` may free a storage, which calls `_forget`
-        self.inner = threading.local()  # its `.device` is that of the innermost mode that has one
+        self.inner = threading.local()  # its `.device` is the device of the innermost active mode
 
     def device_of(self, tensors: Iterable[Tensor]) -> int:
-        """Return the device of the first tensor that is known; the first device if none is."""
+        """Return the device of the first tensor that is known, or else the first device."""
         for tensor in tensors:
             key = id(tensor.untyped_storage())
             found = self._known.get(key)
@@ -41,7 +41,7 @@ class LiveBytes:
         return 0
 
     def add(self, tensors: Iterable[Tensor], device: int) -> None:
-        """Count tensors on a device, unless their storage is known.
+        """Count tensors on a device, unless their storage is already known.
 
         If a known storage has grown, update its size.
         """
@@ -67,10 +67,10 @@ class LiveBytes:
 
 
 class LiveBytesMode(TorchDispatchMode):
-    """Add what operators of this thread return to a `LiveBytes`.
+    """A mode that adds the results of this thread's operators to a `LiveBytes` counter.
 
-    Without `device`, results count on the device of their operator's arguments. If two modes are
-    active, the outer one adds a result first, on the device that the inner one has set.
+    If `device` is None, a result counts on the device of the operator's arguments. If two modes are
+    active, the outer mode adds a result first, on the device that the inner mode has set.
     """
 
     only_watches = True

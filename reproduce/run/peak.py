@@ -1,7 +1,7 @@
-"""Run a memory experiment: count the published models' parameters, then measure each row's peak.
+"""Run a memory experiment: count the published models' parameters, and measure each row's peak.
 
-On CUDA, PyTorch's caching allocator counts allocated and reserved bytes. A CPU has no such count,
-and a GPU that stands for several devices has only one count for all of them. In these cases
+On CUDA, PyTorch's caching allocator counts allocated and reserved bytes. On a CPU there is no such
+count. If one GPU replaces several devices, there is only one count for all of them. In these cases
 `LiveBytes` counts live tensors.
 """
 
@@ -39,8 +39,8 @@ def measure_peak(
     """Run whole steps; return `peak_allocated`, the most bytes of tensors on each device.
 
     On CUDA, also return `peak_reserved`, the most bytes that the caching allocator reserved. Use at
-    least two steps: an optimizer allocates its state at the end of the first. No other tensors
-    should be alive on the devices. `before` is called with the number of each step.
+    least two steps, because an optimizer allocates its state at the end of the first step. No other
+    tensors should be alive on the devices. `before` is called with the number of each step.
     """
 
     def run() -> None:
@@ -88,7 +88,7 @@ def _measure_live(training: Training, run: Callable[[], None]) -> Peak:
 
 
 def plan_memory(session: Session) -> None:
-    """Tell the progress display how many steps are to come."""
+    """Tell the progress display how many steps will run."""
     scale = session.scale
     for row in scale.rows:
         placeholder = session.result(row, status="interrupted")
@@ -98,12 +98,13 @@ def plan_memory(session: Session) -> None:
 
 
 def run_memory(session: Session) -> Iterator[tuple[str, bool]]:
-    """Record sizes and peaks of every row, even if others fail.
+    """Record model sizes and memory peaks of every row, even if some rows fail.
 
-    At the end, yield the name of their only group, "", and True.
+    All rows form a single group without a name. At the end, yield the group's name, "", and True,
+    which means that it is finished.
     """
     experiment = session.experiment
-    # On `meta`, rows of the published size run anyway.
+    # On `meta`, rows with models of the published sizes run anyway.
     if session.devices.kind != "meta" and experiment.table:
         paper = experiment.scale("paper")
         for row in paper.rows:
@@ -129,9 +130,10 @@ def run_memory(session: Session) -> Iterator[tuple[str, bool]]:
 
 
 def measure_memory(session: Session, row: Row, steps: int) -> tuple[Row, dict[str, Json]]:
-    """Run a row; return it in the balance that was used, and its model's size and peak memory.
+    """Run a row to measure its memory; return the row with the balance in use, and values.
 
-    One device may stand for several, because nothing is timed.
+    The values are the size of the model and the peak memory. One device can replace several
+    devices, because nothing is timed.
     """
     session.free()
     session.start(f"{row.name}, building")

@@ -1,4 +1,4 @@
-"""Show how far a run is: on a terminal by a bar, elsewhere by a plain line now and then."""
+"""Show the progress of a run: a progress bar on a terminal, and occasional lines elsewhere."""
 
 import math
 import shutil
@@ -12,20 +12,20 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
-ECHO = 3  # columns to leave free: a terminal shows ^C at the end of the line
+SECONDS_BETWEEN_LINES = 30.0  # seconds between lines if the output is not a terminal
+ECHO = 3  # columns to leave free, because a terminal shows ^C at the end of the line
 
-# By default tqdm starts a monitor thread and a multiprocessing lock, which may start a process.
-# Both disturb timings.
+# By default, tqdm starts a monitor thread and creates a multiprocessing lock, which can start a
+# process. Both disturb timings.
 tqdm.monitor_interval = 0
 tqdm.set_lock(threading.RLock())
 
 
 @dataclass
 class Job:
-    """The steps of one row: how many there are, how many are left, and the seconds of each one.
+    """The steps of one row: their number, the number that is left, and the seconds of each step.
 
-    `guess` is the cost of a step relative to the steps of other jobs. It has no unit.
+    `guess` is the estimated cost of a step relative to the steps of other jobs. It has no unit.
     """
 
     steps: int
@@ -36,11 +36,11 @@ class Job:
 
 
 class Progress:
-    """Show the rows that are done, the time left and what runs now.
+    """A display of the finished rows, the time that is left, and the step that runs now.
 
-    To estimate the time left, a row's next steps are taken to last as long as the median of its
-    steps so far. If a row has not run yet, the step time is its guess, converted to seconds by the
-    steps of other rows.
+    The time left is an estimate: the next steps of a row are expected to take the median time of
+    its steps so far. If a row has not run yet, its step time is computed from its guess, and the
+    steps of other rows say how many seconds a guess stands for.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Progress:
         self.jobs: dict[str, Job] = {}
         self.current: tuple[str, float] | None = None
         self.limits: dict[str, float] = {}  # the seconds that a group may take
-        self.ends: dict[str, float] = {}  # the latest time at which a group that has begun will end
+        self.ends: dict[str, float] = {}  # the latest end time of a group that has begun
         self.bar: tqdm[Any] | None = None
         self.shown_at: float | None = None
 
@@ -60,29 +60,29 @@ class Progress:
     ) -> None:
         """Expect `steps` steps of a job.
 
-        It may belong to a group, which ends at most `limit` seconds after it begins.
+        The job can belong to a group, which ends at most `limit` seconds after it has begun.
         """
         self.jobs[job] = Job(steps, steps, guess, group)
         self.limits[group] = limit
 
     def finish(self, name: str, steps: int | None = None) -> None:
-        """Expect no more steps, or `steps` fewer, of a job or of all jobs of a group."""
+        """Expect `steps` fewer steps of a job or of a group's jobs; by default, no more steps."""
         for job, planned in self.jobs.items():
             if name in (job, planned.group):
                 planned.left = 0 if steps is None else max(0, planned.left - steps)
 
     def begin(self, group: str) -> None:
-        """Say that a group begins now."""
+        """Note that a group begins now."""
         self.ends[group] = self.clock() + self.limits.get(group, math.inf)
 
     def start(self, job: str, text: str) -> None:
-        """Say that a step of a job starts now; it ends when the next one starts."""
+        """Note that a step of a job starts now. The step ends when the next step starts."""
         self.stop()
         self.current = (job, self.clock())
         self.show(text)
 
     def stop(self) -> None:
-        """Say that the current step has ended."""
+        """Note that the current step has ended."""
         if self.current is None:
             return
         name, started = self.current
@@ -93,7 +93,7 @@ class Progress:
             job.seconds.append(self.clock() - started)
 
     def seconds_left(self) -> float | None:
-        """Estimate the time left; return None before anything was done."""
+        """Estimate the seconds that are left; return None if no step has run yet."""
         unit = self._seconds_of_guess()
         if unit is None:
             return None
@@ -107,7 +107,7 @@ class Progress:
         return total
 
     def _seconds_of_guess(self) -> float | None:
-        """Return how many seconds a guess of 1 stands for, by the jobs that have run."""
+        """Return how many seconds a guess of 1 stands for, computed from the steps so far."""
         done = [job for job in self.jobs.values() if job.seconds]
         if not done:
             return None
@@ -115,13 +115,13 @@ class Progress:
         return seconds / sum(job.guess for job in done)
 
     def _seconds_of_limit(self, group: str) -> float:
-        """Return the most seconds that a group may still take."""
+        """Return the largest number of seconds that a group may still take."""
         if group not in self.ends:
             return self.limits[group]
         return max(0.0, self.ends[group] - self.clock())
 
     def show(self, text: str) -> None:
-        """Show a status line in place of the last one; without a terminal, only now and then."""
+        """Show a status line in place of the last one. Without a terminal, show it now and then."""
         if self.jobs:
             text = f"{self._state()}: {text}"
         if self.stream.isatty():
@@ -131,7 +131,7 @@ class Progress:
             self.shown_at = self.clock()
 
     def _state(self) -> str:
-        """Say how many rows are done, and how much time is left."""
+        """Return a text that says how many rows are finished, and how much time is left."""
         jobs = self.jobs.values()
         done = sum(not job.left for job in jobs)
         state = f"{done}/{len(jobs)} rows"
@@ -139,7 +139,7 @@ class Progress:
         return state if seconds is None else f"{state}, {duration(seconds)} left"
 
     def _draw(self, text: str) -> None:
-        """Draw the bar. Its length is the sum, over rows, of the share of steps done."""
+        """Draw the bar. Each row counts with the share of its steps that are finished."""
         columns = shutil.get_terminal_size().columns - ECHO
         if self.bar is None:
             form = f"|{{bar:{columns // 9}}}| {{desc}}" if self.jobs else "{desc}"
@@ -151,12 +151,12 @@ class Progress:
         self.bar.set_description_str(text[:columns])
 
     def say(self, text: str) -> None:
-        """Write a line that stays."""
+        """Write a line that is not overwritten by the progress bar."""
         self.clear()
         self._write(text + "\n")
 
     def clear(self) -> None:
-        """Remove the bar, and what the terminal has echoed after it."""
+        """Remove the bar, and everything that the terminal has shown after it."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -170,7 +170,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Write a time in the unit that suits it: 45 s, 12 min, 3 h."""
+    """Format a time in the unit that suits it, such as 45 s, 12 min or 3 h."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     minutes = seconds / 60

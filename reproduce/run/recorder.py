@@ -1,4 +1,4 @@
-"""Write a run's record during the run: however the run ends, the record has every finished row."""
+"""Write the record during a run, so that it has every finished row however the run ends."""
 
 import os
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from reproduce.machine.load import other_runs
 from reproduce.records.places import Json
 from reproduce.records.record import TIME, Record, Result, Run, readable, save
 
-# What has to be the same for a run to be resumed: fields of `Run`.
+# The fields of `Run` that must be equal when a run is resumed.
 COMPARED = ("device", "devices", "threads_per_device", "machine", "versions", "git", "settings")
 
 
 class Recorder:
-    """Hold a run's record and its file."""
+    """The record of a run, and the file of this record."""
 
     def __init__(self, path: Path, record: Record) -> None:
         self.path = path
@@ -31,16 +31,16 @@ class Recorder:
 
     @property
     def record(self) -> Record:
-        """Give the record with all results so far, in the order in which they were first put."""
+        """Return the record with all results so far, in the order in which they were added."""
         results = list(self.results.values())
         return replace(self.empty, results=results)
 
     def put(self, result: Result) -> None:
-        """Add a result, or replace the one of the same row."""
+        """Add a result, or replace the result of the same row."""
         self.results[result.key] = result
 
     def save(self) -> None:
-        """Write the file."""
+        """Write the record to its file."""
         save(self.record, self.path)
 
     def close(self, state: Literal["finished", "interrupted"]) -> None:
@@ -67,9 +67,10 @@ def new_recorder(  # noqa: PLR0913
 
 
 def resumed(out: Path, run: Run) -> Recorder:
-    """Go on with the newest run of this command in `out` that was broken off.
+    """Continue the newest interrupted run of this command in `out`.
 
-    If there is none, or it differs in one of the fields `COMPARED`, raise `Error`.
+    If there is no such run, or if it differs from the new run in one of the fields `COMPARED`,
+    raise `Error`.
     """
     found = _broken_off(out, run)
     if not found:
@@ -91,10 +92,10 @@ def resumed(out: Path, run: Run) -> Recorder:
 
 
 def _broken_off(out: Path, run: Run) -> list[tuple[Record, Run]]:
-    """Return the records in `out` of this command's runs that were broken off, each with its run.
+    """Return the interrupted runs of this command in `out`, as pairs of a record and its run.
 
-    A run that was killed still has the state "running". So it counts, too, unless another process
-    runs this command now.
+    A run that was killed still has the state "running". So it also counts as interrupted, unless
+    another process runs this command now.
     """
     states = {"interrupted"}
     words = _without_resume(run.command)
@@ -121,7 +122,7 @@ def _same(one: Json, other: Json) -> bool:
 def new_run(
     devices: Devices, seed: int, command: Sequence[str], settings: dict[str, Json] | None = None
 ) -> Run:
-    """Describe a run that starts now, on this machine."""
+    """Return a description of a run that starts now on this machine."""
     return Run(
         state="running",
         command=list(command),
@@ -140,7 +141,7 @@ def new_run(
 
 
 def prepare_folder(folder: Path, option: str = "--out") -> None:
-    """Create `folder` if needed; raise `Error` if files cannot be written there."""
+    """Create `folder` if needed; raise `Error` if files cannot be written into the folder."""
     trial = folder / f".trial.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,5 +153,5 @@ def prepare_folder(folder: Path, option: str = "--out") -> None:
 
 
 def now() -> str:
-    """Return the time in UTC, such as 2020-04-21T10:02:05Z."""
+    """Return the current time in UTC, such as 2020-04-21T10:02:05Z."""
     return datetime.now(timezone.utc).strftime(TIME)

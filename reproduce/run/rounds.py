@@ -1,4 +1,4 @@
-"""Keep account of rounds: which step ran in which round, and which rounds others have disturbed."""
+"""Record which step ran in which round, and in which rounds other programs disturbed the steps."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,18 @@ Steps = MeasuredSteps | Emulation
 
 
 class Rounds:
-    """The rounds of a group of rows: the steps in each, and what others had of the machine."""
+    """The rounds of a group of rows: their steps, and how much other programs used the machine."""
 
     def __init__(self) -> None:
         self.of_steps: dict[PlannedTask, list[int]] = {}  # the number of each step's round
-        self.shares: dict[int, Shares] = {}  # what others had in each round; empty if not known
+        self.shares: dict[int, Shares] = {}  # how much other programs used; empty if not known
         self.left_out = 0  # how many disturbed rounds were removed
 
     def set_shares(self, number: int, shares: Shares) -> None:
-        """Store the shares that others had in a round; empty if they are not known.
+        """Store how much other programs used the machine in a round; empty if it is not known.
 
-        Earlier rounds without known shares were too short to tell. They get the same shares.
+        If the usage is not known for the rounds directly before, these rounds were too short to
+        measure it. They get the same value.
         """
         self.shares[number] = {}
         for earlier, known in self.shares.items():
@@ -30,11 +31,11 @@ class Rounds:
                 self.shares[earlier] = shares
 
     def undisturbed(self) -> set[int]:
-        """Return the numbers of the rounds in which others had little of the machine."""
+        """Return the numbers of the rounds in which other programs used little of the machine."""
         return {number for number, shares in self.shares.items() if not too_busy(shares)}
 
     def keep_only(self, kept: set[int], running: Mapping[PlannedTask, Steps]) -> None:
-        """Remove all rounds that are not in `kept`, with their steps, and count them."""
+        """Remove all rounds that are not in `kept`, with their steps, and count removed rounds."""
         for task, steps in running.items():
             _remove_steps(steps, self.of_steps[task], kept)
         for number in list(self.shares):
@@ -43,10 +44,10 @@ class Rounds:
                 self.left_out += 1
 
     def samples(self, task: PlannedTask, steps: Steps, *, numbered: bool) -> Samples:
-        """Return the samples of a row for the record, those of an earlier run included.
+        """Return the samples of a row for the record, including the samples of an earlier run.
 
-        `numbered` includes the number of each step's round. The losses are left out if one of
-        them is NaN or infinite, because JSON has no such numbers.
+        If `numbered` is true, the samples include the number of each step's round. If a loss is NaN
+        or infinite, the losses are left out, because JSON has no such numbers.
         """
         samples = steps.samples()
         if numbered:
@@ -60,9 +61,9 @@ class Rounds:
         return samples
 
     def _shares_of_steps(self, task: PlannedTask) -> Samples:
-        """Return what others had in the round of each step.
+        """Return how much other programs used the machine in the round of each step.
 
-        A share that is not known of every round is left out.
+        If a kind of share is not known for every round, it is left out.
         """
         shares = [self.shares[number] for number in self.of_steps[task]]
         samples = {}
@@ -73,7 +74,7 @@ class Rounds:
 
 
 def _remove_steps(steps: Steps, numbers: list[int], kept: set[int]) -> None:
-    """Remove the steps whose round is not kept. `numbers` has the round of each step."""
+    """Remove the steps whose round is not in `kept`. `numbers` has the round of each step."""
     last_first = reversed(range(len(numbers)))  # so that a removal does not move what follows
     for i in last_first:
         if numbers[i] not in kept:
@@ -82,7 +83,7 @@ def _remove_steps(steps: Steps, numbers: list[int], kept: set[int]) -> None:
 
 
 def _appended(before: Mapping[str, Sequence[float]], samples: Samples) -> Samples:
-    """Append samples to those of an earlier run. Samples that only one of them has are left out."""
+    """Append samples to the samples of an earlier run. Keep only samples that both runs have."""
     together: Samples = {}
     for name, values in samples.items():
         if name in before:

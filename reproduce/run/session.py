@@ -1,4 +1,4 @@
-"""Hold one experiment that is being run, and what speed, memory and accuracy runs share."""
+"""Define the session of an experiment that is running, for speed, memory and accuracy runs."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -56,7 +56,10 @@ UNITS = {
 
 @dataclass(kw_only=True)
 class Session:
-    """One experiment that is run: every row ends in a result of `recorder`."""
+    """An experiment that is running, with all options and helpers of the run.
+
+    Every row of the experiment ends in a result that is added to `recorder`.
+    """
 
     experiment: Experiment
     scale: Scale
@@ -65,23 +68,24 @@ class Session:
     progress: Progress  # shows each step
     balancer: Balancer
     seed: int
-    steps: int | None = None  # timed steps of a speed row, without a time limit; None: the scale's
-    emulate: int = MOST_DEVICES  # rows of up to so many devices are emulated
-    hardware: Hardware | None = None  # the user's choice for the copies of emulated rows
-    engines: Sequence[Engine] = ("threads",)  # a measured row runs with each of them
-    rounds: int = 0  # how many rounds were run so far
-    check: Callable[[], None] = lambda: None  # called between steps; it raises to end the run
-    # Called with the names of experiment and row, and the timeline of a step of every speed row.
+    steps: int | None = None  # timed steps of a speed row; None: as many as the scale says
+    emulate: int = MOST_DEVICES  # rows of up to this number of devices are emulated
+    hardware: Hardware | None = None  # the user's choice for copies between emulated devices
+    engines: Sequence[Engine] = ("threads",)  # each measured row runs with all of these engines
+    rounds: int = 0  # the number of rounds that have run
+    check: Callable[[], None] = lambda: None  # called between steps; raises an error to end the run
+    # Called with an experiment's name, a row's name, and the timeline of a step of the row.
     trace: Callable[[str, str, Timeline], None] | None = None
-    accuracy: AccuracyNeeds | None = None  # needed by accuracy experiments
-    links: dict[str, Link] = field(default_factory=dict)  # by the name of their hardware
-    load: Load = field(default_factory=Load)  # tells how much others have of the machine
+    accuracy: AccuracyNeeds | None = None  # data and seeds for accuracy experiments
+    links: dict[str, Link] = field(default_factory=dict)  # links by their hardware's name
+    load: Load = field(default_factory=Load)  # measures how other programs use the machine
 
     def link(self, row: Row) -> Link | None:
-        """Return the times of the row's copies in an emulation; None if they take no time.
+        """Return the link that gives the times of the row's copies in an emulation, or None.
 
-        The times come from the user's hardware description. If the user gave none, they come from
-        the description of GPUs like those here, else from the one that the row names.
+        None means that copies take no time. The link is made from the user's hardware description.
+        If the user gave none, it is made from the description of GPUs like the ones of this machine
+        or, if there is none, from the description that the row names.
         """
         own = own_links(self.devices)
         name = self.hardware.name if self.hardware is not None else own or row.link
@@ -100,7 +104,7 @@ class Session:
         return f"{self.experiment.name} {name}"
 
     def start(self, text: str, job: str = "") -> None:
-        """Show what starts now. With a job, it counts as a step of that job."""
+        """Show what starts now. If a job is given, this is a step of the job."""
         self.check()
         self.progress.start(job, text)
 
@@ -109,7 +113,7 @@ class Session:
         self.progress.finish(self.job(name), steps)
 
     def result(self, row: Row, **fields: Any) -> Result:
-        """Return a result for `row` with these fields. By default it is measured, with threads."""
+        """Return a result for `row` with these fields. By default, it is measured, with threads."""
         found = Result(
             experiment=self.experiment.name,
             row=row.name,
@@ -123,31 +127,35 @@ class Session:
         return replace(found, **fields)
 
     def put(self, row: Row, **fields: Any) -> None:
-        """Record the row's result with these fields, and write the record."""
+        """Add a result of the row, with the given fields, to the record, and write the file."""
         self.recorder.put(self.result(row, **fields))
         self.recorder.save()
 
     def has_result(self, row: Row, **how: Any) -> bool:
-        """Say whether the record has a result of the row, run in the way `how`.
+        """Return whether the record has a result of the row.
 
-        A row that has not run yet has a placeholder in the record, whose status is "interrupted".
+        `how` says whether the result is emulated, and which engine ran the row. A row that has not
+        run yet has a placeholder in the record, whose status is "interrupted".
         """
         return self.recorded(row, **how).status != "interrupted"
 
     def recorded(self, row: Row, **how: Any) -> Result:
-        """Return the recorded result of the row, run in the way `how`, or a new placeholder."""
+        """Return the row's result in the record, or a placeholder if there is none.
+
+        `how` says whether the result is emulated, and which engine ran the row.
+        """
         empty = self.result(row, **how, status="interrupted")
         return self.recorder.results.get(empty.key, empty)
 
     def add_values(self, row: Row, values: dict[str, Json], **how: Any) -> None:
-        """Add values to the recorded result of the row, and write the record."""
+        """Add values to the recorded result of the row, and write the record to its file."""
         result = self.recorded(row, **how)
         together = {**result.values, **values}
         self.recorder.put(replace(result, values=together))
         self.recorder.save()
 
     def tell_others(self) -> None:
-        """Tell the user of other runs on this machine, once of each run."""
+        """Tell the user which other runs are active on this machine. Each run is mentioned once."""
         told = self.load.told
         for pid, command in other_runs().items():
             if command not in told:  # all processes of a run have the same command
@@ -158,7 +166,7 @@ class Session:
             told.add(command)
 
     def free(self) -> None:
-        """Give back the memory of what is no longer used."""
+        """Free the memory of objects that are no longer used."""
         gc.collect()
         if self.devices.kind == "cuda":
             torch.cuda.empty_cache()

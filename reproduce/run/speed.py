@@ -1,10 +1,10 @@
-"""Run a speed experiment: measure rows where there are enough devices, and emulate all rows.
+"""Run a speed experiment: measure rows if there are enough devices, and emulate all rows.
 
-A round is one step of every row of a group, measured and emulated, in turn, so that slow phases of
-the machine affect all rows. Devices are synchronized before and after a measured step. The record
-has the time of every step, because rows are compared within rounds. A round in which others had too
-much of the machine (`reproduce.machine.load`) is run again while there is time. If there is none,
-the record keeps the round, and its rows are marked wherever they are shown.
+In each round, every row of a group runs a step, measured and emulated. So slow phases of the
+machine affect all rows. Devices are synchronized before and after a measured step. The record has
+the time of every step, because rows are compared within rounds. If other programs use too much of
+the machine in a round (`reproduce.machine.load`), the round is run again while there is time.
+Otherwise, the record keeps the round, and its rows are marked in all tables.
 """
 
 from collections.abc import Generator, Iterator
@@ -30,17 +30,19 @@ from reproduce.run.timed import MeasuredSteps, time_step, watch, watched
 from reproduce.run.training import FakeData, Training, work_of
 from reproduce.run.turns import turns
 
-# A row is only emulated if measuring it would take more than this share of its group's time limit.
+# If measuring a row would take more than this share of its group's time limit, the row is only
+# emulated.
 LARGEST_SHARE = 0.25
-# How many times the rounds asked for are run at most, if disturbed ones are run again.
+# Because disturbed rounds are run again, there can be more rounds than were asked for, but at most
+# this many times as many.
 MOST_ROUNDS = 2
-# A group whose first round ends later than after these seconds shows a table after that round.
+# If the first round of a group takes longer than these seconds, a table is shown after this round.
 PREVIEW_AFTER = 10.0
 GroupDone = tuple[str, bool]  # a group's name, and whether all of its rounds are done
 
 
 def plan_speed(session: Session) -> None:
-    """Tell the progress display how many steps are to come, and record why rows are left out.
+    """Tell the progress display how many steps will run, and record why rows are left out.
 
     A row that will run is recorded as interrupted until it has a result.
     """
@@ -63,7 +65,7 @@ def plan_speed(session: Session) -> None:
 def _unmeasured(session: Session, row: Row, engine: Engine) -> Result:
     """Return a result that says why the row cannot be measured.
 
-    If it can be measured, its status is "interrupted", until the row has run.
+    If the row can be measured, the status of the result is "interrupted" until the row has run.
     """
     if row.devices > session.devices.count:
         reason = f"needs {row.devices} devices"
@@ -74,12 +76,14 @@ def _unmeasured(session: Session, row: Row, engine: Engine) -> Result:
 
 
 def run_speed(session: Session) -> Iterator[GroupDone]:
-    """Run one group after another. Yield its name and False after its first round, then True.
+    """Run the groups of rows one after another.
 
-    A row that ran out of memory runs again afterwards, without the other rows of its group.
+    After the first round of a group that takes long, yield the group's name and False, and at its
+    end, yield its name and True. If a row ran out of memory, it runs again afterwards, without the
+    other rows of its group.
 
-    If the run goes on after an interruption, groups that were done are kept. The next group
-    continues in the same balance, or begins anew if one of its rows has no undisturbed result.
+    If the run continues after an interruption, finished groups are kept. The next group continues
+    with the same balances. If one of its rows has no undisturbed result, the group starts again.
     """
     session.rounds = _next_round(session)
     for group in groups_of(session):
@@ -91,7 +95,7 @@ def run_speed(session: Session) -> Iterator[GroupDone]:
 
 
 def _next_round(session: Session) -> int:
-    """Return the number of the first round to run: the one after all that the record has."""
+    """Return the number of the first round to run, which follows all rounds in the record."""
     last = -1
     for result in session.recorder.results.values():
         numbers = result.samples.get("round", ())
@@ -100,7 +104,7 @@ def _next_round(session: Session) -> int:
 
 
 def _run_tasks(session: Session, group: Group, tasks: list[PlannedTask]) -> Iterator[GroupDone]:
-    """Run rows in turn, then alone those that did not fit into memory together with the others."""
+    """Run rows alternately, then run rows alone that did not fit into memory together."""
     out_of_memory = yield from _run_in_turn(session, group, tasks)
     if len(tasks) > 1:
         for task in out_of_memory:
@@ -111,14 +115,15 @@ def _run_tasks(session: Session, group: Group, tasks: list[PlannedTask]) -> Iter
 def _run_in_turn(
     session: Session, group: Group, tasks: list[PlannedTask], *, paired: bool = True
 ) -> Generator[GroupDone, None, list[PlannedTask]]:
-    """Run rows in turn, then watch their utilization. Return the rows that ran out of memory.
+    """Run rows alternately, then measure their utilization. Return the rows that ran out of memory.
 
-    Without `paired`, steps belong to no round, because a row runs alone. No tensors stay alive.
+    If `paired` is false, a row runs alone, and its steps belong to no round. At the end, no tensors
+    stay alive.
     """
     started = monotonic()
     with ExitStack() as processes:
         run = _GroupRun(session, group, paired, processes)
-        # Emulations come first: their times tell how long it will take to measure the rows.
+        # Emulations come first, because their times tell how long it takes to measure the rows.
         run.add([task for task in tasks if task.emulated])
         run.add(run.worth_measuring(tasks))
         for done in run.run_rounds():
@@ -133,7 +138,7 @@ def _run_in_turn(
 
 
 class _GroupRun:
-    """Build the rows of a group, run them in turn, and record every step after each round."""
+    """A run of a group: it builds the rows, runs them alternately, and records the steps."""
 
     def __init__(self, session: Session, group: Group, paired: bool, processes: ExitStack) -> None:
         self.session = session
@@ -142,12 +147,12 @@ class _GroupRun:
         self.processes = processes
         self.running: dict[PlannedTask, Steps] = {}
         self.rounds = Rounds()
-        self.emulated_seconds: dict[str, float] = {}  # of warm-up steps, by the row's name
-        self.losses: dict[str, list[float]] = {}  # on a row's first engine, by the row's name
+        self.emulated_seconds: dict[str, float] = {}  # seconds of warm-up steps, by row name
+        self.losses: dict[str, list[float]] = {}  # losses with a row's first engine, by row name
         self.out_of_memory: list[PlannedTask] = []
 
     def add(self, tasks: list[PlannedTask]) -> None:
-        """Build rows, which share their data, and run the warm-up steps of each."""
+        """Build rows, which share their data, and run the warm-up steps of each row."""
         rows = [shortened(task.row) if task.emulated else task.row for task in tasks]
         data = FakeData(rows, self.session.seed)
         for task in tasks:
@@ -197,13 +202,13 @@ class _GroupRun:
         return MeasuredSteps(row, processes.step, partial(watched, processes.record))
 
     def _run_step(self, task: PlannedTask, steps: Steps) -> None:
-        """Run one step; raise `Error` if the row's losses differ from those of another engine."""
+        """Run one step; raise `Error` if the row's losses differ from another engine's losses."""
         steps.run()
         if isinstance(steps, MeasuredSteps):
             check_same(steps.losses, self.losses[task.row.name], str(task))
 
     def worth_measuring(self, tasks: list[PlannedTask]) -> list[PlannedTask]:
-        """Return the measured tasks, without those that would take too long to measure."""
+        """Return the tasks to measure, without tasks that would take too long to measure."""
         worth = []
         for task in tasks:
             if task.emulated:
@@ -216,7 +221,7 @@ class _GroupRun:
         return worth
 
     def _seconds_if_too_long(self, task: PlannedTask) -> float | None:
-        """Return the seconds of the row's emulated step if it would take too long to measure."""
+        """Return the seconds of a row's emulated step if measuring it takes too long, else None."""
         scale = self.session.scale
         seconds = self.emulated_seconds.get(task.row.name)
         if seconds is None:
@@ -225,7 +230,7 @@ class _GroupRun:
         return seconds if total > LARGEST_SHARE * self.group.limit else None
 
     def _skip(self, task: PlannedTask, seconds: float) -> None:
-        """Record that a row is not measured, because its step takes so many seconds."""
+        """Record that a row is not measured, because its step takes too many seconds."""
         reason = (
             f"not measured: a step would take about {duration(seconds)}; "
             "--steps K measures it nevertheless"
@@ -235,9 +240,9 @@ class _GroupRun:
         session.finish(task)
 
     def run_rounds(self) -> Iterator[int]:
-        """Run rounds, as many as are wanted or until the group's time is over.
+        """Run as many rounds as are wanted, or until the group's time is over.
 
-        Before each further round, yield how many are done.
+        Before each further round, yield the number of finished rounds.
         """
         session = self.session
         wanted = self._rounds_wanted()
@@ -266,16 +271,16 @@ class _GroupRun:
             session.progress.stop()
 
     def _rounds_wanted(self) -> int:
-        """Return how many undisturbed rounds to run, beside those of an interrupted run."""
+        """Return how many undisturbed rounds to run, in addition to those of an earlier run."""
         before = [len(task.before.get("step_time", ())) for task in self.running]
         wanted = self.session.steps or self.session.scale.steps
         return max(1, wanted - min(before, default=0))
 
     def _judge_round(self, least: int) -> int:
-        """Look at what others had in the round that ends now. Return the number of good rounds.
+        """Measure how much other programs used the machine in the round that ends now.
 
-        A round is good if it was not disturbed. If there are at least `least` good rounds, the
-        disturbed rounds are removed.
+        Return the number of good rounds, which are the rounds that were not disturbed. If there are
+        at least `least` good rounds, the disturbed rounds are removed.
         """
         session = self.session
         session.tell_others()
@@ -286,7 +291,7 @@ class _GroupRun:
         return len(good)
 
     def _step(self, task: PlannedTask, wanted: int) -> None:
-        """Run one step of a row. A row that fails is not run again."""
+        """Run one step of a row. If the row fails, it is not run again."""
         if task not in self.running:
             return
         session = self.session
@@ -303,7 +308,7 @@ class _GroupRun:
             numbers.append(session.rounds)
 
     def watch(self) -> None:
-        """Record utilization and bubble of each row, and pass its timeline to `session.trace`."""
+        """Record each row's utilization and bubble, and pass its timeline to `session.trace`."""
         session = self.session
         for task, steps in self.running.items():
             session.start(f"{task}, utilization", session.job(task))
@@ -314,7 +319,7 @@ class _GroupRun:
         session.progress.stop()
 
     def _fail(self, task: PlannedTask, failure: Failure) -> None:
-        """Record a row's failure. If it ran out of memory, remember the row: it may fit alone."""
+        """Record a row's failure. If it ran out of memory, remember it, as it may fit alone."""
         session = self.session
         reason = failure.reason
         if failure.status == "out of memory":
@@ -326,7 +331,7 @@ class _GroupRun:
         session.finish(task)
 
     def _record(self) -> None:
-        """Record the steps of all rows so far, and write the record."""
+        """Record the steps of all rows so far, and write the record to its file."""
         session = self.session
         for task, steps in self.running.items():
             if not steps.runs:

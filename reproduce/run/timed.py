@@ -1,4 +1,4 @@
-"""Time the steps of one row, and measure its utilization."""
+"""Time the steps of one row, and measure how busy its devices are."""
 
 import statistics
 import threading
@@ -31,11 +31,11 @@ def _watch_nothing() -> Watched:
 
 
 class MeasuredSteps:
-    """Time steps of a row on its devices.
+    """The measured steps of a row on its devices.
 
     `timed` runs a step and returns its seconds and its loss. `watch` runs one or more further
-    steps, which are not timed, and returns utilization, or why it is not known. `losses` has the
-    losses of all steps, also of those that were removed from `runs`.
+    steps, which are not timed. It returns the utilization, or why it is not known. `losses` has the
+    losses of all steps, including steps that were removed from `runs`.
     """
 
     def __init__(
@@ -51,22 +51,22 @@ class MeasuredSteps:
         self.losses: list[float] = []
 
     def run(self) -> None:
-        """Run one more step."""
+        """Run one more step, and add its time and its loss to `runs`."""
         torch.manual_seed(len(self.losses))  # so that step k draws the same numbers on each engine
         seconds, loss = self._timed()
         self.runs.append((seconds, loss))
         self.losses.append(loss)
 
     def samples(self) -> Samples:
-        """Return the samples for the record."""
+        """Return the seconds and the losses of all steps as samples for the record."""
         seconds, losses = zip(*self.runs, strict=True)
         return {"step_time": list(seconds), "loss": list(losses)}
 
 
 def _clocked(devices: Devices, run: Callable[[], T]) -> tuple[T, float, float]:
-    """Call `run`. Return its result, the time when it began, and how many seconds it took.
+    """Call `run`; return its result, the time when it began, and how many seconds it took.
 
-    It has ended when the devices have finished.
+    The time includes waiting until the devices have finished.
     """
     devices.synchronize()
     started = time.perf_counter()
@@ -77,7 +77,7 @@ def _clocked(devices: Devices, run: Callable[[], T]) -> tuple[T, float, float]:
 
 
 def time_step(training: Training, devices: Devices) -> tuple[float, float]:
-    """Run one whole step and return its time in seconds and its loss."""
+    """Run one whole step; return its time in seconds and its loss."""
     loss, _, seconds = _clocked(devices, training.step)
     return seconds, float(loss)
 
@@ -95,7 +95,10 @@ def record_step(training: Training, devices: Devices) -> Timeline:
 
 
 def watch(training: Training, devices: Devices) -> Watched:
-    """Return utilization and bubble of a row, or why they are not known, and a step's timeline."""
+    """Return the utilization and the bubble of a row, and the timeline of a step.
+
+    If the utilization is not known, return the reason.
+    """
     step = partial(time_step, training, devices)
     driver = partial(ask_driver, training.devices, step) if devices.kind == "cuda" else None
     return watched(lambda: record_step(training, devices), driver)
@@ -104,9 +107,10 @@ def watch(training: Training, devices: Devices) -> Watched:
 def watched(
     run: Callable[[], Timeline], driver: Callable[[], list[float]] | None = None
 ) -> Watched:
-    """Return what `watch` returns. `run` runs a step and returns its timeline.
+    """Return the same values as `watch`, given functions that measure them.
 
-    If `driver` is given, its result is the utilization, instead of the timeline's.
+    `run` runs a step and returns its timeline. If `driver` is given, the utilization is the result
+    of `driver`. Otherwise it is computed from the timeline.
     """
     values: Values = {}
     timeline = None
@@ -131,11 +135,11 @@ def busy(timeline: Timeline) -> Values:
 
 
 def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> list[float]:
-    """Run steps for some seconds, and return each CUDA device's mean utilization, from 0 to 1.
+    """Run steps for some seconds; return each CUDA device's mean utilization, from 0 to 1.
 
-    The driver (NVML) reports the share of a short period in which any kernel ran. It is sampled as
-    often as in the published runs. If the driver does not report it, or the driver's Python
-    bindings are not installed, `Error` is raised.
+    The driver (NVML) reports the share of a short period in which any kernel ran. The share is
+    sampled as often as in the published runs. If the driver does not report it, or if the driver's
+    Python bindings are not installed, `Error` is raised.
     """
     try:
         for device in devices:

@@ -1,4 +1,4 @@
-"""Make one row of an experiment ready to train: its model, on its devices, and its mini-batch."""
+"""Prepare a row of an experiment for training: its model on its devices, and its mini-batch."""
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -24,27 +24,27 @@ from torchgpipe.tensors.observe import Observer, observed
 from torchgpipe.timeline.stopwatch import Stopwatch
 from torchgpipe.trace.layer import flat
 
-PROFILE_SECONDS = 1.0  # for each model and input
-PROFILE_SAMPLES = 16  # at most; enough to compare layers
-NO_LIMIT = 2.0**60  # bytes; a row that does not fit runs out of memory when it runs
+PROFILE_SECONDS = 1.0  # seconds to profile each model and input
+PROFILE_SAMPLES = 16  # the largest number of samples to profile with; enough to compare layers
+NO_LIMIT = 2.0**60  # bytes; practically no limit: a row that does not fit fails when it runs
 Balance = tuple[int, ...]
 T = TypeVar("T")
 
 
 class FakeData:
-    """Draw mini-batches once.
+    """A source of random mini-batches that are drawn only once.
 
-    A row gets the first samples, so that rows of all batch sizes share their tensors.
+    Each row gets the first samples of them. So rows of all batch sizes share the same tensors.
     """
 
     def __init__(self, rows: Sequence[Row], seed: int) -> None:
         self.rows = rows
         self.seed = seed
-        self.drawn: dict[Hashable, tuple[Any, Any]] = {}  # inputs and targets, by kind
-        self.moved: dict[Hashable, Any] = {}  # one of them on a device, by part, kind and device
+        self.drawn: dict[Hashable, tuple[Any, Any]] = {}  # inputs and targets, by kind of data
+        self.moved: dict[Hashable, Any] = {}  # an input or a target, by part, kind and device
 
     def part(self, part: int, row: Row, device: torch.device) -> Any:
-        """Return the row's input (0) or its target (1) on `device`."""
+        """Return the row's input (`part` 0) or its target (`part` 1) on `device`."""
         kind = _kind_of_data(row)
         if kind not in self.drawn:
             self.drawn[kind] = self._draw(row)
@@ -64,24 +64,24 @@ class FakeData:
 
 
 def _kind_of_data(row: Row) -> Hashable:
-    """Return what determines the row's samples, apart from their number."""
+    """Return a key of everything that determines the row's samples, except their number."""
     return MODELS[row.model].sample, row.input_shape, row.num_classes
 
 
 class Balancer:
-    """Balance models over partitions by profiling, once for each model and number of samples.
+    """A balancer that profiles each model once for each number of samples, and balances its layers.
 
-    Rows `PLANNED` get the balance of `torchgpipe.plan`; rows `EQUAL_LAYERS` get equally many layers
-    per partition.
+    Rows with the configuration `PLANNED` get the balance that `torchgpipe.plan` finds. Rows with
+    the configuration `EQUAL_LAYERS` get equally many layers in each partition.
     """
 
     def __init__(self, devices: Devices) -> None:
         (self.device,) = devices.first(1)
-        self.profiles: dict[Hashable, list[float]] = {}  # seconds of each layer
-        self.plans: dict[Hashable, dict[int, Balance]] = {}  # for each number of partitions
+        self.profiles: dict[Hashable, list[float]] = {}  # the seconds of each layer
+        self.plans: dict[Hashable, dict[int, Balance]] = {}  # balances by partitions
 
     def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:
-        """Return `row` with a balance: its own if it has one."""
+        """Return `row` with a balance. If the row already has a balance, it does not change."""
         if row.partitions is None or row.balance is not None:
             return row
         if row.partitions == 1:
@@ -104,7 +104,7 @@ class Balancer:
 
 
 def _equal_layers(layers: int, partitions: int) -> Balance:
-    """Return a balance of equally many layers; some of the first partitions may have one more."""
+    """Return a balance of equally many layers. Some of the first partitions can have one more."""
     each, more = divmod(layers, partitions)
     larger = [each + 1] * more
     smaller = [each] * (partitions - more)
@@ -112,10 +112,11 @@ def _equal_layers(layers: int, partitions: int) -> Balance:
 
 
 def _profiled_samples(row: Row) -> int:
-    """Return how many samples to profile the row's model with."""
+    """Return the number of samples with which the row's model is profiled."""
     samples = row.micro_batch_size or 1
     if row.equal == "batch":
-        # These rows share a balance. A quarter of the batch is between their micro-batch sizes.
+        # These rows share a balance. A quarter of the batch is between their largest and smallest
+        # micro-batch sizes.
         samples = math.ceil(row.batch_size / 4)
     return min(samples, PROFILE_SAMPLES, row.batch_size)
 
@@ -123,7 +124,7 @@ def _profiled_samples(row: Row) -> int:
 def planned_balances(row: Row, model: nn.Sequential, sample: Any) -> dict[int, Balance]:
     """Return the best balance for each number of partitions, from a profile of the model.
 
-    The model is profiled on the sample's device.
+    The model is profiled on the device of the sample.
     """
     found = plan(
         model,
@@ -144,7 +145,7 @@ def planned_balances(row: Row, model: nn.Sequential, sample: Any) -> dict[int, B
 def on_devices(
     row: Row, model: nn.Sequential, devices: list[torch.device], engine: EngineName = "auto"
 ) -> nn.Module:
-    """Wrap the model in the row's pipeline, or move it to the first device without a pipeline."""
+    """Wrap the model in the row's pipeline. Without a pipeline, move it to the first device."""
     if row.partitions is None:
         return model.to(devices[0])
     components = row.components
@@ -163,7 +164,7 @@ def on_devices(
 
 
 def work_of(row: Row, seed: int) -> Work:
-    """Return the row's training on CPUs; it has the same parameters and samples as `Training`."""
+    """Return the row's training on CPUs, with the same parameters and samples as in `Training`."""
     torch.manual_seed(seed)
     data = FakeData([row], seed)
     device = torch.device("cpu")
@@ -181,13 +182,13 @@ def work_of(row: Row, seed: int) -> Work:
 
 
 def make_optimizer(row: Row, model: nn.Module, **options: float) -> Optimizer:
-    """Make the row's optimizer, with further options."""
+    """Create the row's optimizer for a model. `options` are additional options."""
     kind: Callable[..., Optimizer] = getattr(torch.optim, row.optimizer.name)
     return kind(model.parameters(), **row.optimizer.options, **options)
 
 
 class Training:
-    """Train one row's model, a step at a time.
+    """The training of one row's model, which runs a step at a time.
 
     Gradients and activations do not stay alive between steps.
     """
@@ -202,11 +203,11 @@ class Training:
         *,
         emulates: Row | None = None,
     ) -> None:
-        """Build everything; `self.row` has the balance that is used.
+        """Build the model, the mini-batch and the optimizer. `self.row` has the balance in use.
 
         To emulate a row, pass it as `emulates`, and its shortened row as `row`. Then all partitions
-        are on the first device, in the balance of the full row, and one thread runs their tasks one
-        after another.
+        are on the first device, with the balance of the full row, and one thread runs their tasks
+        one after another.
         """
         torch.manual_seed(seed)
         with torch.device("meta") if devices.kind == "meta" else nullcontext():
@@ -230,7 +231,7 @@ class Training:
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Call `observer` for every task.
+        """Call `observer` for every task in the `with` block.
 
         Without a pipeline, forward and backward of the model are one task each.
         """
@@ -242,13 +243,16 @@ class Training:
             watched.observer = None
 
     def step(self) -> Tensor:
-        """Do one whole training step on the mini-batch; return its loss, still on its device."""
+        """Run one whole training step on the mini-batch; return the loss, still on its device."""
         loss = self.forward_and_backward()
         update(self.optimizer)
         return loss
 
     def forward_and_backward(self) -> Tensor:
-        """Return the loss, still on its device. Gradients are in the parameters' `.grad`."""
+        """Run forward and backward; return the loss as a tensor on its device.
+
+        The gradients are in the parameters' `.grad`.
+        """
         with observed(self.observer, "forward", 0, 0):
             output = self._forward()
         loss = self.row.criterion(output, self.target)

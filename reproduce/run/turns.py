@@ -1,4 +1,4 @@
-"""Run different ways to do something in turn, so that slow phases of a machine affect them all."""
+"""Run different ways to do something alternately, so that slow phases of a machine affect all."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -11,10 +11,10 @@ Way = TypeVar("Way")
 def turns(
     steps: Mapping[Way, Callable[[], T]], rounds: int, draw: random.Random
 ) -> Iterator[dict[Way, list[T]]]:
-    """Run a step of each way per round; yield all samples after each round.
+    """Run a step of each way to do something in each round; yield all samples after each round.
 
-    Rounds come in pairs: the first has a random order, the second the reverse, so that no way is
-    favoured by its place.
+    Rounds come in pairs: the first round has a random order, and the second round has the reverse
+    order. So no way is favoured by its place in the order.
     """
     ways = list(steps)
     samples: dict[Way, list[T]] = {way: [] for way in ways}

@@ -1,2 +1,4 @@
-"""Tables of records, as text and as Markdown.
-It may import `predict`, `numbers` and what lies below, not `run`."""
+"""Make tables of records, as text and as Markdown.
+
+This folder may import `predict`, `numbers` and the folders below them. It may not import `run`.
+"""

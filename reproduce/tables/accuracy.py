@@ -1,6 +1,6 @@
-"""Make the accuracy tables: top-1 errors, published ones, and how the rows were trained.
+"""Make the accuracy tables: top-1 errors, published errors, and how the rows were trained.
 
-The first table also says whether a pipeline matches its baseline.
+The first table also says whether a pipeline has the same error as its baseline.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ Notes = list[str | None]
 
 
 def accuracy_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return a table of the rows' errors, and one of how they were trained."""
+    """Return two tables: the errors of the rows, and how the rows were trained."""
     rows = Rows(experiment, results)
     return [_reached(rows), _trained(rows)]
 
@@ -67,7 +67,7 @@ def _reached(rows: Rows) -> Table:
 
 
 def _notes(rows: Rows) -> Notes:
-    """Say what the rows have in common, and what the columns of the errors mean."""
+    """Return notes on what the rows have in common, and on the meaning of the error columns."""
     seeds = []
     baselines = {}
     for result in rows:
@@ -116,7 +116,7 @@ def _error_or_progress(result: Result) -> object:
 
 
 def _trainings(configs: Iterable[Mapping[str, Json]]) -> str:
-    """Name the models and the datasets that they were trained on."""
+    """Return a text that lists the models, each with the dataset that it was trained on."""
     trainings = set()
     for each in configs:
         if "dataset" in each:

@@ -29,8 +29,8 @@ MAKERS: dict[str, Callable[[Experiment, Results], list[Table]]] = {
 def tables(record: Record, experiment: str | None = None, group: str | None = None) -> list[Table]:
     """Return the tables of a record.
 
-    With `experiment`, only the tables of this experiment are returned, and with `group`, only the
-    tables of this group of rows.
+    If `experiment` is given, only the tables of this experiment are returned. If `group` is given,
+    only the tables of this group of rows are returned.
     """
     if record.kind == "predicted":
         predicted = record.results[0].experiment
@@ -52,14 +52,14 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
 
 
 def _without_pending(record: Record, results: list[Result]) -> list[Result]:
-    """Leave out the rows that a run which is under way has not finished yet."""
+    """Leave out rows that are not finished if the run of the record is still running."""
     if record.run is None or record.run.state != "running":
         return results
     return [result for result in results if result.status != "interrupted"]
 
 
 def _tables_of(experiment: Experiment, results: Results) -> list[Table]:
-    """Return the tables of an experiment: of the engine `threads`, and of all engines."""
+    """Return the tables of an experiment: for the engine `threads`, and for all engines."""
     made: list[Table] = []
     threads = [result for result in results if result.engine == "threads"]
     if threads:
@@ -72,7 +72,8 @@ def _tables_of(experiment: Experiment, results: Results) -> list[Table]:
 def _about_times(record: Record) -> Iterator[str]:
     """Yield warnings about the times of a CPU run.
 
-    The CPU may have been busy at the start, or measured and emulated devices may differ.
+    One warning says that the CPU was busy before the start. Another warning says that measured and
+    emulated devices have different numbers of threads.
     """
     run = record.run
     if run is None or run.device != "cpu":
@@ -103,7 +104,7 @@ def written_records(
 ) -> str:
     """Return the tables of records as text or Markdown, or their numbers as CSV or JSON.
 
-    Without `made`, which are other tables of the records, the tables are those of each record.
+    If `made` is given, it has other tables, which replace the tables of the records.
     """
     text = ""
     pages: list[str] = []
@@ -125,7 +126,7 @@ def written_records(
 
 
 def document(record: Record) -> str:
-    """Return the record as a Markdown page: its tables, and where and how it was run."""
+    """Return a Markdown page about the record: its tables, and where and how it was run."""
     parts = [f"# {record.title}"]
     if record.run is not None:
         lines = about_run(record, record.run)
@@ -135,7 +136,7 @@ def document(record: Record) -> str:
 
 
 def about_run(record: Record, run: Run) -> dict[str, str]:
-    """Return lines about a record's run, by name: devices, machine, versions and so on."""
+    """Return lines about a record's run. The keys are "devices", "machine", "versions" etc."""
     devices = many(run.devices, f"{run.device.upper()} device")
     if run.threads_per_device is not None:
         devices += f" of {many(run.threads_per_device, 'thread')} each"
@@ -159,7 +160,7 @@ def about_run(record: Record, run: Run) -> dict[str, str]:
 
 
 def _about_machine(run: Run) -> str:
-    """Return a line about the machine, and about how memory was freed on it."""
+    """Return a line about the machine, and about how the C library freed memory."""
     machine = run.machine
     line = f"machine: {machine.cpu}, {many(machine.cores, 'core')}"
     if machine.memory is not None:

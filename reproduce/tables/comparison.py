@@ -1,6 +1,7 @@
-"""Answer `python -m reproduce compare`.
+"""Answer the command `python -m reproduce compare`.
 
-This loads the sides, compares them, and writes the comparison as text, Markdown, CSV or JSON.
+This module loads the sides, compares them, and writes the comparison as text, Markdown, CSV or
+JSON.
 """
 
 import string
@@ -37,12 +38,12 @@ def compared(  # noqa: PLR0913
     force: bool,
     every: bool,
 ) -> tuple[str, Error | None]:
-    """Return the comparison as text, and what to raise if it fails as a check for regressions.
+    """Return the comparison as text, and the error that a check for regressions raises, or None.
 
-    The arguments are those of the command.
+    The arguments are the arguments of the command.
 
     Raises:
-        Error: If a side cannot be read, or no row has the metric or a field of the filters.
+        Error: A side cannot be read, or no row has the metric or a field of the filters.
     """
     rule = Rule(alpha, threshold)
     sides = []
@@ -105,7 +106,7 @@ def write_comparisons(
 
 
 def _complaint(comparisons: Comparisons) -> Error | None:
-    """Say which rows are worse, or that no row could be tested.
+    """Return an error that says which rows are worse, or that no row could be tested, or None.
 
     A check that tested nothing must not pass.
     """
@@ -128,7 +129,7 @@ def _complaint(comparisons: Comparisons) -> Error | None:
 
 
 def _legend(sides: Sides, rule: Rule) -> Iterator[str]:
-    """Explain the letters and the verdicts."""
+    """Yield lines that explain the letters of the sides, and the verdicts."""
     for side in sides:
         for note in _about(side):
             yield f"{side.letter}: {note}"
@@ -141,7 +142,7 @@ def _legend(sides: Sides, rule: Rule) -> Iterator[str]:
 
 
 def _about(side: Side) -> Iterator[str]:
-    """Say where the rows of a side come from."""
+    """Yield lines that say where the rows of a side come from."""
     yield f"{side.name} ({many(len(side.records), 'record')}, {_origins(side)})"
     if side.superseded:
         yield f"{many(side.superseded, 'row')} of other runs left out: {RULE}"
@@ -161,10 +162,10 @@ def _about(side: Side) -> Iterator[str]:
 
 
 def _table(comparison: Comparison, sides: Sides) -> Table:
-    """Return the table.
+    """Return the table of a comparison.
 
-    With two sides, ratios have their own columns. With more sides, a ratio is below the number of
-    its side.
+    If there are two sides, ratios have their own columns. If there are more sides, the ratio of a
+    side is in the same cell as its number.
     """
     headings = ["row", *(side.letter for side in sides)]
     if len(sides) == 2:
@@ -209,10 +210,10 @@ def _mean_line(comparison: Comparison, sides: Sides) -> list[str]:
 
 
 def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -> list[str]:
-    """Return a row of the table.
+    """Return a row of the comparison's table.
 
-    `numbers` has a cell for each side, and `ratios` has the cells of the ratio of each side but
-    the first.
+    `numbers` has a cell for each side. `ratios` has the cells of the ratio of each side except the
+    first side.
     """
     if len(numbers) == 2:
         return [label, *numbers, *ratios[0]]
@@ -225,7 +226,7 @@ def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -
 
 
 def _numbers(comparison: Comparison, sides: Sides) -> Iterator[Number]:
-    """Yield a line for each row and side, and one for each side's geometric mean."""
+    """Yield a dictionary for each row and side, and a dictionary for each side's geometric mean."""
 
     def line(row: str, side: Side, decision: Decision | None) -> Number:
         found: Number = {"row": row, "side": side.letter, "name": side.name}
@@ -253,7 +254,7 @@ def _numbers(comparison: Comparison, sides: Sides) -> Iterator[Number]:
 
 
 def _number(row: ComparedRow, side: int) -> str:
-    """Return the cell of a side's number, or why there is none."""
+    """Return the cell of a side's number. If the side has no number, the cell says why."""
     reading = row.readings[side]
     entry = row.line.entries.get(side)
     if reading is not None:
@@ -266,7 +267,7 @@ def _number(row: ComparedRow, side: int) -> str:
 
 
 def _ratio(decision: Decision | None, metric: str) -> list[str]:
-    """Return the cells of a ratio, its interval and its verdict."""
+    """Return three cells of the table: a ratio, its confidence interval and its verdict."""
     if decision is None:
         return ["", "", ""]
     interval = ""
@@ -281,7 +282,7 @@ def _ratio(decision: Decision | None, metric: str) -> list[str]:
 
 
 def _origins(side: Side) -> str:
-    """Say in short where a side's numbers come from."""
+    """Return a short text that says where a side's numbers come from."""
     origins: dict[str, None] = {}
     for record in side.records:
         origin: str = record.kind
@@ -292,7 +293,7 @@ def _origins(side: Side) -> str:
 
 
 def _origin(record: Record, run: Run) -> str:
-    """Say how the rows of a run were made, on what, and from which revision."""
+    """Return a text on how and where the rows of a run were made, and from which revision."""
     done: dict[str, None] = {}
     for result in record.results:
         done["emulated" if result.emulated else "measured"] = None

@@ -1,4 +1,4 @@
-"""Make the tables that show the emulated and the predicted throughput of a run's rows."""
+"""Make the tables that compare the emulated and the predicted throughput of a run's rows."""
 
 from statistics import median
 
@@ -11,7 +11,7 @@ from torchgpipe.plan.planner import HERE
 
 
 def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
-    """Return a table for each experiment of a run: its rows' emulated and predicted throughput."""
+    """Return a table for each experiment of a run: rows' emulated and predicted throughput."""
     hardware = predicted.hardware or {}
     how = f"nothing run, from the hardware description {hardware.get('name')}"
     if hardware.get("name") == HERE:

@@ -1,6 +1,7 @@
-"""Make the table of rows that several engines ran.
+"""Make the table of rows that were run by several engines.
 
-It shows each engine's samples per second, and their ratio to those of the engine `threads`.
+The table has each engine's samples per second. It also has the ratio of this number to the samples
+per second of the engine `threads`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 
 def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return the table, in a list.
+    """Return the table in a list, or an empty list.
 
     The list is empty if only `threads` was used, or if no row had enough devices.
     """
@@ -61,7 +62,7 @@ def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Ta
 
 
 def _about_left_out(results: Sequence[Result]) -> Iterator[str]:
-    """Say why engines did not run rows, in a note for each reason."""
+    """Yield a note for each reason why engines did not run some rows."""
     for reason, found in grouped(results, lambda result: result.reason).items():
         engines: dict[str, None] = {}
         rows: dict[str, None] = {}

@@ -1,6 +1,6 @@
-"""Keep a history: a line of JSON for each revision and machine.
+"""Read and write a history file, which has a line of JSON for each revision and machine.
 
-The numbers of a line are as in `reproduce.tables.output`.
+The numbers of a line have the same fields as in `reproduce.tables.output`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +22,12 @@ from reproduce.tables.output import Number, of_entry
 
 KINDS = ("measured", "emulated", "predicted")
 NEEDED = {"experiment", "row", "kind", "metric", "unit", "value"}
-KEPT = ("time", "speedup", "memory", "reserved", "top1_error")  # the metrics kept besides counts
+KEPT = ("time", "speedup", "memory", "reserved", "top1_error")  # metrics to keep besides counts
 NAMING = ("metric", "kind", "name", "scale", "device", "engine")  # the fields that name a number
 
 
 class Line(Struct, frozen=True):
-    """Hold the numbers of a revision on a machine. `date` is the date of the commit."""
+    """The numbers of a revision on a machine. `date` is the date of the commit."""
 
     git: Git
     date: str
@@ -36,10 +36,10 @@ class Line(Struct, frozen=True):
 
 
 def line_of(names: Sequence[str]) -> Line:
-    """Return the line of the records that `load_side` finds under the names.
+    """Return the history line of the records that `load_side` finds under the given names.
 
-    Disturbed numbers are left out. It raises `Error` if no number is left, or if the records are
-    of several revisions or machines.
+    Disturbed numbers are left out. Raise `Error` if no number is left, or if the records are of
+    several revisions or machines.
     """
     records: list[Record] = []
     gits: dict[Git | None, None] = {}
@@ -52,8 +52,8 @@ def line_of(names: Sequence[str]) -> Line:
                 gits[record.run.git] = None
                 machines.add(_described(record.run.machine))
             else:
-                # Counts and predictions do not name their revision. Those in files are taken to be
-                # of the revision that is checked out.
+                # Counts and predictions do not name their revision. If they are in a file, they are
+                # taken to be of the revision that is checked out.
                 gits[checkout(Path()) if in_file else None] = None
     machines = machines or {"any machine"}
     numbers = list(_kept(records))
@@ -62,7 +62,7 @@ def line_of(names: Sequence[str]) -> Line:
         revisions = sorted(each.name(7) if each else "unknown" for each in gits)
         raise Error(
             f"{' '.join(names)}: {len(numbers)} undisturbed numbers of revision "
-            f"{', '.join(revisions)} on {'; '.join(machines)}; name what is of one revision and "
+            f"{', '.join(revisions)} on {'; '.join(machines)}; name records of one revision and "
             "one machine, in the top folder of a checkout"
         )
     commit = commit_of(Path(), source.revision)
@@ -72,7 +72,7 @@ def line_of(names: Sequence[str]) -> Line:
 
 
 def _described(machine: Machine) -> str:
-    """Describe a machine in a line: its processor, cores and GPUs."""
+    """Return a line that describes a machine: its processor, cores and GPUs."""
     parts = [machine.cpu, f"{machine.cores} cores"]
     parts += [gpu.name for gpu in machine.gpus]
     return ", ".join(parts)
@@ -91,9 +91,9 @@ def _kept(records: Sequence[Record]) -> Iterator[Number]:
 def read_history(
     content: bytes, where: str, tell: Callable[[Error], object]
 ) -> Iterator[tuple[bytes, Line | None]]:
-    """Yield each line of a history as it is in the file, and as a `Line`.
+    """Yield each line of a history in two forms: as it is in the file, and as a `Line`.
 
-    For a broken line it yields None instead of the `Line`, and calls `tell` with the error.
+    If a line is broken, yield None instead of the `Line`, and call `tell` with the error.
     """
     for i, text in enumerate(content.splitlines(), 1):
         here = f"{where}:{i}"
@@ -115,10 +115,10 @@ def _check(line: Line, where: str) -> None:
 
 
 def added(content: bytes, line: Line, where: str, tell: Callable[[str], object]) -> bytes:
-    """Return a history with the line at its end.
+    """Return the content of a history with the line at its end.
 
-    The history's numbers of the same revision and machine are moved into this line, except those
-    that the line replaces.
+    If the history already has numbers of the same revision and machine, they are moved into this
+    line, except numbers that the line replaces.
     """
 
     def tell_kept(error: Error) -> None:
@@ -136,7 +136,7 @@ def added(content: bytes, line: Line, where: str, tell: Callable[[str], object])
             continue
         kept.append(text)
     if lines and broken == len(lines):
-        raise Error(f"{where}: no line of it is of a history; name another file")
+        raise Error(f"{where}: no line in it is a line of a history; name another file")
     count = 0
     last: dict[str, Number] = {}  # the last number of each name
     for each in [*same.values(), line]:
@@ -152,7 +152,7 @@ def added(content: bytes, line: Line, where: str, tell: Callable[[str], object])
 
 
 def name_of(number: Number) -> str:
-    """Return a number's name, which is different from those of the other numbers of its line."""
+    """Return a number's name, which is unique among the numbers of its line."""
     parts = [f"{number['experiment']} {number['row']}"]
     for field in NAMING:
         value = number.get(field, "threads")
@@ -162,7 +162,10 @@ def name_of(number: Number) -> str:
 
 
 def smaller_is_better(line: Line) -> list[dict[str, Json]]:
-    """Return what github-action-benchmark takes as `customSmallerIsBetter`: no speed-ups."""
+    """Return the numbers in the format that github-action-benchmark calls `customSmallerIsBetter`.
+
+    Numbers of which more is better, such as speed-ups, are left out.
+    """
     numbers = []
     for number in line.numbers:
         if number["unit"] != "count" and better(number["metric"]) != "lower":

@@ -17,7 +17,8 @@ GiB = BYTES["GiB"]
 def number(value: float | Reading) -> str:
     """Format a number with three significant digits, or as an integer: 0.850, 12.0, 4,224.
 
-    A reading is formatted as its middle. A disturbed reading gets a mark.
+    If the value is a reading (samples of a metric), their median or mean is formatted. A disturbed
+    reading gets a mark.
     """
     if isinstance(value, Reading):
         return number(value.middle) + value.mark
@@ -32,7 +33,7 @@ def number(value: float | Reading) -> str:
 
 
 def ratio(value: float | Reading) -> str:
-    """Format a ratio as `number` does, but with two decimals from 0.1 to 1.
+    """Format a ratio like `number`, but with two decimals between 0.1 and 1.
 
     So 0.85 fits in a column with 1.25.
     """
@@ -44,7 +45,7 @@ def ratio(value: float | Reading) -> str:
 
 
 def reading_text(reading: Reading) -> str:
-    """Format a reading's middle. Bytes are formatted in MiB or GiB."""
+    """Format a reading (samples of a metric) as its median or mean. Bytes become MiB or GiB."""
     if reading.unit not in BYTES:
         return number(reading)
     size = reading.middle * BYTES[reading.unit]
@@ -54,7 +55,7 @@ def reading_text(reading: Reading) -> str:
 
 
 def with_quartiles(reading: Reading, write: Callable[[float], str] = number) -> str:
-    """Format a reading's middle and its quartiles, if it has any, as in `12.0 (11.8-12.3)`."""
+    """Format a reading's median or mean and any quartiles, such as `12.0 (11.8-12.3)`."""
     text = write(reading.middle) + reading.mark
     quartiles = reading.quartiles
     if quartiles is None:
@@ -80,9 +81,9 @@ Notes = Sequence[str]
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """Describe a column: its heading, a function from a row to its value, and the value's format.
+    """A column of a table: its heading, a function from a row to a value, and the value's format.
 
-    A value that is a string is shown as it is, and None is shown as `nothing`. Columns of words
+    A value that is a string is shown unchanged, and None is shown as `nothing`. Columns of words
     are aligned `left`.
     """
 
@@ -119,17 +120,17 @@ class Column(Generic[Row]):
 
 @dataclass(frozen=True)
 class Table:
-    """Hold a table's cells as text. Line breaks in headings and cells are only for the terminal."""
+    """A table with text cells. Line breaks in headings and cells are used only on a terminal."""
 
     title: str
     headings: Cells
     rows: Sequence[Cells]
     notes: Notes = ()
-    left: int = 1  # how many columns, from the first on, are aligned left
-    group: str = ""  # the name of the rows' group, where an experiment has several
+    left: int = 1  # the number of columns, from the first one on, that are aligned left
+    group: str = ""  # the name of the rows' group if the experiment has several groups
 
     def text(self) -> str:
-        """Return the table for a terminal."""
+        """Return the table as text for a terminal."""
         title = textwrap.fill(self.title, WIDTH)
         cells = grid(self.headings, self.rows, "simple", self.left)
         parts = [title, "", cells]
@@ -155,10 +156,10 @@ def _without_breaks(cells: Cells) -> Cells:
 
 
 def grid(head: Cells, rows: Sequence[Cells], style: str, left: int | None = None) -> str:
-    """Format rows in a style of tabulate.
+    """Format rows of cells in a style of tabulate.
 
-    The first `left` columns are aligned left and the others right. Without `left`, all columns
-    are aligned left.
+    The first `left` columns are aligned left, and all other columns are aligned right. If `left` is
+    None, all columns are aligned left.
     """
     if left is None:
         left = len(head)
@@ -207,7 +208,7 @@ def table(
 
 
 def in_lines(numbers: Sequence[float], form: str, gap: str = "  ") -> str:
-    """Format a number for each device, four to a line."""
+    """Format a list of numbers, one for each device, with four numbers on a line."""
     texts = [form.format(each) for each in numbers]
     lines = []
     for start in range(0, len(texts), DEVICES_PER_LINE):
@@ -217,7 +218,7 @@ def in_lines(numbers: Sequence[float], form: str, gap: str = "  ") -> str:
 
 
 def bullets(notes: Notes, wrap: bool = True) -> str:
-    """Return the notes as a list, wrapped for a terminal or not."""
+    """Return the notes as a list with bullets. Wrap lines for a terminal if `wrap` is true."""
     lines = []
     for note in notes:
         line = f"- {note}"
@@ -228,7 +229,7 @@ def bullets(notes: Notes, wrap: bool = True) -> str:
 
 
 def by_value(values: Mapping[str, str]) -> dict[str, str]:
-    """Group names by their values: return for each value its names, joined as in `a, b`."""
+    """Group names by their values: return the names of each value, joined like `a, b`."""
     joined = {}
     for value, names in grouped(values, values.__getitem__).items():
         joined[value] = ", ".join(names)
@@ -243,7 +244,7 @@ def many(count: int, thing: str) -> str:
 
 
 def span(values: Sequence[float]) -> str:
-    """Return `8` where all values are 8, and `8 to 64` where they differ."""
+    """Return `8` if all values are 8, and `8 to 64` if they range from 8 to 64."""
     low = min(values)
     high = max(values)
     if low == high:

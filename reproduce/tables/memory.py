@@ -16,7 +16,7 @@ RESERVED = "peak_reserved"
 
 @dataclass(frozen=True)
 class Kind:
-    """Hold a kind of bytes: the name of its values, the title of its table, and what it means."""
+    """A kind of bytes: the name of its values, the title of its table, and its meaning."""
 
     value: str
     title: str
@@ -38,7 +38,7 @@ KINDS = {  # device and name of the values -> kind of bytes
 
 
 def memory_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return the table of the published models, and one of peaks for each kind of bytes."""
+    """Return the table of the published models, and a table of peaks for each kind of bytes."""
     counted = []
     run = []
     known = set()
@@ -46,7 +46,7 @@ def memory_tables(experiment: Experiment, results: Sequence[Result]) -> list[Tab
         on_meta = result.device == "meta"
         if on_meta and "parameters" in result.values:
             counted.append(result)
-        # On meta, a measured row without a peak is a model that was only counted.
+        # On meta, a measured row without a peak is a model whose parameters were only counted.
         if on_meta and result.status == "measured" and PEAK not in result.values:
             continue
         run.append(result)
@@ -150,7 +150,7 @@ def _peaks(rows: Rows, kind: Kind) -> Table:
 
 
 def _unit(most: int) -> tuple[int, str, str]:
-    """Return the unit in which peaks of up to `most` bytes are written, its name and the format."""
+    """Return the unit for peaks of up to `most` bytes, the name of the unit, and the format."""
     if most < 10 * GiB:
         return MiB, "MiB", "{:.0f}"
     if most < 100 * GiB:
@@ -159,5 +159,5 @@ def _unit(most: int) -> tuple[int, str, str]:
 
 
 def _peaks_of(result: Result, kind: Kind) -> list[int]:
-    """Return the peak of each device in bytes; none if the row has no peaks of that kind."""
+    """Return the peak of each device in bytes, or no peaks if the row has none of this kind."""
     return result.values.get(kind.value) or []

@@ -1,7 +1,7 @@
-"""Write what a command found.
+"""Write the results of a command.
 
-Text and Markdown are for people. CSV and JSON are for programs, with a line for each number. All
-commands have one schema, which `docs/results.md` explains.
+Text and Markdown are for people. CSV and JSON are for programs, and have a line for each number.
+All commands use the same fields, which `docs/results.md` explains.
 """
 
 import csv
@@ -54,10 +54,10 @@ Numbers = Iterator[Number]
 
 
 def written(style: str, numbers: Iterable[Number], text: str, markdown: str, **more: Json) -> str:
-    """Return what a command found in a style.
+    """Return the results of a command in the format `style`.
 
-    'csv' and 'json' have the numbers, and 'json' also has the fields `more`. The other styles are
-    'text' and 'markdown'.
+    'csv' and 'json' contain the numbers, and 'json' also contains the fields `more`. 'text' and
+    'markdown' are given as arguments.
     """
     if style == "text":
         return text
@@ -78,9 +78,9 @@ def written(style: str, numbers: Iterable[Number], text: str, markdown: str, **m
 
 
 def of_reading(reading: Reading | None, result: Result | None) -> Number:
-    """Return the fields of a value and of its row.
+    """Return the fields of a value and of the value's row.
 
-    A value without a row was measured here, and it is not known whether it was disturbed.
+    If no row is given, the value was measured here, and it is not known whether it was disturbed.
     """
     found: Number = {"kind": "measured"}
     disturbance_is_known = False
@@ -102,7 +102,7 @@ def of_reading(reading: Reading | None, result: Result | None) -> Number:
 
 
 def of_entry(entry: Entry) -> Numbers:
-    """Yield a line for each number of a row, or one line if the row has no number."""
+    """Yield the fields of each number of a row, or of the row alone if it has no number."""
     result = entry.result
     about: Number = {"experiment": result.experiment, "row": result.row}
     if entry.hardware:
@@ -122,7 +122,7 @@ def of_entry(entry: Entry) -> Numbers:
 
 
 def _base(entry: Entry) -> Result | None:
-    """Return the row that a row's speed-up is taken over, if it is in the record."""
+    """Return the baseline row for a row's speed-up if the record contains it, else None."""
     if entry.result.over is None:
         return None
     key = replace(entry.result, row=entry.result.over).key
@@ -133,9 +133,9 @@ def _base(entry: Entry) -> Result | None:
 
 
 def of_cells(table: Table, **about: Json) -> Numbers:
-    """Yield a line for each cell of a table of settings. Whole numbers are numbers.
+    """Yield the fields of each cell of a table of settings. Cells with integers become numbers.
 
-    Without `about`, each row's name is that of an experiment.
+    If `about` is empty, the first cell of each row is the name of an experiment.
     """
     for row, *cells in table.rows:
         fields = about or {"experiment": row}
@@ -145,9 +145,9 @@ def of_cells(table: Table, **about: Json) -> Numbers:
 
 
 def of_plan(plan: "Plan", title: str) -> Numbers:
-    """Yield what is predicted for each number of devices.
+    """Yield the predicted numbers for each number of devices.
 
-    That is the best pipeline, and data parallel training beside it.
+    They are the numbers of the best pipeline, and of data parallel training for comparison.
     """
     batch_size = plan.candidates[0].setup.batch_size
     for (n, found), other in zip(plan.by_devices.items(), plan.beside, strict=True):

@@ -1,4 +1,4 @@
-"""Make the tables of predictions, with the published and the measured numbers of the same rows."""
+"""Make the tables of predictions, together with published and measured numbers of the same rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ Numbers = dict[str, float]  # by the row's name
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """Hold our measurement of a published row.
+    """The measurement of a published row by this program.
 
-    `throughput` is in samples per second of a median step, `allocated` in bytes on all devices.
+    `throughput` is in samples per second of a median step. `allocated` is in bytes on all devices.
     """
 
     machine: str
@@ -37,12 +37,12 @@ Measured = dict[str, MeasuredRow]  # by the published row's name
 
 
 def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
-    """Return the measurement that is shown of each published row of an experiment.
+    """Return the measurement to show for each published row of an experiment, by the row's name.
 
     Rows that were not measured are left out.
     """
     found: Measured = {}
-    # The record to show first is the last one, so its measurements replace those of other records.
+    # The record to show first comes last here, so its measurements replace those of other records.
     for record in reversed(ranked(readable(folder), experiment)):
         if record.run is None:
             continue
@@ -57,7 +57,7 @@ def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
 
 
 def _measured(result: Result, run: Run) -> MeasuredRow | None:
-    """Return the measurement of a result that did the work of the published row, else None."""
+    """Return the measurement of a result that did the same work as the published row, else None."""
     as_there = result.status == "measured" and result.scale == "paper"
     if not as_there or result.engine != "threads" or result.device == "meta":
         return None
@@ -79,9 +79,10 @@ def _measured(result: Result, run: Run) -> MeasuredRow | None:
 
 
 def predicted_tables(record: Record, measured: Measured) -> list[Table]:
-    """Return the tables of a record of predictions: speed, memory or both, as published.
+    """Return the tables of a record of predictions, in the layout of the published tables.
 
-    They also show what was `measured` of the same rows, or say that nothing was measured.
+    They are tables of speed, memory or both. They also show the measurements in `measured` for the
+    same rows, or say that there are none.
     """
     names: set[str] = set()
     for result in record.results:
@@ -95,15 +96,15 @@ def predicted_tables(record: Record, measured: Measured) -> list[Table]:
 
 
 def throughput_errors(record: Record) -> Numbers:
-    """Return the relative error of each predicted throughput against the published one."""
+    """Return the relative error of each predicted throughput against the published throughput."""
     publication = _published(record)
     return errors(throughputs(_predicted(record)), throughputs(publication.results))
 
 
 def speed_up_errors(record: Record) -> Numbers:
-    """Return the relative error of each predicted speed-up against the published one.
+    """Return the relative error of each predicted speed-up against the published speed-up.
 
-    The baseline is the table's first row, which is left out.
+    The baseline is the first row of the table. This row is left out.
     """
     first, *others = _predicted(record)
     return errors(speed_ups(others, first), _published_speed_ups(record, first.row))
@@ -112,7 +113,7 @@ def speed_up_errors(record: Record) -> Numbers:
 def errors_table(records: Sequence[Record]) -> Table:
     """Return a table of the errors of speed predictions.
 
-    It counts only tables that were published for the hardware of the prediction.
+    It counts only tables that were published for the same hardware as the prediction.
     """
     headings = [
         "rows of",
@@ -186,7 +187,7 @@ def _speed(record: Record, measured: Measured) -> Table:
 def _about_errors(
     record: Record, first: str, off: Sequence[float], off_speed_up: Sequence[float]
 ) -> str:
-    """Sum up the errors of speeds and speed-ups, or say why they are none."""
+    """Return a note on the errors of speeds and speed-ups, or on why they are not shown."""
     if not _same_hardware(record):
         return (
             f"speed-up over {first}; published on other hardware, so the two are not to be compared"
@@ -198,7 +199,10 @@ def _about_errors(
 
 
 def _about_measured_speeds(record: Record, run: Measured) -> Iterator[str]:
-    """Say on which machine each row was measured, and how its step differs from the others'."""
+    """Yield notes on the machine that measured each row, and on how the measured steps differ.
+
+    The published and predicted numbers are of an epoch, which ends in a smaller mini-batch.
+    """
     if not run:
         yield NOT_MEASURED
         return
@@ -272,7 +276,7 @@ def _about_measured_memory(measured: Measured) -> Iterator[str]:
 
 
 def _published_memory(record: Record) -> Numbers:
-    """Return the reserved bytes that were published, by row."""
+    """Return the published numbers of reserved bytes, by the row's name."""
     publication = _published(record)
     reserved = {}
     for paper in publication.results:
@@ -283,7 +287,7 @@ def _published_memory(record: Record) -> Numbers:
 
 
 def _reasons(record: Record) -> Iterator[str]:
-    """Say why rows have no prediction."""
+    """Yield notes that say why rows have no prediction."""
     for result in record.results:
         if result.reason:
             yield f"{result.row}: {result.reason}"
@@ -317,7 +321,7 @@ def _predicted(record: Record) -> list[Result]:
 
 
 def _same_hardware(record: Record) -> bool:
-    """Say whether the predictions are for the GPU of the published table."""
+    """Return whether the predictions are for the same GPU as the published table."""
     described = record.hardware or {}
     gpu = (_published(record).hardware or {}).get("gpu")
     return gpu is not None and str(gpu) in str(described.get("title"))

@@ -1,15 +1,16 @@
-"""Generate text from records: a page for each record, and the marked blocks in README.md and docs/.
+"""Generate text from records: a page for each record, and marked blocks in README.md and docs/.
 
-A block is the text between two comments, the first of which names its content:
+A block is the text between two comments. The first comment names the content of the block:
 
     <!-- from records: amoebanet-speed -->
     ...
     <!-- end -->
 
-- The name of an experiment stands for the tables of its run that `ranked` puts first. With
-  "/short" after it, only two of the tables are shown.
-- A name such as "benchmarks/overlap" stands for the table of that record in results/benchmarks,
-  made by `benchmarks/render.py`.
+- If the name is the name of an experiment, the block has the tables of one run of the experiment,
+  the first run in the order of `ranked`. With "/short" after the name, the block has only two of
+  the tables.
+- If the name is like "benchmarks/overlap", the block has the table of the record with this name in
+  results/benchmarks. `benchmarks/render.py` makes the table.
 
 If there is no record yet, the block says so.
 """
@@ -35,7 +36,8 @@ MARK = re.compile(
     r"(?P<begin><!-- from records: (?P<name>.*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
 )
 
-# A function from a page and the part of a block's name after the slash to the block's text.
+# A function that makes the text of a block. Its arguments are a page and the part of the block's
+# name after the slash.
 Maker = Callable[[Path, str], str]
 Texts = dict[Path, str]
 Records = Mapping[Path, Record]
@@ -44,11 +46,11 @@ Records = Mapping[Path, Record]
 def render(root: Path, benchmarks: Maker | None = None) -> Texts:
     """Return the new text of every file below `root` that is generated or has a generated block.
 
-    `benchmarks` makes the blocks of the folder `benchmarks`. It is an argument because that folder
-    imports this package.
+    `benchmarks` is a function that makes the blocks of the folder `benchmarks`. It is an argument,
+    because that folder imports this package.
 
     Raises:
-        Error: If a record is broken, or a block's name is unknown.
+        Error: A record is broken, or a block's name is unknown.
     """
     records = {}
     files: Texts = {}
@@ -71,7 +73,10 @@ def render(root: Path, benchmarks: Maker | None = None) -> Texts:
 
 
 def _with_new_blocks(text: str, page: Path, makers: Mapping[str, Maker]) -> str:
-    """Return a page's text with new blocks. Blocks of benchmarks stay if they have no maker."""
+    """Return a page's text with its generated blocks replaced.
+
+    A block of benchmarks does not change if no function for such blocks is given.
+    """
 
     def block(match: re.Match[str]) -> str:
         kind, _, name = match["name"].partition("/")
@@ -86,7 +91,7 @@ def _with_new_blocks(text: str, page: Path, makers: Mapping[str, Maker]) -> str:
 
 
 def stale(files: Mapping[Path, str]) -> list[Path]:
-    """Return the files whose text on disk is not the new one."""
+    """Return the files whose text on disk differs from the new text."""
     found = []
     for path, text in files.items():
         if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -95,10 +100,10 @@ def stale(files: Mapping[Path, str]) -> list[Path]:
 
 
 def _experiment_block(experiment: str, records: Records, page: Path, part: str) -> str:
-    """Return the tables of the run of the experiment that `ranked` puts first.
+    """Return the tables of an experiment's run that is the first in the order of `ranked`.
 
-    The part "short" has the rows like the published ones and those at equal batch size, without
-    notes.
+    If `part` is "short", return only the rows that are like the published rows and the rows at
+    equal batch size, without notes.
     """
     runs = [record for record in records.values() if record.run is not None]
     first = next(iter(ranked(runs, experiment)), None)
@@ -135,6 +140,6 @@ def _short_tables(record: Record, experiment: str) -> list[str]:
 
 
 def link(page: Path, path: Path) -> str:
-    """Return the path of a file relative to the page."""
+    """Return the path of a file relative to the folder of a page."""
     relative = os.path.relpath(path, page.parent)
     return Path(relative).as_posix()

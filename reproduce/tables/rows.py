@@ -1,4 +1,4 @@
-"""Hold what several tables of an experiment share: rows, columns and notes."""
+"""Define what several tables of an experiment use: rows, columns and notes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -38,17 +38,17 @@ Config = Mapping[str, Json]
 
 
 def is_published(result: Result) -> bool:
-    """Say whether a row repeats a published one, with the published or a smaller model."""
+    """Return whether a row repeats a published row, with the published or a smaller model."""
     return result.config["configuration"] in (AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE)
 
 
 def speed(result: Result) -> Reading | str:
-    """Return samples per second, or why the row has none."""
+    """Return the samples per second of a row, or a text that says why there are none."""
     return throughput(result) or outcome(result)
 
 
 def size(settings: Config) -> str:
-    """Return a model's size, such as `(18, 256)`; empty if the model has no sizes to choose."""
+    """Return a model's size, such as `(18, 256)`; empty if the model has only one size."""
     model = MODELS.get(settings["model"])
     if model is None or not model.sizes:
         return ""
@@ -62,7 +62,7 @@ def config(heading: str, name: str) -> Cells:
 
 
 def by_row(heading: str, values: Mapping[str, object], form: Form, nothing: str = "") -> Cells:
-    """Return the column of values that are given by the row's name."""
+    """Return a column of values. The value of a row is looked up by the row's name."""
     return Column(heading, lambda result: values.get(result.row), form, nothing)
 
 
@@ -72,10 +72,10 @@ BUSY = Column("busy", utilization, "{:.0%}")
 
 
 class Rows:
-    """Hold the rows of a table, and make its columns and notes.
+    """The rows of a table. It makes the columns and notes of the table.
 
-    If `every` has emulated results, these are the rows, and measured results are extra columns
-    beside them.
+    If `every` has emulated results, the emulated results are the rows, and measured results are
+    shown in additional columns.
     """
 
     def __init__(self, experiment: Experiment, every: Sequence[Result]) -> None:
@@ -95,7 +95,7 @@ class Rows:
 
     @property
     def configs(self) -> list[Config]:
-        """Give the configurations of the rows."""
+        """Return the configurations of the rows."""
         return [result.config for result in self.results]
 
     def span(self, name: str) -> str:
@@ -103,19 +103,19 @@ class Rows:
         return span([config[name] for config in self.configs])
 
     def table(self, subtitle: str, columns: Iterable[Cells], notes: Iterable[str | None]) -> Table:
-        """Make the table. Its title is the experiment's title and `subtitle`."""
+        """Make the table. Its title is the title of the experiment followed by `subtitle`."""
         return table(self.experiment.title + subtitle, columns, self, notes)
 
     def named(self, row: str | None) -> Result | None:
-        """Return the row of that name; None if it is not in the table."""
+        """Return the row with this name, or None if it is not in the table."""
         return _named(self.results, row)
 
     def measured(self, row: str | None) -> Result | None:
-        """Return the measured result of an emulated row, if any."""
+        """Return the measured result of an emulated row, or None if there is none."""
         return _named(self._beside, row)
 
     def paper(self, result: Result | None) -> Result | None:
-        """Return the published row that a row reproduces; None if there is none."""
+        """Return the published row that a row reproduces, or None if there is none."""
         link = None if result is None else result.published
         if not link:
             return None
@@ -125,14 +125,14 @@ class Rows:
         return None
 
     def speed_up(self, result: Result) -> Reading | str | None:
-        """Return the speed-up over the row's baseline; None if one of the two was not timed."""
+        """Return the speed-up over the row's baseline; None if one of them was not timed."""
         times = speed_up(result, self.named(result.over))
         if times and result.row == result.over:
             return "1"
         return times
 
     def measured_speed_up(self, result: Result) -> Reading | None:
-        """Return the measured speed-up of an emulated row, if any."""
+        """Return the measured speed-up of an emulated row, or None if there is none."""
         return speed_up(self.measured(result.row), self.measured(result.over))
 
     def published_speed_up(self, result: Result) -> Reading | None:
@@ -141,15 +141,15 @@ class Rows:
         return speed_up(self.paper(result), self.paper(base))
 
     def published_throughput(self, result: Result) -> Reading | None:
-        """Return the published samples per second of a row at scale paper.
+        """Return the published samples per second if the row is at scale paper, else None.
 
-        It is None at other scales, which do other work.
+        At other scales, a row does other work than the published row.
         """
         paper = self.paper(result) if result.scale == "paper" else None
         return None if paper is None else throughput(paper)
 
     def throughput(self) -> Cells:
-        """Return the column of samples per second, or why a row has none."""
+        """Return the column of samples per second. If a row has none, its cell says why."""
         if self.emulated:
             return Column("samples/s\nemulated", speed, number)
         return Column("samples/s\n(quartiles)", speed, with_quartiles)
@@ -160,7 +160,7 @@ class Rows:
         return Column(heading, self.speed_up, form)
 
     def beside(self) -> list[Cells]:
-        """Return the columns of measured speed-ups, and of emulated over measured samples/s."""
+        """Return two columns: measured speed-ups, and emulated over measured samples/s."""
         return [
             Column("measured", self.measured_speed_up, ratio),
             Column("emul./\nmeas.", self._emulated_over_measured, ratio),
@@ -183,26 +183,26 @@ class Rows:
 
     @property
     def publication(self) -> Record:
-        """Give the published table that the rows reproduce."""
+        """Return the published table that the rows reproduce."""
         assert self.experiment.table is not None
         return published(self.experiment.table)
 
     @property
     def published_on(self) -> str:
-        """Give the devices of the published table."""
+        """Return the number and the kind of devices with which the published table was measured."""
         hardware = self.publication.hardware or {}
         return f"{hardware.get('num_gpus')} x {hardware.get('gpu')}"
 
     @property
     def published_title(self) -> str:
-        """Give the title of rows that repeat published ones."""
+        """Return the second part of the title of a table whose rows repeat published rows."""
         exact = all(config["configuration"] == AS_PUBLISHED for config in self.configs)
         return ", as published" if exact else ", like the published rows"
 
     def about_emulation(self, ratio: bool = True) -> Iterator[str]:
-        """Explain emulated numbers, if there are any.
+        """Yield notes that explain emulated numbers, if there are any.
 
-        `ratio` says that the table also shows their ratio to measured numbers.
+        `ratio` says that the table also shows the ratio of emulated numbers to measured numbers.
         """
         if not self.emulated:
             return
@@ -238,7 +238,7 @@ class Rows:
             )
 
     def circumstances(self) -> str:
-        """Say what the rows have in common: scale, batch sizes and steps, and the only model."""
+        """Return a note on what the rows have in common: scale, batch sizes, steps, any model."""
         first = self.results[0]
         shape = " x ".join(map(str, first.config["input_shape"]))
         models = set()
@@ -275,7 +275,7 @@ class Rows:
         return "; ".join(parts)
 
     def about_publication(self) -> str:
-        """Say where the published numbers come from, and how their conditions differ from ours."""
+        """Return a note on where published numbers come from, and how their conditions differ."""
         source = self.publication.source or {}
         place = source.get("paper") or source.get("repo")
         about = f"published: {place}, on {self.published_on}"
@@ -294,7 +294,7 @@ class Rows:
         return about
 
     def what_busy_is(self) -> list[str]:
-        """Say what utilization means, if there is any."""
+        """Return notes that say what utilization means, if a row has a utilization."""
         devices = set()
         for result in self:
             if utilization(result) is not None:
@@ -302,7 +302,7 @@ class Rows:
         return [meaning for device, meaning in WHAT_BUSY_IS.items() if device in devices]
 
     def problems(self) -> Iterator[str]:
-        """Say why rows have no numbers."""
+        """Yield notes that say why rows have no numbers."""
         bad = ("failed", "out of memory") if self.emulated else ("failed",)
         failed = {}
         for result in self:

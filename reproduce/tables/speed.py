@@ -1,4 +1,4 @@
-"""Make the tables of speed and of the ablation: throughput, speed-up and the published numbers."""
+"""Make the tables of speed and of the ablation: throughput, speed-up and published numbers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -26,9 +26,9 @@ Results = Sequence[Result]
 
 
 def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
-    """Return a table for each group of rows, and one of utilization.
+    """Return a table for each group of rows, and a table of utilization.
 
-    If groups are models, one table has all of them.
+    If each model is a group, a single table shows all groups.
     """
     if results[0].config.get("equal") == "model":
         return [zoo_table(experiment, results)]
@@ -51,14 +51,14 @@ def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
 
 
 def _group(result: Result) -> str:
-    """Return the name of the group that the row ran in, which is `Row.group`."""
+    """Return the name of the group in which the row ran, which is the row's `Row.group`."""
     if is_published(result):
         return str(result.config["configuration"])
     return str(result.config.get("equal") or "batch")  # rows of older runs lack `equal`
 
 
 def ablation_tables(experiment: Experiment, results: Results) -> list[Table]:
-    """Return the table of the published rows."""
+    """Return a list with the table of an ablation, which switches components on one by one."""
     rows = Rows(experiment, results)
     reserved = any("peak_reserved" in result.values for result in rows)
     kind = "reserved" if reserved else "live"
@@ -142,7 +142,7 @@ def _as_published(rows: Rows) -> Table:
     setting = config("checkpoint", "checkpoint")
     if len(modes) == 1:
         setting = config("m", "chunks")
-    # In a table with emulated rows, the published column needs the room of the quartiles.
+    # In a table with emulated rows, there is no room for both quartiles and the published column.
     quartiles = not (rows.emulated and any(map(rows.published_throughput, rows)))
     heading = "speed-up\n(quartiles)" if quartiles else "speed-up"
     columns = [
@@ -166,10 +166,10 @@ def _as_published(rows: Rows) -> Table:
 
 
 def _balances(rows: Rows, profiled: Rows) -> Table:
-    """Make the table that compares the published balance with the one that was profiled here.
+    """Make the table that compares the published balance with the balance that was profiled here.
 
-    The rows are in the published balance. The same rows are also in `profiled`, each in the
-    balance that was profiled.
+    The rows have the published balance. `profiled` has the same rows with the balance that was
+    profiled.
     """
 
     def name(result: Result) -> str:
@@ -225,7 +225,10 @@ def _utilization(rows: Rows) -> Table:
 
 
 def zoo_table(experiment: Experiment, results: Results) -> Table:
-    """Return the table of all models so far. Its group is that of the last model."""
+    """Return the table of all models that have run so far.
+
+    The table belongs to the group of the last model.
+    """
     rows = Rows(experiment, results)
     plain = []
     partitions = set()
@@ -253,7 +256,7 @@ def zoo_table(experiment: Experiment, results: Results) -> Table:
 
 
 def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
-    """Yield the columns of the speed-ups of n devices, for rows of plain training."""
+    """Yield the columns of the speed-ups of n devices, for rows that are plain training."""
     found = {}
     for result in rows:
         if result.config["partitions"] == n:

@@ -1,4 +1,4 @@
-"""Train for the published epochs and measure accuracy.
+"""Train models for the published number of epochs and measure their accuracy.
 
-It may import `run`, but not `run.engines`, and what `run` may import.
+This folder may import everything that `run` may import, and `run`, but not `run.engines`.
 """

@@ -1,8 +1,8 @@
 """Yield mini-batches of ImageNet or of generated images.
 
-The order and the crops of an epoch depend only on the seed and the epoch's number. So a resumed
-training gets the data that it would have had without the interruption, and no state of the data has
-to be saved.
+The order and the crops of an epoch depend only on the seed and the number of the epoch. So a
+resumed training gets the same data as without the interruption, and no state of the data has to be
+saved.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from reproduce.models.resnet import import_torchvision
 Batch = tuple[Tensor, Tensor]  # images (N, 3, H, W) and classes (N,), on the CPU
 
 LAYOUT = "train/<class>/*.JPEG and val/<class>/*.JPEG"
-# Of ImageNet's channels. The publication does not state them.
+# The means and standard deviations of ImageNet's channels. The publication does not state them.
 MEAN = (0.485, 0.456, 0.406)
 DEVIATION = (0.229, 0.224, 0.225)
 MOST_EPOCHS = 100_003  # with fewer epochs, no two trainings use the same seed for an epoch
 
 
 class AccuracyNeeds(NamedTuple):
-    """What only accuracy experiments need: the data, and the seeds.
+    """The data and the seeds of an accuracy experiment.
 
-    Each row is trained once per seed.
+    Each row is trained once with each seed.
     """
 
     data: Gratings | ImageNet
@@ -43,9 +43,9 @@ class AccuracyNeeds(NamedTuple):
 def prepare(
     name: str, scale: AccuracyScale, folder: Path | None, seed: int, seeds: int | None
 ) -> AccuracyNeeds:
-    """Find the experiment's data in `folder`, or generate them if the scale says how.
+    """Find an experiment's data in `folder`, or generate the data if the scale says how.
 
-    Raise `Error` if the data cannot be used, or if it is not clear which to use.
+    Raise `Error` if the data cannot be used, or if it is not clear which data to use.
     """
     trained = range(seed, seed + (seeds or scale.seeds))
     if scale.made is not None:
@@ -65,11 +65,11 @@ def prepare(
 
 
 class Gratings:
-    """Generate a data set of noisy waves. The class is the direction of the wave.
+    """A generated data set of images of noisy waves. The class is the direction of the wave.
 
-    Each image has a random phase, wavelength and colour, so no single pixel reveals the class: a
-    network must learn directions. Neighbouring classes are `180 / classes` degrees apart. Training
-    images are cropped at random, validation images in the middle.
+    Each image has a random phase, wavelength and colour. So no single pixel reveals the class, and
+    a network must learn directions. Neighbouring classes are `180 / classes` degrees apart.
+    Training images are cropped at random, and validation images are cropped in the middle.
     """
 
     def __init__(  # noqa: PLR0913
@@ -107,9 +107,9 @@ class Gratings:
         return images + noise * disturbance, labels
 
     def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
-        """Yield one epoch's mini-batches of equal size, shuffled and randomly cropped.
+        """Yield the mini-batches of one epoch, shuffled and randomly cropped.
 
-        An incomplete mini-batch is dropped.
+        All mini-batches have the same size, and an incomplete mini-batch is dropped.
         """
         generator = Generator().manual_seed(seed * MOST_EPOCHS + epoch)
         images, labels = self.train
@@ -124,9 +124,9 @@ class Gratings:
             yield torch.stack(crops), labels[chosen]
 
     def val_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield all validation images, cropped in the middle.
+        """Yield mini-batches of all validation images, cropped in the middle.
 
-        The last mini-batch may be smaller than the others.
+        The last mini-batch can be smaller than the others.
         """
         images, labels = self.val
         middle = self.margin // 2
@@ -140,13 +140,12 @@ class Gratings:
 
 
 class ImageNet:
-    """Read images from a folder of the layout `LAYOUT`, with `workers` processes.
+    """ImageNet in a folder of the layout `LAYOUT`, read by `workers` processes.
 
     Training images are cropped at random to 224 x 224 (8 to 100 % of the area) and flipped at
-    random; validation images are resized to 256 and cropped in the middle, as published.
-
-    If there is no such folder, it has another layout, or torchvision is missing, the constructor
-    raises `Error`.
+    random. Validation images are resized to 256 and cropped in the middle, like in the publication.
+    The constructor raises `Error` if there is no such folder, if the folder has another layout, or
+    if torchvision is missing.
     """
 
     def __init__(self, folder: Path, classes: int, workers: int) -> None:
@@ -173,11 +172,11 @@ class ImageNet:
             )
 
     def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
-        """Yield one epoch's mini-batches, as `Gratings` does."""
+        """Yield the mini-batches of one epoch, in the same way as `Gratings.train_batches`."""
         return self._read(self.train, batch_size, seed * MOST_EPOCHS + epoch, train=True)
 
     def val_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield all validation images."""
+        """Yield mini-batches of all validation images."""
         return self._read(self.val, batch_size, 0, train=False)
 
     def _read(self, images: Any, batch_size: int, seed: int, *, train: bool) -> Iterator[Batch]:
@@ -202,13 +201,13 @@ class ImageNet:
 def ignore_interrupts(worker: int) -> None:
     """Ignore Ctrl-C in a worker process.
 
-    Every process gets it, and the main process ends the workers.
+    Ctrl-C reaches every process, and the main process ends the workers.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def find_images(folder: Path, part: str, classes: int, transform: Any) -> Any:
-    """Return the images below `folder/part` as a torchvision `ImageFolder`, or raise `Error`."""
+    """Return the images in `folder/part` as a torchvision `ImageFolder`, or raise `Error`."""
     datasets = import_torchvision("datasets", "ImageNet")
     try:
         found = datasets.ImageFolder(str(folder / part), transform, loader=load_image)
@@ -223,11 +222,11 @@ def find_images(folder: Path, part: str, classes: int, transform: Any) -> Any:
 
 
 def load_image(path: str) -> Any:
-    """Load an RGB image. The error names the file, which torchvision's would not."""
+    """Load an RGB image. Unlike torchvision's error, the error contains the file's name."""
     from PIL import Image
 
     try:
         with Image.open(path) as opened:
             return opened.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:
-        raise Error(f"{path} cannot be read as an image: put the file there anew") from error
+        raise Error(f"{path} cannot be read as an image: replace the file") from error

@@ -1,6 +1,6 @@
 """Run an accuracy experiment: train every row for all of its epochs, from several seeds.
 
-After every epoch a checkpoint is saved, so that a training that was stopped resumes after its last
+After every epoch, a checkpoint is saved. So a training that was stopped can resume after its last
 complete epoch.
 """
 
@@ -33,7 +33,7 @@ Epoch = tuple[float, ...]  # a value for each name in `SERIES`
 def plan_accuracy(session: Session) -> None:
     """Tell the progress display how many training steps to expect.
 
-    Evaluation takes little time in comparison.
+    Evaluation is not counted, because it takes little time in comparison.
     """
     seeds = len(_needs(session).seeds)
     for row in _rows(session):
@@ -44,10 +44,10 @@ def plan_accuracy(session: Session) -> None:
 
 
 def run_accuracy(session: Session) -> Iterator[tuple[str, bool]]:
-    """Train all rows from the first seed, then all rows from the next seed.
+    """Train all rows from the first seed, then all rows from the next seed, and so on.
 
-    So rows can be compared as soon as possible. At the end, yield the name of their only group, "",
-    and True.
+    So rows can be compared as soon as possible. All rows form a single group without a name. At the
+    end, yield the group's name, "", and True, which means that it is finished.
     """
     failures: dict[str, str] = {}  # the status of each row that has failed, by its name
     paths = []
@@ -73,7 +73,7 @@ def run_accuracy(session: Session) -> Iterator[tuple[str, bool]]:
 
 
 def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
-    """Train until the last epoch, from the checkpoint if there is one."""
+    """Train a row until the last epoch. If there is a checkpoint, resume from it."""
     epochs = row.recipe.epochs
     steps = _steps_per_epoch(session, row)
     done: list[Epoch] = []
@@ -92,7 +92,7 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
     while len(done) < epochs:
         epoch = _train_epoch(session, row, seed, training, len(done) + 1)
         done.append(epoch)
-        # The record is first, so that an interrupt before the checkpoint does not lose the epoch.
+        # Save the record first, so that an interrupt before the checkpoint does not lose the epoch.
         _put(session, row, [epoch])
         save_checkpoint(path, {"epochs": done, "training": training.state()})
 
@@ -100,7 +100,7 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
 def _train_epoch(
     session: Session, row: AccuracyRow, seed: int, training: "AccuracyTraining", epoch: int
 ) -> Epoch:
-    """Train on all mini-batches, then evaluate."""
+    """Train on all mini-batches of an epoch, evaluate, and return the values for the record."""
     data = _needs(session).data
     devices = session.devices
     job = session.job(row.name)
@@ -134,7 +134,7 @@ def _train_epoch(
 
 
 def _put(session: Session, row: AccuracyRow, epochs: Sequence[Epoch], **ended: Any) -> None:
-    """Add epochs to the row's recorded samples."""
+    """Add epochs to the samples of a row in the record."""
     before = session.recorded(row).samples
     samples = {name: list(before.get(name, [])) for name in SERIES}
     for epoch in epochs:
@@ -147,7 +147,7 @@ def _put(session: Session, row: AccuracyRow, epochs: Sequence[Epoch], **ended: A
 def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
     """Return the path of a training's checkpoint.
 
-    The name has the row, the seed and a digest of all other settings.
+    The file's name contains the row, the seed and a digest of all other settings.
     """
     data = _needs(session).data
     made = session.scale.settings()["made"]
@@ -169,7 +169,7 @@ def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Replace the checkpoint at `path` atomically.
 
-    If the program is killed meanwhile, the old or the new checkpoint is there.
+    If the program is killed meanwhile, either the old or the new checkpoint exists.
     """
     path.parent.mkdir(exist_ok=True)
     content = io.BytesIO()
@@ -178,9 +178,9 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any] | None:
-    """Load the checkpoint at `path`; return None if there is none.
+    """Load the checkpoint at `path`; return None if there is no checkpoint.
 
-    If it is broken, raise `Error`.
+    If the checkpoint is broken, raise `Error`.
     """
     try:
         return cast("dict[str, Any]", torch.load(path, map_location="cpu", weights_only=True))
@@ -193,9 +193,9 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
 
 
 def _put_away(session: Session, paths: Sequence[Path]) -> None:
-    """Make the next run start from scratch: move checkpoints aside.
+    """Move checkpoints to another folder, so that the next run starts from scratch.
 
-    If the data are generated, the checkpoints are deleted instead.
+    If the data are generated, delete the checkpoints instead.
     """
     made = session.scale.settings()["made"]
     for path in paths:
@@ -223,7 +223,7 @@ def _needs(session: Session) -> AccuracyNeeds:
 
 
 class AccuracyTraining:
-    """Train a row's model on its devices.
+    """The training of a row's model on its devices.
 
     Rows with the same seed start from the same parameters.
     """
@@ -234,7 +234,7 @@ class AccuracyTraining:
         self.steps_per_epoch = steps_per_epoch
         self.steps = 0
         self.devices = devices.first(row.devices)
-        # The state dict of `layers` has no prefix of DataParallel.
+        # `layers` is saved, and not the `DataParallel` module, whose state dict has a prefix.
         self.layers = on_devices(row, row.sized.layers(), self.devices)
         self.model = self.layers
         if row.partitions is None and row.gpus > 1:
@@ -243,13 +243,13 @@ class AccuracyTraining:
 
     @property
     def learning_rate(self) -> float:
-        """Give the learning rate of the next step."""
+        """Return the learning rate of the next step."""
         row = self.row
         epoch = self.steps / self.steps_per_epoch
         return row.recipe.learning_rate(row.batch_size, epoch)
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Do one training step on a mini-batch and return its loss, still on its device."""
+        """Run one training step on a mini-batch; return the loss as a tensor on its device."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         output = self._forward(images)
@@ -289,7 +289,7 @@ class AccuracyTraining:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Resume the training from a state."""
+        """Restore the training from a state, to resume it."""
         self.steps = state["steps"]
         self.layers.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

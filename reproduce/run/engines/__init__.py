@@ -1,4 +1,4 @@
-"""Run partitions in parallel: by threads, by ranks or by PyTorch's schedules.
+"""Run the partitions of a pipeline in parallel: by threads, by processes or by PyTorch's schedules.
 
-It may import `torchgpipe`, and of `reproduce` what lies below `run`.
+This folder may import `torchgpipe`. Of `reproduce`, it may import the folders below `run`.
 """

@@ -1,8 +1,10 @@
-"""Engines: different ways to run the partitions of a pipeline in parallel. All do the same work.
+"""Define engines: different ways to run the partitions of a pipeline in parallel.
+
+All engines do the same work:
 
 - `threads`: `GPipe`, with a thread of this process for each partition;
 - `ranks`: `DistributedGPipe`, with a process for each partition;
-- `ScheduleGPipe` and `Schedule1F1B`: PyTorch's own schedules of `torch.distributed.pipelining`,
+- `ScheduleGPipe` and `Schedule1F1B`: PyTorch's own schedules in `torch.distributed.pipelining`,
   with a process for each partition.
 """
 
@@ -29,8 +31,8 @@ from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.microbatch import tensors_of
 from torchgpipe.trace.layer import flat
 
-FEW = "it needs at least as many micro-batches as partitions"  # Schedule1F1B
-FIRST = 2  # steps to compare: one before and one after an update; later, rounding errors add up
+FEW = "it needs at least as many micro-batches as partitions"  # a reason of Schedule1F1B
+FIRST = 2  # number of steps to compare; in later steps, rounding errors add up
 ROUNDING = 1e-4  # relative tolerance: processes round a convolution's gradient differently
 Losses = Sequence[float | None]
 Made = tuple[nn.Module, Callable[[], "Tensor | None"]]
@@ -44,7 +46,7 @@ The function returns the loss, or `None` if this process does not have it.
 class Work:
     """The training to run: layers, pipeline settings, a mini-batch, and the optimizer's maker.
 
-    `loss(output, target)` is a mean over samples.
+    `loss(output, target)` is a mean over samples. `optimizer` makes the optimizer of a module.
     """
 
     layers: nn.Sequential
@@ -60,10 +62,11 @@ class Work:
 
 
 class Trainer:
-    """Train some work on an engine, a step at a time.
+    """A trainer that runs training steps with an engine.
 
-    With an engine of processes, each process makes a `Trainer`. `steps` counts the steps so far. A
-    timeline can be recorded of `pipeline`, which is `None` for PyTorch's schedules.
+    If the engine uses processes, each process creates a `Trainer`. `steps` is the number of steps
+    so far. `pipeline` is the pipeline, whose timeline can be recorded. It is `None` for PyTorch's
+    schedules.
     """
 
     def __init__(self, engine: Engine, work: Work) -> None:
@@ -76,7 +79,7 @@ class Trainer:
             self._optimizers.append(work.optimizer(module))
 
     def step(self) -> float | None:
-        """Do one training step; return its loss, or `None` if this process does not have it."""
+        """Run one training step; return its loss, or `None` if this process has no loss."""
         self.steps += 1
         loss = self._forward_and_backward()
         for optimizer in self._optimizers:
@@ -92,7 +95,7 @@ def _pipeline(engine: Engine, work: Work) -> Made:
         "checkpoint": work.checkpoint,
         "deferred_batch_norm": work.deferred_batch_norm,
     }
-    # The functions below must not keep `work`: it has all ranks' layers.
+    # The functions below must not keep `work` alive, because it contains the layers of all ranks.
     loss, x, target = work.loss, work.input, work.target
     model: GPipe | DistributedGPipe
     if engine == "threads":
@@ -137,17 +140,18 @@ def _scheduled(engine: Engine, work: Work) -> Made:
             raise error.__cause__ or error from None  # the layer's own error, without the stage's
         if not losses:
             return None
-        # The schedule divides gradients by the number of micro-batches, so they belong to the mean.
+        # The schedule divides gradients by the number of micro-batches, so they are gradients of
+        # the mean loss.
         return torch.stack([loss.detach() for loss in losses]).mean()
 
     return part, run
 
 
 def check_same(losses: Losses, others: Losses, what: str) -> None:
-    """Raise `Error` if losses on two engines differ by more than rounding.
+    """Raise `Error` if the losses on two engines differ by more than rounding errors.
 
-    Then the engines do different work, and their times are not comparable. The first steps that
-    both engines have done are compared.
+    If losses differ, the engines do different work, and their times are not comparable. Only the
+    first steps, which both engines have done, are compared.
     """
     count = min(len(losses), len(others), FIRST)
     losses, others = losses[:count], others[:count]
@@ -158,7 +162,7 @@ def check_same(losses: Losses, others: Losses, what: str) -> None:
 
 
 def why_not(engine: Engine, row: Row, devices: Devices) -> str | None:
-    """Return why an engine cannot run a row; `None` if it can."""
+    """Return why an engine cannot run a row, or `None` if the engine can run it."""
     if engine == "threads":
         return None
     reasons = _against_processes(row, devices)
@@ -168,7 +172,7 @@ def why_not(engine: Engine, row: Row, devices: Devices) -> str | None:
 
 
 def _against_processes(row: Row, devices: Devices) -> Iterator[str]:
-    """Yield the reasons why no engine of processes can run a row."""
+    """Yield the reasons why no engine that uses processes can run a row."""
     if row.partitions is None:
         yield "there is no pipeline"
     if row.partitions == 1:
@@ -180,7 +184,7 @@ def _against_processes(row: Row, devices: Devices) -> Iterator[str]:
 
 
 def _against_schedule(engine: Engine, row: Row) -> Iterator[str]:
-    """Yield the reasons why a schedule of PyTorch cannot run a row that other processes can run."""
+    """Yield further reasons why one of PyTorch's schedules cannot run a row."""
     chunks = row.chunks or 1
     if row.deferred_batch_norm:
         yield "PyTorch's schedules know no deferred batch norm"

@@ -1,4 +1,4 @@
-"""Run a function in several processes, each with a connection to this one."""
+"""Run a function in several processes, each with a connection to this process."""
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Ended(NamedTuple):
-    """How a process has ended: `by SIGKILL`, for example, or `with exit code 1`."""
+    """A text on how a process has ended, such as `by SIGKILL` or `with exit code 1`."""
 
     how: str
 
@@ -17,10 +17,10 @@ class Ended(NamedTuple):
 class Launched:
     """`count` processes, each of which calls `run(k, link, *arguments)` and then ends.
 
-    `k` is the process's number and `link` its connection to this process, whose own ends are
-    `links`. `method` is multiprocessing's start method: `spawn` starts a new Python, `forkserver`
-    forks a server process that has imported some modules, and `fork` forks this process. `close()`
-    ends all processes.
+    `k` is the number of the process, and `link` is its connection to this process. `links` contains
+    this process's ends of the connections. `method` is multiprocessing's start method: `spawn`
+    starts a new Python, `forkserver` forks a server process that has imported some modules, and
+    `fork` forks this process. `close()` ends all processes.
     """
 
     def __init__(
@@ -46,7 +46,10 @@ class Launched:
             self.processes.append(process)
 
     def send(self, what: Any, some: Iterable[int] | None = None) -> None:
-        """Send an object to all processes or to some. A process that has ended is skipped."""
+        """Send an object to all processes, or only to the processes `some`.
+
+        A process that has ended is skipped.
+        """
         if some is None:
             some = range(len(self.links))
         for k in some:
@@ -54,9 +57,10 @@ class Launched:
                 self.links[k].send(what)
 
     def receive(self, of: Iterable[int], seconds: float | None = None) -> Iterator[tuple[int, Any]]:
-        """Wait until some of the processes have sent something, at most for `seconds`.
+        """Wait until some of the processes `of` have sent something, but at most `seconds`.
 
-        Yield the number of each of them and what it has sent, which is `Ended` if it has ended.
+        For each of these processes, yield its number and the object that it has sent. If a process
+        has ended, the object is an `Ended`.
         """
         links = [self.links[k] for k in of]
         for link in connection.wait(links, seconds):
@@ -87,8 +91,8 @@ class Launched:
 
 
 def _run(inherited: list[Connection], run: Callable[..., None], *arguments: Any) -> None:
-    # A forked process inherits the parent's ends of links. It closes them, so that all processes
-    # see the parent exit.
+    # A forked process inherits the parent's ends of the connections. It closes these ends, so that
+    # all processes notice when the parent exits.
     for link in inherited:
         link.close()
     run(*arguments)

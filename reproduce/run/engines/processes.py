@@ -1,14 +1,15 @@
-"""Run a pipeline's partitions in processes of their own, a step at a time.
+"""Run a pipeline's partitions in separate processes (ranks), a step at a time.
 
-A request goes to all ranks. It is one of these pairs:
+A request is sent to all ranks. It is one of these pairs:
 
 - an engine, and a function that makes the work to train;
 - `"step"`, and the time at which the step begins on all ranks;
-- `"record"`, and the same time, for a step with a timeline.
+- `"record"`, and the time at which a step begins whose timeline is recorded.
 
-A rank replies with `"answer"` and a value. The value for a step is the time of its end, the loss
-and the events of the timeline. A rank that fails replies with `"failed"` and the reason, and ends.
-A rank that waits long for others sends `"waits"` and a line that says so before its reply.
+A rank replies with `"answer"` and a value. For a step, the value contains the time at which the
+step ended, the loss, and the events of the timeline. A rank that fails replies with `"failed"` and
+the reason, and ends. If a rank waits long for other ranks, it first sends `"waits"` and a line that
+says so.
 """
 
 import contextlib
@@ -38,16 +39,17 @@ from torchgpipe.patience import waiting_for
 from torchgpipe.plan.replay import Event, Timeline
 from torchgpipe.timeline import record
 
-AHEAD = 0.01  # seconds from a request to its step, so that every rank has received it by then
-GRACE = 2.0  # seconds to wait for other ranks' errors after one has failed
-PATIENCE = timedelta(days=365)  # no timeout: while other rows take their turns, ranks are idle
+AHEAD = 0.01  # seconds from a request to its step, so that every rank receives the request in time
+GRACE = 2.0  # seconds to wait for other ranks' errors after one rank has failed
+PATIENCE = timedelta(days=365)  # practically no timeout: ranks are idle while other rows run
 
 
 class Processes:
-    """A process per partition of a pipeline. Each uses as many threads as this process.
+    """The processes of a pipeline, one for each partition.
 
-    The processes end with `close()` or with this process. They also end if one of them fails: then
-    the method that was called raises `Error`, or `torch.OutOfMemoryError`.
+    Each process uses as many threads as this process. The processes end when `close()` is called or
+    when this process ends. They also end if one of them fails. In this case, the method that was
+    called raises `Error` or `torch.OutOfMemoryError`.
     """
 
     def __init__(self, count: int) -> None:
@@ -57,7 +59,7 @@ class Processes:
         self._ranks = Launched("spawn", count, _serve, count, torch.get_num_threads(), store)
 
     def make(self, engine: Engine, work: Callable[[], Work]) -> None:
-        """Call `work` on every rank, and prepare to train the result on `engine`.
+        """Call `work` on every rank, and prepare to train the work that it returns with `engine`.
 
         Other processes must be able to import `work`.
         """
@@ -97,7 +99,8 @@ class Processes:
     def _replies(self) -> tuple[dict[int, Any], list[Failure]]:
         """Wait for all ranks' replies; return the answers by rank, and the failures.
 
-        After a failure, wait only for a short time: other ranks may be waiting for the failed one.
+        After a failure, wait only for a short time, because other ranks can be waiting for the
+        failed rank.
         """
         answers: dict[int, Any] = {}
         failures: list[Failure] = []
@@ -123,7 +126,7 @@ class Processes:
 
 
 def _error_of(failures: list[Failure]) -> Exception:
-    """Return the error to raise, with the reason of a rank that failed by itself.
+    """Return the error to raise, with the reason of a rank that failed first.
 
     The other ranks fail with `RankFailed`, which only says that another rank failed.
     """
@@ -135,12 +138,12 @@ def _error_of(failures: list[Failure]) -> Exception:
 
 
 def _serve(rank: int, link: Connection, count: int, threads: int, store: str) -> None:
-    """Answer requests until the process ends.
+    """Run a rank: answer requests until the process ends.
 
     `store` is the `init_method` of the process group.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent process handles Ctrl-C
-    for output in (1, 2):  # output of ranks would appear in the middle of a table
+    for output in (1, 2):  # the output of ranks would appear inside a table
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     torch.set_num_threads(threads)
     requests = _listen(link)
@@ -168,8 +171,8 @@ def _serve(rank: int, link: Connection, count: int, threads: int, store: str) ->
 def _step(trainer: Trainer, start: float, *, recorded: bool) -> tuple[float, float | None, Any]:
     """Run a step that begins on all ranks at the same time.
 
-    `start` is that time, of `time.perf_counter`, which all processes share. Return the time of the
-    step's end, its loss, and the events of its timeline if `recorded`.
+    `start` is this time on the clock `time.perf_counter`, which all processes share. Return the
+    time at which the step ended, its loss, and the events of its timeline if `recorded` is true.
     """
     torch.manual_seed(trainer.steps)  # as `MeasuredSteps` does, so that dropout draws the same
     recording: Any = contextlib.nullcontext()
@@ -185,9 +188,9 @@ def _step(trainer: Trainer, start: float, *, recorded: bool) -> tuple[float, flo
 
 
 def _listen(link: Connection) -> SimpleQueue[bytes]:
-    """Return a queue of requests, filled by a thread.
+    """Return a queue of requests. A thread puts the received requests into the queue.
 
-    The thread ends this process when the parent process ends, also during a step.
+    The thread ends this process when the parent process ends, even during a step.
     """
     requests: SimpleQueue[bytes] = SimpleQueue()
 

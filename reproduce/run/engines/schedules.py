@@ -1,4 +1,4 @@
-"""PyTorch's own pipeline schedules, of `torch.distributed.pipelining`.
+"""Build PyTorch's own pipeline schedules, which are in `torch.distributed.pipelining`.
 
 That package takes more than a second to import.
 """
@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 def schedule(
     name: str, part: nn.Module, *, chunks: int, checkpointed: int = 0, **options: Any
 ) -> Any:
-    """Return the schedule of that name for this rank's part of a model.
+    """Return the PyTorch schedule called `name` for this rank's part of a model.
 
     PyTorch's schedules have no checkpointing. Here, the first `checkpointed` micro-batches use
-    `torch.utils.checkpoint`. `options` are the schedule's own.
+    `torch.utils.checkpoint`. `options` are passed to the schedule.
     """
     stage = _Stage(_Part(part), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     stage.checkpointed = checkpointed
@@ -35,7 +35,10 @@ class _Stage(pipelining.PipelineStage):
 
 
 class _Part(nn.Module):
-    """Pass several tensors, which a stage passes as separate arguments, to layers as a tuple."""
+    """A module that passes its arguments to a rank's layers, as a tuple if there are several.
+
+    A stage of PyTorch passes several tensors as separate arguments.
+    """
 
     checkpoints = False
 

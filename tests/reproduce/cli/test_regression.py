@@ -239,7 +239,7 @@ def test_the_workflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: 
     assert WORKFLOW.read_text() == own
     assert "Check before" in own
     _, err = command(*asked, code=2)
-    assert "is there: change it by hand" in err
+    assert "exists already: change it by hand" in err
 
     WORKFLOW.unlink()
     Path("cases.py").touch()

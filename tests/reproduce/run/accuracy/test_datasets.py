@@ -117,7 +117,7 @@ def test_a_broken_image_is_named_and_imagenet_needs_a_folder(tmp_path: Path) -> 
     """
     data = ImageNet(fill(tmp_path, "train/a/1", "val/a/1"), classes=1, workers=1)
     (tmp_path / "train/a/1.JPEG").write_bytes(b"no image")
-    said = r"^/.*/1.JPEG cannot be read as an image: put the file there anew$"
+    said = r"^/.*/1.JPEG cannot be read as an image: replace the file$"
     with pytest.raises(Error, match=said):
         list(data.train_batches(1, 0, 0))
 
