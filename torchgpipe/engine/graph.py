@@ -53,7 +53,7 @@ from torchgpipe.tensors.observe import Observer, observed
 
 
 class GraphEngine:
-    """Run mini-batches through `stages` from the calling thread, and let autograd go backward."""
+    """Run the forwards of `stages` in the calling thread, and let autograd run the backwards."""
 
     def __init__(
         self,

@@ -166,7 +166,7 @@ class DeferredBatchNorm(_BatchNorm):
         self._tracked = []
 
     def extra_repr(self) -> str:
-        """Return the text of `nn.BatchNorm`, with ``chunks`` at its end."""
+        """Return the description that `nn.BatchNorm` has, with ``chunks`` at its end."""
         return f"{super().extra_repr()}, chunks={self.chunks}"  # type: ignore[no-untyped-call]
 
     def _check_input_dim(self, input: Tensor) -> None:

@@ -43,10 +43,10 @@ class GuardedTask:
         inputs: The inputs of a checkpointed task, until its last recomputation.
         form: The class of the input micro-batch: `Tensor`, or a class of tuples.
         needs: Whether each input requires grad.
-        with_graph: Whether the first pass makes a graph.
+        with_graph: Whether the forward makes a graph.
         found: Whether each output requires grad in the latest graph.
         claimed: Whether each output requires grad when the next task gets it.
-        noted: For each guard, the values that it has noted in the first pass.
+        noted: For each guard, the values that it has noted in the forward.
     """
 
     randomness: Guard
@@ -67,22 +67,22 @@ class Guard:
     """
 
     def before_single_pass(self, task: GuardedTask) -> Context | None:
-        """Prepare for the only pass of a task that is not checkpointed."""
+        """Prepare for the forward of a task that is not checkpointed."""
 
     def before_first_pass(self, task: GuardedTask) -> Context | None:
-        """Prepare for the first pass of a checkpointed task; note what its recomputation needs."""
+        """Prepare for the forward of a checkpointed task; note values for its recomputation."""
 
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
-        """Check the first pass, and note more values.
+        """Check what the layers did in a task's forward; note values for its recomputation.
 
         This is not called if the layers have raised an error.
         """
 
     def before_recomputation(self, task: GuardedTask) -> Context | None:
-        """Restore the values from the first pass, or raise an error if that is not possible."""
+        """Restore the values from the task's forward, or raise an error if that is impossible."""
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """Check that the recomputation did the same as the first pass.
+        """Check that the recomputation did the same as the task's forward.
 
         This is not called if the layers have raised an error.
         """

@@ -147,7 +147,7 @@ ROWS += [
     ),
     Row(
         "a mode whose count matters",
-        refused={"workers": STATE, "": "depends on state"},
+        refused={"workers": STATE, "": "depends on the state"},
         use=partial(counted, by=as_often_as_called),
         without={"never": "of another order"},
         **TWO_EACH,

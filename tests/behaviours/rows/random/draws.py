@@ -313,7 +313,7 @@ ROWS += [
         "a generator of two partitions",
         of_one_generator,
         balance=(1, 1),
-        refused={"": "one torch.Generator"},
+        refused={"": "same torch.Generator"},
     ),
     Row(
         "`torch.utils.checkpoint` around dropout in a layer",
