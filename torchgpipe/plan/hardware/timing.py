@@ -136,8 +136,8 @@ def time_alone(
     except torch.OutOfMemoryError as error:
         samples = len(tensors_of(sample)[0])
         raise ValueError(
-            f"layer {len(layers)} cannot be profiled on {device}, which has too little memory for "
-            f"{samples} samples: give a smaller sample, or name the hardware to predict for"
+            f"layer {len(layers)} cannot be profiled on {device} with {samples} samples, because "
+            "there is no memory: give a smaller sample, or name the hardware to predict for"
         ) from error
     found = []
     for run in zip(*layers, strict=True):
