@@ -1,9 +1,9 @@
 """Time the layers of a model on a device: in steps of the whole model, or each layer alone.
 
-In a step of the whole model, the output of the previous layer can still be in the device's caches.
-The graph of all layers stays in memory, so that layers use new memory, which takes longer than
-memory that was just freed. A layer that runs alone again and again has neither effect. So layers
-run alone only if a step of the whole model does not fit the memory.
+A layer in a step of the whole model has other times than a layer that runs alone. In a step, the
+output of the previous layer can still be in the device's caches. The autograd graph of all layers
+stays in memory, so a layer gets new memory, which is slower than memory that was just freed. So
+layers run alone only if a step of the whole model does not fit the memory.
 """
 
 from collections.abc import Callable
