@@ -289,8 +289,8 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 def _placed(layer: nn.Module, device: torch.device) -> nn.Module:
     """Move a layer's copy to the device.
 
-    Parameters and buffers on `meta` get new values. With these, activations neither grow from layer
-    to layer nor vanish.
+    Parameters and buffers on `meta` get new values, with which activations keep about their size
+    from layer to layer.
     """
     held = [*layer.parameters(), *layer.buffers()]
     if device.type == "meta" or not any(x.is_meta for x in held):

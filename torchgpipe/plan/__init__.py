@@ -17,8 +17,8 @@ number of micro-batches, a checkpoint mode and a schedule.
     print(found)
     model = found.gpipe()
 
-The modules: `planner` has the function `plan`. `count` counts each layer's operators and bytes, and
-`hardware` tells how long a device takes for an operator. Instead, `profiled` can measure the
+The module `planner` has the function `plan`. `count` counts each layer's operators and bytes, and
+`hardware` tells how long a device takes for an operator. Alternatively, `profiled` measures the
 layers' seconds. `predict` predicts the seconds of a step, and `memory` its bytes. `search` finds
 the best setup.
 """

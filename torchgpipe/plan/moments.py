@@ -24,9 +24,9 @@ class InFlight(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """For how many micro-batches skips, or gradients of skips, are between two stages.
+    """The numbers of micro-batches with skips, or gradients of skips, between two stages.
 
-    The numbers are for the memory of the device of stage `source`.
+    The skips and gradients take memory on the device of stage `source`.
     """
 
     source: int
@@ -46,7 +46,7 @@ class Traffic(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """An action that runs on a device, and which tasks and skips take memory there meanwhile."""
+    """An action that runs on a device, and the tasks and skips that then take memory there."""
 
     kind: Kind
     stage: int
@@ -153,7 +153,7 @@ class _State:
             self.plain -= 1
 
     def end(self, kind: Kind, plain: bool) -> None:
-        """End an action: if its task has another action left, it counts as in flight again."""
+        """End an action: its task counts as in flight again if it still has a backward to do."""
         if kind == "forward" and plain:
             self.plain += 1
         elif kind == "forward":

@@ -72,8 +72,8 @@ def plan(  # noqa: PLR0913
         optimizer: One of "none", "sgd", "momentum", "rmsprop", "adagrad", "adam" and "adamw", with
             PyTorch's defaults. It decides how large the optimizer's state is and what its step
             allocates. On a GPU, the step updates all parameters at once.
-        chunks: The numbers of micro-batches to choose from, or a single number. By default all
-            numbers that give different micro-batches are tried.
+        chunks: The numbers of micro-batches to choose from, or a single number. By default, the
+            plan tries all numbers that give different micro-batch sizes.
         checkpoint: The checkpoint modes to choose from, or a single mode.
         schedules: The schedules to choose from, or a single schedule, as for
             `GPipe(schedule=…)`. Interleaved1F1B has two stages on each device.

@@ -199,7 +199,7 @@ def _stops(layers: Sequence[LayerPlan], inputs: int, outputs: Sequence[int]) -> 
 
 
 def _hand_on(stops: Stops, k: int, layers: int) -> None:
-    """Make sure that layer `k` has an output, because `GPipe` needs one.
+    """Make sure that layer `k` has an output for layer `k` + 1, because `GPipe` needs one.
 
     If all tensors that go past layer k are skips, the skip with the shortest way becomes an output
     of layer k: layers k and k + 1 are added to its stops.

@@ -275,7 +275,7 @@ def _out_of_layers(module: Module, incompatible: Any) -> None:
 
 
 class _Around(Module):
-    """An empty module. It takes the place of a module that contains something a layer holds."""
+    """An empty module, in place of a submodule of which the layer holds only some parts."""
 
 
 def _submodule(module: Module, path: str) -> Any:

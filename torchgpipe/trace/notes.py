@@ -48,6 +48,6 @@ def check_notes(root: Module, notes: Notes) -> None:
                 at,
                 f"it sets or asks for {what}, which cannot be recorded: it may be different, or "
                 "have no effect, when the layers run",
-                "do that in a submodule, which is then kept whole; torch.utils.checkpoint is not "
-                "needed, because the pipeline does its own checkpointing",
+                "do that in a submodule, which is then kept as one layer; torch.utils.checkpoint "
+                "is not needed, because the pipeline does its own checkpointing",
             ) from None

@@ -80,7 +80,7 @@ class Slots(TorchFunctionMode):
         return copy.deepcopy(value, dict(zip(ids, tensors, strict=True)))
 
     def again(self) -> Slots:
-        """Return new `Slots` that have no tensors and leave the same slots."""
+        """Return a `Slots` object without tensors that uses the same slots as this one."""
         return Slots(self._slots)
 
     def _slot(self, x: Tensor) -> Slot:

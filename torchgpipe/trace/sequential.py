@@ -97,8 +97,8 @@ def sequential(
                 except Untraceable as error:
                     first = first or error
                     # If the error has no cause, the module runs with this guess, but cannot be
-                    # traced. With fewer batched tensors, the module may run, too, but its result
-                    # is another one.
+                    # traced. Guesses with fewer batched tensors are not tried, because the module
+                    # would compute something else.
                     if error.__cause__ is None:
                         break
                 else:

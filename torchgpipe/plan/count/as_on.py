@@ -104,9 +104,10 @@ def _drops(input: Tensor, p: float, train: bool) -> bool:
 def _body(func: Any) -> Callable[..., Any] | None:
     """Return a Python function of PyTorch without its check for modes; `None` for other functions.
 
-    Functions such as `torch.nn.functional.multi_head_attention_forward` are written in Python. They
-    call a `TorchFunctionMode` first. If the mode calls the same function again, the function does
-    not show its operators to the mode. Without the check, it does.
+    Some functions are written in Python, such as
+    `torch.nn.functional.multi_head_attention_forward`. When such a function is called, PyTorch
+    shows a `TorchFunctionMode` only this call, and not the operators that the function runs.
+    Without the check, the mode sees the operators.
     """
     if not isinstance(func, FunctionType) or func.__globals__["__name__"] not in WRITTEN_IN_PYTHON:
         return None

@@ -1,9 +1,9 @@
 """Time the layers of a model on a device: in steps of the whole model, or each layer alone.
 
-In a step of the whole model, the output of the previous layer can still be in the device's caches.
-The graph of all layers stays in memory, so that layers use new memory, which takes longer than
-memory that was just freed. A layer that runs alone again and again has neither effect. So layers
-run alone only if a step of the whole model does not fit the memory.
+A layer in a step of the whole model has other times than a layer that runs alone. In a step, the
+output of the previous layer can still be in the device's caches. The autograd graph of all layers
+stays in memory, so a layer gets new memory, which is slower than memory that was just freed. So
+layers run alone only if a step of the whole model does not fit the memory.
 """
 
 from collections.abc import Callable
@@ -136,8 +136,8 @@ def time_alone(
     except torch.OutOfMemoryError as error:
         samples = len(tensors_of(sample)[0])
         raise ValueError(
-            f"layer {len(layers)} cannot be profiled on {device}, which has too little memory for "
-            f"{samples} samples: give a smaller sample, or name the hardware to predict for"
+            f"layer {len(layers)} cannot be profiled on {device} with {samples} samples, because "
+            "there is no memory: give a smaller sample, or name the hardware to predict for"
         ) from error
     found = []
     for run in zip(*layers, strict=True):
