@@ -125,7 +125,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run tests that are marked with `ranks` in several processes, the ranks."""
+    """Run a test that is marked with `ranks` in several processes, which are the ranks."""
     marker = pyfuncitem.get_closest_marker("ranks")
     if marker is None:
         return None

@@ -162,7 +162,7 @@ class Stepping(Threads):
 
 
 class InOrder(Layers):
-    """The plain layers: all forwards first, and then the backwards in the order of the schedule."""
+    """Layers without a pipeline: all forwards, and then backwards in the order of the schedule."""
 
     schedule = "GPipe"
 

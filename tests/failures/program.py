@@ -92,7 +92,7 @@ class _Training:
         return (output - target).square().mean()
 
     def watch_saving(self) -> None:
-        """Make every save call `self.point.reach("saving")`, so that a fault happens there."""
+        """Make each write of a save call `self.point.reach("saving")`, where a fault can happen."""
         writer: Any = FileSystemWriter
         written = writer.write_data
 

@@ -38,7 +38,7 @@ class Row:
             "recompute" or "backward"), in the criterion ("criterion"), in a save ("saving"), or
             "outside".
         others: A pattern of the error that other ranks must raise, at most 2 s after the timeout.
-                If it is empty, other ranks must not raise an error.
+            If it is empty, other ranks must not raise an error.
         own: A pattern of the error that the rank itself raises, if it can raise one.
         engine: The engine. "ranks" uses three processes, and other engines use one process.
         rank: The rank on which the fault happens.

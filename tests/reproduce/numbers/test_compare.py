@@ -1,6 +1,6 @@
 """Tests of the comparison of benchmark results: absolute numbers if that is fair, else ratios.
 
-A comparison also names the rows that are missing on one side.
+A comparison also names the results that only some of the compared records have.
 """
 
 from collections.abc import Mapping, Sequence
@@ -172,7 +172,7 @@ COMPARED = {
         MISSING,
     ),
 }
-# Changes of the second side's run that make its machine a different machine.
+# Changes of the second record's run that make its machine a different machine.
 OTHER_MACHINES: list[dict[str, Any]] = [
     {"cpu": "another CPU"},
     {"device": "cuda"},
@@ -183,7 +183,7 @@ for change in OTHER_MACHINES:
     COMPARED[str(change)] = Case(
         [ONE, record(X, **change)], {"x": None}, [OVER_X, NOT_COMPARED], relative=True
     )
-# Changes of the second side's run that leave the machine the same, and notes about the changes.
+# Changes of the second record's run that leave the machine the same, and notes about them.
 SAME_MACHINE: list[tuple[dict[str, Any], list[str]]] = [
     ({"torch": "2.12.0"}, ["torch differs: 2.11.0 / 2.12.0"]),
     ({"devices": 8, "seed": 4}, []),

@@ -1,6 +1,6 @@
 """Tests of `Session`, which runs the rows (configurations) of experiments.
 
-Each row gets a result, even if the row fails.
+Each row gets a result, even if its training fails.
 """
 
 import contextlib

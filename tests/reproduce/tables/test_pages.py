@@ -157,7 +157,7 @@ def trained(
 def by(
     engine: Engine, speeds: Mapping[str, list[float] | str], emulated: bool = False
 ) -> list[Result]:
-    """Make results of rows with an engine, by each row's samples/s of the steps or its status."""
+    """Make results with an engine. `speeds` has each row's samples/s of steps, or its status."""
     rows = ran("amoebanet-speed", "small", lambda row: speeds.get(row.name), emulated=emulated)
     return [replace(each, engine=engine) for each in rows]
 

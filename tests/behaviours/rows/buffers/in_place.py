@@ -72,9 +72,9 @@ def summed() -> nn.Module:
 def at_the_start(run: Any, x: Tensor) -> list[Tensor]:
     """Run a step with an in-place first layer, and return the input, which must be unchanged.
 
-    The first of the plain layers is replaced by a ReLU that does not work in place. The
-    micro-batches of plain layers are views of a split tensor. PyTorch does not allow changes of
-    such views in place.
+    Without a pipeline, a ReLU that does not work in place replaces the first layer. There,
+    micro-batches are views of a split tensor, and PyTorch does not allow to change these views in
+    place.
     """
     if isinstance(run, Plain):
         run[0] = nn.ReLU()

@@ -36,7 +36,7 @@ def backend(graph: Any, inputs: object) -> Any:
 
 
 def train_compiled(run: nn.Module, batches: Batches, compiled: bool) -> Any:
-    """Train, and assert that `torch.compile` has compiled something if `compiled` is true.
+    """Train, and assert that `torch.compile` has compiled something exactly if `compiled` is true.
 
     Workers that compile a layer at the same time can compile it more than once.
     """
