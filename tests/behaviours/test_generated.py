@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "cannot convert .*, because it overrides train": ("batch norm, frozen",),
     "draws random numbers within torch.utils.checkpoint": ("dropout, checkpointed",),
     "Inference tensor": ("inference",),
-    "uses the gradient of its parameter": ("as weights",),
+    "reads the gradient of its parameter": ("as weights",),
     "the default dtype was": ("a type",),
 }
 """Patterns of allowed errors, and for each the kinds of layers or steps that justify it."""
