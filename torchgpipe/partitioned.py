@@ -171,9 +171,9 @@ class Partitioned(FixedDevices, ABC):
 
         Args:
             criterion: Returns a scalar for a micro-batch's output and its part of the target, or
-                the scalar and a value that `model.logs` keeps. Other tensors that it uses get
-                gradients, too, such as parameters. In a distributed pipeline, it can use the
-                layers' parameters of the last rank only.
+                the scalar and a value that `model.logs` keeps. Other tensors that the criterion
+                uses, such as parameters, get gradients, too. In a distributed pipeline, it can
+                use parameters of the last rank's layers, but not of other layers.
             input: The input, like for `forward`; for a traced module, like the trace's sample.
             target: Tensors with the batch as dimension 0, in tuples, lists and mappings. Each
                 micro-batch gets a part of each tensor, and all other values unchanged. A list
@@ -306,7 +306,7 @@ class Partitioned(FixedDevices, ABC):
             raise
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients by their total norm over all partitions; return that norm.
+        """Clip the gradients by their total norm over all partitions; return this norm.
 
         This does the same as `torch.nn.utils.clip_grad_norm_` does without a pipeline. The norm has
         the same last bits for any balance. Gradients can be DTensors and plain tensors, mixed.

@@ -131,7 +131,7 @@ class Connections:
 
     @contextmanager
     def call(self, serial: int, name: str, program: Program | None = None) -> Iterator[None]:
-        """Return a context for a call; if one rank raises an error within it, all ranks raise one.
+        """Return a context for a call; if one rank raises an error in it, all ranks do.
 
         Args:
             serial: The number of the mini-batch.
@@ -150,8 +150,8 @@ class Connections:
                     raise Stopped
                 yield
             except Stopped as stopped:
-                # The traceback shows where this rank waited, which does not help the user. Without
-                # the traceback, its frames are freed.
+                # Remove the traceback, so that its frames are freed. It only shows where this rank
+                # waited, which does not help the user.
                 stopped.__traceback__ = None
                 try:
                     raise self.liveness.failure() from None

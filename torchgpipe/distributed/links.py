@@ -1,4 +1,4 @@
-"""Send activations and gradients between the programs (task lists) of ranks: `Messages`."""
+"""`Messages` sends activations and gradients between ranks while they run their tasks."""
 
 import sys
 from collections import defaultdict, deque

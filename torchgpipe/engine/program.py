@@ -10,8 +10,8 @@ wait for each other only at their links. Each program runs its actions in a fixe
     recompute          compute; this does not wait for the gradient
     backward           take gradients (wait for the stage after), compute, give gradients (wait for
                        room)
-    backward_inputs    the same, but without the gradients of most weights
-    backward_weights   compute these gradients; this waits for nothing
+    backward_inputs    like backward, but without the gradients of most weights
+    backward_weights   compute the gradients of these weights; this waits for nothing
 
 Each boundary between stages has room for one item in each direction. More items would fill memory
 before they are needed.
@@ -53,7 +53,7 @@ class Links(Protocol):
         """
 
     def give(self, action: Action, item: Any) -> None:
-        """Wait for room, and send `item` to the next stage, or in backward to the previous one."""
+        """Wait for room, and send `item` to the next stage; in backward, to the previous stage."""
 
     def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
         """Leave a skip for the partition that pops it; in backward, leave the skip's gradient.
@@ -79,7 +79,7 @@ class BatchIO:
         self.input_grads: dict[int, Flat] = {}
 
     def leave(self, i: int, output: Item) -> None:
-        """Keep the output of micro-batch i, which has no graph."""
+        """Store the output of micro-batch i; the output has no autograd graph."""
         self.outputs[i] = output
 
     def output_grads(self, i: int) -> Flat:

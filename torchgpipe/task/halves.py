@@ -63,7 +63,7 @@ PLANS = 64
 
 @dataclass(slots=True)
 class _Later:
-    """The work left for later for one matrix product: weight gradients from `saved` tensors.
+    """The postponed work of one matrix product: its weight gradients, from `saved` tensors.
 
     `sides` are the edges from the product to the parts of the graph that lead to its parameters.
     """
@@ -79,7 +79,7 @@ class _Later:
         self._versions = versions(self.saved)
 
     def run(self, keep_graph: bool) -> None:
-        """Compute the gradients of the product's weights, and run the backward of its sides.
+        """Compute the product's weight gradients, and run the backward from there to parameters.
 
         Raise `RuntimeError` if a saved tensor has changed.
         """
@@ -105,8 +105,8 @@ def _run_all(later: list[_Later], keep_graph: bool) -> None:
 class Halves:
     """Split the backward of a stage's tasks: gradients of inputs first, of weights later.
 
-    Tasks whose graphs have the same structure share a plan. `str()` says for how many matrix
-    products the weight gradients come later, and why not for the others.
+    Tasks whose graphs have the same structure share a plan. `str()` returns for how many matrix
+    products the weight gradients are computed later, and the reason if there are other products.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:

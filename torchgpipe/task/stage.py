@@ -34,9 +34,9 @@ _making = threading.Lock()
 class Stage:
     """A partition on its device, which runs one micro-batch at a time.
 
-    Each micro-batch holds `lock` while it runs through the layers. A whole run of the pipeline that
-    computes gradients holds the locks in `turn`. Partitions and pipelines that share layers have
-    these locks in common.
+    Each micro-batch holds `lock` while it runs through the layers. A run of the pipeline with
+    gradients holds the locks in `turn` from beginning to end. Partitions and pipelines that share
+    layers share these locks, too.
     """
 
     def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:
@@ -83,7 +83,7 @@ class Stage:
         )
 
     def gradients_of(self, kind: tuple[bool, ...]) -> dict[Needs, bool]:
-        """Return, for each set of inputs that require grad, whether all outputs require grad.
+        """Return, for each set of inputs that require grad, whether all outputs require grad, too.
 
         Mini-batches of the same kind share this dictionary, which `OutputGradients` fills.
         """

@@ -118,7 +118,7 @@ class StageGuards:
         return contexts[0] if len(contexts) == 1 else Nested(contexts)
 
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
-        """Call all guards after a task's forward; they note the values for its recomputation."""
+        """Call all guards after a task's forward; they record values for its recomputation."""
         for after in self._at["after_first_pass"]:
             after(task, outputs)
         task.randomness.after_first_pass(task, outputs)
@@ -146,7 +146,7 @@ class StageGuards:
                 check()
 
     def ended(self) -> None:
-        """Call all guards after a whole step; they raise `RuntimeError` if a check fails."""
+        """Call all guards when a step has ended; they raise `RuntimeError` if a check fails."""
         for check in self._at["ended"]:
             check()
 

@@ -142,7 +142,7 @@ class Liveness:
 
         Args:
             why: The failure, or `None` if this rank has ended without a failure.
-            told_by: A rank that already knows of the failure.
+            told_by: The rank that has told this rank of the failure. No message is sent to it.
         """
         told = self._monitor.others - {told_by}
         for peer in told:

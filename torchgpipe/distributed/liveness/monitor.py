@@ -1,4 +1,4 @@
-"""A monitor thread, which tells other ranks what this rank does, and receives what they do.
+"""A monitor thread: it tells other ranks what this rank does, and checks what other ranks do.
 
 The monitor sends a message every second, or more often. It ends the pipeline if one of these states
 has lasted for `timeout` seconds. Without the monitor, they could last for ever:

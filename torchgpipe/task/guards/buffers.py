@@ -1,14 +1,14 @@
 """Let a task's recomputation use the buffers of its forward, and not change the real buffers.
 
-What goes wrong without it: a layer counts its calls in a buffer, and scales its output by that
-count. The recomputation finds a larger count, and computes another gradient. It also counts each
-mini-batch a second time.
+What goes wrong without it: a layer counts its calls in a buffer, and scales its output by the
+count. The recomputation finds a larger count, and computes another gradient. The recomputation also
+counts the mini-batch a second time.
 
 Before a task's forward, each buffer is copied if it has changed since its last copy. Version counts
 do not show every change: some kernels (`F.batch_norm`, observers of quantization), `.data` and
-NumPy write to a buffer without counting. So the values are compared. A recomputation gets copies of
-the buffers that have changed since the forward. Only the thread that recomputes sees these copies.
-If a stage has no buffers, this guard only looks at each module once.
+NumPy write to a buffer without counting. So the guard compares the values. A recomputation gets
+copies of the buffers that have changed since the forward. Only the thread that recomputes sees
+these copies. If a stage has no buffers, this guard only looks at each module once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Slot(NamedTuple):
 class HeldBuffers(NamedTuple):
     """The buffers before a task's forward, and the buffers that the forward has changed.
 
-    `changed` has a buffer if it was replaced, or if its version counter has changed.
+    `changed` holds each buffer that was replaced, or whose version counter has changed.
     """
 
     slots: list[_Slot]
@@ -64,7 +64,7 @@ class HeldBuffers(NamedTuple):
 
 
 class Buffers(Guard):
-    """The guard of the buffers of partition `index`, except for its `norms` (statistics.py).
+    """The guard of the buffers of partition `index`, except for its batch norms (`norms`).
 
     `ids` are the ids of parameters and of stand-ins (detached tensors that tasks use). A buffer
     with a stand-in needs no copy. Scripted modules are skipped, because parameters.py raises an
@@ -81,7 +81,7 @@ class Buffers(Guard):
         self._unsure: dict[Place, _Slot] = {}  # the buffers that are still to be compared
 
     def before_first_pass(self, task: GuardedTask) -> None:
-        """Note the values of the buffers; copy each buffer that has changed since its last copy."""
+        """Record the buffers' values; copy each buffer that has changed since its last copy."""
         task.noted[self] = held = HeldBuffers([], [])
         places: dict[Place, Tensor | None] = {}
         changed = []
@@ -110,7 +110,7 @@ class Buffers(Guard):
                 self._slots[module, name] = _Slot(module, name, x, versions((x,)), copy, shared)
 
     def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
-        """Note which buffers the task's forward has changed."""
+        """Record which buffers the task's forward has changed."""
         held: HeldBuffers = task.noted[self]
         for slot in held.slots:
             now = slot.module._buffers.get(slot.name)
@@ -146,7 +146,7 @@ class Buffers(Guard):
             )
 
     def ended(self) -> None:
-        """Raise the same error as `backward_begins`, after a whole step."""
+        """After a step, raise `RuntimeError` in the same cases as `backward_begins`."""
         self.backward_begins()
 
     def _has_changed(self, module: nn.Module, name: str, buffer: Tensor | None) -> bool:
@@ -171,7 +171,7 @@ class Buffers(Guard):
             if slot.module in changed:
                 x = copied(slot.copy, slot.shared, copies)
                 own[slot.module][slot.name] = slot.tensor if x is None else x
-        # The second pass has to change the buffers that the first has changed.
+        # The recomputation has to change the same buffers as the first pass.
         expected = []
         for slot in held.changed:
             if slot.module in changed:

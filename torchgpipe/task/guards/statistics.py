@@ -4,7 +4,7 @@ What goes wrong without it: a checkpointed task has a batch norm. Its recomputat
 running statistics a second time.
 
 In training, the output of a batch norm does not depend on its running statistics. So a
-recomputation neither updates them nor needs a copy of them. If a layer reads the statistics in a
+recomputation neither updates the statistics nor needs a copy. If a layer reads the statistics in a
 recomputation, an error is raised.
 """
 
