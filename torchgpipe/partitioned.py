@@ -217,7 +217,7 @@ class Partitioned(FixedDevices, ABC):
         reduction: str = "mean",
         weight: Callable[[Any], Any] | None = None,
     ) -> Tensor:
-        """Run only the forwards, and return the loss; the arguments are like those of `step`."""
+        """Run only the forwards, and return the loss; see `step` for the arguments."""
         with torch.no_grad():
             self.logs = []
             request = StepRequest(criterion, target, reduction, weight, self.logs, backward=False)

@@ -20,7 +20,7 @@ from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather, tensors
 
 
 class LossRequest(NamedTuple):
-    """The arguments of `loss()` apart from the input."""
+    """The arguments of `loss()`, except for the input."""
 
     criterion: Callable[[Any, Any], Tensor]
     target: Any

@@ -92,7 +92,7 @@ _ALONE = "recompute", "backward_weights"
 
 
 class Common(NamedTuple):
-    """The values that all programs of a mini-batch have in common."""
+    """The values that all programs of a mini-batch share."""
 
     n: int  # the number of stages of the pipeline
     recomputed: int  # the number of checkpointed micro-batches, which are the first ones

@@ -214,7 +214,7 @@ def run_step(
 
     Args:
         batch: The mini-batch.
-        inputs: Its micro-batches, if the first stage is in this process.
+        inputs: The micro-batches, if the first stage is in this process.
         sizes: The number of samples of each micro-batch.
         request: The arguments of `step` or `evaluate`.
         shown: Converts an output to the first argument of the criterion.

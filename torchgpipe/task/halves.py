@@ -105,8 +105,8 @@ def _run_all(later: list[_Later], keep_graph: bool) -> None:
 class Halves:
     """Split the backward of a stage's tasks: gradients of inputs first, of weights later.
 
-    Tasks whose graphs have the same structure share a plan. `str()` returns for how many matrix
-    products the weight gradients are computed later, and the reason if there are other products.
+    Tasks with graphs of the same structure share a plan. `str()` says how many matrix products get
+    their weight gradients later, and why other products do not.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -132,10 +132,10 @@ class Halves:
     def run_inputs(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool
     ) -> Callable[[], None] | None:
-        """Run a backward without weight gradients; return a function that computes these later.
+        """Run a backward without weight gradients; return a function that computes them later.
 
-        The backward starts at `roots`. If it cannot be split, all gradients are computed, and
-        `None` is returned.
+        The backward starts at `roots`. If the backward cannot be split, compute all gradients, and
+        return `None`.
         """
         if not self._whole and hooked_in_the_old_way(self._modules):
             self._whole = OLD_HOOK

@@ -38,9 +38,9 @@ PACKED = (
 
 
 class Plan(NamedTuple):
-    """A plan of how to split the backward of all graphs with one structure.
+    """A plan to split the backward of all graphs that have the same structure.
 
-    Nodes of a graph are given by their numbers.
+    Numbers stand for the nodes of a graph.
     """
 
     later: list[

@@ -139,10 +139,10 @@ class Stage:
 
 
 def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
-    """Return the locks of the modules, from `known`; if there are none, make one for all modules.
+    """Return the locks of the modules, from `known`; modules without a lock get a common lock.
 
-    Modules of an inner pipeline are left out, because that pipeline has its own locks. Its worker
-    threads take these locks while the outer task waits for the threads.
+    Modules of an inner pipeline are left out, because that pipeline has its own locks. The inner
+    worker threads take these locks while the outer task waits for the threads.
     """
     inner: set[nn.Module] = set()
     for pipeline in modules:

@@ -98,7 +98,7 @@ class StageGuards:
             self.add(Statistics(norms))
 
     def add(self, guard: Guard) -> None:
-        """Add a guard after all others: it is called last, and its contexts are the innermost."""
+        """Add a guard, which is called after all earlier guards; its contexts are the innermost."""
         kind: Any = type(guard)
         for moment in _moments_of(kind):
             self._at[moment].append(getattr(guard, moment))

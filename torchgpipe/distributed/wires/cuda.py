@@ -69,7 +69,7 @@ class Transfer:
         group: The NCCL group of the two ranks, in which rank 0 sends and rank 1 receives. Without a
             group, tensors are copied through host memory.
         peer: The other rank's index in the group.
-        late: A message is held back until so many further messages have been given.
+        late: How many later messages must be given before a message is really sent.
 
     Attributes:
         pins: Whether tensors that come over gloo should be in pinned memory.

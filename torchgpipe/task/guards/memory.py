@@ -18,7 +18,7 @@ from torchgpipe.tensors.microbatch import Flat, Form, carrying
 
 
 class KeptInputs(Guard):
-    """The guard of the tasks' inputs on partition `index`, which recomputations start from."""
+    """The guard of tasks' inputs on partition `index`; recomputations start from these inputs."""
 
     def __init__(self, index: int, partition: nn.Module) -> None:
         self._index = index

@@ -73,8 +73,8 @@ class Randomness(Guard):
     """The guard that makes a task's recomputation draw the random numbers of its forward.
 
     Args:
-        generators: Generators that are set back when the recomputation begins, to their states
-            before the forward.
+        generators: When the recomputation begins, these generators get back the states that they
+            had before the forward.
         around: Makes a context in which the layers run; `None` if no context is needed.
         around_backward: Makes a context in which the layers' backward runs; `None` if no context is
             needed.
@@ -97,7 +97,7 @@ class Randomness(Guard):
         return NOTHING if self._around is None else self._around()
 
     def before_single_pass(self, task: GuardedTask) -> Context | None:
-        """Return the context for the only pass."""
+        """Return the context for the forward of a task that is not recomputed."""
         return None if self._around is None else self._around()
 
     def before_first_pass(self, task: GuardedTask) -> Context | None:
