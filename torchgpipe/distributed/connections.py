@@ -11,10 +11,10 @@ wires, directly from the rank that stashes a skip to the rank that pops the skip
 
 Connections end in one of three ways. The next call of the pipeline makes new connections:
 
-    close()      This rank needs nothing more. It waits until its messages are received. Other
-                 ranks are told that it has ended, and can continue.
-    fail(error)  An error was raised on this rank. Other ranks are told, and raise `RankFailed`.
-    abort()      Another rank has failed, or there is no time left. Other ranks are told nothing.
+    close()      This rank needs nothing more. It waits until its messages are received, and tells
+                 other ranks that it has ended. Other ranks can continue.
+    fail(error)  An error was raised on this rank. It tells other ranks, which raise `RankFailed`.
+    abort()      Another rank has failed, or there is no time left. This rank tells nothing.
 
 All three methods disconnect at the end. Then every thread of this process that waits for another
 rank raises `Stopped`.

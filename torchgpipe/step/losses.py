@@ -27,7 +27,7 @@ class Losses(BatchIO):
     """Call the criterion on each micro-batch's output, and run the backward of each loss.
 
     `shown` converts an output to the first argument of the criterion. The second argument is the
-    micro-batch's target. The criterion draws random numbers like a stage after the last one. After
+    micro-batch's target. The criterion draws random numbers like a further stage. After
     the last micro-batch, `batch` gets the loss of the mini-batch, without its graph.
 
     A criterion can also use other tensors that require grad: its own parameters, the layers'

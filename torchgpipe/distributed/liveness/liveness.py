@@ -31,7 +31,7 @@ Broken = Callable[[BaseException], None]
 
 
 class RankFailed(RuntimeError):
-    """Raised if another rank has failed. The message names the rank and has its error."""
+    """Raised if another rank has failed. The message names the rank, and quotes its error."""
 
 
 def gist(error: BaseException) -> str:
@@ -92,7 +92,7 @@ class Liveness:
         self._failure = ""
         self._told = threading.Event()  # set when other ranks have been told of the failure
         self._lost: dict[int, str] = {}  # gloo's error for each broken connection
-        # The ranks that have received this rank's final message, or have sent their own.
+        # The ranks that have received this rank's final message, or have sent their own final one.
         self._answered: set[int] = set()
         self._changed = threading.Condition()
         self._senders: dict[int, Sender] = {}
