@@ -319,7 +319,7 @@ class Partitioned(FixedDevices, ABC):
             return clip_gradients([*self.parameters()], stages, exchange, max_norm, norm_type)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
-        """Return a context for work that all ranks do; it gives a function to exchange a tensor.
+        """Return a context for joint work of all ranks; it gives a function to exchange a tensor.
 
         `doing` names the work. The values of `alike` must be equal on all ranks.
         """

@@ -13,7 +13,7 @@ Connections end in one of three ways. The next call of the pipeline makes new co
 
     close()      This rank needs nothing more. It waits until its messages are received, and tells
                  other ranks that it has ended. Other ranks can continue.
-    fail(error)  An error was raised on this rank. It tells other ranks, which raise `RankFailed`.
+    fail(error)  This rank has raised an error. It tells other ranks, which raise `RankFailed`.
     abort()      Another rank has failed, or there is no time left. This rank tells nothing.
 
 All three methods disconnect at the end. Then every thread of this process that waits for another

@@ -44,9 +44,10 @@ class RankBatch(Batch):
     and the settings. Other ranks receive the head in `__init__`, because they need it to make their
     program. The rank of the first stage draws the base, and sends the head just before its run.
 
-    The loss message also says whether the loss requires a gradient. It has the state of the default
-    generator if the state has changed. The message is sent as soon as the loss is known: during the
-    run in `step()`, and otherwise after the run. Other ranks receive the message after their run.
+    The loss message also says whether the loss requires a gradient. The message has the state of
+    the default generator if this state has changed. The message is sent as soon as the loss is
+    known: during the run in `step()`, and otherwise after the run. Other ranks receive the message
+    after their run.
 
     During the run, `Messages` sends activations and gradients from stage to stage.
 

@@ -10,7 +10,7 @@ from torchgpipe.task.stage import Stage
 
 
 class Orders(NamedTuple):
-    """The lists of actions of each program, which runs the actions of one device or all devices.
+    """The lists of actions of each program; a program serves one device or all devices.
 
     `forwards` has the forwards of each program, `rest` has all other actions, and `all` has both
     kinds of actions. Each list is in the schedule's order. `placement` has the index of the program

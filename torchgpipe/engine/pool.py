@@ -45,7 +45,7 @@ class Workers:
     def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
         """Run each program (a function) in a thread, the last one in the calling thread.
 
-        This returns when all programs have ended.
+        This method returns when all programs have ended.
 
         If programs raise exceptions, the first one is raised again with its own traceback. After an
         interrupt, each program stops after its current task. After a second interrupt, the caller

@@ -49,7 +49,7 @@ class Links(Protocol):
     def take(self, action: Action) -> Any:
         """Wait for the tensors that the action needs, and return them.
 
-        A forward needs them from the stage before, and a backward from the stage after.
+        A forward needs inputs of the stage before; a backward needs gradients of the stage after.
         """
 
     def give(self, action: Action, item: Any) -> None:

@@ -31,8 +31,8 @@ class Losses(BatchIO):
     the last micro-batch, `batch` gets the loss of the mini-batch, without its graph.
 
     A criterion can also use other tensors that require grad: its own parameters, the layers'
-    parameters, or a tensor that it closes over. Their gradients are summed here, and returned by
-    `sums` when the step ends.
+    parameters, or a tensor that it closes over. The gradients of these tensors are summed here,
+    and returned by `sums` when the step ends.
     """
 
     def __init__(

@@ -175,8 +175,8 @@ def stand_ins_for_run(stages: Sequence[StageGuards]) -> InPlaceForRun:
     """Return a context that replaces the layers' parameters by stand-ins during a whole run.
 
     Stand-ins are detached parameters that tasks use. If several stages share a layer, each stage
-    has its own stand-ins for the layer's parameters. These are put into the layer only while a task
-    of the stage runs.
+    has its own stand-ins for the layer's parameters. The stand-ins of a stage are put into the
+    layer only while a task of the stage runs.
     """
     times = Counter[int]()
     for guards in stages:

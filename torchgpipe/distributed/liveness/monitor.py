@@ -1,7 +1,7 @@
 """A monitor thread: it tells other ranks what this rank does, and checks what other ranks do.
 
 The monitor sends a message every second, or more often. It ends the pipeline if one of these states
-has lasted for `timeout` seconds. Without the monitor, they could last for ever:
+has lasted for `timeout` seconds. Without the monitor, the states could last for ever:
 
     silence   no message has come from a rank: its process is stopped, or the network is cut
     hang      a task of this rank has not ended, and has not used the CPU

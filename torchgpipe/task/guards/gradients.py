@@ -67,8 +67,8 @@ class OutputGradients(Guard):
     def claim(self, task: GuardedTask, given: Flat, outputs: Flat) -> list[bool]:
         """Return whether each output requires grad, or is assumed to.
 
-        If the layers have made no graph, it is assumed that each floating-point output requires
-        grad. `given` are the inputs of the layers.
+        If the layers have made no graph, this method assumes that each floating-point output
+        requires grad. `given` are the inputs of the layers.
         """
         # An output that is also an input requires grad exactly if that input does. This is not true
         # for an input that the first layer changes in place.

@@ -41,10 +41,10 @@ _WITH_AUTOCAST = {"cpu", "cuda", "xpu"}
 class AmbientModes(Guard):
     """The modes of the current thread, to be entered in another thread or later.
 
-    These are grad mode, inference mode, autocast, the default dtype, each `TorchFunctionMode` (such
-    as the default device) and `TorchDispatchMode`, whether `__torch_function__` is on, and whether
-    an outer pipeline is checkpointing or recomputing. `threads` says whether several threads run in
-    these modes at the same time.
+    The modes are grad mode, inference mode, autocast, the default dtype, each `TorchFunctionMode`
+    (such as the default device) and `TorchDispatchMode`, whether `__torch_function__` is on, and
+    whether an outer pipeline is checkpointing or recomputing. `threads` says whether several
+    threads run in these modes at the same time.
 
     If the attributes of a `TorchFunctionMode` or a `TorchDispatchMode` change while the layers run,
     a recomputation does not enter this mode. A recomputation also does not enter a mode if the
@@ -203,7 +203,7 @@ def _state(value: object, depth: int = 4) -> object:
 class SetBackOnFailure(AbstractContextManager[None]):
     """A context that restores the modes of this thread if an exception is raised inside.
 
-    This is needed after Ctrl-C: an interrupt can skip the `__exit__` of an inner context.
+    This context is needed after Ctrl-C: an interrupt can skip the `__exit__` of an inner context.
     """
 
     def __init__(self) -> None:

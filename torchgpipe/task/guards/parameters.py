@@ -54,10 +54,10 @@ here, and kept.
 class StandInParameters(Guard):
     """The guard that replaces the parameters of partition `index` by detached parameters.
 
-    These are called stand-ins. Each parameter that requires grad gets one stand-in, even if
-    it occurs twice in `modules`. If the layers already have stand-ins of an outer run (`outer` has
-    their ids), these are used. A buffer that requires grad, such as the output of a hypernetwork,
-    is treated like a parameter.
+    The detached parameters are called stand-ins. Each parameter that requires grad gets one
+    stand-in, even if the parameter occurs twice in `modules`. If the layers already have stand-ins
+    of an outer run (`outer` has the ids), those stand-ins are used. A buffer that requires grad,
+    such as the output of a hypernetwork, is treated like a parameter.
 
     In a backward, these methods are called in this order. They raise an error if a stand-in has a
     gradient that no task has added.

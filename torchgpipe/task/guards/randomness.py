@@ -157,7 +157,7 @@ def state_of(g: torch.Generator) -> State:
 def same(a: State, b: State) -> bool:
     """Return whether two states are equal.
 
-    This calls no tensor operator, because modes and profilers would see it as a part of the task.
+    No tensor operator is called, because modes and profilers would see it as a part of the task.
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return string_at(a.data_ptr(), a.nbytes) == string_at(b.data_ptr(), b.nbytes)

@@ -191,7 +191,7 @@ def _kind(func: Any) -> str:
 
 
 class _OfThisThread:
-    """A proxy of the current thread's private generator, or without one, the default generator."""
+    """A proxy of the current thread's private generator, or else of the default generator."""
 
     def __getattr__(self, name: str) -> Any:
         private = _thread.private

@@ -65,7 +65,7 @@ class _Unread(dict[str, Any]):
     """The buffers of a batch norm in training; reading them in a recomputation raises an error.
 
     This dictionary replaces the module's buffers in a recomputation and in backward. In backward,
-    `torch.utils.checkpoint` may run the layer again. It would then save the running statistics in
+    `torch.utils.checkpoint` may run the layer again, and would then save the running statistics in
     the place of other tensors.
     """
 
