@@ -214,7 +214,7 @@ class Connections:
         sender.give(Message(self.serial, about, tensors))
 
     def take(self, receiver: Receiver) -> tuple[Any, Flat]:
-        """Wait for the next message of a wire; return its plain values and its tensors."""
+        """Wait for the next message on a channel; return the message's plain values and tensors."""
         message = receiver.take()
         if message.serial != self.serial:
             raise RuntimeError(

@@ -94,8 +94,8 @@ class RankBatch(Batch):
     def _agreed(self, seeded: AbstractContextManager[object]) -> Iterator[None]:
         """Return a context for a run, with seeded random numbers and messages before and after.
 
-        Before the run, the first stage's rank sends the head. After the run, every rank except the
-        last stage's rank receives the loss.
+        Before the run, the first stage's rank sends the head (a first message to all ranks). After
+        the run, every rank except the last stage's rank receives the loss.
         """
         with seeded:
             if self._connections.own == self._first:
@@ -112,9 +112,9 @@ class RankBatch(Batch):
         self._connections.tell("head", (head,), settings)
 
     def _hear_head(self) -> int:
-        """Receive the head from the first stage's rank, and return the base of the seeds.
+        """Receive the mini-batch's first message, and return the base of the random seeds.
 
-        Also store the checksums and the sizes, and check the settings.
+        Also store the checksums and the sizes in this message, and check the settings.
         """
         own, first = self._connections.own, self._first
         (head,), theirs = self._connections.hear("head", first)

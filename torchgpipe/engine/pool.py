@@ -146,7 +146,7 @@ Inbox = SimpleQueue[Callable[[], None] | None]
 
 
 def _give(inbox: Inbox, relay: Relay, program: Callable[[], None]) -> threading.Lock:
-    """Give a program to a worker thread; return a lock that is released at its end."""
+    """Give a program to a worker thread; return a lock that is released when the program ends."""
     end = threading.Lock()
     end.acquire(blocking=False)
 

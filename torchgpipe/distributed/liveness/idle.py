@@ -6,7 +6,7 @@ the CPU time of all threads and descendants of this process is added up. This me
 task is detected only when nothing else in the process computes.
 
 Two kinds of hanging tasks are not detected. By CUDA's default, a thread that waits for a GPU spins,
-and so uses the CPU. And while a task holds Python's lock (the GIL), no other thread can run.
+and so uses the CPU. And while a task holds Python's lock (the GIL), no thread can detect the hang.
 
 The function `place` describes where a thread is.
 """

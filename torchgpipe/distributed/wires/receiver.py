@@ -101,7 +101,7 @@ class Receiver(End):
         self._slots.append((content, self._receive(bytes_of(content))))
 
     def _posted(self, lengths: Sequence[int]) -> list[_Posted]:
-        """Post a receive for each of these numbers of bytes."""
+        """Post a receive for each of these lengths, which are numbers of bytes."""
         posted = []
         for length in lengths:
             memory = self._row(length)

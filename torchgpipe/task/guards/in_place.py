@@ -175,8 +175,8 @@ def in_its_turn(locks: frozenset[Lock], run: Callable[[], T]) -> T:
         _turns.set((*outer, turn))
         return run()
 
-    # An inner run may be in another thread than the outer run. It must not wait for a lock that
-    # the outer run holds.
+    # An inner run may be in another thread than the outer run. The inner run must not wait for a
+    # lock that the outer run holds.
     others = locks.difference(*[each.locks for each in outer])
     # A copy of the context variables is changed. So an interrupt leaves the caller's unchanged.
     return _holding(sorted(others, key=id), lambda: copy_context().run(within))

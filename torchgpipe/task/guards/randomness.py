@@ -155,7 +155,7 @@ def state_of(g: torch.Generator) -> State:
 
 
 def same(a: State, b: State) -> bool:
-    """Return whether two states are equal.
+    """Return whether two states of a generator are equal.
 
     No tensor operator is called, because modes and profilers would see it as a part of the task.
     """

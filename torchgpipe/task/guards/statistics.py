@@ -1,4 +1,4 @@
-"""Let a task's forward update the running statistics of batch norms, but not its recomputation.
+"""Let a task's forward, but not its recomputation, update the running statistics of batch norms.
 
 What goes wrong without it: a checkpointed task has a batch norm. Its recomputation would update the
 running statistics a second time.
