@@ -166,7 +166,7 @@ class Messages(Links):
         return self._kept.pop(wanted)
 
     def _begin(self, forward: bool, what: str, pair: Stages) -> None:
-        """Begin a mini-batch on a message channel, if exactly one of the two stages is on this rank."""
+        """Begin a mini-batch on a channel, if exactly one of its two stages is on this rank."""
         own = self._connections.own
         ranks = [self._placement[s] for s in pair]
         if own not in ranks or self._stays(pair):

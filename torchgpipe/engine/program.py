@@ -39,8 +39,8 @@ class Links(Protocol):
     """The links between a program's stages and the stages of other programs.
 
     Every method that waits raises `Stopped` after another program has failed. The argument `action`
-    is the action that makes the item or skip (in `give` and `leave`), or that needs it (in `take`
-    and `fetch`).
+    is the action that makes the item or skip (in `give` and `leave`), or the action that needs the
+    item or skip (in `take` and `fetch`).
     """
 
     def check(self) -> None:
@@ -69,7 +69,7 @@ class Links(Protocol):
 
 
 class BatchIO:
-    """The inputs, the outputs and their gradients that enter and leave the pipeline in one run."""
+    """The inputs and outputs of the pipeline in one run, and the gradients of both."""
 
     def __init__(
         self, inputs: Sequence[TensorOrTensors] = (), output_grads: Sequence[Flat] = ()

@@ -76,8 +76,8 @@ def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
     if outer is None:
         return Randomness([*default_generators(stage.device), *stage.generators])
     # This pipeline is a layer of an outer pipeline, in a worker thread. The outer task's private
-    # generator does not exist in backward, so each inner task has its own generator. Its seed is
-    # drawn in each pass of the outer task, which draws the same numbers in both passes.
+    # generator does not exist in backward, so each inner task has its own generator. The seed is
+    # drawn in each pass of the outer task. Both passes of the outer task draw the same seed.
     seed = int(torch.randint(2**62, (), device="cpu"))
     own = stage.generators if recomputed else ()
     return Randomness(own, lambda: PrivateGenerator(seed, lambda: None, outer.exchanged))

@@ -74,7 +74,7 @@ class _Later:
     _versions: list[int | None] = field(default_factory=list)
 
     def catch(self, grads: Flat) -> None:
-        """Keep the gradient of the product's output; this method is a hook of the product's node."""
+        """Keep the gradient of the product's output; this is a hook of the product's graph node."""
         self.saved = (grads[0], *self.saved)
         self._versions = versions(self.saved)
 
