@@ -210,7 +210,7 @@ def _check_nothing_else(held: list[Any]) -> None:
     """Raise `ValueError` if an optimizer has state that does not belong to a parameter.
 
     Args:
-        held: The keys of such state.
+        held: The optimizer's keys for state of this kind; empty if there is none.
     """
     if held:
         other = held[0]

@@ -40,8 +40,8 @@ def together(form: Form, tensors: Flat) -> Any:
         return tensors
     if hasattr(form, "n_fields"):  # a class of torch.return_types has no other constructor
         return form(tensors)
-    # Named tuples are made in the same way, because a subclass can have a constructor that takes
-    # other arguments.
+    # Named tuples, too, are made without their constructor, because the constructor of a subclass
+    # can take other arguments.
     return tuple.__new__(form, tensors)
 
 

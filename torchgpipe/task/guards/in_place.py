@@ -78,7 +78,7 @@ class InPlace:
 
 
 class InPlaceForRun:
-    """A context for several threads, in which dictionaries of the layers have other entries.
+    """A context for several threads, in which entries of the layers' dictionaries are changed.
 
     The first thread that enters changes the entries, and the last thread that leaves restores them.
     The last thread can be a worker thread, because the caller does not wait for the workers after a
