@@ -316,7 +316,7 @@ class Partitioned(FixedDevices, ABC):
             stages: dict[nn.Parameter, int] = {}
             for stage in reversed(self._stages):
                 stages.update(dict.fromkeys(stage.partition.parameters(), stage.index))
-            return clip_gradients([*self.parameters()], stages, exchange, max_norm, norm_type)
+            return clip_gradients([*self.parameters()], stages, exchange, **settings)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
         """Return a context for joint work of all ranks; it gives a function to exchange a tensor.

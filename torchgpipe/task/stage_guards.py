@@ -93,7 +93,7 @@ class StageGuards:
             self.add(SlowAttention())
         self.add(self.gradients)
         self.add(Layers(index, modules))
-        self.add(Buffers(index, modules, norms, self.parameters.ids))
+        self.add(Buffers(index, modules, norms, self.parameters))
         if norms:
             self.add(Statistics(norms))
 

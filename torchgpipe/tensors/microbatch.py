@@ -145,7 +145,8 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
         if _structure(y) != expected:
             raise TypeError(
                 f"outputs of all micro-batches need the same structure, but micro-batch 0 returned "
-                f"{expected} and micro-batch {i} returned {_structure(y)}"
+                f"{expected} and micro-batch {i} returned {_structure(y)}; return one structure "
+                "for every input"
             )
     columns = list(zip(*map(tensors_of, outputs), strict=True))
     for column in columns:

@@ -24,6 +24,7 @@ from torch.jit import ScriptModule
 from torchgpipe.task.guards.contents import BuffersOfThread, comparable, copied, equal
 from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 from torchgpipe.task.guards.in_place import Change, InPlace
+from torchgpipe.task.guards.parameters import StandInParameters
 from torchgpipe.tensors._autograd import is_compiled, storage_of
 from torchgpipe.tensors.checkpoint import has_asked
 from torchgpipe.tensors.item import versions
@@ -66,17 +67,21 @@ class HeldBuffers(NamedTuple):
 class Buffers(Guard):
     """The guard of the buffers of partition `index`, except for its batch norms (`norms`).
 
-    `ids` are the ids of parameters and of stand-ins (detached tensors that tasks use). A buffer
-    with a stand-in needs no copy. Scripted modules are skipped, because parameters.py raises an
-    error if they have buffers.
+    A buffer that requires grad has a stand-in (a detached tensor that tasks use), like each of the
+    `parameters`. A buffer with a stand-in needs no copy. Scripted modules are skipped, because
+    parameters.py raises an error if they have buffers.
     """
 
     def __init__(
-        self, index: int, modules: list[nn.Module], norms: Set[nn.Module], ids: set[int]
+        self,
+        index: int,
+        modules: list[nn.Module],
+        norms: Set[nn.Module],
+        parameters: StandInParameters,
     ) -> None:
         self._index = index
         self._modules = [m for m in modules if m not in norms and not isinstance(m, ScriptModule)]
-        self._ids = ids
+        self._parameters = parameters
         self._slots: dict[Place, _Slot] = {}  # the latest copy of each buffer
         self._unsure: dict[Place, _Slot] = {}  # the buffers that are still to be compared
 
@@ -106,7 +111,8 @@ class Buffers(Guard):
             storage = storages.get(id(x))
             if storage in stale:
                 shared = times[storage] > 1
-                copy = None if id(x) in self._ids else copied(x, shared, copies)
+                stands = id(x) in self._parameters.ids
+                copy = None if stands else copied(x, shared, copies)
                 self._slots[module, name] = _Slot(module, name, x, versions((x,)), copy, shared)
 
     def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
@@ -132,6 +138,10 @@ class Buffers(Guard):
                 if (module, name) not in known:
                     changed.add(module)
         return self._put_back(held, changed) if changed else None
+
+    def _used(self, buffer: Tensor | None) -> Tensor | None:
+        """Return the tensor that tasks use for a buffer: its stand-in, if it has one."""
+        return None if buffer is None else self._parameters.by_parameter.get(buffer, buffer)
 
     def backward_begins(self) -> None:
         """Raise `RuntimeError` if a buffer has changed, but its version counter has not."""
@@ -170,7 +180,7 @@ class Buffers(Guard):
         for slot in held.slots:
             if slot.module in changed:
                 x = copied(slot.copy, slot.shared, copies)
-                own[slot.module][slot.name] = slot.tensor if x is None else x
+                own[slot.module][slot.name] = self._used(slot.tensor) if x is None else x
         # The recomputation has to change the same buffers as the first pass.
         expected = []
         for slot in held.changed:

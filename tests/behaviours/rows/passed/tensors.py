@@ -271,7 +271,7 @@ ROWS = [
     Row(
         "a tensor or a tuple",
         of(linear, linear, tensor_or_tuple),
-        refused={"": "micro-batch 0 returned a tensor and micro-batch 2 a tuple of 1"},
+        refused={"": "micro-batch 0 returned a tensor and micro-batch 2 returned a tuple"},
     ),
 ]
 for m in (1, 3):
