@@ -109,7 +109,7 @@ class ProfiledPredictor(Predictor):
     """Predict a step's seconds from a profile, and its memory and copies from counted bytes.
 
     Args:
-        counts: The counted layers of the model.
+        counts: The model's layers, with the operations and bytes counted for each layer.
         hardware: The node.
         profile: The measured seconds of the layers.
     """
@@ -150,7 +150,7 @@ def predictor_here(
     Args:
         module: The layers.
         sample: An input on the device to profile on, as large as the largest micro-batch.
-        counts: The counted layers.
+        counts: The layers, with the operations and bytes counted for each layer.
         devices: How many devices there are; by default all devices that are found.
         memory: The bytes of each device; by default all of the device's memory.
 
@@ -224,7 +224,7 @@ def _curves(sizes: Sequence[int], seconds: Tensor) -> list[Curve]:
 def _in_steps(
     module: Sequential, sample: TensorOrTensors, sizes: Sequence[int], device: torch.device
 ) -> list[list[Seconds]]:
-    """Time whole steps: a list of runs for each size, or `[]` if the memory is too small."""
+    """Time whole steps. Return a list of runs for each size; `[]` if the memory is too small."""
     with suppress(torch.OutOfMemoryError):
         copy = _copy(module, device)
         found = []
@@ -259,7 +259,7 @@ def _sizes(module: Module, sample: TensorOrTensors) -> tuple[int, ...]:
 
 
 def _rows(module: Module, sample: TensorOrTensors, size: int) -> TensorOrTensors:
-    """Return the first `size` rows of the sample. If it has fewer rows, its rows are repeated."""
+    """Return the first `size` rows of the sample. If that is too few, rows are repeated."""
 
     def take(x: Tensor, grows: bool = True) -> Tensor:
         taken = x.detach()

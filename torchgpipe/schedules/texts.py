@@ -4,7 +4,8 @@
     1 | . 0 B0  1 B1        A forward takes one unit, a whole backward two.
 
 A number without a letter is the forward of the micro-batch with this number. R is a recomputation,
-B a whole backward, I a backward of the inputs, and W a backward of the weights. A dot is a unit in
+B a whole backward. A backward can also be split: I computes the gradients of the inputs, and W
+later those of the weights. A dot is a unit in
 which the device waits. If a device has several stages, a letter after the number names the stage:
 a is the device's first stage, and b the second.
 

@@ -83,8 +83,8 @@ def search(  # noqa: PLR0913
 
     Args:
         predictor: The predictor of the model.
-        batch_size: The samples of a mini-batch.
-        memory: The bytes of each device that tensors may take.
+        batch_size: The number of samples in a mini-batch.
+        memory: How many bytes of each device tensors may take.
         partitions: The numbers of devices to choose from.
         optimizer: The memory that the optimizer takes.
         chunks: The numbers of micro-batches to choose from; by default those of `chunk_choices`.
@@ -141,7 +141,7 @@ def _in_order(works: Sequence[Work], partitions: Sequence[int]) -> list[tuple[fl
 
 
 def _try(found: Found, n: int, work: Work, memory: float, close: float) -> float:
-    """Look for a faster setup among the balances on `n` devices, and keep it in `found`.
+    """Look for a faster setup among the balances on `n` devices, and store that setup in `found`.
 
     Return a lower bound on the seconds of any balance that fits; infinity if no balance fits.
     """
