@@ -1,8 +1,8 @@
-"""Generate rows of experiments: the published rows, and controls, which nobody has published.
+"""Generate rows of experiments: the published rows, and controls, which are not published.
 
 The published rows vary the batch size together with n partitions and m micro-batches. So they mix
 the effect of pipelining with the effect of larger batches. The controls are rows of naive model
-parallelism, of checkpointing alone, and of GPipe. They keep one of two sizes equal:
+parallelism, of checkpointing alone, and of GPipe. All controls of a group have one size in common:
 
 - the batch size: every row does the same work on the same samples, in more or in fewer
   micro-batches;

@@ -50,7 +50,7 @@ class Progress:
         self.clock = clock
         self.jobs: dict[str, Job] = {}
         self.current: tuple[str, float] | None = None
-        self.limits: dict[str, float] = {}  # the seconds that a group may take
+        self.limits: dict[str, float] = {}  # the time limits of groups in seconds
         self.ends: dict[str, float] = {}  # the latest end time of a group that has begun
         self.bar: tqdm[Any] | None = None
         self.shown_at: float | None = None
@@ -115,7 +115,7 @@ class Progress:
         return seconds / sum(job.guess for job in done)
 
     def _seconds_of_limit(self, group: str) -> float:
-        """Return the largest number of seconds that a group may still take."""
+        """Return for how many seconds a group of jobs can still run until it reaches its time limit."""
         if group not in self.ends:
             return self.limits[group]
         return max(0.0, self.ends[group] - self.clock())

@@ -14,7 +14,7 @@ def turns(
     """Run a step of each way to do something in each round; yield all samples after each round.
 
     Rounds come in pairs: the first round has a random order, and the second round has the reverse
-    order. So no way is favoured by its place in the order.
+    order. So the order favours none of the ways.
     """
     ways = list(steps)
     samples: dict[Way, list[T]] = {way: [] for way in ways}

@@ -5,7 +5,7 @@
 
 A number without a letter is the forward of the micro-batch with this number. R is a recomputation,
 B a whole backward. A backward can also be split: I computes the gradients of the inputs, and W
-later those of the weights. A dot is a unit in
+later the gradients of the weights. A dot is a unit in
 which the device waits. If a device has several stages, a letter after the number names the stage:
 a is the device's first stage, and b the second.
 
