@@ -3,8 +3,8 @@
 All schedules run alternately in the same two processes. Each schedule is compared with one other
 schedule: in each round, the time of a step of the other schedule is divided by the time of a step
 of this schedule. The ratio is the median over all rounds. If the ratio is above 1, this schedule is
-faster. `replayed` is the ratio that the replays of both
-schedules predict from the measured times of their tasks.
+faster. `replayed` is the ratio that the replays of both schedules predict from the measured times
+of their tasks.
 """
 
 import random

@@ -5,9 +5,9 @@
 Replaying the schedule tells which tasks begin while another task runs: these tasks overlap. In the
 real pipeline, a task waits until all tasks that overlap with it have begun. If the pipeline lets
 tasks overlap, the wait is short. If the pipeline runs tasks one after another, the wait fails. Then
-a line names the waiting task and a task that did not begin. A wait ends after a number of looks
-at a shared store, and not after a number of seconds. If a task did not begin, the training step is
-run again with many more looks. So a busy machine makes this program slower, but changes no answer.
+a line names the waiting task and a task that did not begin. A wait ends after a number of looks at
+a shared store, and not after a number of seconds. If a task did not begin, the training step is run
+again with many more looks. So a busy machine makes this program slower, but changes no answer.
 
 On simulated devices no task waits. There, the clocks of the streams say when tasks begin and end.
 """

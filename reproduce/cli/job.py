@@ -53,8 +53,8 @@ class Job:
     """Hold what the command runs, after the options were checked.
 
     `emulate` is the largest number of devices to emulate. `tracer` writes timelines, if the option
-    --trace is given. `accuracy` maps the name of each accuracy experiment to the data and
-    seeds that the experiment needs.
+    --trace is given. `accuracy` maps the name of each accuracy experiment to the data and seeds
+    that the experiment needs.
     """
 
     options: Options

@@ -62,7 +62,7 @@ def _check_names(experiments: Sequence[Experiment], names: Sequence[str]) -> Non
 
 
 def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str | None) -> str:
-    """Return `asked` or, if it is None, the first scale of all experiments that fits on the machine.
+    """Return `asked` or, if it is None, the first common scale that fits on the machine.
 
     Raise `Error` if there is no such scale, or if it does not fit on the machine.
     """

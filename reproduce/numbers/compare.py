@@ -1,8 +1,8 @@
 """Compare the results of several sides, such as runs, with the first side, row by row.
 
 Absolute numbers are compared if two rows did the same work on the same machine. Otherwise each
-side's numbers are first divided by the numbers of a baseline row of the same side,
-and these ratios are compared.
+side's numbers are first divided by the numbers of a baseline row of the same side, and these ratios
+are compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -93,9 +93,9 @@ def compare(  # noqa: PLR0913
     """Return a comparison for each experiment in which two sides have numbers, and notes.
 
     The notes are about all other experiments. The notes count the rows that only one side has, or
-    name these rows if `every` is true. Without a `metric`, an experiment is compared in the first metric
-    of `DEFAULTS` that two sides share. The baselines of speed-ups are looked for in `among` if it
-    is given, and otherwise in `lines`.
+    name these rows if `every` is true. Without a `metric`, an experiment is compared in the first
+    metric of `DEFAULTS` that two sides share. The baselines of speed-ups are looked for in `among`
+    if it is given, and otherwise in `lines`.
     """
     asked = _Asked(sides, rule, force, every)
     comparisons = []

@@ -39,8 +39,8 @@ class Reading:
     """A row's value of a metric: an exact number, or samples and the rounds they were measured in.
 
     `middle` is the median of the samples, or the mean if `mean` is true. In a comparison of pairs,
-    `typical` is given, and `middle` is `typical`. `disturbed` says that other programs or
-    virtual machines used too much of the machine.
+    `typical` is given, and `middle` is `typical`. `disturbed` says that other programs or virtual
+    machines used too much of the machine.
     """
 
     measurement: Measurement
@@ -91,8 +91,8 @@ class Reading:
 def throughput(result: Result, run: str = "") -> Reading | None:
     """Return a row's samples per second: one number for every step, or the recorded exact number.
 
-    Return None if the row has no such numbers. `run` is the name of the run, which identifies the rounds of
-    the samples.
+    Return None if the row has no such numbers. `run` is the name of the run, which identifies the
+    rounds of the samples.
     """
     steps = result.samples.get("step_time")
     if not steps:
@@ -125,8 +125,8 @@ def speed_up(result: Result | None, base: Result | None) -> Reading | None:
     """Return a row's throughput divided by the throughput of another row of the same record.
 
     The result is None if one of the rows is None or has no throughput. Steps of one round ran close
-    to each other in time, so a ratio is computed for each round. If the two rows share no round, the
-    speed-up is the ratio of their medians, as an exact number.
+    to each other in time, so a ratio is computed for each round. If the two rows share no round,
+    the speed-up is the ratio of their medians, as an exact number.
     """
     ours = None if result is None else throughput(result)
     theirs = None if base is None else throughput(base)
@@ -183,8 +183,9 @@ def over(reading: Reading, base: Reading) -> Reading:
 def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
     """Return a row's emulated throughput divided by its measured throughput.
 
-    The result is None if one of the two is missing. The emulated throughput is taken from `here_time`, the
-    time of a step on this machine's own devices, without a described link between devices.
+    The result is None if one of the two is missing. The emulated throughput is taken from
+    `here_time`, the time of a step on this machine's own devices, without a described link between
+    devices.
     """
     steps = emulated.samples.get("here_time")
     theirs = None if measured is None else throughput(measured)

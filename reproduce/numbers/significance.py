@@ -47,9 +47,10 @@ class Decision:
 
     `ratio` estimates head / base. It lies between `low` and `high` with a confidence of 1 - alpha.
     The outcome '~' means that no real difference was found. This does not prove that there is no
-    difference. 'untested' means that both sides are exact numbers, which have a ratio but no spread.
-    'disturbed' means that the numbers of a side are no evidence, because other programs used the
-    machine. With 'too few', `needed` is the number of samples on each side that would be enough.
+    difference. 'untested' means that both sides are exact numbers, which have a ratio but no
+    spread. 'disturbed' means that the numbers of a side are no evidence, because other programs
+    used the machine. With 'too few', `needed` is the number of samples on each side that would be
+    enough.
     """
 
     outcome: Outcome

@@ -43,7 +43,7 @@ class _Benchmark(Struct):
 class _File(Struct):
     benchmarks: list[_Benchmark]
     machine_info: dict[str, Json]
-    commit_info: dict[str, Json] | None = None  # has no "id" if the tests did not run in a git checkout
+    commit_info: dict[str, Json] | None = None  # has no "id" outside a git checkout
     datetime: str = ""
     version: str | None = None
 
@@ -110,7 +110,7 @@ class Entry:
 
     @property
     def hardware(self) -> str | None:
-        """Return the name of a prediction's hardware description, or None if nothing was predicted."""
+        """Return the name of the row's hardware description, if the row is predicted, else None."""
         if self.result.status != "predicted":
             return None
         return hardware_name(self.record, self.result)
@@ -121,8 +121,8 @@ class Side:
     """The rows of one side of a comparison.
 
     If several runs have the same row, the row is taken from the first record, in the order of
-    `ranked`, that has a number for the row. `superseded` is the number of rows that were not taken. `letter` is the side's
-    short name in tables. `name` is the name that the user gave.
+    `ranked`, that has a number for the row. `superseded` is the number of rows that were not taken.
+    `letter` is the side's short name in tables. `name` is the name that the user gave.
     """
 
     letter: str
@@ -226,7 +226,7 @@ def _from_counts(rows: dict[str, Json], where: str) -> Record:
 
 
 def _from_git(name: str) -> Iterator[Record]:
-    """Yield the records in a folder of a git revision, or the single record in a file of it."""
+    """Yield the records in a folder of a git revision, or the single record in a file."""
     here = Path()
     revision, _, place = name.partition(":")
     place = place or IN_REVISION

@@ -56,8 +56,7 @@ def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
     """Predict the emulated rows of a run from a hardware description, or from layers timed here.
 
     If `hardware` is a device, the layers are timed on this device with the run's largest
-    micro-batch. All other devices are idle during this timing, like in
-    an emulation.
+    micro-batch. All other devices are idle during this timing, like in an emulation.
     """
     rows = [row for row in record.results if row.status == "emulated"]
     largest: dict[SizedModel, int] = {}  # the most samples in a micro-batch of each model

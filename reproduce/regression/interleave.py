@@ -73,7 +73,7 @@ def interleave(  # noqa: PLR0913
                 sides[i] = stack.enter_context(start(i))
             for case, ways in list(running.items()):
                 unable = _warm_up(ways, sides, draw)
-                if unable and restart:  # the way ran the case at the first restart, so this is an error
+                if unable and restart:  # the case ran before, so this is an error
                     way, why = next(iter(unable.items()))
                     raise _no_longer(case, way, why)
                 if unable:

@@ -1,8 +1,8 @@
 """Run `reproduce.regression.interleave` on two source trees, and collect the printed results.
 
 Forked processes share the memory layout and the hash seed of their parent process. By chance, the
-layout and the seed can favour one of the two versions. So several parent processes run one after another, each for a
-few restarts.
+layout and the seed can favour one of the two versions. So several parent processes run one after
+another, each for a few restarts.
 """
 
 import contextlib

@@ -27,9 +27,9 @@ class Case:
     """A case: the work that is timed.
 
     `prepare()` imports the package, makes everything that a step needs, and returns the step. A
-    sample is the mean of `steps` consecutive steps. A sample is measured in CPU time on one core. If
-    the case has to show whether devices work at the same time, a sample is measured in wall-clock
-    time on two cores.
+    sample is the mean of `steps` consecutive steps. A sample is measured in CPU time on one core.
+    If the case has to show whether devices work at the same time, a sample is measured in
+    wall-clock time on two cores.
     """
 
     name: str

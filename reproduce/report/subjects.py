@@ -68,7 +68,7 @@ class Subject:
         return len(models) > 1
 
     def find(self, source: Source, row: str) -> Entry | None:
-        """Return the source's result that has the row's name or reproduces the row; None if missing."""
+        """Return the source's result that has the row's name or reproduces the row, or None."""
         link = None if source.kind == "published" else f"{self.table}/{row}"
         for result in source.results:
             if result.row == row or (link and result.published == link):

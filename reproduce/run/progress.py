@@ -115,7 +115,7 @@ class Progress:
         return seconds / sum(job.guess for job in done)
 
     def _seconds_of_limit(self, group: str) -> float:
-        """Return for how many seconds a group of jobs can still run until it reaches its time limit."""
+        """Return how many seconds are left until a group of jobs reaches its time limit."""
         if group not in self.ends:
             return self.limits[group]
         return max(0.0, self.ends[group] - self.clock())

@@ -75,7 +75,7 @@ class Rounds:
 
 def _remove_steps(steps: Steps, numbers: list[int], kept: set[int]) -> None:
     """Remove the steps whose round is not in `kept`. `numbers` has the round of each step."""
-    last_first = reversed(range(len(numbers)))  # so that a removal does not change the indices that follow
+    last_first = reversed(range(len(numbers)))  # so that a removal does not move later items
     for i in last_first:
         if numbers[i] not in kept:
             del steps.runs[i]

@@ -113,7 +113,7 @@ class Session:
         self.progress.finish(self.job(name), steps)
 
     def result(self, row: Row, **fields: Any) -> Result:
-        """Return a result for `row` with the given fields. By default, it is measured with threads."""
+        """Return a result for `row` with the given fields, by default as measured with threads."""
         found = Result(
             experiment=self.experiment.name,
             row=row.name,

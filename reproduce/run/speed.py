@@ -319,7 +319,7 @@ class _GroupRun:
         session.progress.stop()
 
     def _fail(self, task: PlannedTask, failure: Failure) -> None:
-        """Record a row's failure. Remember a row that ran out of memory, because it may fit alone."""
+        """Record a row's failure. Remember rows that ran out of memory: they may fit alone."""
         session = self.session
         reason = failure.reason
         if failure.status == "out of memory":

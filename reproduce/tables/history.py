@@ -52,8 +52,8 @@ def line_of(names: Sequence[str]) -> Line:
                 gits[record.run.git] = None
                 machines.add(_described(record.run.machine))
             else:
-                # Counts and predictions do not name their revision. If the numbers are in a file, we
-                # assume that they come from the revision that is checked out.
+                # Counts and predictions do not name their revision. If the numbers are in a file,
+                # we assume that they come from the revision that is checked out.
                 gits[checkout(Path()) if in_file else None] = None
     machines = machines or {"any machine"}
     numbers = list(_kept(records))

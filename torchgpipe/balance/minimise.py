@@ -17,9 +17,10 @@ from math import lcm
 def minimise_heaviest(costs: Iterable[float | Fraction], partitions: int) -> list[int]:
     """Return the number of layers in each partition that minimises the heaviest partition's cost.
 
-    A partition consists of consecutive layers, at least one. Several balances can minimise
-    the heaviest partition's cost. Of these, the function returns a balance in which the costs of
-    the other partitions are about equal. If layers cost nothing, partitions get about equal numbers of these layers.
+    A partition consists of consecutive layers, at least one. Several balances can minimise the
+    heaviest partition's cost. Of these, the function returns a balance in which the costs of the
+    other partitions are about equal. If layers cost nothing, partitions get about equal numbers of
+    these layers.
 
     Args:
         costs: One non-negative finite number per layer, in any unit (int, float or Fraction).

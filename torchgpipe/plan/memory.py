@@ -1,8 +1,8 @@
 """Predict the peak memory of each device during a training step.
 
 The prediction goes through a device's list of actions (forwards, recomputations and backwards) and
-adds up bytes for each action. It assumes that all micro-batches have one size. During an action, these
-tensors are on a device:
+adds up bytes for each action. It assumes that all micro-batches have the same size. During an
+action, these tensors are on a device:
 
 - always: the parameters, the buffers and the optimizer's state. The device of the first stage also
   has the mini-batch;
@@ -13,12 +13,12 @@ tensors are on a device:
 - copies: the next input, the gradient of the output and the gradient of the last input, while these
   tensors are copied between devices;
 - skips: the skips between two stages, and their gradients on the way back;
-- gradients: the sum of this step's gradients, from the end of the first backward on. Gradients
-  that stay allocated between steps also count;
+- gradients: the sum of this step's gradients, from the end of the first backward on. Gradients that
+  stay allocated between steps also count;
 - update: the tensors that the optimizer's step allocates after the last backward (see `optimizer`).
 
-CPU devices share their memory, so nothing is copied between them. A tensor that several CPU
-devices use counts on only one of these devices.
+CPU devices share their memory, so nothing is copied between them. A tensor that several CPU devices
+use counts on only one of these devices.
 
 Only tensors count. The prediction leaves out the memory that an allocator reserves beyond the
 tensors, the workspaces of libraries, the tensors that a criterion keeps, and the copies of buffers

@@ -64,7 +64,7 @@ class Moment(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """All numbers of `held` and `skips`, in a fixed order. If a number grows, so does memory."""
+        """All numbers of `held` and `skips`, in a fixed order. Larger numbers mean more memory."""
         counts: list[int] = []
         for in_flight in self.held:
             counts += in_flight

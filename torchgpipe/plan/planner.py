@@ -75,8 +75,8 @@ def plan(  # noqa: PLR0913
         chunks: The numbers of micro-batches to choose from, or a single number. By default, the
             plan tries all numbers that give different micro-batch sizes.
         checkpoint: The checkpoint modes to choose from, or a single mode.
-        schedules: The schedules to choose from, or a single schedule, as in
-            `GPipe(schedule=…)`. Interleaved1F1B has two stages on each device.
+        schedules: The schedules to choose from, or a single schedule, as in `GPipe(schedule=…)`.
+            Interleaved1F1B has two stages on each device.
         autocast: The dtype of autocast in training, such as `torch.bfloat16`. By default, it is
             the dtype of the autocast that is enabled when `plan` is called.
         master_weights: Whether the optimizer keeps a float32 copy of parameters in 16 bits.

@@ -54,7 +54,7 @@ class Curve:
         If fewer samples took longer than more samples, this is noise. The curve then goes through
         the mean of these measurements.
         """
-        level: list[list[float]] = []  # groups of measurements; the curve has the mean of each group
+        level: list[list[float]] = []  # groups of measurements, for their means
         for measured in seconds:
             level.append([measured])
             while len(level) > 1 and fmean(level[-2]) > fmean(level[-1]):

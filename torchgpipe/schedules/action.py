@@ -39,8 +39,8 @@ def needs(action: Action, among: Container[Action]) -> list[Action]:
     - A recomputation needs the forward that it repeats. It does not need the gradient.
     - A backward of the weights needs the backward of the inputs on the same stage.
     - Every other backward needs the recomputation of its activations, or the forward if nothing is
-      recomputed. It also needs the backward on the next stage, which computes its gradient. If
-      that next backward is split into halves, only the half for the inputs is needed.
+      recomputed. It also needs the backward on the next stage, which computes its gradient. If that
+      next backward is split into halves, only the half for the inputs is needed.
 
     Args:
         action: The action.

@@ -97,8 +97,8 @@ def fill(lists: Lists, most: int) -> Lists:
 
     Args:
         lists: For each device, its forwards and its backwards of inputs.
-        most: A device keeps the activations of at most this many tasks. A device at this limit
-            does a backward of weights before its next forward.
+        most: A device keeps the activations of at most this many tasks. A device at this limit does
+            a backward of weights before its next forward.
     """
     among = set(chain.from_iterable(lists))
     change = {"forward": 1, "backward_weights": -1}

@@ -104,8 +104,8 @@ class Timeline:
     def bubble_of_longest(self) -> float:
         """The fraction of time, from 0 to 1, in which one device waits within its own span.
 
-        A device's span lasts from its first task to its last task. The result is for the
-        device with the longest span.
+        A device's span lasts from its first task to its last task. The result is for the device
+        with the longest span.
         """
         longest, worked = 0.0, 0.0
         for tasks in self.devices:

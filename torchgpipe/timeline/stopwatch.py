@@ -1,8 +1,8 @@
 """Measure when each task, and each copy between devices, starts and ends on its device.
 
-On a CPU, a task starts and ends when its thread starts and ends the task. A CUDA device does the work of
-its stream later, while the thread continues. So CUDA events are recorded on the stream before and
-after the task. The times of these events are read after all work has ended.
+On a CPU, a task starts and ends when its thread starts and ends the task. A CUDA device does the
+work of its stream later, while the thread continues. So CUDA events are recorded on the stream
+before and after the task. The times of these events are read after all work has ended.
 """
 
 from __future__ import annotations

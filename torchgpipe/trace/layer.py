@@ -158,7 +158,7 @@ class Layer(Module):
         here._non_persistent_buffers_set |= there._non_persistent_buffers_set & {last}
 
     def _filled(self, kept: Any, values: dict[int, Tensor], size: int, device: torch.device) -> Any:
-        """Return recorded arguments with tensors, numbers and the device instead of placeholders."""
+        """Replace placeholders in recorded arguments by tensors, numbers and the device."""
         # This is a method, and not a nested function of `forward`: a recursive nested function
         # refers to itself, which keeps the tensors alive until the garbage collector runs.
         kind = type(kept)

@@ -135,7 +135,8 @@ def _choices(
 ) -> Iterator[Iterable[Batched]]:
     """Yield groups of guesses about which input tensors have a batch dimension.
 
-    Each group is for one batch size. In a group, guesses with more batched tensors come first. If `shared` names the arguments without a batch dimension, there is only one guess.
+    Each group is for one batch size. In a group, guesses with more batched tensors come first. If
+    `shared` names the arguments without a batch dimension, there is only one guess.
     """
     if shared is not None:
         names = set(shared)

@@ -118,7 +118,7 @@ def _pipeline(engine: Engine, work: Work) -> Made:
 
 
 def _scheduled(engine: Engine, work: Work) -> Made:
-    from reproduce.run.engines.schedules import schedule  # imported only when needed, because the import takes long
+    from reproduce.run.engines.schedules import schedule  # only here, because the import is slow
 
     rank = dist.get_rank()
     ends = list(accumulate(work.balance))
@@ -137,7 +137,7 @@ def _scheduled(engine: Engine, work: Work) -> Made:
         try:
             made.step(*inputs, **more)
         except RuntimeError as error:
-            raise error.__cause__ or error from None  # the layer's own error instead of the stage's error
+            raise error.__cause__ or error from None  # the layer's own error
         if not losses:
             return None
         # The schedule divides gradients by the number of micro-batches, so they are gradients of

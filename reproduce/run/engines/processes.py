@@ -48,8 +48,8 @@ class Processes:
     """The processes of a pipeline, one for each partition.
 
     Each process uses as many threads as this process. The processes end when `close()` is called or
-    when this process ends. All processes also end if one of them fails. In this case, the
-    method that was called raises `Error` or `torch.OutOfMemoryError`.
+    when this process ends. All processes also end if one of them fails. In this case, the method
+    that was called raises `Error` or `torch.OutOfMemoryError`.
     """
 
     def __init__(self, count: int) -> None:
@@ -143,7 +143,7 @@ def _serve(rank: int, link: Connection, count: int, threads: int, store: str) ->
     `store` is the `init_method` of the process group.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent process handles Ctrl-C
-    for output in (1, 2):  # ranks must not print, because their text could be inside a table
+    for output in (1, 2):  # ranks must not print text into a table
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     torch.set_num_threads(threads)
     requests = _listen(link)

@@ -56,7 +56,8 @@ def task_bytes(
     inputs = set(layers[0].inputs)
     cloned = checkpoint and len(inputs) == 1 and _begins_in_place(layers)
     # `others` are the storages that something outside the task holds. These storages are not
-    # counted, and the task does not free them. The mini-batch is such a storage for the first partition.
+    # counted, and the task does not free them. The mini-batch is such a storage for the first
+    # partition.
     others: set[int] = set()
     if start == 0 and not cloned:
         others |= inputs

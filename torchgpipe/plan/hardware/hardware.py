@@ -7,13 +7,13 @@
 A description is a JSON file. Every figure in it is an object with a `value` and a `source`. Each
 class of operators, such as `conv`, has two efficiencies. The compute efficiency is the share of the
 peak rate that operators of the class reach. The memory efficiency is the share of the memory
-bandwidth that operators of the class reach. A compute efficiency with a name such as `conv.float16` is for one class
-and one dtype.
+bandwidth that operators of the class reach. A compute efficiency with a name such as `conv.float16`
+is for one class and one dtype.
 
 If an operator can be computed in two ways, the faster way counts. If a description has no
-efficiency for fused attention, the efficiency of `matmul` is used. If a description has no
-peak rate for TF32, the peak rate of float32 is used. If k CPU devices work at the same time, a task takes
-1 + `sharing` * (k - 1) times as long.
+efficiency for fused attention, the efficiency of `matmul` is used. If a description has no peak
+rate for TF32, the peak rate of float32 is used. If k CPU devices work at the same time, a task
+takes 1 + `sharing` * (k - 1) times as long.
 """
 
 import json
