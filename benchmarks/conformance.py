@@ -83,7 +83,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
 def _engines(options: Namespace) -> dict[str, Adapter]:
     """Return the chosen engines that are installed.
 
-    This also makes their packages importable in the processes that run them.
+    Also make the packages of the engines importable in the processes that run the engines.
     """
     engines = {name: ENGINES[name] for name in options.engine}
     if options.deepspeed:

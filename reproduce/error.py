@@ -80,7 +80,7 @@ def _too_old_torch() -> str | None:
 
 
 def leave(signum: int, frame: FrameType | None) -> None:
-    """End the program at once, because it has done nothing yet that could be lost."""
+    """End the program at once. Nothing can be lost, because the program has not begun to work."""
     os.write(2, b"reproduce: interrupted\n")
     os._exit(INTERRUPTED)
 

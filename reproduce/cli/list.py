@@ -124,7 +124,7 @@ def _minutes(name: str, scale: str) -> str:
 
 
 def _minutes_in(folder: Path, name: str, scale: str) -> str | None:
-    """Return how many minutes the newest run in a folder took. It must have all usual rows."""
+    """Return how many minutes the newest run with all usual rows in a folder took, as a text."""
     for record in ranked(readable(folder), name):
         run = record.run
         if run is None or run.state != "finished" or record.scale != scale:

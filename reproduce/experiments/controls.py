@@ -37,8 +37,8 @@ Balance = tuple[int, ...]
 Size = tuple[int, ...]
 Rows = tuple[Row, ...]
 
-# A published table of speed. Each row has a name, m, a batch size and a balance. The first row is
-# plain training.
+# A published table of speed. Each row has a name, a number of micro-batches (m), a batch size and a
+# balance. The first row is plain training.
 Published = Sequence[tuple[str, int | None, int, Balance | None]]
 # A published table of memory. Each row has a name, a model size, a smaller model size for the small
 # scale, m, and a balance. Without m, a micro-batch has one sample. The first row is plain training.

@@ -183,7 +183,7 @@ class PairSum(Module):
 
 
 class Cell(Module):
-    """A cell, which maps the last two states `(s1, s2)` to `(output, s1)`, the next cell's inputs.
+    """A cell. It maps the last two states `(s1, s2)` to `(output, s1)`, the next cell's inputs.
 
     If the input is a single tensor, this tensor is used as both states.
 

@@ -30,7 +30,7 @@ ALIASES = {"n": "partitions", "m": "chunks"}
 class Line:
     """A line of the comparison's table. It has at most one row of each side.
 
-    `entries` contains the rows by the number of their side.
+    `entries` maps the number of a side to the row of this side.
     """
 
     experiment: str

@@ -169,7 +169,7 @@ def _subfolders(path: Path) -> str:
 
 
 def side_of(letter: str, name: str, records: Records) -> Side:
-    """Make a side of a comparison from records."""
+    """Make a side of a comparison, which holds the results to compare, from records."""
     experiments: dict[str, None] = {}
     count = 0
     for record in records:

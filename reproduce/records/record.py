@@ -65,7 +65,7 @@ Fields = dict[str, Json]
 
 
 class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The result of one row of an experiment: numbers, or the reason why there are no numbers."""
+    """The result of one row (training run) of an experiment: numbers, or why there are none."""
 
     experiment: str  # or the published table's id
     row: str

@@ -2,9 +2,9 @@
 
 `reproduce.regression.job` runs this module as a separate program. A *side* is a process that uses
 the package in one folder. Everything else in the process belongs to this program. A *way* is a side
-together with the arguments that are sent to it. For each case of each restart, the program prints a
-line of JSON with the samples of each way. The i-th samples of all ways were taken one after
-another.
+together with the arguments that are sent to the side. For each case of each restart, the program
+prints a line of JSON with the samples of each way. The i-th samples of all ways were taken one
+after another.
 
 - Only one way runs at a time. The order of a case's rounds is random: for ways A and B, it is ABBA
   or BAAB. So a disturbance of a tenth of a second slows all ways down. The order in which sides

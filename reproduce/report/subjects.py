@@ -181,7 +181,7 @@ def _how(result: Result) -> tuple[object, ...]:
 
 
 def _source(record: Record, results: list[Result]) -> Source:
-    """Make a source of results of one record that ran in the same way."""
+    """Make a source from results of one record that all ran in the same way."""
     first = results[0]
     kind: Literal["emulated", "measured"] = "emulated" if first.emulated else "measured"
     label: str = kind

@@ -280,7 +280,7 @@ class Link:
 
     The times come from a hardware description. `papers` contains the rows of the published model,
     by name. If `papers` is given, the ratio of a copy's time to a forward's time is the ratio of
-    the published model. Otherwise copies would be too cheap or too expensive: a smaller model
+    the published model. Without this, copies are too cheap or too expensive: a smaller model
     computes less for each byte that it copies, and a CPU core computes less than a GPU.
     """
 

@@ -58,7 +58,7 @@ class Progress:
     def plan(
         self, job: str, steps: int, guess: float, group: str = "", limit: float = math.inf
     ) -> None:
-        """Expect `steps` steps of a job.
+        """Tell the display that a job will run `steps` steps.
 
         The job can belong to a group, which ends at most `limit` seconds after it has begun.
         """
@@ -66,7 +66,7 @@ class Progress:
         self.limits[group] = limit
 
     def finish(self, name: str, steps: int | None = None) -> None:
-        """Expect `steps` fewer steps of a job or of a group's jobs; by default, no more steps."""
+        """Expect `steps` fewer steps of a job or of a group's jobs. By default, expect no steps."""
         for job, planned in self.jobs.items():
             if name in (job, planned.group):
                 planned.left = 0 if steps is None else max(0, planned.left - steps)

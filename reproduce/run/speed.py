@@ -30,8 +30,7 @@ from reproduce.run.timed import MeasuredSteps, time_step, watch, watched
 from reproduce.run.training import FakeData, Training, work_of
 from reproduce.run.turns import turns
 
-# If measuring a row would take more than this share of its group's time limit, the row is only
-# emulated.
+# If measuring a row takes more than this share of its group's time limit, the row is only emulated.
 LARGEST_SHARE = 0.25
 # Because disturbed rounds are run again, there can be more rounds than were asked for. The factor
 # between both numbers is at most `MOST_ROUNDS`.

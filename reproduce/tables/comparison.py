@@ -212,8 +212,8 @@ def _mean_line(comparison: Comparison, sides: Sides) -> list[str]:
 def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -> list[str]:
     """Return a row of the comparison's table.
 
-    `numbers` has a cell for each side. `ratios` has the cells of the ratio of each side except the
-    first side.
+    `numbers` has a cell for each side. `ratios` has a list of cells for each side except the first
+    side.
     """
     if len(numbers) == 2:
         return [label, *numbers, *ratios[0]]

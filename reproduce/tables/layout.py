@@ -55,7 +55,7 @@ def reading_text(reading: Reading) -> str:
 
 
 def with_quartiles(reading: Reading, write: Callable[[float], str] = number) -> str:
-    """Format a reading's median or mean and any quartiles, such as `12.0 (11.8-12.3)`."""
+    """Format a reading (samples of a metric) with any quartiles, such as `12.0 (11.8-12.3)`."""
     text = write(reading.middle) + reading.mark
     quartiles = reading.quartiles
     if quartiles is None:

@@ -78,7 +78,7 @@ def written(style: str, numbers: Iterable[Number], text: str, markdown: str, **m
 
 
 def of_reading(reading: Reading | None, result: Result | None) -> Number:
-    """Return the fields that describe a value, and the row of this value.
+    """Return the fields that describe a value and the value's row.
 
     If no row is given, the value was measured here, and it is not known whether other programs
     disturbed the measurement.

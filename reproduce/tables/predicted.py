@@ -22,9 +22,10 @@ Numbers = dict[str, float]  # by the row's name
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """The measurement of a published row by this program.
+    """What this program measured for a published row.
 
-    `throughput` is in samples per second of a median step. `allocated` is in bytes on all devices.
+    `throughput` is the samples per second of the median step. `allocated` is the number of bytes on
+    all devices together.
     """
 
     machine: str

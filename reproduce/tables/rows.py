@@ -238,7 +238,7 @@ class Rows:
             )
 
     def circumstances(self) -> str:
-        """Return a note on what the rows have in common: scale, batch sizes, steps, any model."""
+        """Return a note on what all rows share: scale, batch sizes, steps, and model if equal."""
         first = self.results[0]
         shape = " x ".join(map(str, first.config["input_shape"]))
         models = set()

@@ -54,7 +54,7 @@ class DeviceBytes(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """The most bytes that the device has allocated at a time, in any step but the first."""
+        """The peak of the bytes that the device has allocated, in any step but the first."""
         return sum(self)
 
 

@@ -59,7 +59,7 @@ def plan(  # noqa: PLR0913
             on the device to profile on, and as large as the largest micro-batch to consider.
             Otherwise its device and its batch size do not matter.
         batch_size: The number of samples in a mini-batch.
-        devices: The most devices to use; by default all devices of the node.
+        devices: The largest number of devices to use; by default all devices of the node.
         memory: The memory of each device, in bytes or as text such as "24GiB"; by default the
             memory that the node's devices have.
         headroom: The memory that is left to the allocator, as a share of the tensors' bytes. It is

@@ -87,7 +87,7 @@ class Setup:
 
     @property
     def halves(self) -> bool:
-        """Whether the schedule splits some backwards: first inputs' gradients, later weights'."""
+        """Whether backwards are split: inputs' gradients first, and weights' gradients later."""
         schedule = self.schedule
         if not isinstance(schedule, Schedule):
             schedule = recomputing(schedule, 1, 1)

@@ -37,7 +37,7 @@ A single sample is not timed, because batch normalization can refuse it.
 
 @dataclass(frozen=True)
 class Curve:
-    """The seconds of one layer, by the samples of a micro-batch.
+    """The seconds that one layer takes, as a function of the micro-batch size.
 
     Attributes:
         sizes: The micro-batch sizes at which the layer was timed, the smallest first.

@@ -17,7 +17,7 @@ LETTERS: dict[str, Kind] = {
 
 
 class Action(NamedTuple):
-    """A piece of a device's work: a forward, a recomputation, a backward, or half of a backward.
+    """One thing that a device does: a forward, a recomputation, a backward or half a backward.
 
     A backward is either one action or two halves. The first half computes the gradients of the
     stage's inputs. The second half computes the gradients of the stage's weights, and runs later.

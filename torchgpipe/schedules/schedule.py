@@ -198,7 +198,7 @@ class Schedule:
         return later, earlier
 
     def _room(self, buffered: int) -> dict[Action, Action]:
-        """For each action that may have to wait for buffer space, return the action that frees space.
+        """For each action that may have to wait for buffer space, return what frees space.
 
         A buffer between two devices holds `buffered` results. So there is room for a result as soon
         as another action takes the result that was sent `buffered` results earlier. The dictionary

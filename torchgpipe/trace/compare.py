@@ -78,8 +78,8 @@ def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> R
         inputs: The tensors of the sample.
 
     Returns:
-        A list of the outputs and then the buffers, and the gradients by name. The list and the
-        dictionary are empty if a tensor is on `meta`.
+        A list with the outputs and then the buffers, and a dictionary with the gradients by name.
+        The list and the dictionary are empty if a tensor is on `meta`.
     """
     held = (*inputs, *module.parameters(), *module.buffers())
     if any(x.is_meta for x in held):

@@ -196,7 +196,7 @@ class Recorder(TorchFunctionMode):
 
         Args:
             run: The function to run.
-            target: The function or the name of a submodule, for the recording.
+            target: What the recording names as called: a function, or a submodule's name.
             args: The positional arguments.
             kwargs: The keyword arguments.
         """

@@ -44,10 +44,10 @@ def sequential(
         model = GPipe(layers, balance, chunks=8)
 
     The function records the module's forward on fake tensors, for three batch sizes. It cuts the
-    recording where a submodule with parameters is called. A tensor that a layer after the next
-    layer uses becomes a skip. The layers hold the module's own submodules, parameters and buffers,
-    and their `state_dict` has the module's names. The layers and the pipeline are called like the
-    module.
+    recording where a submodule with parameters is called. A tensor becomes a skip if a layer after
+    the next layer uses the tensor. The layers hold the module's own submodules, parameters and
+    buffers, and their `state_dict` has the module's names. The layers and the pipeline are called
+    like the module.
 
     The layers' outputs and gradients on the sample are compared with the module's. In evaluation
     mode, the module's outputs for the two halves of the sample are compared with its outputs for

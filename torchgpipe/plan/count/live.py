@@ -50,7 +50,7 @@ class Live(TorchDispatchMode):
 
         Args:
             x: The tensor.
-            number: The number of its storage if `x` is an input of the layer, otherwise `None`.
+            number: The number of the storage if `x` is an input of the layer, otherwise `None`.
         """
         storage = x.untyped_storage()
         key, nbytes = id(storage), float(storage.nbytes())

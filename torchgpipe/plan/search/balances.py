@@ -22,11 +22,11 @@ class Work:
     does not matter.
 
     The seconds give a lower bound on the step time, whatever the balance. In GPipe's schedule, a
-    partition waits while a micro-batch is in other partitions. It waits for the first micro-batch,
-    which comes from earlier partitions and returns there, and for the last micro-batch, which is
-    then in later partitions. So a step takes at least the sum of two times: one micro-batch's
-    forward and backward through all layers, and the work of any one partition for the other
-    micro-batches (`seconds`).
+    partition waits while a micro-batch is in other partitions: at the start and at the end, while
+    the first micro-batch is in earlier partitions, and between, while the last micro-batch is in
+    later partitions. So a step takes at least the sum of two times: one micro-batch's forward and
+    backward through all layers, and the work of any one partition for the other micro-batches
+    (`seconds`).
 
     In other schedules, a step takes at least the longer of two times. One is a micro-batch's
     forward and backward through all layers, without work that can be done later. The other is all

@@ -1,13 +1,13 @@
 """Search for the fastest setup for which every device has enough memory.
 
 The search chooses the balance, the number of micro-batches, the checkpoint mode and the schedule.
-For each choice of the last three, there is a lower bound on the step time, whatever the balance
-(see `balances`). The search tries the choices in the order of their bounds, the lowest first. It
-skips a choice if its bound is not below the step time of the best setup so far. For each choice, it
-begins with a balance whose partitions take about equal time or equal memory. If the step time is
-near that of the best setup, the search moves layers from partition to partition as long as this
-makes the predicted step shorter (see `trial`). Every returned setup was replayed, and its memory
-was predicted.
+For each number of micro-batches, checkpoint mode and schedule, there is a lower bound on the step
+time of all balances (see `balances`). The search tries the choices in the order of their bounds,
+the lowest first. It skips a choice if its bound is not below the step time of the best setup so
+far. For each choice, it begins with a balance whose partitions take about equal time or equal
+memory. If the step time is near the step time of the best setup, the search moves layers from
+partition to partition as long as this makes the predicted step shorter (see `trial`). Every
+returned setup was replayed, and its memory was predicted.
 """
 
 from collections.abc import Sequence
