@@ -19,7 +19,7 @@ Equal = Literal["batch", "micro-batch", "model"]
 # Configurations of rows:
 AS_PUBLISHED = "as published"  # rows that repeat published rows, whatever their batch sizes
 LIKE_PUBLISHED = "like the published"  # published n and m, with a smaller model and batch
-PUBLISHED_BALANCE = "with the published balance"  # the same, with a balance for P40s
+PUBLISHED_BALANCE = "with the published balance"  # published n, m and balance, smaller model
 PLANNED = "balance of plan"  # `torchgpipe.plan` finds the balance from a profile
 EQUAL_LAYERS = "equal layers"  # all partitions have equally many layers
 

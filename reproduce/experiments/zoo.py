@@ -1,4 +1,4 @@
-"""Define the experiment on well-known models: how much pipelines speed up their training.
+"""Define the experiment on well-known models: how much pipelines speed up the training.
 
 These rows are not from a publication. Every model is trained on one device, and then by pipelines
 of n partitions, all with the same number of micro-batches m. For each n there are two pipelines.

@@ -11,7 +11,7 @@ Way = TypeVar("Way")
 def turns(
     steps: Mapping[Way, Callable[[], T]], rounds: int, draw: random.Random
 ) -> Iterator[dict[Way, list[T]]]:
-    """Run a step of each way to do something in each round; yield all samples after each round.
+    """In each round, run one step of each way to do something; then yield all samples.
 
     Rounds come in pairs: the first round has a random order, and the second round has the reverse
     order. So the order favours none of the ways.

@@ -14,7 +14,7 @@ from torchgpipe.schedules.replay import units
 
 
 class InFlight(NamedTuple):
-    """How many tasks of a stage are between forward and backward; the running task not counted."""
+    """How many tasks of a stage, except the running task, are between forward and backward."""
 
     checkpointed: int
     plain: int

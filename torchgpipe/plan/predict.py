@@ -87,7 +87,7 @@ class Setup:
 
     @property
     def halves(self) -> bool:
-        """Whether backwards are split: inputs' gradients first, and weights' gradients later."""
+        """Whether some backwards are split: inputs' gradients first, and weights' gradients later."""
         schedule = self.schedule
         if not isinstance(schedule, Schedule):
             schedule = recomputing(schedule, 1, 1)
@@ -181,7 +181,7 @@ class Predictor:
     def _totals(self, layers: Sequence[tuple[Operator, ...]]) -> Seconds:
         """Return the seconds of each layer's operators together.
 
-        Layers that behave alike share one tuple of operators. It is added up only once.
+        Layers that behave alike share one tuple of operators. A tuple is added up only once.
         """
         known: dict[int, float] = {}
         for operators in layers:

@@ -214,7 +214,7 @@ NAMED: dict[str, tuple[Maker, int | None]] = {
 def make(
     schedule: str | Schedule, n: int, m: int, v: int | None = None, checkpoint: str = "never"
 ) -> Schedule:
-    """Return the schedule of a name, or shorten a given schedule to m micro-batches.
+    """Return the schedule with a given name, or shorten a given schedule to m micro-batches.
 
     Args:
         schedule: A name, in lower or upper case, or a schedule for at least m micro-batches.

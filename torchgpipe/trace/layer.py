@@ -275,7 +275,7 @@ def _out_of_layers(module: Module, incompatible: Any) -> None:
 
 
 class _Around(Module):
-    """An empty module that replaces a submodule if the layer holds only some of its parts."""
+    """An empty module that replaces a submodule if the layer holds only a part of the submodule."""
 
 
 def _submodule(module: Module, path: str) -> Any:

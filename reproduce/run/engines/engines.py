@@ -65,7 +65,7 @@ class Trainer:
     """A trainer that runs training steps with an engine.
 
     If the engine uses processes, each process creates a `Trainer`. `steps` is the number of steps
-    so far. `pipeline` is the pipeline, whose timeline can be recorded. It is `None` for PyTorch's
+    so far. `pipeline` is the pipeline, which can record timelines, or `None` for PyTorch's
     schedules.
     """
 
