@@ -48,7 +48,8 @@ class Settings:
 class Samples:
     """The measurements of a case: seconds per step, the clock, and why a side cannot run the case.
 
-    There is a list of samples for each restart. The i-th samples of both sides are a pair.
+    The two sides are the compared versions. There is a list of samples for each restart. The i-th
+    samples of both sides are a pair.
     """
 
     base: list[list[float]] = field(default_factory=list)

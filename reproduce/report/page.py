@@ -101,7 +101,7 @@ def _has_other_numbers(subject: Subject) -> bool:
 
 
 def _section(subject: Subject) -> dict[str, Any]:
-    """Return what the template needs to show a subject, a published table or an experiment."""
+    """Return the values with which the template shows a published table or an experiment."""
     runs = {}
     for source in subject.sources:
         if source.kind in RUN and subject.name in EXPERIMENTS:

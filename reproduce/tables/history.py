@@ -27,7 +27,7 @@ NAMING = ("metric", "kind", "name", "scale", "device", "engine")  # the fields t
 
 
 class Line(Struct, frozen=True):
-    """The numbers of a revision on a machine. `date` is the date of the commit."""
+    """A line of a history file: numbers of a revision on a machine, and the commit's `date`."""
 
     git: Git
     date: str
@@ -79,7 +79,7 @@ def _described(machine: Machine) -> str:
 
 
 def _kept(records: Sequence[Record]) -> Iterator[Number]:
-    """Yield the numbers of the records that a history keeps, without fields that are None."""
+    """Yield the numbers of records to keep in a history file, without fields that are None."""
     for entry in side_of("", "", records).entries:
         for number in of_entry(entry):
             if number["kind"] not in KINDS or number.get("disturbed", True):

@@ -78,7 +78,7 @@ def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
 
 
 class _Stage:
-    """The bytes that a stage takes: for a task with or without checkpointing, and for parameters."""
+    """The bytes that a stage takes: for a task with or without checkpointing, for parameters."""
 
     def __init__(self, counts: Counts, setup: Setup, s: int) -> None:
         start, stop = setup.cuts[s]

@@ -3,8 +3,8 @@
     setup = Setup(batch_size=512, balance=(104, 137), chunks=32, checkpoint="except_last")
     step = Predictor(counts, hardware).step(setup)    # step.seconds, step.bubble
 
-The seconds of a layer follow from its counted operators and from a hardware description. They are
-computed once for each micro-batch size.
+The seconds of a layer are computed from its counted operators and a hardware description, once for
+each micro-batch size.
 """
 
 import math
@@ -87,7 +87,7 @@ class Setup:
 
     @property
     def halves(self) -> bool:
-        """Whether some backwards are split: inputs' gradients first, and weights' gradients later."""
+        """Whether some backwards are split: inputs' gradients first, weights' gradients later."""
         schedule = self.schedule
         if not isinstance(schedule, Schedule):
             schedule = recomputing(schedule, 1, 1)

@@ -68,8 +68,9 @@ class Curve:
     def at(self, size: int) -> float:
         """Return the seconds for a micro-batch of `size` samples.
 
-        Beyond both ends, the curve goes straight on, but it is no steeper than the line from zero
-        to that end. A steeper line gives negative seconds for zero samples.
+        Below the smallest and above the largest timed size, the curve is a straight line. The line
+        is no steeper than a line from zero to the nearest timed size. A steeper line gives negative
+        seconds for zero samples.
         """
         k = bisect(self.sizes, size)
         k = min(max(k, 1), len(self.sizes) - 1)
