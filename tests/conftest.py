@@ -47,10 +47,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect slow tests, and tests in which every pair of parameters is also in other tests.
+    """Deselect slow tests, and tests in which each pair of parameter values is also in other tests.
 
-    With `--slow`, keep slow tests, and deselect tests in which every triple of parameters is also
-    in other tests. Mark tests of behaviours on the engine "ranks" to run over ranks.
+    With `--slow`, keep slow tests, and deselect a test only if each triple of its parameter values
+    is also in other tests. Mark tests of behaviours on the engine "ranks" to run over ranks.
     """
     slow, tests = config.getoption("slow"), defaultdict[tuple[str, int], list[Any]](list)
     for item in items:

@@ -110,7 +110,7 @@ def as_with(**changes: Any) -> Callable[[Pipe], Found]:
 
 
 def second_mask(x: Tensor, other: Tensor) -> Tensor:
-    """Apply dropout in the second partition, and note whether the first one's mask differs."""
+    """Apply dropout, and record whether the mask differs from the mask of the first partition."""
     y = dropout(x)
     alike = y.ne(0).equal(other.ne(0))
     differ.append(not alike)
@@ -190,7 +190,7 @@ def between_steps(pipe: Pipe) -> Pipe:
 
 
 def heard(pipe: Pipe) -> list[BaseException]:
-    """Run a step that raises. Return the error, followed by its chain of `__cause__`."""
+    """Run a step that raises. Return the error, its `__cause__`, the cause's cause, and so on."""
     errors: list[BaseException] = []
     try:
         pipe.step()

@@ -1,7 +1,8 @@
 """Tests of the harness of benchmarks, and of `benchmarks.any_model`.
 
-The harness keeps all finished results, whatever ends a benchmark. A page shows the contents of a
-record. The tests of `benchmarks.any_model` run a few models, and check the record.
+The harness keeps all finished results, even if an error or Ctrl-C ends a benchmark. A page shows
+the contents of a record. The tests of `benchmarks.any_model` run a few models, and check the
+record.
 """
 
 import contextlib

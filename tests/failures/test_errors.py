@@ -203,8 +203,9 @@ def test_ctrl_c_at_any_line(
 ) -> None:
     """After Ctrl-C right before any line of this library, the pipeline can be used again.
 
-    The interrupt comes in the calling thread. The test tries every 47th line. If the error is kept,
-    like by an interactive Python, the error keeps all objects of the run alive.
+    The interrupt comes in the calling thread. The test tries every 47th line. If `kept` is true,
+    the test keeps the errors, like an interactive Python does. Then the errors keep all objects of
+    the runs alive.
     """
     layers = nn.Sequential()
     for _ in range(N):

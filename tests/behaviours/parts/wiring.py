@@ -120,7 +120,8 @@ class OnFirst(nn.Module):
 def with_skips(layer: nn.Module, stashes: Stashes, pops: Pops) -> Any:
     """Make a layer stash (store) and pop (take) skips.
 
-    For each skip's name, there is a function, like the functions in `STASHES` and `POPS`.
+    Both `stashes` and `pops` map the name of a skip to a function, which is a value of `STASHES` or
+    of `POPS`.
     """
 
     @skippable(stash=stashes, pop=pops)

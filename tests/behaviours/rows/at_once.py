@@ -94,7 +94,7 @@ def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
 def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> Any:
     """Train the models `run` and `also(run)` at the same time, each in its own thread.
 
-    Without a pipeline, which is the reference, first `run` trains and then `also(run)`.
+    The reference is a run without a pipeline: it trains `run` first, and then `also(run)`.
     """
     runs = [run, also(run)]
     xs = torch.randn(2, TURNS, 9, 4)

@@ -106,7 +106,7 @@ def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]
 def test_equal_to_threads() -> None:
     cases = [*product((1, 2, 5), MODES, (False, True), [1], ["GPipe"])]
     # In these cases, some tensors are so large that they are sent separately from their
-    # description. A large tensor is received into memory that an earlier one has used.
+    # description. A rank receives a large tensor into memory that an earlier large tensor has used.
     cases += product([4], MODES, [False], [3_000], ["GPipe"])
     for chunks in (5, 1):
         for name, mode in zip(NAMED, 2 * MODES, strict=True):
