@@ -229,7 +229,7 @@ CHUNKS, X = 3, torch.ones(6, 4)
 
 
 def recording_of(n: int, **way: Any) -> tuple[Any, Any]:
-    """Return a model to call, and its pipeline, the object that a recording takes."""
+    """Return a model to call, and the pipeline of this model, which `record` takes."""
     layers = Sequential()
     for _ in range(n):
         layers.append(Sequential(linear(), Fails()))

@@ -57,8 +57,7 @@ def drawn_in_float32(x: Tensor) -> Tensor:
 
 
 def norm_of_more(self: Any, x: Tensor) -> Tensor:
-    """Apply a norm to the input joined with a scaled copy, so that it never gets a single
-    sample."""
+    """Apply a norm to the input joined with a scaled copy, that is to at least two samples."""
     more = torch.cat([x, 2 * x])
     y: Tensor = self.norm(more)
     return y[: len(x)]

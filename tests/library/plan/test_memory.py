@@ -286,8 +286,7 @@ def test_a_step_keeps_the_micro_batches_that_its_schedule_has_in_flight(name: st
 
     @contextmanager
     def look(task: Task) -> Iterator[None]:
-        """Record the live bytes before the first task, and the maximum of live bytes after
-        forwards."""
+        """Record the live bytes before the first task, and the maximum after forwards."""
         if not before:
             before.extend(live.live)
         yield

@@ -59,7 +59,7 @@ def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None
         ([3.0, 5.0], {1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0, 8: 9.0}),
         ([2.0, 4.0], {1: 1.0, 8: 8.0}),  # There is no fixed time for a micro-batch.
         ([3.0, 3.0], {1: 3.0, 8: 3.0}),  # There is only a fixed time for a micro-batch.
-        ([5.0, 3.0], {1: 4.0, 8: 4.0}),  # If more samples take less time, this is noise.
+        ([5.0, 3.0], {1: 4.0, 8: 4.0}),  # The smaller time for more samples is noise.
         # Outside of the measured numbers of samples, the curve's seconds are never negative, and
         # grow at most in proportion to the number of samples.
         ([1.0, 4.0], {1: 0.5, 3: 2.5, 4: 4.0, 8: 8.0}),
@@ -163,8 +163,8 @@ def test_a_plan_from_a_profile() -> None:
 
     assert torch.equal(torch.get_rng_state(), random)
     assert found.balance == [4, 2]
-    # Two partitions take equal time for each of four micro-batches of 16. The small remainder is
-    # for adding up gradients and for the optimizer.
+    # Two partitions take equal time for each of four micro-batches, which have 16 samples each. The
+    # tolerance allows for adding up gradients and for the optimizer.
     assert found.seconds == pytest.approx((4 + 1) * 16 * 4 * 3, rel=1e-3)
     text = str(found)
     one_line = text.replace("\n" + " " * 12, " ")

@@ -53,8 +53,8 @@ class Pairs(traced.Net):
 def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
     """Trace a module that scores all pairs of rows of `x` and `y`.
 
-    If both tensors are split into micro-batches, the scores differ from those of micro-batches of
-    `x` with the whole `y`.
+    If `y` is split into micro-batches like `x`, scores are missing. So `y` has to be shared, that
+    is whole in each micro-batch.
     """
     sample = (rows(), rows())
     with pytest.raises(Untraceable, match=r"shape \(3, 3\) for 3 samples(?s:.*)shared=\[…\]"):
@@ -69,7 +69,7 @@ def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
 
 
 class Experts(nn.Module):
-    """A layer with one expert, which takes a limited number of rows and leaves the others as is."""
+    """A layer with one expert. The expert changes a limited number of rows, and no other rows."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -131,9 +131,9 @@ def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(
 def test_a_large_row_is_timed_alone(
     fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch, row: str
 ) -> None:
-    """A configuration that does not fit in memory together with others is timed alone.
+    """A configuration is timed alone if it and other configurations do not fit in memory together.
 
-    This happens after the trainings and data of all other configurations have been freed.
+    Before this, the models and data of all other configurations are freed.
     """
     alive: weakref.WeakSet[FakeData] = weakref.WeakSet()
     most = []

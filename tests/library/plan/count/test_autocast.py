@@ -54,8 +54,7 @@ NAME = re.compile(r'^ +\("(\w+)"', re.MULTILINE)
 
 
 def names_in(source: str, *lists: str) -> set[str]:
-    """Return the names of operators in these lists. `source` is the code of PyTorch that has
-    them."""
+    """Return the names of the operators in the given lists. `source` is code of PyTorch."""
     names: set[str] = set()
     for list_name, rows in LIST.findall(source):
         if list_name in lists:

@@ -27,7 +27,7 @@ X = torch.empty(4, 6)
 
 
 class Pair(Module):
-    """A module with two parameters of one shape. `cut` makes both from one tensor or from two."""
+    """A module with two parameters of one shape, which are views of one or of two storages."""
 
     def __init__(self, cut: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_layers_that_behave_alike_are_copied_once(
     assert len(counts) == 40
     # Counting copies a layer twice for each of two batch sizes: once to count operators, and once
     # to count bytes. It makes no copies if it has counted an equal layer before. The first layer
-    # never equals an earlier layer, and for bytes, the last layer does not either.
+    # counts as different. When bytes are counted, the last layer does, too.
     assert Copied.copies == 2 * (2 * different + 3)
 
 
