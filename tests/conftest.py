@@ -76,7 +76,8 @@ def over_ranks(item: Any) -> bool:
 
 
 def few(tests: list[Any], size: int) -> list[Any]:
-    """Return some of a function's tests that cover all combinations of `size` parameters."""
+    """Return a few of a function's tests that together cover all combinations of `size`
+    parameters."""
     if len(tests) == 1 or len(tests[0].callspec.params) <= size:
         return tests
     rows = []
@@ -185,8 +186,8 @@ def pytest_runtest_setup() -> Generator[None, Any, Any]:
 pytest_runtest_call = pytest_runtest_setup
 
 
-# Parameters of a pipeline. A test takes `engine` and `checkpoint`, or it takes `way`, which is a
-# dictionary of both as keyword arguments of `GPipe`.
+# Parameters of a pipeline. A test takes `engine` and `checkpoint`, or it takes `way`, a dictionary
+# with both keyword arguments of `GPipe`.
 
 
 @pytest.fixture(params=["graph", "workers"])

@@ -202,7 +202,7 @@ def heard(pipe: Pipe) -> list[BaseException]:
 
 
 def raised(pipe: Pipe) -> Found:
-    """Run a step, and return whether it raises on this rank, and whether a layer is the cause."""
+    """Run a step. Return whether it raises on this rank, and whether a layer caused the error."""
     errors = heard(pipe)
     found = {"every rank raises": bool(errors)}
     if any(isinstance(error, ValueError) and str(error) == ON_PURPOSE for error in errors):

@@ -1,6 +1,7 @@
 """A pipeline's observer sees every task once, in the task's thread, in an order that is possible.
 
-The observer is a context manager around each task. A recorded timeline has all tasks on one clock.
+The observer is a context manager around each task. In a recorded timeline, the times of all tasks
+are from one clock.
 """
 
 import json

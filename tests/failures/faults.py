@@ -1,4 +1,4 @@
-"""Faults of a training process, for tests. In the second step, the process calls one of them.
+"""Faults for tests of training. In its second step, a process calls one of these functions.
 
 Some functions are not faults, but only take a long time.
 """

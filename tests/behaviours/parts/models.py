@@ -86,7 +86,7 @@ for size in (2, LARGE):
 
 
 class Watching(Functions):
-    """A PyTorch mode that is allowed in several threads, because its class has `only_watches`."""
+    """A PyTorch mode that worker threads allow, because its class sets `only_watches`."""
 
     only_watches = True
 

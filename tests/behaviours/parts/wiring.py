@@ -18,7 +18,7 @@ Pops = Mapping[str, Callable[[Tensor, Tensor], Any]]
 
 
 def merge(value: Any, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Reduce a tuple to one tensor: add the means over samples of later tensors to the first."""
+    """Reduce a tuple to one tensor: the first, plus the means over samples of later tensors."""
     total, *others = (value,) if isinstance(value, Tensor) else value
     for x in others:
         rows = x.to(total.dtype).reshape(len(x), -1)

@@ -28,7 +28,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def test_the_gate() -> None:
-    """The gate passes. The test runs it in another process, because it forks."""
+    """The gate passes. The test runs the gate in another process, because the gate forks."""
     command = [sys.executable, "-m", "benchmarks.gates.meeting"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr

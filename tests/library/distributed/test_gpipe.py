@@ -1,7 +1,7 @@
 """Test that a pipeline over processes gives the same bits as a pipeline over threads.
 
-It sends no more data than necessary, and frees its connections when it is closed. test_cuda.py and
-tests/failures test what other ranks see when one rank fails.
+Ranks send no more data than necessary, and free their connections when the pipeline is closed.
+test_cuda.py and tests/failures test what other ranks see when one rank fails.
 """
 
 import gc

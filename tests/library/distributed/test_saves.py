@@ -97,7 +97,7 @@ def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object
 
 
 def test_failures() -> None:
-    """Check that all ranks raise if one rank does not see the folder or gives other values."""
+    """Check that all ranks raise if one rank sees another folder or saves different values."""
     rank = dist.get_rank()
     folder = shared_folder()
     model = DistributedGPipe(layers(), [2, 2, 2, 2])

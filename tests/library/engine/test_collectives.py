@@ -1,4 +1,5 @@
-"""Test collectives in layers: the workers engine refuses them; one thread and ranks run them."""
+"""Test that one thread and ranks run layers with collectives, and that workers refuse such
+layers."""
 
 from collections.abc import Callable
 from functools import partial

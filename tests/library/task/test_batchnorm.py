@@ -232,7 +232,7 @@ class Launches(TorchDispatchMode):
 def test_commit_launches_as_much_for_many_layers_and_waits_for_none(
     arguments: dict[str, Any], device: str
 ) -> None:
-    """Count kernels; on `meta` and in CUDA's sync debug mode, waiting for the device raises."""
+    """Count kernels. On `meta` and in CUDA's sync debug mode, a wait for the device raises."""
     dtype = arguments.get("dtype")
     counts = []
     for number in (1, 10, 100):

@@ -123,7 +123,7 @@ def numbers(
 ) -> list[list[float]]:
     """Return the numbers that the tasks of a mini-batch draw.
 
-    Of the two partitions, only the first one draws.
+    Of the two partitions, only the first partition draws numbers.
     """
     seeds = Seeds(2, recomputed=True, grad=True, distributed=alone)
     drawn: list[list[float]] = []

@@ -1,4 +1,4 @@
-"""Test that errors of `sequential` name a line that cannot be converted, the reason and advice."""
+"""Test errors of `sequential`, which quote a line that cannot be converted, and give advice."""
 
 import weakref
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
 
 
 class Experts(nn.Module):
-    """A layer with one expert. The expert changes a limited number of rows, and no other rows."""
+    """A layer with one expert, which changes only a limited number of the rows of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def cut_residual_with_another_width() -> None:
 
 
 def run_under_another_autocast() -> None:
-    """Run layers under autocast that were recorded without autocast and cast to a fixed dtype."""
+    """Record layers that cast to a fixed dtype, without autocast. Run them under autocast."""
     module = does(lambda net, x: net.b(x).to(net.a(x).dtype))
     layers = sequential(module, rows())
     with AUTOCAST:

@@ -1,4 +1,5 @@
-"""Rows (test cases) with skip connections: each skip reaches its layer, whatever lies between."""
+"""Rows (test cases) with skip connections: each skip reaches its layer, whatever layers lie
+between."""
 
 from collections.abc import Callable
 from functools import partial
