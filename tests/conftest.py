@@ -76,8 +76,7 @@ def over_ranks(item: Any) -> bool:
 
 
 def few(tests: list[Any], size: int) -> list[Any]:
-    """Return a few of a function's tests that together cover all combinations of `size`
-    parameters."""
+    """Return a few of a function's tests, which cover all combinations of `size` parameters."""
     if len(tests) == 1 or len(tests[0].callspec.params) <= size:
         return tests
     rows = []

@@ -151,8 +151,7 @@ class Pipe(ABC):
         return self.module(x)
 
     def evaluate(self, *given: Any) -> Pipe:
-        """Run forward in eval mode without gradients. The rank that has the output records the
-        output."""
+        """Run forward in eval mode without gradients. The rank with the output records it."""
         x, _ = given or self.row.given()
         self.module.eval()
         with torch.no_grad():

@@ -1,5 +1,4 @@
-"""Test that one thread and ranks run layers with collectives, and that workers refuse such
-layers."""
+"""Test layers with collectives: one thread and ranks run such layers, and workers refuse them."""
 
 from collections.abc import Callable
 from functools import partial

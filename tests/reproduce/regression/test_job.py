@@ -46,8 +46,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 def test_a_new_parent_for_every_few_restarts(
     cases: list[str], stand_in: Callable[[str], None]
 ) -> None:
-    """If a revision cannot run a case, the job reports this once and does not run the case
-    again."""
+    """If a revision cannot run a case, the job reports this once, and never retries the case."""
     stand_in("""
 for case in list(job["cases"]):
     if case == "b":

@@ -80,7 +80,7 @@ def test_a_disturbed_round_is_run_again_while_there_is_time(
     left_out: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A round that other programs disturb is run again, or its rows are marked if time is up."""
+    """A round that other programs disturb is run again, or if time is up, its rows get a mark."""
     marked = 0.2 in busy[:timed] and not left_out
     monkeypatch.setattr(Load, "begin", lambda self: setattr(self, "left", iter(busy)))
     monkeypatch.setattr(Load, "round", lambda self: {"others": next(self.left, 0.0)})

@@ -36,7 +36,7 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]
 
 @pytest.mark.parametrize(("run", "given", "on_gpu"), OPERATORS.values(), ids=OPERATORS)
 def test_types(run: Callable[[Tensor], Tensor], given: torch.dtype, on_gpu: torch.dtype) -> None:
-    """Compare dtypes: for a CPU with a real run, and for a GPU with the table `OPERATORS`."""
+    """Compare counted dtypes with a real run on a CPU, and with the table `OPERATORS` for a GPU."""
     x = torch.ones(8, 8, dtype=given)
     on_meta = x.to("meta")
     with torch.autocast("cpu", torch.bfloat16):
