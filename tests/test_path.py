@@ -1,7 +1,7 @@
-"""Count how many functions of the library run in one training step, and how many calls they get.
+"""Count the functions of the library that run in one training step, and count their calls.
 
 A reader has to know each function that a step needs. The numbers are committed, so that a diff
-shows if they grow. `python -m tests.test_path` prints the current numbers.
+shows if the numbers grow. `python -m tests.test_path` prints the current numbers.
 """
 
 import sys
@@ -18,8 +18,8 @@ from torch import nn
 from torchgpipe import GPipe
 
 LIBRARY = str(Path(__file__).resolve().parents[1] / "torchgpipe")
-PYTHON = (3, 11)  # other versions of Python have other frames for comprehensions
-TASKS = 8  # 4 micro-batches on 2 stages
+PYTHON = (3, 11)  # Other versions of Python have other frames for comprehensions.
+TASKS = 8  # A step has 4 micro-batches on 2 stages.
 
 # A key holds the engine, the checkpoint mode, and the schedule of `step` ("" means `model(x)`). A
 # value holds the number of functions that run, and the number of their calls.

@@ -182,11 +182,11 @@ SLOW = pytest.mark.slow
     "name",
     [
         "resnet18",
-        pytest.param("googlenet", marks=SLOW),  # auxiliary outputs
-        pytest.param("vit_b_32", marks=SLOW),  # a class token
-        pytest.param("swin_t", marks=SLOW),  # windows with masks
-        pytest.param("lraspp_mobilenet_v3_large", marks=SLOW),  # a dictionary of outputs
-        pytest.param("squeezenet1_0", marks=SLOW),  # concatenation
+        pytest.param("googlenet", marks=SLOW),  # This model has auxiliary outputs.
+        pytest.param("vit_b_32", marks=SLOW),  # This model has a class token.
+        pytest.param("swin_t", marks=SLOW),  # This model has windows with masks.
+        pytest.param("lraspp_mobilenet_v3_large", marks=SLOW),  # This returns a dictionary.
+        pytest.param("squeezenet1_0", marks=SLOW),  # This model concatenates tensors.
     ],
 )
 def test_torchvision(name: str) -> None:

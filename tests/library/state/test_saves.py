@@ -94,7 +94,7 @@ NOT_ITS_OWN = {
 def test_the_newest_stay(tmp_path: Path) -> None:
     """Check that only the newest states are kept, and that PyTorch's own functions can load them.
 
-    The newest states are those that were saved last, whatever their step numbers.
+    The newest states are the states that were saved last, even if their step numbers are smaller.
     """
     model = piped(1)
     optimizer = adam(model)

@@ -211,8 +211,8 @@ def test_what_is_fair_to_compare(name: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "bases"),
     [
-        ("xyz", {"x": "z", "y": "z", "z": "z"}),  # the base is z, because all rows name z
-        ("xy", {"x": "x", "y": "x", "z": "z"}),  # without z, the base is the first row of all sides
+        ("xyz", {"x": "z", "y": "z", "z": "z"}),  # The base is z, because all rows name z.
+        ("xy", {"x": "x", "y": "x", "z": "z"}),  # Without z, the base is the first row.
     ],
 )
 def test_what_rows_are_divided_by(rows: str, bases: dict[str, str]) -> None:

@@ -58,8 +58,8 @@ PUBLISHED = published("n2m4", **CONFIG, parameters_exact=1)
 ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({"L": 6, "m": 4}, {"L": 6, "m": 4}, True),
     ({"L": 6, "m": 4}, {"L": 6, "m": 8}, False),
-    ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # a run chose the balance
-    ({"L": 6}, {"L": 6, "components": []}, True),  # older records do not have `components`
+    ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # A run chose the balance.
+    ({"L": 6}, {"L": 6, "components": []}, True),  # Older records do not have `components`.
     ({"checkpoint": None}, {"checkpoint": "always"}, False),
     ({"L": 6}, {"benchmark": "x"}, False),  # nothing in common, and other names
 ]

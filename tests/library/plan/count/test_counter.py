@@ -138,7 +138,7 @@ def test_attention(
     assert of_forward.dtype == dtype_name
     assert of_backward.dtype == dtype_name
     if kernel == FLASH:
-        log_sums = 4 * samples * heads * tokens  # bytes of a log-sum-exp for each row
+        log_sums = 4 * samples * heads * tokens  # The bytes of a log-sum-exp for each row.
         # The kernel also reads and writes the state of the random number generator.
         assert of_forward.bytes == pytest.approx(4 * x.nbytes + log_sums, abs=64)
         assert of_backward.bytes == pytest.approx(8 * x.nbytes + log_sums, abs=64)
