@@ -92,9 +92,9 @@ def covering(rows: Sequence[Mapping[Any, Hashable]], size: int) -> set[int]:
 
     A row is the dictionary of a test's parameters.
 
-    The row with the most new combinations is chosen next. Among equal rows, a fixed random order
-    decides. Without this order, the value that varies slowest is always combined with the first
-    values of the other parameters.
+    The function always chooses the row with the most new combinations next. If several rows have
+    the most, a fixed random order decides. Without this order, the value that varies slowest is
+    always combined with the first values of the other parameters.
     """
     order = Random(0).sample(range(len(rows)), len(rows))
     having = defaultdict[Hashable, list[int]](list)  # by combination, the rows that have it

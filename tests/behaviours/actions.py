@@ -96,7 +96,8 @@ def dropout_step(pipe: Pipe) -> Pipe:
 def as_with(**changes: Any) -> Callable[[Pipe], Found]:
     """Return an action that compares the losses and gradients of two pipelines.
 
-    The first pipeline has the settings of the test case. The second has the given changes.
+    The first pipeline has the settings of the test case. The second pipeline has the given changes
+    of these settings.
     """
 
     def action(pipe: Pipe) -> Found:
@@ -163,7 +164,7 @@ def going_on(pipe: Pipe) -> Pipe:
 def evaluated(*given: Any) -> Callable[[Pipe], Pipe]:
     """Return an action that runs a forward in eval mode.
 
-    It uses the given mini-batch, or by default the mini-batch of the test case.
+    The forward uses the given mini-batch, or by default the mini-batch of the test case.
     """
     return lambda pipe: pipe.evaluate(*given)
 

@@ -125,8 +125,8 @@ def in_a_generator() -> bool:
     return PrivateGenerator.present() is not None or mode_stacks() != ([], [])
 
 
-# Each value holds two things: a class of context managers, whose `__exit__` Ctrl-C prevents; and a
-# function that returns whether this thread is still within such a context.
+# Each value holds two things: a class of context managers; and a function that returns whether this
+# thread is still within such a context. In the test, Ctrl-C prevents a call of `__exit__`.
 LEFT: dict[str, tuple[Any, Callable[[], bool]]] = {
     "no gradients": (torch.no_grad, lambda: not torch.is_grad_enabled()),
     "a pass": (CheckpointPhase, lambda: is_checkpointing() or is_recomputing()),

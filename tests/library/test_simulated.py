@@ -1,10 +1,11 @@
 """Test engines on simulated devices: each task starts when the replayed schedule predicts it.
 
-Then no stream waits without need. The engines, their waits, copies and connections are real. The
-streams and NCCL are simulated with clocks (simulated.py). A layer occupies the compute stream of
-its partition for the given seconds. The tests check which work is submitted to the streams and in
-which order, by a host that takes no time. Only GPUs can show how real streams behave, how long the
-host takes to submit work, and whether copies slow each other down.
+This shows that no stream waits longer than necessary. The engines, their waits, copies and
+connections are real. The streams and NCCL are simulated with clocks (simulated.py). A layer
+occupies the compute stream of its partition for the given seconds. The tests check which work is
+submitted to the streams and in which order, by a host that takes no time. Only GPUs can show how
+real streams behave, how long the host takes to submit work, and whether copies slow each other
+down.
 """
 
 import threading

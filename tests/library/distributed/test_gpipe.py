@@ -161,7 +161,7 @@ def test_skips_may_be_fetched_in_another_order_than_they_are_left() -> None:
 def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that each boundary tensor and each skip is sent once in each direction.
 
-    The shapes of tensors are sent only when they are new.
+    Ranks send the shapes of tensors only when the shapes are new.
     """
     give = Sender.give
     counted = Counter[tuple[str, int]]()

@@ -53,8 +53,8 @@ class Pairs(traced.Net):
 def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
     """Trace a module that scores all pairs of rows of `x` and `y`.
 
-    If `y` is split into micro-batches like `x`, scores are missing. So `y` has to be shared, that
-    is whole in each micro-batch.
+    If `y` is split into micro-batches like `x`, the result lacks scores. So `y` has to be shared:
+    each micro-batch needs the whole `y`.
     """
     sample = (rows(), rows())
     with pytest.raises(Untraceable, match=r"shape \(3, 3\) for 3 samples(?s:.*)shared=\[…\]"):
