@@ -24,7 +24,7 @@ def first() -> nn.Module:
 def of(*layers: Any) -> Any:
     """Return a function that builds a model of the given layers.
 
-    `linear` and `first` are functions that build a layer. Any other function is itself the forward
+    `linear` and `first` are functions that build a layer. Any other function is used as the forward
     of a layer.
     """
     factories = []
@@ -179,7 +179,7 @@ def no_output(_: Tensor) -> tuple[()]:
 
 
 def tensor_or_tuple(a: Tensor) -> Any:
-    """Return a tuple if the micro-batch is the small last one. Otherwise return a tensor."""
+    """Return a tuple for the last micro-batch, which is smaller. Otherwise return a tensor."""
     if len(a) > 2:
         return a
     return (a,)
