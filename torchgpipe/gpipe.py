@@ -42,7 +42,7 @@ class GPipe(Partitioned):
         module: The layers. Their parameters are moved to the devices.
         balance: The number of layers of each partition; see `torchgpipe.balance`.
         devices: The device of each partition. If the schedule has several partitions on a device,
-            the list names that device once for all of these partitions. By default all CUDA
+            the list names that device once for all of these partitions. The default is all CUDA
             devices, or the CPU if there is no CUDA device. A device can be named several times.
         chunks: The number of micro-batches m that a mini-batch is split into. Dimension 0 of every
             input tensor is split into pieces of ⌈batch / m⌉.

@@ -92,7 +92,8 @@ def _is_array(x: object) -> bool:
 def _has_an_entry_for_each_sample(target: object, sizes: Sequence[int]) -> bool:
     """Return whether a target is a list that has to be split by its entries.
 
-    Numbers are no entries of samples: a list of class weights may be as long as a batch.
+    A list of numbers is not split, because it can be a list of class weights that is as long as the
+    batch by chance.
     """
     samples = sum(sizes)
     if not isinstance(target, list) or len(target) != samples or len(sizes) == 1:

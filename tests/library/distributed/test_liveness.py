@@ -138,8 +138,8 @@ def test_how_long_a_task_has_been_idle(name: str, clocks: SimpleNamespace) -> No
     for look in LOOKS[name]:
         clocks.time += look.seconds
         clocks.process += look.cpu
-        # CPU time that looking itself takes does not count. Here two threads look, for two
-        # pipelines, and each look takes half a second.
+        # The CPU time of a look itself does not count. In this test, each of two pipelines has a
+        # thread that looks, and each look takes half a second.
         clocks.thread += 0.5
         clocks.descendants += look.descendants
         for each in both:

@@ -1,4 +1,4 @@
-"""Test training states that ranks save: training goes on to the same numbers.
+"""Test training states that ranks save: training continues with the same numbers.
 
 The state is loaded on the same ranks, on fewer ranks, and in one process. If one rank fails, all
 ranks raise.

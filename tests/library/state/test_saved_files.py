@@ -107,7 +107,7 @@ def dies_at(operation: int, folder: Path) -> None:
 
 
 def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
-    """Kill a process at each step of a save. The earlier or the new state is complete then."""
+    """Kill a process at each step of a save. Either the earlier or the new state is complete."""
     os.fsync = lambda fd: None  # only matters if the machine crashes
     saved = []
     for seed in (1, 2):

@@ -103,8 +103,8 @@ def is_private(name: str) -> bool:
 def private_names(source: str) -> set[str]:
     """Return the private names of torch in a source text.
 
-    If a name is the beginning of another one, such as `torch._C` of `torch._C._nn`, only the longer
-    one is returned.
+    If a name is the beginning of another name, such as `torch._C` of `torch._C._nn`, only the
+    longer name is returned.
     """
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):

@@ -110,7 +110,8 @@ def test_layers_that_behave_alike_are_copied_once(
     assert len(counts) == 40
     # Counting copies a layer twice for each of two batch sizes: once to count operators, and once
     # to count bytes. It makes no copies if it has counted an equal layer before. The first layer
-    # counts as different. When bytes are counted, the last layer does, too.
+    # never counts as equal to another layer. When bytes are counted, the last layer never does,
+    # either.
     assert Copied.copies == 2 * (2 * different + 3)
 
 
