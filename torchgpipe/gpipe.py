@@ -41,9 +41,9 @@ class GPipe(Partitioned):
     Args:
         module: The layers. Their parameters are moved to the devices.
         balance: The number of layers of each partition; see `torchgpipe.balance`.
-        devices: The device of each partition. If the schedule has several partitions on a device,
-            the list names that device once for all of these partitions. The default is all CUDA
-            devices, or the CPU if there is no CUDA device. A device can be named several times.
+        devices: The device of each partition. Partitions can share a device: name it once for each
+            of them. A schedule that gives each device several partitions takes one entry for all
+            partitions of a device. The default is all CUDA devices, or the CPU if there is none.
         chunks: The number of micro-batches m that a mini-batch is split into. Dimension 0 of every
             input tensor is split into pieces of ⌈batch / m⌉.
         checkpoint: Which micro-batches are checkpointed: their tasks keep only the inputs, and run

@@ -36,11 +36,15 @@ Numbers = Mapping[str, float]  # numbers by the names of rows
 
 @dataclass(frozen=True)
 class Reading:
-    """A row's value of a metric: an exact number, or samples and the rounds they were measured in.
+    """A row's value of a metric: an exact number, or samples of a measurement.
 
-    `middle` is the median of the samples, or the mean if `mean` is true. In a comparison of pairs,
-    `typical` is given, and `middle` is `typical`. `disturbed` says that other programs or virtual
-    machines used too much of the machine.
+    Attributes:
+        measurement: The exact number or the samples.
+        unit: The unit of the value.
+        rounds: The round in which each sample was measured.
+        mean: Whether `middle` is the mean of the samples instead of their median.
+        disturbed: Whether other programs or virtual machines kept the machine too busy.
+        typical: The value of `middle` in a comparison of pairs, instead of a median or a mean.
     """
 
     measurement: Measurement

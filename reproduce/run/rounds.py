@@ -20,10 +20,14 @@ class Rounds:
         self.left_out = 0  # how many disturbed rounds were removed
 
     def set_shares(self, number: int, shares: Shares) -> None:
-        """Store how much other programs used the machine in a round; empty if it is not known.
+        """Store how much other programs used the machine in a round.
 
-        If the usage is not known for the rounds directly before, these rounds were too short to
-        measure the usage. These rounds get the same value.
+        A round can be too short to measure this. Such a round gets the value of the next round
+        that was long enough.
+
+        Args:
+            number: The number of the round.
+            shares: How much other programs used; empty if the round was too short.
         """
         self.shares[number] = {}
         for earlier, known in self.shares.items():

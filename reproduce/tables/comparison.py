@@ -129,7 +129,7 @@ def _complaint(comparisons: Comparisons) -> Error | None:
 
 
 def _legend(sides: Sides, rule: Rule) -> Iterator[str]:
-    """Yield lines that explain the letters of the sides, and the verdicts."""
+    """Yield a line for each side that explains its letter, and a line that explains verdicts."""
     for side in sides:
         for note in _about(side):
             yield f"{side.letter}: {note}"

@@ -82,9 +82,9 @@ def is_case(engine: str, n: int, m: int, mode: Mode, times: str, copies: str) ->
         # test would send the state like the state of a GPU's generator.
         return False
     if engine == "ranks" and skips:
-        # With recomputation, the gradient of a skip from partition s to p comes late: it is sent
-        # after p - s - 1 more tasks. These tasks take longer than the gradients of other tensors
-        # take to get from p to s.
+        # With recomputation, the gradient of a skip from partition s to p comes late: partition p
+        # sends it only after p - s - 1 more of its tasks. By then, the gradients of other tensors
+        # have gone all the way from p to s.
         in_time = copies in ("a skip, no time", "skips in time")
         return n == 4 and mode == "never" and times == "equal" and in_time
     if n == 1:

@@ -89,7 +89,7 @@ def profile_sizes(
 
 @dataclass(eq=False)
 class Rehearsal:
-    """A layer to profile: its inputs, a copy of the layer that runs, and the last run's results.
+    """A layer to profile: its inputs, the copy that runs in its place, and the last results.
 
     Attributes:
         original: The layer itself. It never runs; only its copy does.

@@ -202,7 +202,10 @@ class Plan:
         return "\n".join(lines)
 
     def _numbers(self) -> str:
-        """Return a table of the best setup and data parallel training by number of devices."""
+        """Return a table with a row for each number of devices.
+
+        A row compares the best setup with data parallel training.
+        """
         batch_size = self.best.setup.batch_size
         lines = ["devices  samples/s  chunks   checkpoint    GiB  bubble  | data parallel    GiB"]
         for (n, found), other in zip(self.by_devices.items(), self.beside, strict=True):
@@ -228,8 +231,8 @@ class Plan:
     def reason(self) -> str:
         """What limits the plan's speed, in a few sentences.
 
-        The sentences say how much time the bubble takes, how much more samples, devices or memory
-        help, and whether data parallel training fits the memory and is faster.
+        The sentences say how much time the bubble takes, whether a larger batch, more devices or
+        more memory would help, and whether data parallel training fits the memory and is faster.
         """
         best, n = self.best, len(self.best.devices)
         sentences = []

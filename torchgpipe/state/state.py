@@ -218,7 +218,7 @@ def _check_nothing_else(held: list[Any]) -> None:
         if isinstance(other, Tensor):
             what = f"a tensor of shape {list(other.shape)}"
         raise ValueError(
-            f"the optimizer holds {what} beside the states of parameters, which would be lost; "
+            f"the optimizer holds {what} that belongs to no parameter, so it would not be saved; "
             "save the layers with optimizer=None, and pass the optimizer's state_dict() to save() "
             "under another name"
         )

@@ -148,14 +148,14 @@ class Sizes:
             ) from None
 
     def __call__(self, tensors: Tensors, training: bool) -> None:
-        """Check that the layers make the module's calls for this batch size and mode.
+        """Check that the module makes the traced calls for this batch size and mode, too.
 
         Args:
             tensors: The inputs of the first layer.
             training: Whether the layers are in training mode.
 
         Raises:
-            Untraceable: If the module makes other calls.
+            Untraceable: If the module makes calls that differ from the traced ones.
         """
         given = zip(tensors, self._signature.batched, strict=True)
         size = next(len(x) for x, batched in given if batched)

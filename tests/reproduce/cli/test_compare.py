@@ -23,7 +23,10 @@ UNDECIDED = "no row could be decided, so nothing shows that there is no regressi
 
 
 def published(seconds: float) -> list[Result]:
-    """Make two measured results. In the published table, the second row is 1.54 times as fast."""
+    """Make two measured results.
+
+    In the published table, the second row is 1.54 times as fast as the first.
+    """
     fields = {"experiment": "amoebanet-speed", "over": "naive"}
     naive = row("naive", 1.0, published="tg-amoebanetd-speed/n2m1", **fields)
     gpipe = row("GPipe", seconds, published="tg-amoebanetd-speed/n2m4", **fields)

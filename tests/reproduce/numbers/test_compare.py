@@ -35,7 +35,7 @@ def only(*sides: Record, **options: Any) -> Comparison:
 
 
 def ratios(comparison: Comparison, side: int = 1) -> dict[str, Any]:
-    """Return the ratio and the verdict for each line of a comparison, or `None` if undecided."""
+    """Return the ratio and the verdict of each line; `None` for a line that is not decided."""
     found: dict[str, Any] = {}
     for each in comparison.rows:
         decision = each.decisions[side]

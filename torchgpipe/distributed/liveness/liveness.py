@@ -199,7 +199,7 @@ class Liveness:
             self._senders[peer].give(_message(*told))
 
     def _tell_label(self, peer: int, label: Label) -> None:
-        """Send a rank what this rank does, unless the previous message is not received yet."""
+        """Tell another rank what this rank is doing, if it has received the previous message."""
         with self._telling, suppress(Stopped):
             sender = self._senders[peer]
             if sender.settled():

@@ -28,7 +28,10 @@ class Layout(NamedTuple):
 
 
 def layout_of(x: Tensor) -> Layout:
-    """Return the layout of a tensor, in which elements share memory only because of `expand`."""
+    """Return the layout of a tensor.
+
+    Elements of the tensor can share memory because of `expand`, but not in any other way.
+    """
     size = 0 if x.is_meta else once(x).nbytes
     return Layout(x.dtype, tuple(x.shape), x.stride(), size, x.is_meta)
 

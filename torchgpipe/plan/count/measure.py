@@ -39,7 +39,12 @@ class StorageNumbers:
         self.skips: dict[SkipKey, int] = {}
 
     def placed(self, own: Footprint, rehearsal: Rehearsal) -> Footprint:
-        """Return a layer's footprint with its numbers replaced, and go on to the next layer."""
+        """Number the tensors of the next layer, and return its footprint with these numbers.
+
+        Args:
+            own: The layer's footprint, in which tensors have the layer's own numbers.
+            rehearsal: The run of the layer that the footprint comes from.
+        """
         _, pops = skips_of(rehearsal.original)
         popped = []
         for key in pops:

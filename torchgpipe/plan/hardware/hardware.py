@@ -222,8 +222,7 @@ def _efficiencies(key: str, shares: Shares, needed: Iterable[str], dtypes: Itera
         known.update([f"{kind}.{dtype}" for kind in CLASSES])
     if wrong := sorted(shares.keys() - known):
         raise ValueError(
-            f"{key}.{wrong[0]} is no class of operators, "
-            "and no class with a dtype that has a peak rate"
+            f"{key}.{wrong[0]} is no class of operators; use one of {', '.join(sorted(known))}"
         )
     for kind in needed:
         if kind not in shares:

@@ -60,7 +60,7 @@ def assess(predictor: Predictor, setup: Setup, step: Timeline | None = None) -> 
 
 
 class Trial:
-    """A search for the fastest balance of a setup that fits the memory.
+    """A search for a setup's fastest balance, among the balances that fit the memory.
 
     Until a balance fits, the balance that lacks the fewest bytes counts as the best.
 
