@@ -187,8 +187,8 @@ def outputs_and_gradients(case: Case, model: Module, samples: list[Any]) -> Name
 def table(record: Record, style: str = "simple") -> str:
     """Render tables of all checked models.
 
-    They show how many models of each list are equal to their pipelines, the names of these models,
-    and the results of all other models.
+    For each list, the tables show how many models are equal to their pipelines, and the names of
+    these models. They also show the results of all other models.
     """
     cases = by_case(record)
     summary, lists = [], []

@@ -159,7 +159,7 @@ _AUDIO = {
 _CLIP_PART = {**_TINY, "projection_dim": 16}
 _CLIP = {"text_config": _CLIP_PART.copy(), "vision_config": _CLIP_PART.copy()}
 
-# A configuration with one of these options has sizes of its own, and does not use `_TINY`.
+# A configuration with one of these options sets its own sizes, and does not use `_TINY`.
 _OWN_SIZES = {"text_config", "depths", "block_sizes"}
 
 # For each name: the configuration class, the model class, further options, and the kind of sample.

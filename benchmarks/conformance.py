@@ -3,8 +3,8 @@
     python -m benchmarks.conformance --json results/benchmarks/conformance.json
 
 Each row of tests/behaviours/rows/training trains or evaluates a small pipeline on CPUs. Every
-engine (a pipeline of this library or of another one) runs each row, and its result is compared with
-the result of the same layers without a pipeline. Two engines need a folder of packages:
+engine (a pipeline of this library or of another one) runs each row. The result is compared with the
+result of the same layers without a pipeline. Two engines need a folder of packages:
 
     pip install --no-deps --target FOLDER torchgpipe==0.0.7     # then pass --older FOLDER
     pip install --target FOLDER deepspeed                       # then pass --deepspeed FOLDER
@@ -83,7 +83,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
 def _engines(options: Namespace) -> dict[str, Adapter]:
     """Return the chosen engines that are installed.
 
-    This also makes their packages importable in the processes that run them.
+    Also make the packages of the engines importable in the processes that run the engines.
     """
     engines = {name: ENGINES[name] for name in options.engine}
     if options.deepspeed:

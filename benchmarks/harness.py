@@ -81,7 +81,7 @@ def start(
     device = given.get("device", "cpu")
     threads = 1 if device == "cpu" else None
     used = Devices(device, devices, threads)
-    command = ["python", "-m", f"benchmarks.{name}"]  # its options are in the settings
+    command = ["python", "-m", f"benchmarks.{name}"]  # the settings contain the options
     run = new_run(used, seed=0, command=command, settings=settings)
     torch.set_num_threads(1)
     short_name = name.rpartition(".")[2]

@@ -1,6 +1,6 @@
 """Build pipelines on CPU devices with a chosen engine.
 
-One choice is the graph engine in the form that it has on several GPUs.
+One of the engines is the graph engine in the form that it has on several GPUs.
 """
 
 from collections.abc import Sequence

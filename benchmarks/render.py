@@ -1,7 +1,7 @@
 """Rewrite the tables that are made from records, including the tables of benchmarks.
 
-    python -m benchmarks.render            # or make results
-    python -m benchmarks.render --check    # as make lint does
+    python -m benchmarks.render            # or `make results`
+    python -m benchmarks.render --check    # `make lint` runs this
 
 `python -m reproduce render` rewrites only the tables of experiments, because `reproduce` must not
 import benchmarks. This program passes it the function that renders the tables of benchmarks.

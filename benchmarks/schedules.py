@@ -1,9 +1,10 @@
 """Measure schedules over two ranks, and compare them with other schedules, such as PyTorch's.
 
-All schedules run alternately in the same two processes. In each round, the time of a step of the
-other schedule is divided by the time of a step of this schedule. The ratio is the median over all
-rounds. If it is above 1, this schedule is faster. `replayed` is the ratio that the replays of both
-schedules predict from the measured times of their tasks.
+All schedules run alternately in the same two processes. Each schedule is compared with one other
+schedule: in each round, the time of a step of the other schedule is divided by the time of a step
+of this schedule. The ratio is the median over all rounds. If the ratio is above 1, this schedule is
+faster. `replayed` is the ratio that the replays of both schedules predict from the measured times
+of their tasks.
 """
 
 import random
@@ -44,7 +45,7 @@ SIZES = {
     "medium": (1024, 128),
     "large": (2048, 64),
 }
-# For each number of micro-batches: schedules, and the schedule that each is compared with.
+# For each number of micro-batches: schedules, each with the schedule to compare it with.
 PAIRS = {
     8: {"GPipe": "ScheduleGPipe", "1F1B": "Schedule1F1B"},
     2: {"ZBH1": "1F1B"},

@@ -1,7 +1,8 @@
-"""Render the table of docs/works-with.md: PyTorch's tools with a pipeline, and checks of training.
+"""Render the table of docs/works-with.md.
 
-The tools are rows of this library's tests (`TOOLS`). The checks of what training needs are in the
-record of `benchmarks.conformance`.
+The table says which PyTorch tools work with a pipeline, and which checks of training pass. The
+tools come from this library's tests (`TOOLS`). The results of the checks come from the record that
+`benchmarks.conformance` writes.
 """
 
 from itertools import product

@@ -14,7 +14,7 @@ from reproduce.machine.allocator import keep_freed_memory
 def main() -> int:
     """Run the program and return its exit code."""
     if sys.argv[1:2] == ["run"]:
-        # Otherwise rows with smaller tensors would look faster, for a reason that is not
+        # Without this call, rows with smaller tensors are faster for a reason that is not
         # pipelining.
         keep_freed_memory()
     handler = signal.signal(signal.SIGINT, leave)

@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 WORSE = 1  # the result is slower or worse, or differs from its record
 # There is no answer: the input is bad, a record cannot be read, or a side of a comparison fails.
 CANNOT_TELL = 2
-INTERRUPTED = 130  # as shells have it for Ctrl-C
+INTERRUPTED = 130  # the exit code that shells use for Ctrl-C
 LEAST_TORCH = (2, 11)
 
 
@@ -54,9 +54,9 @@ def fail(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def missing(*packages: str) -> str | None:
-    """Import packages. Return a text that says which is missing, broken or too old, and what to do.
+    """Import the given packages; return an error text if a package is missing, broken or too old.
 
-    Return None if all packages are fine.
+    The text says what to do. Return None if all packages are fine.
     """
     for package in packages:
         try:
@@ -80,7 +80,7 @@ def _too_old_torch() -> str | None:
 
 
 def leave(signum: int, frame: FrameType | None) -> None:
-    """End the program at once, because it has done nothing yet that could be lost."""
+    """End the program at once. Nothing can be lost, because the program has not begun to work."""
     os.write(2, b"reproduce: interrupted\n")
     os._exit(INTERRUPTED)
 

@@ -47,10 +47,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect slow tests, and tests in which every pair of parameters is also in other tests.
+    """Deselect slow tests, and tests in which each pair of parameter values is also in other tests.
 
-    With `--slow`, keep slow tests, and deselect tests in which every triple of parameters is also
-    in other tests. Mark tests of behaviours on the engine "ranks" to run over ranks.
+    With `--slow`, keep slow tests, and deselect a test only if each triple of its parameter values
+    is also in other tests. Mark tests of behaviours on the engine "ranks" to run over ranks.
     """
     slow, tests = config.getoption("slow"), defaultdict[tuple[str, int], list[Any]](list)
     for item in items:
@@ -76,7 +76,7 @@ def over_ranks(item: Any) -> bool:
 
 
 def few(tests: list[Any], size: int) -> list[Any]:
-    """Return some of a function's tests that cover all combinations of `size` parameters."""
+    """Return a few of a function's tests, which cover all combinations of `size` parameters."""
     if len(tests) == 1 or len(tests[0].callspec.params) <= size:
         return tests
     rows = []
@@ -92,9 +92,9 @@ def covering(rows: Sequence[Mapping[Any, Hashable]], size: int) -> set[int]:
 
     A row is the dictionary of a test's parameters.
 
-    The row with the most new combinations is chosen next. Among equal rows, a fixed random order
-    decides. Without this order, the value that varies slowest is always combined with the first
-    values of the other parameters.
+    The function always chooses the row with the most new combinations next. If several rows have
+    the most, a fixed random order decides. Without this order, the value that varies slowest is
+    always combined with the first values of the other parameters.
     """
     order = Random(0).sample(range(len(rows)), len(rows))
     having = defaultdict[Hashable, list[int]](list)  # by combination, the rows that have it
@@ -185,8 +185,8 @@ def pytest_runtest_setup() -> Generator[None, Any, Any]:
 pytest_runtest_call = pytest_runtest_setup
 
 
-# Parameters of a pipeline. A test takes `engine` and `checkpoint`, or it takes `way`, which is a
-# dictionary of both as keyword arguments of `GPipe`.
+# Parameters of a pipeline. A test takes `engine` and `checkpoint`, or it takes `way`, a dictionary
+# with both keyword arguments of `GPipe`.
 
 
 @pytest.fixture(params=["graph", "workers"])

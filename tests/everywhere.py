@@ -32,7 +32,7 @@ WRITTEN_DOWN = ("first", "second")
 class Everywhere(nn.Module):
     """A `DistributedGPipe` over as many ranks as there are devices, starting at rank 0.
 
-    On ranks beyond that number, there is no device, and the test ends early.
+    If a rank has no device, the test ends early on this rank.
     """
 
     _rank: Rank

@@ -173,7 +173,7 @@ class Rank:
             return
         assert n <= WORLD, f"there are {WORLD} ranks"
         store = dist.PrefixStore(str(self._test), self._store)  # type: ignore[attr-defined]
-        patience = timedelta(seconds=PATIENCE / 2)  # so that a test that hangs says where it hangs
+        patience = timedelta(seconds=PATIENCE / 2)  # A test that hangs can say where it hangs.
         store.set_timeout(patience)
         dist.init_process_group(
             "gloo", store=store, rank=self.index, world_size=n, timeout=patience

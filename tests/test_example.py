@@ -58,7 +58,7 @@ def ended(process: subprocess.Popen[str], code: int = 0) -> Steps:
 
 
 def saved(folder: Path, step: int) -> dict[str, Tensor]:
-    """Return the states of the model and the optimizer in the save after a step."""
+    """Return the states of the model and the optimizer that were saved after a step."""
     (path,) = folder.glob(f"*-step-{step}")
     content = FileSystemReader(path).read_metadata()
     kinds = ("model.", "optimizer.")

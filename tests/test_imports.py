@@ -66,7 +66,7 @@ def is_within(module: str, package: str) -> bool:
 
 
 def package(module: str) -> tuple[int, str] | None:
-    """Return the number of the line in `LAYERS` with a module's package, and the package's name."""
+    """Return a module's package: the index of its line in `LAYERS`, and the package's name."""
     for line, names in enumerate(LAYERS):
         for name in names:
             if is_within(module, name):

@@ -16,7 +16,7 @@ def clip_gradients(
     max_norm: float,
     norm_type: float,
 ) -> Tensor:
-    """Clip this rank's gradients by the total norm of all ranks' gradients; return that norm.
+    """Clip this rank's gradients by the total norm of all ranks' gradients; return the total norm.
 
     Args:
         parameters: The parameters of this rank.

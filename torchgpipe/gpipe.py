@@ -61,8 +61,8 @@ class GPipe(Partitioned):
         portals: Whether a skip is sent directly to the partition that pops it, and not through the
             partitions in between.
         init: Called as `init(k, layer)` for each layer k, to fill the layer. The random numbers
-            that it draws depend only on k and on the default generator's seed. It is required if
-            layers are on device `meta`.
+            that it draws depend only on k and on the default generator's seed. `init` is required
+            if layers are on device `meta`.
         schedule: The order of tasks: `"GPipe"`, `"1F1B"`, `"Interleaved1F1B"`, `"ZBH1"`, `"ZBH2"`,
             `"ZBVZeroBubble"`, or a `torchgpipe.schedules.Schedule`. If the schedule has v stages on
             each device, n devices need a balance of n·v partitions. `step` runs all tasks in the

@@ -171,9 +171,9 @@ class Partitioned(FixedDevices, ABC):
 
         Args:
             criterion: Returns a scalar for a micro-batch's output and its part of the target, or
-                the scalar and a value that `model.logs` keeps. Other tensors that it uses get
-                gradients, too, such as parameters. In a distributed pipeline, it can use the
-                layers' parameters of the last rank only.
+                the scalar and a value that `model.logs` keeps. Other tensors that the criterion
+                uses, such as parameters, get gradients, too. In a distributed pipeline, it can
+                use parameters of the last rank's layers, but not of other layers.
             input: The input, like for `forward`; for a traced module, like the trace's sample.
             target: Tensors with the batch as dimension 0, in tuples, lists and mappings. Each
                 micro-batch gets a part of each tensor, and all other values unchanged. A list
@@ -217,7 +217,7 @@ class Partitioned(FixedDevices, ABC):
         reduction: str = "mean",
         weight: Callable[[Any], Any] | None = None,
     ) -> Tensor:
-        """Run only the forwards, and return the loss; the arguments are like those of `step`."""
+        """Run only the forwards, and return the loss; see `step` for the arguments."""
         with torch.no_grad():
             self.logs = []
             request = StepRequest(criterion, target, reduction, weight, self.logs, backward=False)
@@ -306,7 +306,7 @@ class Partitioned(FixedDevices, ABC):
             raise
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients by their total norm over all partitions; return that norm.
+        """Clip the gradients by their total norm over all partitions; return this norm.
 
         This does the same as `torch.nn.utils.clip_grad_norm_` does without a pipeline. The norm has
         the same last bits for any balance. Gradients can be DTensors and plain tensors, mixed.
@@ -316,10 +316,10 @@ class Partitioned(FixedDevices, ABC):
             stages: dict[nn.Parameter, int] = {}
             for stage in reversed(self._stages):
                 stages.update(dict.fromkeys(stage.partition.parameters(), stage.index))
-            return clip_gradients([*self.parameters()], stages, exchange, max_norm, norm_type)
+            return clip_gradients([*self.parameters()], stages, exchange, **settings)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
-        """Return a context for work that all ranks do; it gives a function to exchange a tensor.
+        """Return a context for joint work of all ranks; it gives a function to exchange a tensor.
 
         `doing` names the work. The values of `alike` must be equal on all ranks.
         """

@@ -1,6 +1,6 @@
-"""How long ranks wait for each other when they connect.
+"""Limit how long ranks wait for each other when they connect.
 
-They print a line after a minute, and give up after five minutes.
+Ranks print a line after a minute, and give up after five minutes.
 """
 
 import os

@@ -36,7 +36,7 @@ ADVICE = (
 
 
 class Model(NamedTuple):
-    """A function that builds layers, the shape of one sample, and further options of `GPipe`."""
+    """A model to count: a function that builds its layers, a sample's shape, options of `GPipe`."""
 
     build: Callable[[], Sequential]
     shape: tuple[int, ...]

@@ -116,14 +116,14 @@ def measure(options: Namespace, cases: Sequence[Case]) -> Found:
 def _measured(options: Namespace, sides: Sequence[Side], case: Case, seed: int) -> list[Result]:
     """Measure a case with the plain loop, and with each engine of each torchgpipe version.
 
-    They run alternately, in an order that is drawn with the seed.
+    The loop and the engines run alternately, in an order that is drawn with the seed.
     """
     engines = ENGINES if case.n > 1 and options.device == "cpu" else ENGINES[:1]
     ways: dict[str, tuple[int, str | None]] = {"plain": (0, "plain")}  # number of side, engine
     for engine in engines:
         ways[engine] = 0, engine
     if len(sides) > 1:
-        if sides[1].version.startswith("torchgpipe 0.0."):  # it has no option `engine`
+        if sides[1].version.startswith("torchgpipe 0.0."):  # version 0.0 has no option `engine`
             ways[OTHER] = 1, None
         else:
             for engine in engines:

@@ -32,7 +32,7 @@ class Buffered(nn.Linear):
 
 
 class Model(NamedTuple):
-    """A function that builds a model for `n` partitions, and the shape of one sample."""
+    """A model: a function that builds it for `n` partitions, and the shape of one sample."""
 
     build: Callable[[int], nn.Sequential]
     shape: tuple[int, ...]

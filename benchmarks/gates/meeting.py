@@ -2,12 +2,12 @@
 
     python -m benchmarks.gates.meeting    # exit with 1 if tasks do not overlap that should
 
-Replaying the schedule tells which tasks begin while another task runs. In the real pipeline, a task
-waits until all tasks have begun that begin during it in the replay. If the pipeline lets these
-tasks overlap, the wait is short. If the pipeline runs them one after another, the wait could never
-end. Then a line names the task and a task that did not begin. A wait ends after a number of looks
-at a shared store, and not after a number of seconds. If a task did not begin, the training step is
-run again with many more looks. So a busy machine makes this program slower, but changes no answer.
+Replaying the schedule tells which tasks begin while another task runs: these tasks overlap. In the
+real pipeline, a task waits until all tasks that overlap with it have begun. If the pipeline lets
+tasks overlap, the wait is short. If the pipeline runs tasks one after another, the wait fails. Then
+a line names the waiting task and a task that did not begin. A wait ends after a number of looks at
+a shared store, and not after a number of seconds. If a task did not begin, the training step is run
+again with many more looks. So a busy machine makes this program slower, but changes no answer.
 
 On simulated devices no task waits. There, the clocks of the streams say when tasks begin and end.
 """
@@ -37,7 +37,7 @@ from torchgpipe.tensors.observe import Kind, Task
 
 N, M = 4, 6  # the numbers of devices and of micro-batches
 LOOKS = 250  # how many times a waiting task looks which other tasks have begun
-MANY = 2500  # how many times it looks when a step is run again
+MANY = 2500  # how many times a waiting task looks when a step is run again
 PAUSE = 0.002  # seconds to wait between two looks
 LOST = "lost"
 
@@ -134,7 +134,7 @@ class Board:
         self.store: Any = None
 
     def begins(self, task: Task) -> AbstractContextManager[object]:
-        """Note that a task has begun, and wait until all tasks have begun that overlap with it.
+        """Note that a task has begun, and wait until all tasks that overlap with it have begun.
 
         The wait ends after `self.looks` looks at the store, or when another task has waited in
         vain.

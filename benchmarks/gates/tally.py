@@ -2,14 +2,14 @@
 
     operators   calls that reach PyTorch's dispatcher below autograd, forward and backward
     nodes       nodes of autograd graphs that calls of backward traverse
-    waits       calls with which a thread may wait for another: it puts an item into a queue,
-                takes a lock, waits for an event, or starts a thread
+    waits       calls with which a thread may wait for another thread: to put an item into a queue,
+                to take a lock, to wait for an event, or to start a thread
 
-It is chance whether a thread really waits, and how often a loop reads from a queue. But the number
-of items that are put into the queue is always the same. The tally counts the calls of the current
-thread, and of each thread that is started while the tally runs. It counts the calls of queues
-(`SimpleQueue`) and locks that the library's modules create while the tally runs, and of locks that
-are global variables of these modules.
+Whether a thread really waits, and how often a loop reads from a queue, varies from run to run. But
+the number of items that are put into the queue is always the same. The tally counts the calls of
+the current thread, and of each thread that is started while the tally runs. Calls of queues
+(`SimpleQueue`) and locks count if the library's modules create the queue or the lock while the
+tally runs. Locks that are global variables of these modules also count.
 """
 
 import sys

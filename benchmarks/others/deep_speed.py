@@ -27,7 +27,7 @@ class DeepSpeed(Pipe):
             raise NotOffered("it takes a list of layers")
         if row.deferred_batch_norm:
             raise NotOffered("batch norm is by micro-batch")
-        deepspeed.init_distributed("gloo")  # it uses the existing process group
+        deepspeed.init_distributed("gloo")  # DeepSpeed uses the existing process group
         module = made(layers, balance, self._criterion, row.checkpoint == "always")
         parameters = module.parameters()
         optimizer = row.optimizer(parameters) if row.optimizer else SGD(parameters, lr=0.0)

@@ -31,7 +31,7 @@ class TorchGPipe(Pipe):
             begin = sum(balance[: rank()])
             end = begin + balance[rank()]
             whole = nn.Sequential(*layers)
-            part = whole[begin:end]  # it keeps the names of the whole model
+            part = whole[begin:end]  # the slice keeps the names of the whole model
             self.schedule = schedule(self.schedule_name, part, chunks=row.chunks, **options)
             return part
         cuts = dict.fromkeys(balance, SplitPoint.BEGINNING)

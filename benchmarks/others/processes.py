@@ -49,7 +49,7 @@ class Adapter(NamedTuple):
 
     def load(self) -> type[Pipe]:
         """Import the adapter's class. Packages in the adapter's folder take precedence."""
-        if self.folder:  # it has another torchgpipe
+        if self.folder:  # the folder has another torchgpipe
             sys.path.insert(0, self.folder)
             for name in list(sys.modules):
                 if name.split(".")[0] in ("torchgpipe", "tests"):
@@ -225,11 +225,11 @@ def _join(number: int, how: Work) -> None:
 def judged(error: BaseException, package: str) -> Outcome:
     """Classify an error as "not offered", "refused" or "fails".
 
-    It is a refusal if the package's own code raised the error with a message.
+    An error is a refusal if the package's own code raised the error with a message.
     """
     if type(error).__name__ == NotOffered.__name__:
         return Outcome("not offered", str(error))
-    while error.__cause__ is not None:  # outer errors only add where the first was raised
+    while error.__cause__ is not None:  # outer errors only add where the first error was raised
         error = error.__cause__
     name = type(error).__name__
     words = str(error).split()

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Model(NamedTuple):
-    """A function that builds a model, and the shape of the model's input."""
+    """A model to balance: a function that builds it, and the shape of its input."""
 
     build: Callable[[], Sequential]
     shape: tuple[int, ...]

@@ -24,7 +24,7 @@ MICRO_BATCHES = math.ceil(TASKS / TASKS_OF_A_MICRO_BATCH)
 
 
 class Model(NamedTuple):
-    """The width of linear layer i as a function of i, and the limit of the plan's time in seconds.
+    """A model to plan: the width of linear layer i as a function of i, and a time limit in seconds.
 
     If several layers have the same shape, a plan counts only the first of these layers.
     """

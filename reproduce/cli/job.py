@@ -53,8 +53,8 @@ class Job:
     """Hold what the command runs, after the options were checked.
 
     `emulate` is the largest number of devices to emulate. `tracer` writes timelines, if the option
-    --trace is given. `accuracy` has a key for each accuracy experiment. Its value is what that
-    experiment needs.
+    --trace is given. `accuracy` maps the name of each accuracy experiment to the data and seeds
+    that the experiment needs.
     """
 
     options: Options
@@ -79,7 +79,7 @@ def validate(options: Options) -> Job:
     for experiment in asked:
         measured.add(experiment.measures)
         if experiment.table is not None:
-            # Report a missing or broken file before the run, and not after the run.
+            # Report a missing or broken file before the run starts.
             published(experiment.table)
     found = find_devices(options.on, options.devices)
     check_measures(options, found, measured)

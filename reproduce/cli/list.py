@@ -24,7 +24,7 @@ NOTES = (
     "have been on another machine; <: together with other experiments; ?: no such run",
     "python -m reproduce list NAME shows all rows; run --all runs all of them",
 )
-# A run with one of these options takes another time than a usual run.
+# A run with one of these options takes longer or shorter than a usual run.
 PARTIAL = (
     "--row",
     "--all",
@@ -124,7 +124,7 @@ def _minutes(name: str, scale: str) -> str:
 
 
 def _minutes_in(folder: Path, name: str, scale: str) -> str | None:
-    """Return how many minutes the newest run took that is in a folder and ran all usual rows."""
+    """Return how many minutes the newest run with all usual rows in a folder took, as a text."""
     for record in ranked(readable(folder), name):
         run = record.run
         if run is None or run.state != "finished" or record.scale != scale:

@@ -23,7 +23,7 @@ from reproduce.machine.devices import Devices, find_devices
 # The planner's optimizers.
 OPTIMIZERS = ("none", "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw")
 HEADROOM = 0.15  # the default of the planner
-PROFILED = 4  # default number of samples in the largest micro-batch with which layers are timed
+PROFILED = 4  # default number of samples in the largest micro-batch for timing layers
 IN_FLOAT32 = "the largest model is found for training in float32; leave it out"
 GROWS = ("depth", "width")  # the sizes of a model, in their order
 

@@ -103,7 +103,7 @@ def predict(  # noqa: PLR0913
 def show_records(
     records: Sequence[Record], style: str, made: Sequence[Table] | None = None
 ) -> None:
-    """Print the tables of records, or the tables in `made`, which were made from these records."""
+    """Print the tables of records. If `made` is given, print the tables in `made` instead."""
     from reproduce.tables.all import written_records
 
     click.echo(written_records(records, style, made), nl=False)

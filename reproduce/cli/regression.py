@@ -28,7 +28,7 @@ built_by = click.option(
 
 
 def project_of(package: str | None, cases: Path | None, build: str | None) -> Any:
-    """Return the `Project` that the options describe. Without options, it is torchgpipe."""
+    """Return the `Project` that the options describe. By default, it is torchgpipe."""
     from reproduce.regression.trees import TORCHGPIPE, Project
 
     if package is None and cases is None and build is None:

@@ -206,8 +206,8 @@ def session_maker(job: Job, recorder: Recorder, progress: Progress) -> Callable[
 def show_group(job: Job, recorder: Recorder, experiment: str, group: str, *, done: bool) -> None:
     """Print the tables of a group of rows.
 
-    They go to stdout if the group is finished and the output style is text, and otherwise to
-    stderr.
+    The tables go to stdout if the group is finished and the output style is text. Otherwise they go
+    to stderr.
     """
     from reproduce.tables.all import tables
 

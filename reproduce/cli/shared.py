@@ -20,7 +20,7 @@ Option = Callable[[Callable[..., None]], Callable[..., None]]
 COUNT = click.IntRange(min=1)
 PATH = click.Path(path_type=Path)
 FILE = click.Path(path_type=Path, dir_okay=False)
-HERE = "here"  # as `torchgpipe.plan.planner` has it
+HERE = "here"  # the same name as in `torchgpipe.plan.planner`
 HARDWARE = sorted(path.stem for path in (ROOT / "torchgpipe" / "plan" / "hardware").glob("*.json"))
 
 
@@ -121,7 +121,7 @@ def threshold(default: float) -> Option:
 
 
 def alpha(where: str) -> Option:
-    """Return the option `--alpha`, the accepted risk of calling noise significant."""
+    """Return the option `--alpha`: the accepted risk that noise is called a real difference."""
     return click.option(
         "--alpha",
         type=click.FloatRange(0, 1, min_open=True, max_open=True),
@@ -170,7 +170,8 @@ described = parsed(_described)
 def known(what: str, offered: Callable[[], Iterable[str]]) -> dict[str, Any]:
     """Return the keyword arguments of `click.argument` for an argument that takes names.
 
-    Names that are not offered are refused. Repeated names are dropped. A shell can complete names.
+    The argument refuses names that are not offered, and drops repeated names. A shell can complete
+    names.
     """
 
     def callback(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[str]:

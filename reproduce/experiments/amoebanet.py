@@ -16,7 +16,7 @@ from reproduce.experiments.controls import (
 )
 from reproduce.experiments.row import Experiment, Optimizer, Row
 
-# This batch size is for the rows at equal batch size. It is divisible by every number of
+# All rows at equal batch size have this batch size. It is divisible by every number of
 # micro-batches, and a batch fits on two P40 GPUs even for naive model parallelism.
 BASE = Row(model="AmoebaNet-D", size=(18, 256), batch_size=64)
 

@@ -62,9 +62,9 @@ def _check_names(experiments: Sequence[Experiment], names: Sequence[str]) -> Non
 
 
 def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str | None) -> str:
-    """Return `asked`, or else the first scale that all experiments have and the machine can hold.
+    """Return `asked` or, if it is None, the first common scale that fits on the machine.
 
-    Raise `Error` if there is no such scale, or if the machine cannot hold it.
+    Raise `Error` if there is no such scale, or if it does not fit on the machine.
     """
     common = _common_scales(experiments)
     if not common:

@@ -1,8 +1,8 @@
-"""Generate rows of experiments: the published rows, and controls, which nobody has published.
+"""Generate rows of experiments: the published rows, and controls, which are not published.
 
 The published rows vary the batch size together with n partitions and m micro-batches. So they mix
 the effect of pipelining with the effect of larger batches. The controls are rows of naive model
-parallelism, of checkpointing alone, and of GPipe. They keep one of two sizes equal:
+parallelism, of checkpointing alone, and of GPipe. All controls of a group have one size in common:
 
 - the batch size: every row does the same work on the same samples, in more or in fewer
   micro-batches;
@@ -37,8 +37,8 @@ Balance = tuple[int, ...]
 Size = tuple[int, ...]
 Rows = tuple[Row, ...]
 
-# A published table of speed. Each row has a name, m, a batch size and a balance. The first row is
-# plain training.
+# A published table of speed. Each row has a name, a number of micro-batches (m), a batch size and a
+# balance. The first row is plain training.
 Published = Sequence[tuple[str, int | None, int, Balance | None]]
 # A published table of memory. Each row has a name, a model size, a smaller model size for the small
 # scale, m, and a balance. Without m, a micro-batch has one sample. The first row is plain training.

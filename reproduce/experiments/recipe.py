@@ -39,7 +39,7 @@ class Recipe:
         return rate * self.lr_decay**decays
 
     def config(self, batch_size: int) -> dict[str, Json]:
-        """Return the recipe as a dictionary, with the names of the published table as keys."""
+        """Return the recipe as a dictionary. Its keys are names from the published table."""
         return {
             "lr": self.peak_lr(batch_size),
             "base_lr": self.base_lr,
@@ -53,10 +53,11 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyRow(Row):
-    """The settings of a training that runs for all epochs of its recipe.
+    """A row of an accuracy experiment: the settings of a training with all epochs of a recipe.
 
     `gpus` is the number of data-parallel devices (`torch.nn.DataParallel`) of a row without a
-    pipeline. `data` says how the data are read. It uses the names of the published table.
+    pipeline. `data` says how the data are read: pairs of a name from the published table and a
+    value.
     """
 
     num_classes: int = 1000
@@ -70,7 +71,7 @@ class AccuracyRow(Row):
         return self.partitions or self.gpus
 
     def config(self) -> dict[str, Json]:
-        """Return the row as a record's `config`, with the names of the published table as keys."""
+        """Return the row's settings for a record. The keys are names from the published table."""
         return {
             **super().config(),
             **self.recipe.config(self.batch_size),
@@ -82,10 +83,10 @@ class AccuracyRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyScale(Scale):
-    """A scale of an accuracy experiment, which trains every row `seeds` times.
+    """How large an accuracy experiment is. At this scale, every row is trained `seeds` times.
 
-    `made` contains the arguments of `Gratings`, a data set that is generated. It is None if the
-    user provides the data.
+    `made` holds the arguments of `Gratings`, a generated data set. It is None if the user provides
+    the data.
     """
 
     rows: tuple[AccuracyRow, ...]

@@ -19,7 +19,7 @@ PUBLISHED_SPEED: Published = (
     ("pipeline-8", 150, 5400, (26, 22, 33, 44, 44, 66, 66, 69)),
 )
 
-# This batch size is for the rows at equal batch size. It is divisible by every number of
+# All rows at equal batch size have this batch size. It is divisible by every number of
 # micro-batches, and a batch fits on two P40 GPUs even for naive model parallelism.
 BASE = Row(model="ResNet-101", batch_size=192)
 SMALL = replace(

@@ -19,7 +19,7 @@ Equal = Literal["batch", "micro-batch", "model"]
 # Configurations of rows:
 AS_PUBLISHED = "as published"  # rows that repeat published rows, whatever their batch sizes
 LIKE_PUBLISHED = "like the published"  # published n and m, with a smaller model and batch
-PUBLISHED_BALANCE = "with the published balance"  # like the above, in the balance profiled on a P40
+PUBLISHED_BALANCE = "with the published balance"  # published n, m and balance, smaller model
 PLANNED = "balance of plan"  # `torchgpipe.plan` finds the balance from a profile
 EQUAL_LAYERS = "equal layers"  # all partitions have equally many layers
 
@@ -66,8 +66,8 @@ class Row:
     options: Mapping[str, Json] = field(default_factory=dict)  # further settings for the record
     components: tuple[Component, ...] = COMPONENTS  # the enabled parts of the pipeline
     deferred_batch_norm: bool = False
-    # The size that rows without a published counterpart have in common: the size of their batches
-    # or micro-batches (naive, checkpoint-only and GPipe), or their model (plain and pipelined).
+    # What rows without a published counterpart have in common. Naive, checkpoint-only and GPipe
+    # rows have equal batch or micro-batch sizes. Plain and pipelined rows have the same model.
     equal: Equal | None = None
     steps_per_epoch: int = 0
     skip_epochs: int = 0  # the steps of the first epochs are not timed
@@ -135,7 +135,7 @@ class Row:
         return getattr(functional, self.loss) if isinstance(self.loss, str) else self.loss
 
     def config(self) -> dict[str, Json]:
-        """Return the row as a record's `config`, with the names of the published tables as keys."""
+        """Return the row's settings for a record. The keys are names from the published tables."""
         from reproduce.models.built import MODELS
 
         config: dict[str, Json] = {
@@ -181,7 +181,7 @@ class Scale:
     cuda: bool  # whether the scale runs only on CUDA devices
     steps: int  # the number of timed steps of each row
     warmup: int = 0  # the number of earlier steps that are not timed
-    least_steps: int = 5  # the time limit does not apply to the first steps
+    least_steps: int = 5  # the time limit does not apply to this number of first steps
     seconds: float | None = None  # a time limit for all rows together, in seconds
 
     def settings(self) -> dict[str, Json]:

@@ -1,8 +1,9 @@
-"""Define the experiment on well-known models: the speed-up of a pipeline with two balances.
+"""Define the experiment on well-known models: how much pipelines speed up the training.
 
-No publication has these rows. Every model is trained on one device, and then by pipelines of n
-partitions, all with the same m. For each n there are two pipelines: one has the balance that
-`torchgpipe.plan` finds from a profile, and one has equally many layers in each partition.
+These rows are not from a publication. Every model is trained on one device, and then by pipelines
+of n partitions, all with the same number of micro-batches m. For each n there are two pipelines.
+One pipeline has the balance that `torchgpipe.plan` finds from a profile. The other has the same
+number of layers in each partition.
 """
 
 from collections.abc import Iterator

@@ -15,8 +15,8 @@ from reproduce.machine.devices import cores, info
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout
 PACKAGES = ("torch", "torchvision", "click", "tabulate")
-MOST_NVLINKS = 36  # the number of link indices that NVML allows
-CLOCK_SM, CLOCK_MEMORY = 1, 2  # the numbers of these clocks in nvml.h
+MOST_NVLINKS = 36  # NVML can tell about this number of NVLinks of a GPU
+CLOCK_SM, CLOCK_MEMORY = 1, 2  # the constants for these two types of clock in nvml.h
 
 
 class Gpu(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

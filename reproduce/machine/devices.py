@@ -13,7 +13,7 @@ from reproduce.error import Error
 if TYPE_CHECKING:
     import torch
 
-MOST_DEVICES = 8  # as many as the papers' largest machine has
+MOST_DEVICES = 8  # the papers' largest machine has this number of devices
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MEMORY = Path("/proc/meminfo")
 # Files that a GPU's driver makes on Linux:
@@ -137,8 +137,8 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
 def _cuda_devices() -> int:
     """Count the CUDA devices.
 
-    Importing PyTorch takes seconds. If no GPU driver is found, the command `list` does not import
-    it.
+    Importing PyTorch takes seconds. So if no GPU driver is found, the command `list` does not
+    import PyTorch.
     """
     may_have = "torch" in sys.modules or sys.platform != "linux"
     if not may_have and not any(path.exists() for path in GPU_DRIVERS):
@@ -159,7 +159,7 @@ def cores() -> int:
     try:
         limit, period = CPU_QUOTA.read_text().split()
         quota = int(limit) // int(period)
-    except (OSError, ValueError):  # no container, or one without a limit: the file says "max"
+    except (OSError, ValueError):  # there is no container, or it has no limit (the file says "max")
         return have
     return max(1, min(have, quota))
 

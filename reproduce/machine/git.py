@@ -36,7 +36,7 @@ def checkout(folder: Path = ROOT) -> Git | None:
     """
     try:
         prefix = git(folder, "rev-parse", "--show-prefix")
-        if prefix:  # another project's checkout, which has this one installed
+        if prefix:  # the checkout of another project, which has installed this package
             return None
         revision = git(folder, "rev-parse", "--verify", "HEAD").decode()
         plain = ("--binary", "--no-ext-diff", "--no-textconv", "--no-color")
@@ -98,7 +98,7 @@ def commit_file(folder: Path, branch: str, name: str, change: Callable[[bytes], 
         f"data <<.\n{name}\n.",
     ]
     if old:
-        commands.append(f"from {old}")  # git refuses it if the branch has moved on
+        commands.append(f"from {old}")  # git refuses the update if the branch has moved on
     commands.append(f"M 100644 inline {name}")
     commands.append(f"data {len(content)}\n")
     given = "\n".join(commands).encode() + content

@@ -14,13 +14,13 @@ from reproduce.machine.devices import cores
 PROC = Path("/proc")
 # A round of measurements is disturbed if other programs use more of the cores than the share
 # "others", or if the host takes more than the share "stolen". The shares are fractions of the cores
-# that this program may use. These limits were tried on a virtual machine, with a step that used
-# both of its cores. Other programs always used about 6 %. When they used 7 to 11 %, the step was as
-# fast. At 14 to 20 %, it was 14 to 26 % slower. At 50 %, it was half as fast. The host never took
-# more than 0.7 %, so that limit is untried.
+# that this program may use. These limits were tried on a virtual machine with two cores, with a
+# training step that used both cores. Other programs always used about 6 %. When other programs used
+# 7 to 11 %, the step was as fast as usual. At 14 to 20 %, the step was 14 to 26 % slower. At 50 %,
+# it was half as fast. The host never took more than 0.7 %, so the limit for "stolen" is untried.
 LIMITS = {"others": 0.1, "stolen": 0.02}
-# The kernel counts in ticks of 10 ms. A round that is shorter than this is judged together with the
-# round before it.
+# The kernel counts in ticks of 10 ms. So a round that is shorter than `LEAST_SECONDS` is judged
+# together with the round before it.
 LEAST_SECONDS = 1.0
 A_RUN = re.compile(
     rb"[^\0]*python[^\0]*\0"
@@ -67,7 +67,7 @@ class Load:
             self.begun = now
             self.earlier = then
         else:
-            then = self.earlier  # so that a short round is judged together with the one before it
+            then = self.earlier  # judge a short round together with the round before it
         return _shares(then, now) if then else {}
 
 

@@ -111,7 +111,8 @@ class FactorizedReduction(Module):
 def bottleneck(channels: int, *convs: tuple[Size, Size]) -> Module:
     """Build convolutions on a fourth of the channels, each given by its kernel and stride.
 
-    A 1 x 1 convolution before them reduces the channels, and one after them restores the channels.
+    A 1 x 1 convolution before these convolutions reduces the channels, and a 1 x 1 convolution
+    after them restores the channels.
     """
     narrow = channels // 4
     layers = [relu_conv_bn(channels, narrow)]
@@ -182,9 +183,9 @@ class PairSum(Module):
 
 
 class Cell(Module):
-    """A cell, which maps the last two states `(s1, s2)` to `(output, s1)`, the next cell's inputs.
+    """A cell. It maps the last two states `(s1, s2)` to `(output, s1)`, the next cell's inputs.
 
-    A single tensor is used as both states.
+    If the input is a single tensor, this tensor is used as both states.
 
     Shapes: `s1` is (N, inputs[0], H, W) and `s2` is (N, inputs[1], H, W), or (N, inputs[1], 2H, 2W)
     after a reduction cell; the output is (N, out_channels, H / stride, W / stride).

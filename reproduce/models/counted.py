@@ -12,7 +12,7 @@ from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict import Setup
 from torchgpipe.trace.layer import flat
 
-ALIKE = Alike()  # counted layers: models of one family share many
+ALIKE = Alike()  # a cache of counted layers: models of one family have many equal layers
 
 
 def counted(model: SizedModel) -> Counts:

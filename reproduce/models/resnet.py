@@ -5,8 +5,8 @@ such as `layer1_0_conv1`. Weights and eval-mode outputs are bitwise equal to tor
 things change: ReLUs do not work in place, and the input of each bottleneck is passed to the
 bottleneck's end as a skip.
 
-Ten other well-known models are cut into their own layers by `torchgpipe.sequential`. Each function
-here that builds a model raises `Error` if torchvision is missing or broken.
+`torchgpipe.sequential` cuts ten other well-known models into layers. All functions that build a
+model raise `Error` if torchvision is missing or broken.
 
 Source: He et al., "Deep Residual Learning for Image Recognition" (arXiv:1512.03385).
 """

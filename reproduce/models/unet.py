@@ -121,9 +121,9 @@ def unet(
     """Build U-Net (`num_convs`, `base_channels`), known as (B, C), with `depth` levels.
 
     Shapes: (N, input_channels, H, W) to (N, output_channels, H, W). H and W must be at least
-    2**depth, and one of them must be at least twice that, because a single pixel cannot be
-    normalized. All arguments must be integers of at least 1, and `base_channels` must be at least
-    2. Otherwise `check_size` raises an error.
+    2**depth, and H or W must be at least 2 * 2**depth, because a single pixel cannot be normalized.
+    All arguments must be integers of at least 1, and `base_channels` must be at least 2. Otherwise
+    `check_size` raises an error.
     """
     check_size("depth", depth)
     check_size("num_convs", num_convs)

@@ -1,4 +1,4 @@
-"""Compute the numbers of tables from records: metrics, spreads, comparisons, significance.
+"""Compute the numbers that tables show, from records: metrics, spreads, comparisons and tests.
 
 This folder may import `experiments`, `records` and `machine`.
 """

@@ -21,7 +21,7 @@ class FinalError(NamedTuple):
     def allowed(self, other: "FinalError") -> float | None:
         """Return the largest difference of two means with which the errors still count as the same.
 
-        It is None if one of the deviations is not known.
+        The result is None if one of the standard deviations is not known.
         """
         ours = self.deviation
         theirs = other.deviation
@@ -32,7 +32,7 @@ class FinalError(NamedTuple):
     def verdict(self, other: "FinalError") -> str:
         """Return "same" if the intervals mean +- deviation of both errors overlap, else "differs".
 
-        The verdict is empty if one of the deviations is not known.
+        The result is empty if one of the standard deviations is not known.
         """
         allowed = self.allowed(other)
         if allowed is None:
@@ -56,7 +56,7 @@ def final_errors(result: Result) -> list[float]:
 def final_error(result: Result) -> FinalError | None:
     """Return a row's error after the last epoch: the mean over seeds, or the published error.
 
-    The result also has the standard deviation, if it is known. It is None if the row has no error.
+    The result also has the standard deviation, if it is known. Return None if the row has no error.
     """
     if result.status == "published":
         error = result.values.get("top1_error")

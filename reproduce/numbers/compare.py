@@ -1,8 +1,8 @@
 """Compare the results of several sides, such as runs, with the first side, row by row.
 
-If it is fair, absolute numbers are compared: the two rows did the same work on the same machine.
-Otherwise each side's numbers are first divided by the numbers of a baseline row of the same side,
-and these ratios are compared.
+Absolute numbers are compared if two rows did the same work on the same machine. Otherwise each
+side's numbers are first divided by the numbers of a baseline row of the same side, and these ratios
+are compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from reproduce.numbers.significance import Decision, Rule, compare_samples
 from reproduce.numbers.sources import Side
 
 Verdict = Literal["better", "worse", "differs", "~", "too few", "untested", "disturbed"]
-Readings = Mapping[int, Reading]  # a row's reading on each side that has one, by the side's number
+Readings = Mapping[int, Reading]  # the number of a side -> the side's value (a reading) in one row
 Measured = tuple[Line, Readings]
 
 
@@ -70,7 +70,7 @@ class Comparison:
 def verdict(decision: Decision, metric: str) -> Verdict:
     """Return whether a decision of "higher" or "lower" is "better" or "worse" for this metric.
 
-    If it is not known which one is better, return "differs".
+    Return "differs" if it is not known whether higher or lower values are better.
     """
     if decision.outcome == "higher" or decision.outcome == "lower":
         wanted = better(metric)
@@ -92,10 +92,10 @@ def compare(  # noqa: PLR0913
 ) -> tuple[list[Comparison], list[str]]:
     """Return a comparison for each experiment in which two sides have numbers, and notes.
 
-    The notes are about the other experiments. They count the rows that only one side has, or name
-    the rows if `every` is true. Without a `metric`, an experiment is compared in the first metric
-    of `DEFAULTS` that two sides share. The baselines of speed-ups are looked for in `among` if it
-    is given, and otherwise in `lines`.
+    The notes are about all other experiments. The notes count the rows that only one side has, or
+    name these rows if `every` is true. Without a `metric`, an experiment is compared in the first
+    metric of `DEFAULTS` that two sides share. The baselines of speed-ups are looked for in `among`
+    if it is given, and otherwise in `lines`.
     """
     asked = _Asked(sides, rule, force, every)
     comparisons = []
@@ -128,7 +128,7 @@ def compare(  # noqa: PLR0913
 
 @dataclass(frozen=True)
 class _Asked:
-    """The arguments that all comparisons of a call have in common."""
+    """The arguments of `compare` that are the same for all experiments."""
 
     sides: Sequence[Side]
     rule: Rule
@@ -141,7 +141,7 @@ def _experiment(line: Line) -> str:
 
 
 def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
-    """Return each line with its readings: the values that the sides have in the metric."""
+    """Pair each line of the table with each side's value of the metric, if the side has a value."""
     measured: list[Measured] = []
     for line in lines:
         readings = {}
@@ -156,7 +156,7 @@ def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
 def _compare(
     asked: _Asked, measured: Sequence[Measured], bases: Sequence[Measured], metric: str
 ) -> Comparison:
-    """Compare an experiment in one metric. `bases` are the lines that can be baselines."""
+    """Compare an experiment in one metric. Lines in `bases` can be baselines (divisors)."""
     shared = [(line, readings) for line, readings in measured if len(readings) > 1]
     unfair = notes.unfair([line for line, _ in shared], metric)
     relative = metric == "speedup" or (bool(unfair) and not asked.force)

@@ -2,11 +2,11 @@
 
 Two rows have the same configuration if they agree in every field that both rows record. Fields that
 a run chooses itself (`CHOSEN`, a profiled balance) do not count. In addition, either both rows or
-none must be emulated, and the same engine must have run both.
+none must be emulated, and the same engine must have run both rows.
 
 A published row is also matched with rows whose `published` names it. If some of these rows have the
-same configuration as the published row, only they are matched. Otherwise all of them are matched,
-at any scale, and a note says what differs.
+same configuration as the published row, only these are matched. Otherwise all rows that name the
+published row are matched, at any scale, and a note says what differs.
 """
 
 import json
@@ -30,7 +30,7 @@ ALIASES = {"n": "partitions", "m": "chunks"}
 class Line:
     """A line of the comparison's table. It has at most one row of each side.
 
-    `entries` contains the rows by the number of their side.
+    `entries` maps the number of a side to the row of this side.
     """
 
     experiment: str
@@ -155,7 +155,7 @@ def _is_published(entry: Entry) -> bool:
 
 
 def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> None:
-    """Put a row on the line of the comparison that fits best, or on a new line."""
+    """Put a row on the line of the comparison that fits best, or on a new line if none fits."""
     best = None
     most = -1
     for line in lines:
@@ -183,7 +183,7 @@ def _likeness(one: Entry, other: Entry) -> int:
 def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
     """Put a published row on every line whose rows reproduce it.
 
-    If no line reproduces it, put the row on the line that fits best, or on a new line.
+    If no line reproduces the row, put the row on the line that fits best, or on a new line.
     """
     table = entry.result.experiment
     link = f"{table}/{entry.result.row}"

@@ -38,9 +38,9 @@ Numbers = Mapping[str, float]  # numbers by the names of rows
 class Reading:
     """A row's value of a metric: an exact number, or samples and the rounds they were measured in.
 
-    `middle` is the median of the samples. It is their mean if `mean` is true, and `typical` if that
-    is given, which happens in a comparison of pairs. `disturbed` says that other programs or
-    virtual machines used too much of the machine.
+    `middle` is the median of the samples, or the mean if `mean` is true. In a comparison of pairs,
+    `typical` is given, and `middle` is `typical`. `disturbed` says that other programs or virtual
+    machines used too much of the machine.
     """
 
     measurement: Measurement
@@ -91,8 +91,8 @@ class Reading:
 def throughput(result: Result, run: str = "") -> Reading | None:
     """Return a row's samples per second: one number for every step, or the recorded exact number.
 
-    Return None if the row has neither. `run` is the name of the run, which identifies the rounds of
-    the samples.
+    Return None if the row has no such numbers. `run` is the name of the run, which identifies the
+    rounds of the samples.
     """
     steps = result.samples.get("step_time")
     if not steps:
@@ -124,9 +124,9 @@ def epoch_throughput(result: Result) -> float | None:
 def speed_up(result: Result | None, base: Result | None) -> Reading | None:
     """Return a row's throughput divided by the throughput of another row of the same record.
 
-    It is None if one of the rows is None or has no throughput. Steps of one round ran close to each
-    other in time, so a ratio is computed for each round. If the two rows share no round, the
-    speed-up is the ratio of their medians, as an exact number.
+    The result is None if one of the rows is None or has no throughput. Steps of one round ran close
+    to each other in time, so a ratio is computed for each round. If the two rows share no round,
+    the speed-up is the ratio of their medians, as an exact number.
     """
     ours = None if result is None else throughput(result)
     theirs = None if base is None else throughput(base)
@@ -183,8 +183,9 @@ def over(reading: Reading, base: Reading) -> Reading:
 def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
     """Return a row's emulated throughput divided by its measured throughput.
 
-    It is None if one of the two is missing. The emulated throughput is taken from `here_time`, the
-    time of a step on this machine's own devices, without a described link between devices.
+    The result is None if one of the two is missing. The emulated throughput is taken from
+    `here_time`, the time of a step on this machine's own devices, without a described link between
+    devices.
     """
     steps = emulated.samples.get("here_time")
     theirs = None if measured is None else throughput(measured)
@@ -281,7 +282,7 @@ def _memory(peaks: Json, published: float | None) -> Reading | None:
 
 
 def _sampled(entry: Entry, metric: str) -> Reading | None:
-    """Return a row's samples of a metric, or None if the row has no samples of it."""
+    """Return a row's samples of a metric, or None if the row has no such samples."""
     result = entry.result
     names = ("step_time", "time") if metric == "time" else (metric,)
     for name in names:
@@ -300,7 +301,7 @@ def _sampled(entry: Entry, metric: str) -> Reading | None:
 
 
 def _valued(entry: Entry, metric: str) -> Reading | None:
-    """Return a row's value of a metric (of a list, the mean), or None if there is no value."""
+    """Return a row's value of a metric, the mean if it is a list, or None if there is no value."""
     values = entry.result.values
     unit = entry.record.unit.get(metric, "")
     if metric == "time":

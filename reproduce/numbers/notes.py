@@ -19,7 +19,7 @@ Sides = Sequence[Side]
 def unfair(lines: Lines, metric: str) -> list[str]:
     """Return the reasons why absolute numbers of a metric are not comparable.
 
-    The list is empty if they are comparable.
+    The list is empty if the numbers are comparable.
     """
     other_machines = False
     other_work = False
@@ -37,7 +37,7 @@ def unfair(lines: Lines, metric: str) -> list[str]:
 
 
 def other_differences(lines: Lines) -> list[str]:
-    """Return notes on further fields and versions in which matched rows differ."""
+    """Return notes on all other fields, and on the versions, in which matched rows differ."""
     fields: list[str] = []
     versions: dict[str, dict[str, None]] = {}
     for first, other in _pairs(lines):

@@ -26,7 +26,7 @@ from reproduce.numbers.metrics import Measurement
 
 Outcome = Literal["higher", "lower", "~", "too few", "untested", "disturbed"]
 Array = NDArray[numpy.float64]
-MOST_SAMPLES = 400  # of each side: the number of pairs grows quadratically
+MOST_SAMPLES = 400  # of each side, because the number of pairs grows quadratically
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,11 @@ class Decision:
     """The result of comparing `head` with `base`.
 
     `ratio` estimates head / base. It lies between `low` and `high` with a confidence of 1 - alpha.
-    The outcome '~' means that no real difference was found, which does not prove that there is
-    none. 'untested' means that both sides are exact numbers, which have a ratio but no spread.
-    'disturbed' means that the numbers of a side are no evidence, because other programs used the
-    machine. With 'too few', `needed` is the number of samples on each side that would be enough.
+    The outcome '~' means that no real difference was found. This does not prove that there is no
+    difference. 'untested' means that both sides are exact numbers, which have a ratio but no
+    spread. 'disturbed' means that the numbers of a side are no evidence, because other programs
+    used the machine. With 'too few', `needed` is the number of samples on each side that would be
+    enough.
     """
 
     outcome: Outcome
@@ -185,7 +186,7 @@ def _logs(side: Measurement) -> Array:
 
 
 def _thin(values: Array) -> Array:
-    """If there are very many samples, keep only every k-th sample.
+    """Keep only every k-th sample if there are too many samples.
 
     This is conservative, because fewer differences are significant with fewer samples.
     """

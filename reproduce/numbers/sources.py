@@ -43,7 +43,7 @@ class _Benchmark(Struct):
 class _File(Struct):
     benchmarks: list[_Benchmark]
     machine_info: dict[str, Json]
-    commit_info: dict[str, Json] | None = None  # has no "id" if it was not run in a checkout
+    commit_info: dict[str, Json] | None = None  # has no "id" outside a git checkout
     datetime: str = ""
     version: str | None = None
 
@@ -110,7 +110,7 @@ class Entry:
 
     @property
     def hardware(self) -> str | None:
-        """Return the name of a prediction's hardware description; None for other rows."""
+        """Return the name of the row's hardware description, if the row is predicted, else None."""
         if self.result.status != "predicted":
             return None
         return hardware_name(self.record, self.result)
@@ -120,9 +120,9 @@ class Entry:
 class Side:
     """The rows of one side of a comparison.
 
-    If several runs have the same row, the row is taken from the first record of `ranked` that has a
-    number for it. `superseded` is the number of rows that were not taken. `letter` is the side's
-    short name in tables. `name` is the name that the user gave.
+    If several runs have the same row, the row is taken from the first record, in the order of
+    `ranked`, that has a number for the row. `superseded` is the number of rows that were not taken.
+    `letter` is the side's short name in tables. `name` is the name that the user gave.
     """
 
     letter: str
@@ -156,7 +156,7 @@ def load_side(letter: str, name: str) -> Side:
 def _subfolders(path: Path) -> str:
     """Return a hint that names up to three folders below `path` that have records.
 
-    The hint is empty if there are none.
+    The hint is empty if no such folder has records.
     """
     inside = set()
     for file in path.rglob("*.json"):
@@ -169,7 +169,7 @@ def _subfolders(path: Path) -> str:
 
 
 def side_of(letter: str, name: str, records: Records) -> Side:
-    """Make a side of a comparison from records."""
+    """Make a side of a comparison, which holds the results to compare, from records."""
     experiments: dict[str, None] = {}
     count = 0
     for record in records:
@@ -226,7 +226,7 @@ def _from_counts(rows: dict[str, Json], where: str) -> Record:
 
 
 def _from_git(name: str) -> Iterator[Record]:
-    """Yield the records of a git revision that are in a folder, or the single record of a file."""
+    """Yield the records in a folder of a git revision, or the single record in a file."""
     here = Path()
     revision, _, place = name.partition(":")
     place = place or IN_REVISION

@@ -34,7 +34,7 @@ from torchgpipe.trace.layer import Layers
 
 Sizes = tuple[int, ...]
 
-IMAGE = (3, 224, 224)  # a sample's shape for torchvision's models, unless told otherwise
+IMAGE = (3, 224, 224)  # the default shape of a sample for torchvision's models
 
 
 class Paper(NamedTuple):
@@ -177,7 +177,7 @@ def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module,
 
 @dataclass(frozen=True)
 class Asked:
-    """The question which sizes of a model fit, with the training options and the devices."""
+    """The model, training options and devices for which the largest sizes are searched."""
 
     paper: Paper
     sizes: Sizes
@@ -194,7 +194,8 @@ def largest(
     """Return the largest sizes that fit, and the next larger sizes, which do not fit.
 
     The first result is None if no size fits. The second result is None if no size is known that
-    does not fit. The size number `axis` is doubled until the model does not fit, and then bisected.
+    does not fit. The size with index `axis` is doubled until the model does not fit, and then
+    bisected.
     """
     step = asked.paper.steps[axis]
     most = asked.paper.most[axis]
@@ -219,9 +220,10 @@ def largest(
 
 
 def tell_largest(asked: Asked, axis: int, tell: Callable[..., None]) -> None:
-    """Print the largest model for naive model parallelism and for a pipeline.
+    """Print the largest model that fits, for naive model parallelism and for a pipeline.
 
-    Only size number `axis` grows. `tell` is the function that prints, `click.echo`.
+    To make the model larger, only one of its sizes is increased: the size with index `axis`. `tell`
+    is the function that prints, such as `click.echo`.
     """
     name = asked.paper.name
     tell(

@@ -56,7 +56,7 @@ def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
     """Predict the emulated rows of a run from a hardware description, or from layers timed here.
 
     If `hardware` is a device, the layers are timed on this device with the run's largest
-    micro-batch. Other devices are idle meanwhile, like in emulation.
+    micro-batch. All other devices are idle during this timing, like in an emulation.
     """
     rows = [row for row in record.results if row.status == "emulated"]
     largest: dict[SizedModel, int] = {}  # the most samples in a micro-batch of each model
@@ -182,7 +182,8 @@ def _speed(
 def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
     """Predict every device's peak memory with today's PyTorch.
 
-    The result is empty for a pipeline without portals, because its memory cannot be predicted.
+    The result is empty for a pipeline without portals, because the memory of such a pipeline cannot
+    be predicted.
     """
     setup = setup_of(config, len(counts))
     if not setup.portals:

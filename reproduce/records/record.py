@@ -7,8 +7,7 @@ JSON file that contains everything needed to read it later. Its requirements:
   is read. (Records of `benchmarks` contain summaries of samples, see `docs/results.md`.)
 - A record is replaced atomically: if the program is killed, either the old or the new file exists.
 - Files of older versions can be read, see `reproduce/records/upgrade.py`.
-- If a file is broken, or is not a record, it is refused with one line that says what is wrong and
-  where.
+- If a file is broken, or is not a record, an error says in one line what is wrong and where.
 """
 
 import json
@@ -66,7 +65,7 @@ Fields = dict[str, Json]
 
 
 class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The result of one row of an experiment: numbers, or the reason why there are no numbers."""
+    """The result of one row (training run) of an experiment: numbers, or why there are none."""
 
     experiment: str  # or the published table's id
     row: str
@@ -100,7 +99,7 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     def disturbed(self) -> bool:
         """Return whether other programs used too much of the machine in a round of the row's steps.
 
-        If this is not known, the row does not count as disturbed.
+        Return false if this is not known.
         """
         shares = {}
         for name in LIMITS:
@@ -169,7 +168,7 @@ def load(path: Path) -> Record:
 
 
 def ranked(records: Iterable[Record], experiment: str) -> list[Record]:
-    """Return the records that have rows of an experiment, sorted, with the one to show first.
+    """Return the records that have rows of an experiment. The record to show first comes first.
 
     Finished runs come first, then records with more undisturbed rows, then records with more
     successful rows, then newer records. All pages use this order.
@@ -282,8 +281,8 @@ def rounded(value: Json, digits: int) -> Json:
 def _format(value: Json, indent: str = "") -> str:
     """Format JSON so that people and `diff` can read it.
 
-    Flat lists, and values that fit in a line, are written on one line. Other values have one line
-    for each item.
+    Flat lists, and values that fit in a line, are written on one line. All other values have one
+    line for each item.
     """
     line = json.dumps(value, allow_nan=False)
     if not _nested(value) or len(indent + line) <= WIDTH:
@@ -335,7 +334,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def hardware_name(record: Record, result: Result) -> str | None:
     """Return the name of the hardware description with which a row was predicted.
 
-    It is the name in the row or, if the row has none, the name in the row's record.
+    The row contains the name. If it does not, the name in the row's record is returned.
     """
     described = record.hardware or {}
     name = result.hardware or described.get("name")

@@ -2,9 +2,9 @@
 
 `reproduce.regression.job` runs this module as a separate program. A *side* is a process that uses
 the package in one folder. Everything else in the process belongs to this program. A *way* is a side
-together with the arguments that are sent to it. For each case of each restart, the program prints a
-line of JSON with the samples of each way. The i-th samples of all ways were taken one after
-another.
+together with the arguments that are sent to the side. For each case of each restart, the program
+prints a line of JSON with the samples of each way. The i-th samples of all ways were taken one
+after another.
 
 - Only one way runs at a time. The order of a case's rounds is random: for ways A and B, it is ABBA
   or BAAB. So a disturbance of a tenth of a second slows all ways down. The order in which sides
@@ -73,7 +73,7 @@ def interleave(  # noqa: PLR0913
                 sides[i] = stack.enter_context(start(i))
             for case, ways in list(running.items()):
                 unable = _warm_up(ways, sides, draw)
-                if unable and restart:  # it could run it at the first restart, so this is an error
+                if unable and restart:  # the case ran before, so this is an error
                     way, why = next(iter(unable.items()))
                     raise _no_longer(case, way, why)
                 if unable:
@@ -148,7 +148,7 @@ def fork(folder: Path, package: str, maker: str) -> Iterator[Connection]:
 
 
 def _serve(_: int, link: Connection, folder: Path, package: str, maker: str) -> None:
-    """Answer requests until the connection is closed."""
+    """Answer requests that arrive over the connection `link`, until it is closed."""
     os.dup2(2, 1)  # stdout is for the job's lines, not for what the package prints
     sys.path.insert(0, str(folder))
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
 """Run `reproduce.regression.interleave` on two source trees, and collect the printed results.
 
-Forked processes share the memory layout and the hash seed of their parent process. By chance, these
-can favour one of the two versions. So several parent processes run one after another, each for a
-few restarts.
+Forked processes share the memory layout and the hash seed of their parent process. By chance, the
+layout and the seed can favour one of the two versions. So several parent processes run one after
+another, each for a few restarts.
 """
 
 import contextlib
@@ -48,7 +48,8 @@ class Settings:
 class Samples:
     """The measurements of a case: seconds per step, the clock, and why a side cannot run the case.
 
-    There is a list of samples for each restart. The i-th samples of both sides are a pair.
+    The two sides are the compared versions. There is a list of samples for each restart. The i-th
+    samples of both sides are a pair.
     """
 
     base: list[list[float]] = field(default_factory=list)

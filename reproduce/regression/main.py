@@ -2,13 +2,14 @@
 
 Samples of one process are not independent: if a process happens to be faster than another, all of
 its samples are faster. So each restart gives one number: the median of head / base over its pairs
-of samples. The rank test compares these numbers. Their geometric mean over all cases is tested in
-the same way. It is less noisy than a single case, and shows a change that slows all cases down.
+of samples. The rank test compares these numbers. The geometric mean of these numbers over all cases
+is tested in the same way. This mean is less noisy than a single case, and shows a change that slows
+all cases down.
 
 There are two families of cases: those timed by CPU time, and those timed by wall clock, which show
 whether devices work at the same time. Each family has its own table and its own mean. Alpha is the
-risk of a false alarm in all tests of a family together. Each test gets an equal share of this risk,
-by the number of tests in the larger family (Bonferroni).
+risk of a false alarm in all tests of a family together. For each test, this risk is divided by the
+number of tests in the larger family (Bonferroni correction).
 """
 
 import contextlib
@@ -67,7 +68,7 @@ class Judgement:
 
 
 def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
-    """Compare head with base in every case and in each family of cases.
+    """Compare the new code (head) with the old code (base) in every case and family of cases.
 
     `rule.alpha` is the risk over all tests of a family.
     """
@@ -131,7 +132,7 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, tell: Te
         git = None if tree.commit is None else Git(tree.commit, tree.dirty)
         of_tree = replace(run, git=git)
         record = Record(tree.name, tree.name, "measured", {}, [], run=of_tree)
-        # This is a side like `compare` loads it, but without rows, because the comparison contains
+        # A side holds one version's results. This side has no rows, because the comparison contains
         # the times.
         sides.append(Side(letter, tree.name, [], [record]))
     parts = families(settings.cases).items()

@@ -1,6 +1,6 @@
-"""Time the cases of a project. The file of the cases is loaded by its path, for both sides.
+"""Time the cases of a project. The file with the cases is loaded by its path.
 
-So both sides run the same file.
+So both compared versions of the package run the same file.
 """
 
 import os
@@ -27,9 +27,9 @@ class Case:
     """A case: the work that is timed.
 
     `prepare()` imports the package, makes everything that a step needs, and returns the step. A
-    sample is the mean of `steps` consecutive steps. It is measured in CPU time on one core. If it
-    has to show whether devices work at the same time, it is measured in wall-clock time on two
-    cores.
+    sample is the mean of `steps` consecutive steps. A sample is measured in CPU time on one core.
+    If the case has to show whether devices work at the same time, a sample is measured in
+    wall-clock time on two cores.
     """
 
     name: str
@@ -81,8 +81,8 @@ class Timed:
     def __call__(self) -> float:
         """Run a sample, and return its seconds per step."""
         if self.cores:
-            # This sets the cores of this thread. Worker threads inherit them when the first sample
-            # starts them.
+            # This pins the current thread to its cores (CPU affinity). The first sample starts the
+            # worker threads, which inherit these cores.
             os.sched_setaffinity(0, self.cores)
         began = self.now()
         for _ in range(self.case.steps):

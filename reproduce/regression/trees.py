@@ -140,7 +140,7 @@ def _terminable() -> Iterator[None]:
     ours = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
         handler = signal.getsignal(number)
-        if handler is not signal.SIG_IGN:  # as `nohup` has it
+        if handler is not signal.SIG_IGN:  # `nohup` sets SIG_IGN
             ours[number] = handler
     for number in ours:
         signal.signal(number, end)

@@ -104,7 +104,7 @@ def _published(source: Source) -> Stacks:
 
 
 def _ablated(subject: Subject) -> bool:
-    """Return whether the rows switch different components of the pipeline on (an ablation)."""
+    """Return whether rows differ in the enabled components of the pipeline (an ablation)."""
     components = set()
     for config in subject.rows.values():
         if "components" in config:
@@ -113,7 +113,7 @@ def _ablated(subject: Subject) -> bool:
 
 
 def _over_first(subject: Subject, source: Source, metric: str) -> dict[str, float]:
-    """Return a metric of each row. If `ABLATED` says so, it is relative to the first row."""
+    """Return a metric of each row, relative to the first row if `ABLATED` says so."""
     readings = subject.readings(source, "speedup" if metric == "throughput" else metric)
     first = readings.get(next(iter(subject.rows)))
     values = {}

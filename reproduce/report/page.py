@@ -96,12 +96,12 @@ def _template() -> jinja2.Template:
 
 
 def _has_other_numbers(subject: Subject) -> bool:
-    """Return whether a subject has numbers that were not published, but run or predicted."""
+    """Return whether a subject has numbers from other sources than publications."""
     return any(source.kind != "published" for source in subject.sources)
 
 
 def _section(subject: Subject) -> dict[str, Any]:
-    """Return what the template needs to show a subject, a published table or an experiment."""
+    """Return the values with which the template shows a published table or an experiment."""
     runs = {}
     for source in subject.sources:
         if source.kind in RUN and subject.name in EXPERIMENTS:
@@ -150,7 +150,7 @@ def _value(value: object) -> str:
 
 
 def _origin(record: Record) -> tuple[tuple[str, str], ...]:
-    """Return a key. Records with equal keys are listed under one description in the page."""
+    """Return a key of a record. Records with equal keys share one description in the page."""
     return tuple(provenance(record).items())
 
 
@@ -204,7 +204,7 @@ def _gpu(gpu: Gpu) -> str:
 
 
 def _listed(fields: Mapping[str, object] | None) -> str:
-    """Return fields and their values in one line, without fields whose value is None."""
+    """Return fields and their values in one line. Leave out fields without a value (None)."""
     parts = []
     for name, value in (fields or {}).items():
         if value is not None:

@@ -46,7 +46,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A subject of the report: an experiment, or a published table without one, and its sources.
+    """An experiment, or a published table that no experiment reproduces, and sources of numbers.
 
     There is at least one source, which contains the results of one record.
     """
@@ -68,7 +68,7 @@ class Subject:
         return len(models) > 1
 
     def find(self, source: Source, row: str) -> Entry | None:
-        """Return the result of a source that has the row's name or reproduces the row, or None."""
+        """Return the source's result that has the row's name or reproduces the row, or None."""
         link = None if source.kind == "published" else f"{self.table}/{row}"
         for result in source.results:
             if result.row == row or (link and result.published == link):
@@ -76,7 +76,7 @@ class Subject:
         return None
 
     def readings(self, source: Source, metric: str) -> dict[str, Reading]:
-        """Return a source's values of a metric, by row. Rows without a value are left out.
+        """Return a metric's value in each row of a source. Rows without a value are left out.
 
         The baseline of speed-ups is the first row. If there are several models, each row names its
         own baseline.
@@ -164,7 +164,7 @@ def _predicted(experiment: str, records: Sequence[Record]) -> Iterator[Source]:
 
 
 def _run(experiment: str, records: Sequence[Record]) -> list[Source]:
-    """Return the sources of an experiment that are measured or emulated, in order of time."""
+    """Return an experiment's runs, measured and emulated, as sources of numbers, oldest first."""
     best: dict[object, Source] = {}
     measured = [record for record in records if record.kind == "measured"]
     for record in ranked(measured, experiment):
@@ -176,12 +176,12 @@ def _run(experiment: str, records: Sequence[Record]) -> list[Source]:
 
 
 def _how(result: Result) -> tuple[object, ...]:
-    """Return a key. Results of one record with equal keys belong to the same source."""
+    """Return a key of a result. In one record, results with equal keys belong to one source."""
     return result.scale, result.device, result.emulated, result.engine
 
 
 def _source(record: Record, results: list[Result]) -> Source:
-    """Make a source of results of one record that ran in the same way."""
+    """Make a source from results of one record that all ran in the same way."""
     first = results[0]
     kind: Literal["emulated", "measured"] = "emulated" if first.emulated else "measured"
     label: str = kind
@@ -253,7 +253,7 @@ def side_by_side(subject: Subject) -> SideBySide:
 
 
 def _fields(subject: Subject) -> dict[str, Texts]:
-    """Return the columns of the configuration fields that any row has, with a dash for None."""
+    """Return a column for each configuration field of any row. A dash stands for None."""
     fields = {}
     for name, heading in FIELDS.items():
         texts = {}

@@ -26,7 +26,7 @@ class _Name(Struct, tag_field="ph", tag="M"):
 
 
 class _Start(Struct, tag_field="ph", tag="s"):
-    """The start of an arrow in the trace. `_End` is the end of an arrow. Both are ignored here."""
+    """The start of an arrow in a trace; `_End` is its end. This module ignores all arrows."""
 
 
 class _End(Struct, tag_field="ph", tag="f"):

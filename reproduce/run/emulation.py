@@ -6,8 +6,8 @@ Then the schedule of n devices is replayed with these times. So outputs and grad
 only the overlap of devices is computed. This method is called trace-driven simulation.
 
 The emulation does not consider how devices slow each other down: they share memory bandwidth and
-the GIL, and it takes time to pass a tensor to the next device. `docs/prediction.md` says how much
-this is.
+the GIL, and it takes time to pass a tensor to the next device. `docs/prediction.md` says how large
+these effects are.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torchgpipe.plan.replay import Costs, Timeline, replay
 from torchgpipe.tensors.observe import Kind, Task
 from torchgpipe.timeline.stopwatch import Mark
 
-MOST_EXECUTED = 4  # micro-batches to run per step; the others are assumed to take as long
+MOST_EXECUTED = 4  # micro-batches to run per step; all other micro-batches get the same times
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Emulation:
         """Run one more step, with one task at a time, and return the times of the step."""
         training = self.training
         device = training.devices[0]
-        one_thread = replace(self.devices, threads=1)  # else a task's CPU time would lack the rest
+        one_thread = replace(self.devices, threads=1)  # else CPU time is incomplete
         with one_thread.in_use():
             self.devices.synchronize()
             started = Mark(device)
@@ -280,7 +280,7 @@ class Link:
 
     The times come from a hardware description. `papers` contains the rows of the published model,
     by name. If `papers` is given, the ratio of a copy's time to a forward's time is the ratio of
-    the published model. Otherwise copies would be too cheap or too expensive: a smaller model
+    the published model. Without this, copies are too cheap or too expensive: a smaller model
     computes less for each byte that it copies, and a CPU core computes less than a GPU.
     """
 
@@ -316,7 +316,7 @@ class Link:
         return [seconds * share for seconds in boundaries], scaled_skips
 
     def _published(self, row: Row) -> Row:
-        """Return the published row with the same name or, if there is none, the first one.
+        """Return the published row with the same name; if there is none, the first published row.
 
         If there are no published rows, return the row itself.
         """

@@ -1,4 +1,4 @@
-"""Run an experiment: call the functions for the quantity that the experiment measures."""
+"""Run an experiment of any kind: on speed, on memory, on accuracy, or an ablation."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple

@@ -8,15 +8,16 @@ import torch
 
 from reproduce.error import Error
 
-# Parts of messages of errors by the CPU allocator, the CUDA driver and CUDA libraries. They raise a
-# plain RuntimeError if there is not enough memory.
+# Parts of error messages for too little memory. The CPU allocator, the CUDA driver and CUDA
+# libraries raise a plain RuntimeError with such a message.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 
 class Failure(NamedTuple):
     """The status of a row that failed, and the reason.
 
-    It does not refer to the exception, because the exception keeps frames and their tensors alive.
+    A `Failure` does not refer to the exception, because an exception keeps frames and their tensors
+    alive.
     """
 
     status: Literal["out of memory", "failed"]

@@ -19,7 +19,7 @@ from reproduce.run.session import Session
 
 @dataclass(frozen=True, eq=False)
 class PlannedTask:
-    """A row to run, and how to run it: it is measured with an engine, or emulated.
+    """A row (training settings) to run, and the way: measured with an engine, or emulated.
 
     `before` contains the samples of an earlier run that was interrupted and that is now continued.
     """
@@ -69,7 +69,7 @@ class PlannedTask:
 class Group(NamedTuple):
     """A group of rows that are compared with each other, with its time limit in seconds.
 
-    The rows run alternately, so that slow phases of the machine affect all of them.
+    The rows run alternately, so that slow phases of the machine affect all rows of the group.
     """
 
     name: str
@@ -158,7 +158,7 @@ def remaining(session: Session, group: Group) -> list[PlannedTask]:
 
 
 def _is_done(task: PlannedTask, found: Result) -> bool:
-    """Return whether a row that was timed is finished. The last step measures its utilization."""
+    """Return whether a timed row is finished: with its utilization, or a reason why it has none."""
     if task.engine in TORCH_ENGINES:
         return True  # PyTorch's own schedules have no utilization
     return "bubble" in found.values or "utilization_problem" in found.values

@@ -18,9 +18,10 @@ class LiveBytes:
     """A counter of the bytes of live tensors on each (emulated) device, now and at the peak.
 
     A storage counts once, with all its bytes, from the time when it is first seen until it is
-    freed. It belongs to the device that is given to `add`, or to the device of the task that made
-    it. If a storage is made outside of tasks, such as an optimizer's state, it belongs to the
-    device of the first known tensor from which it was made.
+    freed. A storage that was passed to `add` belongs to the device that was given to `add`. A
+    storage that a task made belongs to the device of the task. A storage that was made outside of
+    tasks, such as an optimizer's state, belongs to the device of the first known tensor from which
+    it was made.
     """
 
     def __init__(self, devices: int) -> None:

@@ -50,7 +50,7 @@ class Progress:
         self.clock = clock
         self.jobs: dict[str, Job] = {}
         self.current: tuple[str, float] | None = None
-        self.limits: dict[str, float] = {}  # the seconds that a group may take
+        self.limits: dict[str, float] = {}  # the time limits of groups in seconds
         self.ends: dict[str, float] = {}  # the latest end time of a group that has begun
         self.bar: tqdm[Any] | None = None
         self.shown_at: float | None = None
@@ -58,7 +58,7 @@ class Progress:
     def plan(
         self, job: str, steps: int, guess: float, group: str = "", limit: float = math.inf
     ) -> None:
-        """Expect `steps` steps of a job.
+        """Tell the display that a job will run `steps` steps.
 
         The job can belong to a group, which ends at most `limit` seconds after it has begun.
         """
@@ -66,7 +66,7 @@ class Progress:
         self.limits[group] = limit
 
     def finish(self, name: str, steps: int | None = None) -> None:
-        """Expect `steps` fewer steps of a job or of a group's jobs; by default, no more steps."""
+        """Expect `steps` fewer steps of a job or of a group's jobs. By default, expect no steps."""
         for job, planned in self.jobs.items():
             if name in (job, planned.group):
                 planned.left = 0 if steps is None else max(0, planned.left - steps)
@@ -115,7 +115,7 @@ class Progress:
         return seconds / sum(job.guess for job in done)
 
     def _seconds_of_limit(self, group: str) -> float:
-        """Return the largest number of seconds that a group may still take."""
+        """Return how many seconds are left until a group of jobs reaches its time limit."""
         if group not in self.ends:
             return self.limits[group]
         return max(0.0, self.ends[group] - self.clock())

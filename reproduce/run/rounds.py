@@ -23,7 +23,7 @@ class Rounds:
         """Store how much other programs used the machine in a round; empty if it is not known.
 
         If the usage is not known for the rounds directly before, these rounds were too short to
-        measure it. They get the same value.
+        measure the usage. These rounds get the same value.
         """
         self.shares[number] = {}
         for earlier, known in self.shares.items():
@@ -75,7 +75,7 @@ class Rounds:
 
 def _remove_steps(steps: Steps, numbers: list[int], kept: set[int]) -> None:
     """Remove the steps whose round is not in `kept`. `numbers` has the round of each step."""
-    last_first = reversed(range(len(numbers)))  # so that a removal does not move what follows
+    last_first = reversed(range(len(numbers)))  # so that a removal does not move later items
     for i in last_first:
         if numbers[i] not in kept:
             del steps.runs[i]

@@ -84,8 +84,8 @@ class Session:
         """Return the link that gives the times of the row's copies in an emulation, or None.
 
         None means that copies take no time. The link is made from the user's hardware description.
-        If the user gave none, it is made from the description of GPUs like the ones of this machine
-        or, if there is none, from the description that the row names.
+        If the user gave no description, the description of GPUs like this machine's GPUs is used.
+        If there is no such description either, the description that the row names is used.
         """
         own = own_links(self.devices)
         name = self.hardware.name if self.hardware is not None else own or row.link
@@ -113,7 +113,7 @@ class Session:
         self.progress.finish(self.job(name), steps)
 
     def result(self, row: Row, **fields: Any) -> Result:
-        """Return a result for `row` with these fields. By default, it is measured, with threads."""
+        """Return a result for `row` with the given fields, by default as measured with threads."""
         found = Result(
             experiment=self.experiment.name,
             row=row.name,

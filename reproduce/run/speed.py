@@ -30,11 +30,10 @@ from reproduce.run.timed import MeasuredSteps, time_step, watch, watched
 from reproduce.run.training import FakeData, Training, work_of
 from reproduce.run.turns import turns
 
-# If measuring a row would take more than this share of its group's time limit, the row is only
-# emulated.
+# If measuring a row takes more than this share of its group's time limit, the row is only emulated.
 LARGEST_SHARE = 0.25
-# Because disturbed rounds are run again, there can be more rounds than were asked for, but at most
-# this many times as many.
+# Because disturbed rounds are run again, there can be more rounds than were asked for. The factor
+# between both numbers is at most `MOST_ROUNDS`.
 MOST_ROUNDS = 2
 # If the first round of a group takes longer than these seconds, a table is shown after this round.
 PREVIEW_AFTER = 10.0
@@ -78,9 +77,9 @@ def _unmeasured(session: Session, row: Row, engine: Engine) -> Result:
 def run_speed(session: Session) -> Iterator[GroupDone]:
     """Run the groups of rows one after another.
 
-    After the first round of a group that takes long, yield the group's name and False, and at its
-    end, yield its name and True. If a row ran out of memory, it runs again afterwards, without the
-    other rows of its group.
+    If the first round of a group takes long, yield the group's name and False after this round. At
+    the end of a group, yield its name and True. If a row ran out of memory, it runs again at the
+    end, without the other rows of its group.
 
     If the run continues after an interruption, finished groups are kept. The next group continues
     with the same balances. If one of its rows has no undisturbed result, the group starts again.
@@ -319,13 +318,13 @@ class _GroupRun:
         session.progress.stop()
 
     def _fail(self, task: PlannedTask, failure: Failure) -> None:
-        """Record a row's failure. If it ran out of memory, remember it, as it may fit alone."""
+        """Record a row's failure. Remember rows that ran out of memory: they may fit alone."""
         session = self.session
         reason = failure.reason
         if failure.status == "out of memory":
             self.out_of_memory.append(task)
             if task.emulated:
-                with suppress(Exception):  # without the count, it is still out of memory
+                with suppress(Exception):  # the failure is recorded even if this count fails
                     reason = f"out of memory: {memory_needed(task.row)}"
         session.put(task.row, **task.kind, status=failure.status, reason=reason)
         session.finish(task)

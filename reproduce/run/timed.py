@@ -31,11 +31,11 @@ def _watch_nothing() -> Watched:
 
 
 class MeasuredSteps:
-    """The measured steps of a row on its devices.
+    """The training steps of one row that are measured on the row's devices.
 
-    `timed` runs a step and returns its seconds and its loss. `watch` runs one or more further
-    steps, which are not timed. It returns the utilization, or why it is not known. `losses` has the
-    losses of all steps, including steps that were removed from `runs`.
+    `timed` runs a step and returns its time in seconds and its loss. `watch` runs more steps, which
+    are not timed. It returns the utilization of the devices, or the reason why it is not known.
+    `runs` has the times and losses. Steps can be removed from `runs`, but not from `losses`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ def watch(training: Training, devices: Devices) -> Watched:
 def watched(
     run: Callable[[], Timeline], driver: Callable[[], list[float]] | None = None
 ) -> Watched:
-    """Return the same values as `watch`, given functions that measure them.
+    """Return the same values as `watch`, with given functions that measure these values.
 
     `run` runs a step and returns its timeline. If `driver` is given, the utilization is the result
     of `driver`. Otherwise it is computed from the timeline.

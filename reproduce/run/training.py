@@ -32,9 +32,10 @@ T = TypeVar("T")
 
 
 class FakeData:
-    """A source of random mini-batches that are drawn only once.
+    """Random mini-batches that are drawn only once, and that all rows share.
 
-    Each row gets the first samples of them. So rows of all batch sizes share the same tensors.
+    A row gets as many samples as its batch size, from the start of the drawn tensors. So rows of
+    all batch sizes share memory.
     """
 
     def __init__(self, rows: Sequence[Row], seed: int) -> None:
@@ -64,7 +65,7 @@ class FakeData:
 
 
 def _kind_of_data(row: Row) -> Hashable:
-    """Return a key of everything that determines the row's samples, except their number."""
+    """Return a key that is equal for rows with equal samples, except for the number of samples."""
     return MODELS[row.model].sample, row.input_shape, row.num_classes
 
 
@@ -104,7 +105,7 @@ class Balancer:
 
 
 def _equal_layers(layers: int, partitions: int) -> Balance:
-    """Return a balance of equally many layers. Some of the first partitions can have one more."""
+    """Return a balance of equally many layers. Some first partitions can have one more layer."""
     each, more = divmod(layers, partitions)
     larger = [each + 1] * more
     smaller = [each] * (partitions - more)
@@ -112,11 +113,11 @@ def _equal_layers(layers: int, partitions: int) -> Balance:
 
 
 def _profiled_samples(row: Row) -> int:
-    """Return the number of samples with which the row's model is profiled."""
+    """Return how many samples are used to profile the row's model."""
     samples = row.micro_batch_size or 1
     if row.equal == "batch":
-        # These rows share a balance. A quarter of the batch is between their largest and smallest
-        # micro-batch sizes.
+        # Rows at equal batch size share a balance. A quarter of the batch is between the largest
+        # and the smallest micro-batch sizes of these rows.
         samples = math.ceil(row.batch_size / 4)
     return min(samples, PROFILE_SAMPLES, row.batch_size)
 

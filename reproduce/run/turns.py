@@ -11,10 +11,10 @@ Way = TypeVar("Way")
 def turns(
     steps: Mapping[Way, Callable[[], T]], rounds: int, draw: random.Random
 ) -> Iterator[dict[Way, list[T]]]:
-    """Run a step of each way to do something in each round; yield all samples after each round.
+    """In each round, run one step of each way to do something; then yield all samples.
 
     Rounds come in pairs: the first round has a random order, and the second round has the reverse
-    order. So no way is favoured by its place in the order.
+    order. So the order favours none of the ways.
     """
     ways = list(steps)
     samples: dict[Way, list[T]] = {way: [] for way in ways}

@@ -67,7 +67,7 @@ def _reached(rows: Rows) -> Table:
 
 
 def _notes(rows: Rows) -> Notes:
-    """Return notes on what the rows have in common, and on the meaning of the error columns."""
+    """Return notes on what the rows have in common, and on what the error columns mean."""
     seeds = []
     baselines = {}
     for result in rows:

@@ -79,7 +79,7 @@ def _about_times(record: Record) -> Iterator[str]:
     if run is None or run.device != "cpu":
         return
     emulated = False
-    known = False  # whether the run recorded how busy others kept the machine
+    known = False  # whether the run recorded how busy other programs kept the machine
     for result in record.results:
         if result.status == "emulated":
             emulated = True
@@ -104,7 +104,7 @@ def written_records(
 ) -> str:
     """Return the tables of records as text or Markdown, or their numbers as CSV or JSON.
 
-    If `made` is given, it has other tables, which replace the tables of the records.
+    If `made` is given, its tables replace the tables of the records.
     """
     text = ""
     pages: list[str] = []

@@ -38,7 +38,7 @@ def compared(  # noqa: PLR0913
     force: bool,
     every: bool,
 ) -> tuple[str, Error | None]:
-    """Return the comparison as text, and the error that a check for regressions raises, or None.
+    """Return the comparison as text, and the error of a check for regressions (or None).
 
     The arguments are the arguments of the command.
 
@@ -164,8 +164,8 @@ def _about(side: Side) -> Iterator[str]:
 def _table(comparison: Comparison, sides: Sides) -> Table:
     """Return the table of a comparison.
 
-    If there are two sides, ratios have their own columns. If there are more sides, the ratio of a
-    side is in the same cell as its number.
+    If there are two sides, ratios have their own columns. If there are more sides, a cell has the
+    number of a side and also the ratio of this side.
     """
     headings = ["row", *(side.letter for side in sides)]
     if len(sides) == 2:
@@ -212,8 +212,8 @@ def _mean_line(comparison: Comparison, sides: Sides) -> list[str]:
 def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -> list[str]:
     """Return a row of the comparison's table.
 
-    `numbers` has a cell for each side. `ratios` has the cells of the ratio of each side except the
-    first side.
+    `numbers` has a cell for each side. `ratios` has a list of cells for each side except the first
+    side.
     """
     if len(numbers) == 2:
         return [label, *numbers, *ratios[0]]

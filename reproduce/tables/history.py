@@ -27,7 +27,7 @@ NAMING = ("metric", "kind", "name", "scale", "device", "engine")  # the fields t
 
 
 class Line(Struct, frozen=True):
-    """The numbers of a revision on a machine. `date` is the date of the commit."""
+    """A line of a history file: numbers of a revision on a machine, and the commit's `date`."""
 
     git: Git
     date: str
@@ -52,8 +52,8 @@ def line_of(names: Sequence[str]) -> Line:
                 gits[record.run.git] = None
                 machines.add(_described(record.run.machine))
             else:
-                # Counts and predictions do not name their revision. If they are in a file, they are
-                # taken to be of the revision that is checked out.
+                # Counts and predictions do not name their revision. If the numbers are in a file,
+                # we assume that they come from the revision that is checked out.
                 gits[checkout(Path()) if in_file else None] = None
     machines = machines or {"any machine"}
     numbers = list(_kept(records))
@@ -79,7 +79,7 @@ def _described(machine: Machine) -> str:
 
 
 def _kept(records: Sequence[Record]) -> Iterator[Number]:
-    """Yield the numbers of the records that a history keeps, without fields that are None."""
+    """Yield the numbers of records to keep in a history file, without fields that are None."""
     for entry in side_of("", "", records).entries:
         for number in of_entry(entry):
             if number["kind"] not in KINDS or number.get("disturbed", True):
@@ -91,7 +91,7 @@ def _kept(records: Sequence[Record]) -> Iterator[Number]:
 def read_history(
     content: bytes, where: str, tell: Callable[[Error], object]
 ) -> Iterator[tuple[bytes, Line | None]]:
-    """Yield each line of a history in two forms: as it is in the file, and as a `Line`.
+    """Yield each line of a history file in two forms: as bytes, and as a `Line`.
 
     If a line is broken, yield None instead of the `Line`, and call `tell` with the error.
     """
@@ -115,10 +115,10 @@ def _check(line: Line, where: str) -> None:
 
 
 def added(content: bytes, line: Line, where: str, tell: Callable[[str], object]) -> bytes:
-    """Return the content of a history with the line at its end.
+    """Return the content of a history file with the new line at its end.
 
-    If the history already has numbers of the same revision and machine, they are moved into this
-    line, except numbers that the line replaces.
+    If the history already has numbers of the same revision and machine, these numbers are moved
+    into the new line, except numbers that the new line replaces.
     """
 
     def tell_kept(error: Error) -> None:
@@ -152,7 +152,7 @@ def added(content: bytes, line: Line, where: str, tell: Callable[[str], object])
 
 
 def name_of(number: Number) -> str:
-    """Return a number's name, which is unique among the numbers of its line."""
+    """Return a name for a number. All numbers of a history line have different names."""
     parts = [f"{number['experiment']} {number['row']}"]
     for field in NAMING:
         value = number.get(field, "threads")
@@ -164,7 +164,7 @@ def name_of(number: Number) -> str:
 def smaller_is_better(line: Line) -> list[dict[str, Json]]:
     """Return the numbers in the format that github-action-benchmark calls `customSmallerIsBetter`.
 
-    Numbers of which more is better, such as speed-ups, are left out.
+    Numbers that are better if they are larger, such as speed-ups, are left out.
     """
     numbers = []
     for number in line.numbers:

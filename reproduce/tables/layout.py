@@ -17,8 +17,8 @@ GiB = BYTES["GiB"]
 def number(value: float | Reading) -> str:
     """Format a number with three significant digits, or as an integer: 0.850, 12.0, 4,224.
 
-    If the value is a reading (samples of a metric), their median or mean is formatted. A disturbed
-    reading gets a mark.
+    If the value is a reading (samples of a metric), the median or mean of the samples is formatted.
+    A mark is added if other programs disturbed the measurement.
     """
     if isinstance(value, Reading):
         return number(value.middle) + value.mark
@@ -35,7 +35,7 @@ def number(value: float | Reading) -> str:
 def ratio(value: float | Reading) -> str:
     """Format a ratio like `number`, but with two decimals between 0.1 and 1.
 
-    So 0.85 fits in a column with 1.25.
+    For example, 0.85 and 1.25 in one column both have two decimals.
     """
     if isinstance(value, Reading):
         return ratio(value.middle) + value.mark
@@ -55,7 +55,7 @@ def reading_text(reading: Reading) -> str:
 
 
 def with_quartiles(reading: Reading, write: Callable[[float], str] = number) -> str:
-    """Format a reading's median or mean and any quartiles, such as `12.0 (11.8-12.3)`."""
+    """Format a reading (samples of a metric) with any quartiles, such as `12.0 (11.8-12.3)`."""
     text = write(reading.middle) + reading.mark
     quartiles = reading.quartiles
     if quartiles is None:
@@ -183,7 +183,7 @@ def table(
 ) -> Table:
     """Make a table. Columns that are empty in every row are left out, and so are empty notes.
 
-    If a cell has the mark of a disturbed reading, a note explains the mark.
+    If a cell has the mark of a disturbed measurement, a note explains the mark.
     """
     rows = list(rows)
     headings = []
@@ -229,7 +229,7 @@ def bullets(notes: Notes, wrap: bool = True) -> str:
 
 
 def by_value(values: Mapping[str, str]) -> dict[str, str]:
-    """Group names by their values: return the names of each value, joined like `a, b`."""
+    """Group names that have the same value: map each value to its names, such as `a, b`."""
     joined = {}
     for value, names in grouped(values, values.__getitem__).items():
         joined[value] = ", ".join(names)

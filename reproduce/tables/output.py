@@ -78,9 +78,10 @@ def written(style: str, numbers: Iterable[Number], text: str, markdown: str, **m
 
 
 def of_reading(reading: Reading | None, result: Result | None) -> Number:
-    """Return the fields of a value and of the value's row.
+    """Return the fields that describe a value and the value's row.
 
-    If no row is given, the value was measured here, and it is not known whether it was disturbed.
+    If no row is given, the value was measured here, and it is not known whether other programs
+    disturbed the measurement.
     """
     found: Number = {"kind": "measured"}
     disturbance_is_known = False
@@ -102,7 +103,7 @@ def of_reading(reading: Reading | None, result: Result | None) -> Number:
 
 
 def of_entry(entry: Entry) -> Numbers:
-    """Yield the fields of each number of a row, or of the row alone if it has no number."""
+    """Yield a dictionary for each number of a row; if there is no number, one about the row."""
     result = entry.result
     about: Number = {"experiment": result.experiment, "row": result.row}
     if entry.hardware:
@@ -147,7 +148,7 @@ def of_cells(table: Table, **about: Json) -> Numbers:
 def of_plan(plan: "Plan", title: str) -> Numbers:
     """Yield the predicted numbers for each number of devices.
 
-    They are the numbers of the best pipeline, and of data parallel training for comparison.
+    There are numbers of the best pipeline and, for comparison, of data parallel training.
     """
     batch_size = plan.candidates[0].setup.batch_size
     for (n, found), other in zip(plan.by_devices.items(), plan.beside, strict=True):

@@ -22,9 +22,10 @@ Numbers = dict[str, float]  # by the row's name
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """The measurement of a published row by this program.
+    """What this program measured for a published row.
 
-    `throughput` is in samples per second of a median step. `allocated` is in bytes on all devices.
+    `throughput` is the samples per second of the median step. `allocated` is the number of bytes on
+    all devices together.
     """
 
     machine: str
@@ -42,7 +43,8 @@ def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
     Rows that were not measured are left out.
     """
     found: Measured = {}
-    # The record to show first comes last here, so its measurements replace those of other records.
+    # The record to show first comes last here, so its measurements replace the measurements of
+    # other records.
     for record in reversed(ranked(readable(folder), experiment)):
         if record.run is None:
             continue
@@ -57,7 +59,7 @@ def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
 
 
 def _measured(result: Result, run: Run) -> MeasuredRow | None:
-    """Return the measurement of a result that did the same work as the published row, else None."""
+    """Return a result's measurement if it did the same work as the published row, else None."""
     as_there = result.status == "measured" and result.scale == "paper"
     if not as_there or result.engine != "threads" or result.device == "meta":
         return None
@@ -81,8 +83,8 @@ def _measured(result: Result, run: Run) -> MeasuredRow | None:
 def predicted_tables(record: Record, measured: Measured) -> list[Table]:
     """Return the tables of a record of predictions, in the layout of the published tables.
 
-    They are tables of speed, memory or both. They also show the measurements in `measured` for the
-    same rows, or say that there are none.
+    The tables are about speed, memory or both. For the same rows, the tables also show the
+    measurements in `measured`, or say that there are no measurements.
     """
     names: set[str] = set()
     for result in record.results:
@@ -104,7 +106,7 @@ def throughput_errors(record: Record) -> Numbers:
 def speed_up_errors(record: Record) -> Numbers:
     """Return the relative error of each predicted speed-up against the published speed-up.
 
-    The baseline is the first row of the table. This row is left out.
+    The baseline is the first row of the table, which is left out.
     """
     first, *others = _predicted(record)
     return errors(speed_ups(others, first), _published_speed_ups(record, first.row))
@@ -113,7 +115,7 @@ def speed_up_errors(record: Record) -> Numbers:
 def errors_table(records: Sequence[Record]) -> Table:
     """Return a table of the errors of speed predictions.
 
-    It counts only tables that were published for the same hardware as the prediction.
+    Only tables that were published for the same hardware as the prediction count.
     """
     headings = [
         "rows of",

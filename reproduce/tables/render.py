@@ -6,9 +6,9 @@ A block is the text between two comments. The first comment names the content of
     ...
     <!-- end -->
 
-- If the name is the name of an experiment, the block has the tables of one run of the experiment,
+- If the name is the name of an experiment, the block has the tables of one run of the experiment:
   the first run in the order of `ranked`. With "/short" after the name, the block has only two of
-  the tables.
+  these tables.
 - If the name is like "benchmarks/overlap", the block has the table of the record with this name in
   results/benchmarks. `benchmarks/render.py` makes the table.
 

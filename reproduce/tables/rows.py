@@ -43,7 +43,7 @@ def is_published(result: Result) -> bool:
 
 
 def speed(result: Result) -> Reading | str:
-    """Return the samples per second of a row, or a text that says why there are none."""
+    """Return the samples per second of a row, or a text that says why there is no number."""
     return throughput(result) or outcome(result)
 
 
@@ -74,7 +74,7 @@ BUSY = Column("busy", utilization, "{:.0%}")
 class Rows:
     """The rows of a table. It makes the columns and notes of the table.
 
-    If `every` has emulated results, the emulated results are the rows, and measured results are
+    If `every` contains emulated results, each emulated result is a row, and measured results are
     shown in additional columns.
     """
 
@@ -125,7 +125,7 @@ class Rows:
         return None
 
     def speed_up(self, result: Result) -> Reading | str | None:
-        """Return the speed-up over the row's baseline; None if one of them was not timed."""
+        """Return a row's speed-up over its baseline; None if the row or baseline was not timed."""
         times = speed_up(result, self.named(result.over))
         if times and result.row == result.over:
             return "1"
@@ -238,7 +238,7 @@ class Rows:
             )
 
     def circumstances(self) -> str:
-        """Return a note on what the rows have in common: scale, batch sizes, steps, any model."""
+        """Return a note on what all rows share: scale, batch sizes, steps, and model if equal."""
         first = self.results[0]
         shape = " x ".join(map(str, first.config["input_shape"]))
         models = set()

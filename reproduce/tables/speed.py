@@ -256,7 +256,7 @@ def zoo_table(experiment: Experiment, results: Results) -> Table:
 
 
 def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
-    """Yield the columns of the speed-ups of n devices, for rows that are plain training."""
+    """Yield the columns that show each model's speed-up on n devices, for a table of models."""
     found = {}
     for result in rows:
         if result.config["partitions"] == n:

@@ -96,7 +96,8 @@ def dropout_step(pipe: Pipe) -> Pipe:
 def as_with(**changes: Any) -> Callable[[Pipe], Found]:
     """Return an action that compares the losses and gradients of two pipelines.
 
-    The first pipeline has the settings of the test case. The second has the given changes.
+    The first pipeline has the settings of the test case. The second pipeline has the given changes
+    of these settings.
     """
 
     def action(pipe: Pipe) -> Found:
@@ -110,7 +111,7 @@ def as_with(**changes: Any) -> Callable[[Pipe], Found]:
 
 
 def second_mask(x: Tensor, other: Tensor) -> Tensor:
-    """Apply dropout in the second partition, and note whether the first one's mask differs."""
+    """Apply dropout, and record whether the mask differs from the mask of the first partition."""
     y = dropout(x)
     alike = y.ne(0).equal(other.ne(0))
     differ.append(not alike)
@@ -163,7 +164,7 @@ def going_on(pipe: Pipe) -> Pipe:
 def evaluated(*given: Any) -> Callable[[Pipe], Pipe]:
     """Return an action that runs a forward in eval mode.
 
-    It uses the given mini-batch, or by default the mini-batch of the test case.
+    The forward uses the given mini-batch, or by default the mini-batch of the test case.
     """
     return lambda pipe: pipe.evaluate(*given)
 
@@ -190,7 +191,7 @@ def between_steps(pipe: Pipe) -> Pipe:
 
 
 def heard(pipe: Pipe) -> list[BaseException]:
-    """Run a step that raises. Return the error, followed by its chain of `__cause__`."""
+    """Run a step that raises. Return the error, its `__cause__`, the cause's cause, and so on."""
     errors: list[BaseException] = []
     try:
         pipe.step()
@@ -202,7 +203,7 @@ def heard(pipe: Pipe) -> list[BaseException]:
 
 
 def raised(pipe: Pipe) -> Found:
-    """Run a step, and return whether it raises on this rank, and whether a layer is the cause."""
+    """Run a step. Return whether it raises on this rank, and whether a layer caused the error."""
     errors = heard(pipe)
     found = {"every rank raises": bool(errors)}
     if any(isinstance(error, ValueError) and str(error) == ON_PURPOSE for error in errors):

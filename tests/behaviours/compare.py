@@ -4,7 +4,8 @@ Results are tensors, numbers, models, and containers of all three.
 
 Values must be equal to the bit, unless a test gives a tolerance and a reason for the tolerance.
 This is possible because a pipeline and plain layers run the same operators on the same numbers.
-Both add up the gradients of a parameter in the same order, from the last micro-batch to the first.
+Gradients of a parameter are also added up in the same order: from the last micro-batch to the
+first.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,7 @@
-"""Rows that need a guard: without it, each of these rows fails on some engine and mode.
+"""Rows (test cases) that fail on some engine in some checkpoint mode if a guard is missing.
 
-The guards are files of torchgpipe/task/guards. tests/planted/rows.json leaves each guard out.
+Guards are defined in torchgpipe/task/guards. For each guard, tests/planted/rows.json has a fault
+that leaves out the guard.
 """
 
 ROWS_OF_GUARDS = {

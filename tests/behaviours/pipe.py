@@ -47,7 +47,7 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """A test case: something that a training does with a pipeline. By default, it runs one step.
+    """A test case: a use of a pipeline in training, by default a single training step.
 
     After `action`, all results of the pipeline must equal the results of plain layers. Plain
     layers are the same layers without a pipeline, which run on one micro-batch after another. If
@@ -69,7 +69,7 @@ class Training:
         mean: Whether the loss is a mean over samples. Otherwise it is a sum.
         optimizer: A function that makes an optimizer for the given parameters.
         clip: The norm to which `Pipe.train` clips gradients.
-        sample: An input of one micro-batch, with which the module is traced.
+        sample: An input of one micro-batch, which is used to trace the module.
         refused: For each engine of this library that must raise an error, a pattern of the error.
         unlike: The reason why results of this library differ from plain layers, if they differ.
         tolerance: The tolerance for this library, as in compare.py.
@@ -101,7 +101,7 @@ class Training:
 
 
 class Pipe(ABC):
-    """An interface to the pipeline under test, or with several ranks, to this rank's part of it.
+    """An interface to the pipeline under test, or to the part of the pipeline on this rank.
 
     A subclass (adapter) implements `build`, and overrides the methods that do not work for its
     pipeline. By default, methods expect a pipeline that is a single module.
@@ -151,7 +151,7 @@ class Pipe(ABC):
         return self.module(x)
 
     def evaluate(self, *given: Any) -> Pipe:
-        """Run forward in eval mode without gradients. The rank that has the output records it."""
+        """Run forward in eval mode without gradients. The rank with the output records it."""
         x, _ = given or self.row.given()
         self.module.eval()
         with torch.no_grad():

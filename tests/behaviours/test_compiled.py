@@ -94,7 +94,8 @@ def test_a_compiled_batch_norm_is_right_or_refused(
 ) -> None:
     """A compiled batch norm in a recomputed partition is right, or the pipeline raises an error.
 
-    It is right with older versions of PyTorch. Newer versions read the running statistics.
+    With older versions of PyTorch, it is right. With newer versions, compiled code reads the
+    running statistics, so the pipeline raises an error.
     """
     torch.compiler.reset()
     torch.manual_seed(0)

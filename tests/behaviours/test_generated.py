@@ -230,8 +230,8 @@ def assert_equals_plain(case: Case) -> None:
         except RuntimeError:
             with refusing():  # the pipeline must raise an error now, if it has not raised one yet
                 backward(model, step, inputs, outputs)
-            # Or only the pipeline works: plain layers change a view of a parameter in place, and a
-            # partition has a copy instead of the view.
+            # The pipeline may work if plain layers fail because they change a view of a parameter
+            # in place. A partition has a copy instead of the view.
             changes = case.has("parameter in place", "embedding, rescaled")
             if changes or all(map(torch.equal, leaves(model).values(), leaves(plain).values())):
                 return

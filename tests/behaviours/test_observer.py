@@ -1,6 +1,7 @@
 """A pipeline's observer sees every task once, in the task's thread, in an order that is possible.
 
-The observer is a context manager around each task. A recorded timeline has all tasks on one clock.
+The observer is a context manager around each task. In a recorded timeline, the times of all tasks
+are from one clock.
 """
 
 import json
@@ -230,7 +231,7 @@ CHUNKS, X = 3, torch.ones(6, 4)
 
 
 def recording_of(n: int, **way: Any) -> tuple[Any, Any]:
-    """Return the model to call, and the pipeline object to record."""
+    """Return a model to call, and the pipeline of this model, which `record` takes."""
     layers = Sequential()
     for _ in range(n):
         layers.append(Sequential(linear(), Fails()))

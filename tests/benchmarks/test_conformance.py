@@ -1,6 +1,7 @@
 """Tests of `benchmarks.conformance`, which checks what pipelines of several projects compute.
 
-The benchmark finds planted faults, and says what is wrong. A few of its test cases are run.
+The tests run a few test cases of the benchmark, and check that the benchmark reports planted
+faults.
 """
 
 import os

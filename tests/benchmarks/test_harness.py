@@ -1,7 +1,8 @@
 """Tests of the harness of benchmarks, and of `benchmarks.any_model`.
 
-The harness keeps all finished results, whatever ends a benchmark. A page shows the contents of a
-record. The tests of `benchmarks.any_model` run a few models, and check the record.
+The harness keeps all finished results, even if an error or Ctrl-C ends a benchmark. A page shows
+the contents of a record. The tests of `benchmarks.any_model` run a few models, and check the
+record.
 """
 
 import contextlib
@@ -181,11 +182,11 @@ SLOW = pytest.mark.slow
     "name",
     [
         "resnet18",
-        pytest.param("googlenet", marks=SLOW),  # auxiliary outputs
-        pytest.param("vit_b_32", marks=SLOW),  # a class token
-        pytest.param("swin_t", marks=SLOW),  # windows with masks
-        pytest.param("lraspp_mobilenet_v3_large", marks=SLOW),  # a dictionary of outputs
-        pytest.param("squeezenet1_0", marks=SLOW),  # concatenation
+        pytest.param("googlenet", marks=SLOW),  # This model has auxiliary outputs.
+        pytest.param("vit_b_32", marks=SLOW),  # This model has a class token.
+        pytest.param("swin_t", marks=SLOW),  # This model has windows with masks.
+        pytest.param("lraspp_mobilenet_v3_large", marks=SLOW),  # This returns a dictionary.
+        pytest.param("squeezenet1_0", marks=SLOW),  # This model concatenates tensors.
     ],
 )
 def test_torchvision(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Faults of a training process, for tests. In the second step, the process calls one of them.
+"""Faults for tests of training. In its second step, a process calls one of these functions.
 
 Some functions are not faults, but only take a long time.
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-SILENCE = 2.0  # the timeout of ranks, in seconds
-PATIENCE = 20.0  # how many seconds a test waits; only a test that hangs waits so long
+SILENCE = 2.0  # The ranks' timeout is this number of seconds.
+PATIENCE = 20.0  # A test waits for at most this number of seconds.
 FOR_EVER = 10 * PATIENCE
 
 

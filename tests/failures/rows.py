@@ -39,7 +39,7 @@ class Row:
             "outside".
         others: A pattern of the error that other ranks must raise, at most 2 s after the timeout.
             If it is empty, other ranks must not raise an error.
-        own: A pattern of the error that the rank itself raises, if it can raise one.
+        own: A pattern of the error that the rank with the fault raises, if it can raise an error.
         engine: The engine. "ranks" uses three processes, and other engines use one process.
         rank: The rank on which the fault happens.
         schedule: The schedule, if ranks train by `model.step`. If it is empty, ranks train by

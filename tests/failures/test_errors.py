@@ -1,7 +1,7 @@
 """The caller gets an error of a task once and promptly, and can use the pipeline again afterwards.
 
-When a pipeline is deleted, nothing of it remains in memory. If a module refuses wrong arguments
-before any task runs, the tests of that module check the error.
+When a pipeline is deleted, nothing of it remains in memory. Errors about wrong arguments, which are
+raised before any task runs, have tests in other files.
 """
 
 import operator
@@ -203,8 +203,9 @@ def test_ctrl_c_at_any_line(
 ) -> None:
     """After Ctrl-C right before any line of this library, the pipeline can be used again.
 
-    The interrupt comes in the calling thread. The test tries every 47th line. If the error is kept,
-    like by an interactive Python, the error keeps all objects of the run alive.
+    The interrupt comes in the calling thread. The test tries every 47th line. If `kept` is true,
+    the test keeps the errors, like an interactive Python does. Then the errors keep all objects of
+    the runs alive.
     """
     layers = nn.Sequential()
     for _ in range(N):
@@ -253,8 +254,8 @@ def interrupted(at: float, run: Callable[[Any, Any], Any], model: Any, x: Tensor
 def may_be_interrupted(frame: FrameType) -> bool:
     """Return whether a test can simulate Ctrl-C at this line.
 
-    It cannot at the end of a `with` block, because Python handles no signal there, although it
-    calls the trace function. It cannot in `__del__`, because Python does not raise errors there.
+    A test cannot do this at the end of a `with` block: there, Python calls the trace function, but
+    handles no signal. A test cannot do this in `__del__`, because no error leaves this method.
     """
     line = getline(frame.f_code.co_filename, frame.f_lineno)
     if line.lstrip().startswith("with "):

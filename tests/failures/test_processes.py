@@ -45,7 +45,7 @@ METHODS += [("raises outside", "fork"), ("raises outside", "spawn")]
 
 @pytest.mark.parametrize("name, method", METHODS)
 def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
-    """All ranks raise the expected errors, by whatever method `multiprocessing` starts a rank."""
+    """All ranks raise the expected errors, for each way in which `multiprocessing` starts ranks."""
     row = ROWS[name]
     count, own = (program.WORLD, row.rank) if row.engine == "ranks" else (1, 0)
     get_context("forkserver").set_forkserver_preload([program.__name__])

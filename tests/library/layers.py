@@ -59,10 +59,11 @@ def partitions(
     skips: Iterable[tuple[int, int]],
     stashed: Callable[[Any], Any] = same,
 ) -> tuple[nn.Sequential, list[int]]:
-    """Return layers with these skips, and the balance that makes each given layer one partition.
+    """Add skips to layers. Return all layers, and a balance that gives each layer a partition.
 
-    For each pair (source, target) in `skips`, a layer after the source stashes `stashed(x)`, and a
-    layer before the target pops and adds the skip.
+    A skip is a pair `(source, target)` of layer indices. After layer `source`, a new layer stashes
+    `stashed(x)`. Before layer `target`, a new layer pops the skip and adds it to its input. The new
+    layers are in the partition of the layer that they are next to.
     """
     found = [[layer] for layer in layers]
     for source, target in skips:

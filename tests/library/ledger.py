@@ -45,7 +45,7 @@ def assert_eventually(
 ) -> None:
     """Wait until a condition holds, such as a change that a worker makes after its last report.
 
-    Only a condition that fails takes all of `seconds`.
+    If the condition never holds, wait for `seconds`, and then raise an error.
     """
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:

@@ -125,8 +125,8 @@ def in_a_generator() -> bool:
     return PrivateGenerator.present() is not None or mode_stacks() != ([], [])
 
 
-# Each value has a context whose exit is skipped because of Ctrl-C, and a function that returns
-# whether this thread is still in the context.
+# Each value holds two things: a class of context managers; and a function that returns whether this
+# thread is still within such a context. In the test, Ctrl-C prevents a call of `__exit__`.
 LEFT: dict[str, tuple[Any, Callable[[], bool]]] = {
     "no gradients": (torch.no_grad, lambda: not torch.is_grad_enabled()),
     "a pass": (CheckpointPhase, lambda: is_checkpointing() or is_recomputing()),
@@ -139,7 +139,7 @@ FORWARDS = [(name, False) for name in LEFT]
 def test_an_interrupt_before_a_context_is_left(
     name: str, backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Raise KeyboardInterrupt in this thread, just before a context is left.
+    """Raise KeyboardInterrupt in this thread, just before the exit from a context.
 
     This thread is the caller, which runs the last partition.
     """
@@ -168,8 +168,8 @@ def test_an_interrupt_before_a_context_is_left(
     model(torch.rand(4, 2)).sum().backward()
 
 
-# Each row has the argument `devices`, the number of partitions, and the chosen devices if there are
-# three CUDA devices and device 2 is the current one.
+# Each row holds three things: the argument `devices`; the number of partitions; and the devices
+# that the pipeline uses if there are three CUDA devices and device 2 is the current device.
 DEVICES: list[tuple[Any, int, list[torch.device]]] = [
     (None, 2, [CUDA[0], CUDA[1]]),
     (["meta", "cpu"], 2, [META, CPU]),

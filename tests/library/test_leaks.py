@@ -61,9 +61,9 @@ def test_only_inputs_of_tasks_are_kept_for_backward(way: dict[str, Any]) -> None
         y = model(batch())
     ledger.assert_comes_to(0)
     y = model(batch())
-    # A checkpointed micro-batch keeps the inputs of the second and of the third partition. Any
-    # other micro-batch keeps the outputs of tanh and sigmoid. An input needs no new memory, because
-    # it is the output of the partition before, or belongs to the caller.
+    # A checkpointed micro-batch keeps the inputs of the second and of the third partition. Each
+    # other micro-batch keeps the outputs of tanh and sigmoid. The input of a partition needs no new
+    # memory, because it is the output of the previous partition, or belongs to the caller.
     recomputed = checkpointed(way["checkpoint"], CHUNKS)
     kept = recomputed * 2 + (CHUNKS - recomputed) * 3 * 2
     ledger.assert_comes_to(kept * UNIT)

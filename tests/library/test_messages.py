@@ -1,4 +1,4 @@
-"""Mistakes that everybody makes once: each gets one line that says what to do."""
+"""Test that common mistakes get a message of one line, which says what to do."""
 
 from collections.abc import Callable
 

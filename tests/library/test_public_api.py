@@ -48,7 +48,7 @@ SIGNATURES = {
 
 
 def find(name: str) -> Any:
-    """Return the object with this dotted name: an exported object of a module, or its method."""
+    """Return the object with this dotted name: an exported class or function, or a method."""
     module_name = next(m for m in MODULES if name.startswith(f"{m}."))
     module = importlib.import_module(module_name)
     names = name.removeprefix(f"{module_name}.").split(".")

@@ -1,10 +1,11 @@
 """Test engines on simulated devices: each task starts when the replayed schedule predicts it.
 
-Then no stream waits without need. The engines, their waits, copies and connections are real. The
-streams and NCCL are simulated with clocks (simulated.py). A layer occupies the compute stream of
-its partition for the given seconds. The tests check which work is submitted to the streams and in
-which order, by a host that takes no time. Only GPUs can show how real streams behave, how long the
-host takes to submit work, and whether copies slow each other down.
+This shows that no stream waits longer than necessary. The engines, their waits, copies and
+connections are real. The streams and NCCL are simulated with clocks (simulated.py). A layer
+occupies the compute stream of its partition for the given seconds. The tests check which work is
+submitted to the streams and in which order, by a host that takes no time. Only GPUs can show how
+real streams behave, how long the host takes to submit work, and whether copies slow each other
+down.
 """
 
 import threading
@@ -31,8 +32,8 @@ from .distributed.threads import GPUS, World, simulate_ranks
 from .layers import partitions
 from .simulated import backward_by_threads
 
-# The seconds of a forward, given the micro-batch and the partition. Sums of whole numbers are
-# exact.
+# Each function returns the seconds of a forward, given the micro-batch and the partition. The
+# seconds are whole numbers, so that their sums are exact.
 TIMES: dict[str, Callable[[int, int], int]] = {
     "equal": lambda i, j: 1,
     "first slow": lambda i, j: 3 if j == 0 else 1,
@@ -41,8 +42,9 @@ TIMES: dict[str, Callable[[int, int], int]] = {
     "any": lambda i, j: Random(10 * i + j).randint(1, 5),
 }
 
-# The seconds of each copy to the next partition, and the seconds of skips. No copy takes longer
-# than a task, because copies would otherwise wait for each other.
+# Each value holds two things: the seconds of each copy to the next partition; and the seconds of
+# each skip's copy, by its source and target. No copy takes longer than a task. Otherwise copies
+# would wait for each other.
 COPIES: dict[str, tuple[float, dict[tuple[int, int], float]]] = {
     "no time": (0.0, {}),
     "some time": (0.25, {}),
@@ -54,9 +56,9 @@ COPIES: dict[str, tuple[float, dict[tuple[int, int], float]]] = {
     "skips in time": (0.25, {(0, 2): 0.5, (0, 3): 0.75, (1, 3): 0.5}),
 }
 
-# How the backward runs in one process. `None` means in the calling thread. A function means one
-# thread for each device, and the function chooses the device that continues. Each rank has its own
-# process.
+# The values say how the backward runs in one process. With `None`, it runs in the calling thread.
+# With a function, it runs in one thread for each device, and the function chooses the device that
+# continues. For the engine "ranks", the test simulates one process for each rank.
 ENGINES: dict[str, Callable[[list[int]], int] | None] = {
     "graph": None,
     "graph, first device ahead": min,
@@ -76,12 +78,13 @@ def is_case(engine: str, n: int, m: int, mode: Mode, times: str, copies: str) ->
     if ENGINES[engine] is not None:
         return n == 4 and m == 5
     if engine == "ranks" and m == 1:
-        # With a single micro-batch, a rank also sends the state of the random generator, here as if
-        # from a GPU.
+        # With a single micro-batch, a rank also sends the state of the random generator, and this
+        # test would send the state like the state of a GPU's generator.
         return False
     if engine == "ranks" and skips:
-        # With recomputation, a skip from s to p is late in backward: its gradient is sent after p -
-        # s - 1 more tasks, which take longer than the other gradient's way from p to s.
+        # With recomputation, the gradient of a skip from partition s to p comes late: it is sent
+        # after p - s - 1 more tasks. These tasks take longer than the gradients of other tensors
+        # take to get from p to s.
         in_time = copies in ("a skip, no time", "skips in time")
         return n == 4 and mode == "never" and times == "equal" and in_time
     if n == 1:
@@ -233,7 +236,7 @@ def step(
         streams.seconds[j, j + 1] = seconds
     x = torch.arange(m).float()
     # Synchronize before the backward, like a program that prints the loss. In the replay,
-    # recomputation starts only after the loss. A fast host without this wait submits recomputation
+    # recomputation starts only after the loss. Without this wait, a fast host submits recomputation
     # earlier.
     how: dict[str, Any] = {"chunks": m, "checkpoint": mode}
     if over is None:

@@ -1,4 +1,4 @@
-"""Saves of revision 414bf55 load, and its seeds draw the same numbers."""
+"""Files that revision 414bf55 saved can be loaded, and seeds draw the same numbers as then."""
 
 import shutil
 from pathlib import Path

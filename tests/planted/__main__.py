@@ -26,7 +26,7 @@ ROWS = Path(__file__).with_name("rows.json")
 
 @dataclass
 class Row:
-    """A fault to plant, and the test that finds it, if a test does."""
+    """A fault to plant, and the name of the test that finds the fault, or "" if no test does."""
 
     file: str
     kind: str

@@ -53,7 +53,7 @@ def row(name: str, seconds: float | Sequence[float] | None = None, **changes: An
     Args:
         name: The name of the row.
         seconds: The time of eight steady steps, or the times of all steps; `None` for no steps.
-        changes: Changed fields of the result. `others` is the load by other programs per round.
+        changes: Changed fields of the result. `others` is the load by other programs in each round.
     """
     config = {"model": "AmoebaNet-D", "batch_size": 8}
     config |= changes.pop("config", {"row": name})

@@ -1,6 +1,7 @@
 """Tiny experiments, which take only seconds.
 
-As a script, this module is `python -m reproduce` with the tiny experiments added.
+If this module runs as a script, it does what `python -m reproduce` does, and also has the tiny
+experiments.
 """
 
 import os

@@ -50,7 +50,7 @@ def balance_by_time(
 
     Raises:
         TypeError: If an argument has a wrong type, skips do not match, or a layer cannot be copied.
-        ValueError: If a number is out of range. Or if the device is "meta", which has no times.
+        ValueError: If a number is out of range, or if the device is "meta", which has no times.
     """
     sample, place = _check(partitions, module, sample, device)
     if not timeout >= 0:

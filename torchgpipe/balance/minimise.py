@@ -17,9 +17,10 @@ from math import lcm
 def minimise_heaviest(costs: Iterable[float | Fraction], partitions: int) -> list[int]:
     """Return the number of layers in each partition that minimises the heaviest partition's cost.
 
-    A partition consists of consecutive layers, at least one. Several balances can have equally
-    heavy heaviest partitions. Of these balances, the returned one has other partitions of about
-    equal cost. If layers cost nothing, partitions get about equal numbers of them.
+    A partition consists of consecutive layers, at least one. Several balances can minimise the
+    heaviest partition's cost. Of these, the function returns a balance in which the costs of the
+    other partitions are about equal. If layers cost nothing, partitions get about equal numbers of
+    these layers.
 
     Args:
         costs: One non-negative finite number per layer, in any unit (int, float or Fraction).
@@ -107,10 +108,11 @@ def _place(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
 
 
 def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
-    """Move each start of a partition to the middle (by cost) between the starts beside it.
+    """Move each partition's start to the middle (by cost) between the previous and next starts.
 
-    A move never makes the heavier of the two partitions beside it heavier. Most starts are nearly
-    in the middle already. They are far from it only if a layer is heavier than an equal share.
+    A move never makes the heavier of the two partitions heavier that the start separates. Most
+    starts are nearly in the middle already. A start is far from the middle only if a layer is
+    heavier than an equal share.
     """
     for _ in starts:
         before = list(starts)

@@ -67,7 +67,7 @@ def profile_sizes(
     param_scale: float,
     device: torch.device,
 ) -> list[float]:
-    """Return every layer's bytes for one micro-batch, plus `param_scale` times its parameters'.
+    """Return every layer's bytes: for one micro-batch, plus `param_scale` * bytes of parameters.
 
     Args:
         module: The layers.
@@ -280,7 +280,7 @@ def _kept_bytes(rehearsal: Rehearsal) -> int:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Enable gradients, whatever the caller's mode is, and restore the random state at the end."""
+    """Enable gradients, also within `torch.no_grad()`, and restore the random state at the end."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
         yield

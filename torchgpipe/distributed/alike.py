@@ -23,9 +23,9 @@ def settings_of(
         pipeline: This rank's pipeline.
         order: The name of the schedule, followed by a checksum if the user has made the schedule.
         timeout: The timeout of the pipeline.
-        checksum: The checksum of the model's parameters. It detects that ranks have made two
-            pipelines in different orders. Otherwise partitions of different models could be
-            connected and trained together.
+        checksum: The checksum of the model's parameters. If ranks have made two pipelines in
+            different orders, the checksums differ. Without checksums, partitions of different
+            models could be connected and trained together.
         call: The method that the user has called, such as "loss()".
     """
     kind = pipeline._stages[0].device.type

@@ -11,10 +11,10 @@ wires, directly from the rank that stashes a skip to the rank that pops the skip
 
 Connections end in one of three ways. The next call of the pipeline makes new connections:
 
-    close()      This rank needs nothing more. It waits until its messages are received. Other
-                 ranks are told that it has ended, and can continue.
-    fail(error)  An error was raised on this rank. Other ranks are told, and raise `RankFailed`.
-    abort()      Another rank has failed, or there is no time left. Other ranks are told nothing.
+    close()      This rank needs nothing more. It waits until its messages are received, and tells
+                 other ranks that it has ended. Other ranks can continue.
+    fail(error)  This rank has raised an error. It tells other ranks, which raise `RankFailed`.
+    abort()      Another rank has failed, or there is no time left. This rank tells nothing.
 
 All three methods disconnect at the end. Then every thread of this process that waits for another
 rank raises `Stopped`.
@@ -131,7 +131,7 @@ class Connections:
 
     @contextmanager
     def call(self, serial: int, name: str, program: Program | None = None) -> Iterator[None]:
-        """Return a context for a call; if one rank raises an error within it, all ranks raise one.
+        """Return a context for a call; if one rank raises an error in it, all ranks do.
 
         Args:
             serial: The number of the mini-batch.
@@ -150,8 +150,8 @@ class Connections:
                     raise Stopped
                 yield
             except Stopped as stopped:
-                # The traceback shows where this rank waited, which does not help the user. Without
-                # the traceback, its frames are freed.
+                # Remove the traceback, so that its frames are freed. It only shows where this rank
+                # waited, which does not help the user.
                 stopped.__traceback__ = None
                 try:
                     raise self.liveness.failure() from None
@@ -214,7 +214,7 @@ class Connections:
         sender.give(Message(self.serial, about, tensors))
 
     def take(self, receiver: Receiver) -> tuple[Any, Flat]:
-        """Wait for the next message of a wire; return its plain values and its tensors."""
+        """Wait for the next message on a channel; return the message's plain values and tensors."""
         message = receiver.take()
         if message.serial != self.serial:
             raise RuntimeError(

@@ -65,10 +65,10 @@ class DistributedGPipe(Partitioned):
         init: See `GPipe`. It is called for the layers of this rank only.
         schedule: See `GPipe`. "The last rank" is the rank of the last stage. In ZBVZeroBubble, the
             last rank is rank 0.
-        timeout: A rank counts as failed if for so many seconds it gives no sign of life, or its
-            task neither ends nor computes. All ranks count as failed if they wait for each other
-            for so long. `None` means never. The timeout has to be longer than the transfer of the
-            largest message.
+        timeout: A number of seconds. A rank counts as failed if it gives no sign of life for so
+            long, or if its task neither ends nor computes for so long. All ranks count as failed if
+            they wait for each other for so long. With `None`, there is no limit. The timeout has to
+            be longer than the transfer of the largest message.
         silence: The old name of `timeout`, which will be removed.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Send activations and gradients between the programs (task lists) of ranks: `Messages`."""
+"""`Messages` sends activations and gradients between ranks while they run their tasks."""
 
 import sys
 from collections import defaultdict, deque
@@ -166,7 +166,7 @@ class Messages(Links):
         return self._kept.pop(wanted)
 
     def _begin(self, forward: bool, what: str, pair: Stages) -> None:
-        """Begin a mini-batch on a wire, if exactly one of the wire's stages is on this rank."""
+        """Begin a mini-batch on a channel, if exactly one of its two stages is on this rank."""
         own = self._connections.own
         ranks = [self._placement[s] for s in pair]
         if own not in ranks or self._stays(pair):
@@ -188,7 +188,7 @@ class Messages(Links):
         return self._placement[source] == self._placement[target]
 
     def _wire(self, end: type[E], forward: bool, what: str, pair: Stages) -> E:
-        """Return this rank's end of a wire; `what` is "" or " skips"."""
+        """Return this rank's end of a wire (a message channel); `what` is "" or " skips"."""
         low, high = pair
         other = high if (end is Sender) == forward else low
         kind = f"forward{what}" if forward else f"backward{what}"

@@ -20,7 +20,7 @@ from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather, tensors
 
 
 class LossRequest(NamedTuple):
-    """The arguments of `loss()` apart from the input."""
+    """The arguments of `loss()`, except for the input."""
 
     criterion: Callable[[Any, Any], Tensor]
     target: Any
@@ -44,9 +44,10 @@ class RankBatch(Batch):
     and the settings. Other ranks receive the head in `__init__`, because they need it to make their
     program. The rank of the first stage draws the base, and sends the head just before its run.
 
-    The loss message also says whether the loss requires a gradient. It has the state of the default
-    generator if the state has changed. The message is sent as soon as the loss is known: during the
-    run in `step()`, and otherwise after the run. Other ranks receive the message after their run.
+    The loss message also says whether the loss requires a gradient. The message has the state of
+    the default generator if this state has changed. The message is sent as soon as the loss is
+    known: during the run in `step()`, and otherwise after the run. Other ranks receive the message
+    after their run.
 
     During the run, `Messages` sends activations and gradients from stage to stage.
 
@@ -93,8 +94,8 @@ class RankBatch(Batch):
     def _agreed(self, seeded: AbstractContextManager[object]) -> Iterator[None]:
         """Return a context for a run, with seeded random numbers and messages before and after.
 
-        Before the run, the first stage's rank sends the head. After the run, every rank except the
-        last stage's rank receives the loss.
+        Before the run, the first stage's rank sends the head (a first message to all ranks). After
+        the run, every rank except the last stage's rank receives the loss.
         """
         with seeded:
             if self._connections.own == self._first:
@@ -111,9 +112,9 @@ class RankBatch(Batch):
         self._connections.tell("head", (head,), settings)
 
     def _hear_head(self) -> int:
-        """Receive the head from the first stage's rank, and return the base of the seeds.
+        """Receive the mini-batch's first message, and return the base of the random seeds.
 
-        Also store the checksums and the sizes, and check the settings.
+        Also store the checksums and the sizes in this message, and check the settings.
         """
         own, first = self._connections.own, self._first
         (head,), theirs = self._connections.hear("head", first)

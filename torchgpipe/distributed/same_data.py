@@ -40,8 +40,8 @@ def warn_if_unlike(own: list[int], theirs: list[int], last: int, first: int) -> 
     of inputs can draw different random numbers on each rank.
 
     Args:
-        own: The checksums of the rank of the last stage, which calls this function.
-        theirs: The checksums of the rank of the first stage.
+        own: The checksums of this rank, which has the last stage.
+        theirs: The checksums of the other rank, which has the first stage.
         last: The rank of the last stage.
         first: The rank of the first stage.
 

@@ -1,1 +1,1 @@
-"""Run tasks in the order of a schedule: with autograd's order, or in threads or processes."""
+"""Run tasks in the order of a schedule: by autograd, in threads, or in processes."""

@@ -10,10 +10,11 @@ from torchgpipe.task.stage import Stage
 
 
 class Orders(NamedTuple):
-    """The lists of actions of each program; a program runs the actions of one device or of all.
+    """The lists of actions of each program; a program serves one device or all devices.
 
-    `forwards` has the forwards, `rest` all other actions, and `all` both, in the schedule's order.
-    `placement` has the index of the program that runs each stage.
+    `forwards` has the forwards of each program, `rest` has all other actions, and `all` has both
+    kinds of actions. Each list is in the schedule's order. `placement` has the index of the program
+    that runs each stage.
     """
 
     placement: Sequence[int]
@@ -37,9 +38,9 @@ class Arrangement(NamedTuple):
 
 @lru_cache(maxsize=64)
 def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) -> Arrangement:
-    """Assign `stages` stages to `devices` devices; by default to as many as the schedule needs.
+    """Assign stages to devices; by default, there are as many devices as the schedule needs.
 
-    Raise `ValueError` if the schedule does not support these numbers.
+    Raise `ValueError` if the schedule does not support these numbers of stages and devices.
     """
     if isinstance(schedule, Schedule):
         given = len(schedule.placement)
@@ -66,8 +67,8 @@ def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
     """Return the actions of each program: one program per device, or one for all devices.
 
     An action is the forward, recomputation or backward of a micro-batch on a stage. There are `m`
-    micro-batches; the checkpoint mode `mode` says which ones are recomputed. There is one program
-    per device if `apart` is true. Raise `ValueError` if the programs would deadlock because only
+    micro-batches; the checkpoint mode `mode` says which of them are recomputed. If `apart` is true,
+    there is one program per device. Raise `ValueError` if the programs would deadlock because only
     one item fits between two devices.
     """
     schedule, n, v, _ = arrangement

@@ -66,9 +66,9 @@ class WorkersEngine:
     def _cleared(self, run: Callable[[], T]) -> T:
         """Call `run`; after an interrupt (Ctrl-C), restore the parameters in the layers.
 
-        An interrupt can come before any line. So this also restores the parameters before `run`, in
-        case an earlier run could not. After a second interrupt, worker threads may still run; the
-        next run waits for these threads.
+        An interrupt can come before any line of code. So this method also restores the parameters
+        before `run`, in case an earlier call did not. After a second interrupt, worker threads may
+        still run; the next run waits for these threads.
         """
         if outer_turns():
             return run()
@@ -135,8 +135,8 @@ class Batch:
         self._seeds = Seeds(
             n, recomputed=recomputed > 0, grad=ambient.grad, distributed=distributed, base=base
         )
-        # On a GPU, tasks need no seeds: only this rank uses the GPU's generator. They need no seeds
-        # either if they run one after another, like layers without a pipeline.
+        # On a GPU, tasks need no seeds: only this rank uses the GPU's generator. Tasks also need no
+        # seeds if they run one after another, because layers without a pipeline do the same.
         on_gpu = any(device.type == "cuda" for device in self.devices)
         seeded = self._overlaps and not on_gpu
         self._seeded: AbstractContextManager[object] = self._seeds if seeded else NOTHING
@@ -175,8 +175,9 @@ class Batch:
         threads = torch.get_num_threads()
 
         def run(d: int) -> None:
-            # PyTorch's number of threads is a setting of each thread. Set it to the caller's: other
-            # numbers can change the last bits of results, and start more threads than cores.
+            # Each thread has its own setting of PyTorch's number of threads. Copy the caller's
+            # setting: another number can change the last bits of results, or start more threads
+            # than cores.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
             with self._in_place, modes():
@@ -189,7 +190,7 @@ class Batch:
             self._engine.workers.run(relay, [partial(run, d) for d in self.programs])
 
     def _run_noted(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
-        # An interrupt can come before any line, so note the changes before they are made.
+        # An interrupt can come before any line, so record the changes before they are made.
         noted = bool(self.guards) and self._engine.in_place is None
         if noted:
             self._engine.in_place = self._in_place

@@ -13,8 +13,8 @@ called its tie. Other nodes take the tie as an input:
     task (i, j) ─ tie ─▶ recomputation ─▶ task (i + 1, j)
                                ╰────────▶ copy to j + 1
 
-So the backward of task (i, j) comes after that of task (i + 1, j). Task (i, j) is recomputed while
-its gradient is copied from the next device.
+So the backward of task (i, j) comes after the backward of task (i + 1, j). Task (i, j) is
+recomputed while its gradient is copied from the next device.
 
 Ties are always CPU tensors, and their gradient is always `None`. For a CUDA gradient, autograd
 would make a CUDA stream wait. A tie must only order the nodes.
@@ -157,7 +157,7 @@ class _MiniBatch:
             shared = shared_by(outputs, item.flat, item.shared)
             return Item(outputs, form, shared, departure)
         # In a common graph, autograd knows which tensors share memory. So a task may change a skip
-        # of its own micro-batch in place, and the skip's new version is noted.
+        # of its own micro-batch in place, and the skip's new version is recorded.
         for skip in self._waiting(i):
             skip.versions = versions(skip.flat)
         return Item(outputs, form, (False,) * len(outputs), departure)
@@ -178,7 +178,7 @@ class _MiniBatch:
             departure=self._fence(j),
         )
         # The node has two ties as inputs: from the stage's previous task, and from the task that
-        # has computed its inputs. So the backwards of these two tasks come after its own.
+        # has computed its inputs. So the backwards of these two tasks come after this backward.
         ties = self._latest[j], item.tie
         tied = self._engine.tied
         outputs = _TaskNode.apply(task, item, tied, self._gates[j], *ties, *item.flat)

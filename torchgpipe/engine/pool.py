@@ -45,7 +45,7 @@ class Workers:
     def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
         """Run each program (a function) in a thread, the last one in the calling thread.
 
-        This returns when all programs have ended.
+        This method returns when all programs have ended.
 
         If programs raise exceptions, the first one is raised again with its own traceback. After an
         interrupt, each program stops after its current task. After a second interrupt, the caller
@@ -60,7 +60,7 @@ class Workers:
                 return others.run(relay, programs)
         try:
             # Copies of the caller's context variables are used, so an interrupt cannot leave a
-            # change in the caller's own.
+            # change in the caller's own variables.
             context = contextvars.copy_context()
             context.run(_running.set, (*_running.get(), self))
             self._relay = relay
@@ -77,7 +77,7 @@ class Workers:
                     self._end()
 
     def _run_all(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
-        """Run the programs and wait for them; an interrupt stops each after its current task."""
+        """Run all programs to their end; an interrupt stops each one after its current task."""
         *others, own = programs
         ends: list[threading.Lock] = []
         try:
@@ -146,7 +146,7 @@ Inbox = SimpleQueue[Callable[[], None] | None]
 
 
 def _give(inbox: Inbox, relay: Relay, program: Callable[[], None]) -> threading.Lock:
-    """Give a program to a worker thread; return a lock that is released when it has ended."""
+    """Give a program to a worker thread; return a lock that is released when the program ends."""
     end = threading.Lock()
     end.acquire(blocking=False)
 

@@ -10,8 +10,8 @@ wait for each other only at their links. Each program runs its actions in a fixe
     recompute          compute; this does not wait for the gradient
     backward           take gradients (wait for the stage after), compute, give gradients (wait for
                        room)
-    backward_inputs    the same, but without the gradients of most weights
-    backward_weights   compute these gradients; this waits for nothing
+    backward_inputs    like backward, but without the gradients of most weights
+    backward_weights   compute the gradients of these weights; this waits for nothing
 
 Each boundary between stages has room for one item in each direction. More items would fill memory
 before they are needed.
@@ -39,8 +39,8 @@ class Links(Protocol):
     """The links between a program's stages and the stages of other programs.
 
     Every method that waits raises `Stopped` after another program has failed. The argument `action`
-    is the action that makes the item or skip (in `give` and `leave`), or that needs it (in `take`
-    and `fetch`).
+    is the action that makes the item or skip (in `give` and `leave`), or the action that needs the
+    item or skip (in `take` and `fetch`).
     """
 
     def check(self) -> None:
@@ -49,11 +49,11 @@ class Links(Protocol):
     def take(self, action: Action) -> Any:
         """Wait for the tensors that the action needs, and return them.
 
-        A forward needs them from the stage before, and a backward from the stage after.
+        A forward needs inputs of the stage before; a backward needs gradients of the stage after.
         """
 
     def give(self, action: Action, item: Any) -> None:
-        """Wait for room, and send `item` to the next stage, or in backward to the previous one."""
+        """Wait for room, and send `item` to the next stage; in backward, to the previous stage."""
 
     def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
         """Leave a skip for the partition that pops it; in backward, leave the skip's gradient.
@@ -69,7 +69,7 @@ class Links(Protocol):
 
 
 class BatchIO:
-    """The inputs, the outputs and their gradients that enter and leave the pipeline in one run."""
+    """The inputs and outputs of the pipeline in one run, and the gradients of both."""
 
     def __init__(
         self, inputs: Sequence[TensorOrTensors] = (), output_grads: Sequence[Flat] = ()
@@ -79,7 +79,7 @@ class BatchIO:
         self.input_grads: dict[int, Flat] = {}
 
     def leave(self, i: int, output: Item) -> None:
-        """Keep the output of micro-batch i, which has no graph."""
+        """Store the output of micro-batch i; the output has no autograd graph."""
         self.outputs[i] = output
 
     def output_grads(self, i: int) -> Flat:
@@ -92,7 +92,7 @@ _ALONE = "recompute", "backward_weights"
 
 
 class Common(NamedTuple):
-    """The values that all programs of a mini-batch have in common."""
+    """The values that all programs of a mini-batch share."""
 
     n: int  # the number of stages of the pipeline
     recomputed: int  # the number of checkpointed micro-batches, which are the first ones

@@ -57,7 +57,7 @@ class Relay(Links):
             queue.put(_STOP)
 
     def starts(self, end: threading.Lock) -> bool:
-        """Note that a program begins; return `False` if it must not begin, because of an error.
+        """Record that a program starts; return `False` if it must not start, because of an error.
 
         `end` is a lock that is released when the program has ended.
         """

@@ -2,30 +2,33 @@
 
 There are four ways:
 
-    unchanged generators (`in_turn`)           tasks run one after another, in one thread
+    the layers' usual generators (`in_turn`)   tasks run one after another, in one thread
     a private generator (`PrivateGenerator`)   tasks of worker threads, which run at the same time
     the seeded default (`SeededDefault`)       tasks of a rank, one at a time in their process
-    no draw is allowed (`Seeds._watch`)        the first task of the partition has drawn nothing
+    no draw is expected (`Seeds._watch`)       the partition's first task has drawn no numbers
 
-Before a recomputation, unchanged generators are set back to their states before the first pass.
-Private generators and the seeded default get the same seed again. A `torch.Generator` that is an
-attribute of a layer is always set back to its state.
+The usual generators are those that layers draw from without a pipeline. Before a recomputation,
+the usual generators get back the states that they had before the first pass. Private generators and
+the seeded default get the same seed again. If a layer has a `torch.Generator` as an attribute, this
+generator always gets back its state.
 
-A private generator costs time, because it has to watch every operator. So in each mini-batch only
-the first task of a partition always has one. The other tasks have one only if the first task has
-drawn. If a layer draws only in a later micro-batch, it draws from the default generator, and
-changes its state. After such a change, recomputations are watched, and a draw raises an error. If
-only another thread of the user's program has changed the default generator, there is no error,
-because the recomputations draw nothing.
+A private generator costs time, because it has to watch every operator. So in each mini-batch, the
+first task of a partition has a private generator. Other tasks of the partition have private
+generators only if the first task has drawn random numbers.
 
-A layer can set the default generator back and draw again in backward, like checkpoint functions.
-With a private generator, it would draw other numbers. So if the first task has drawn, its backward
-is watched, too.
+If the first task has drawn nothing, but a layer draws in a later micro-batch, the layer draws from
+the default generator, and so changes the generator's state. After such a change, recomputations are
+watched, and raise an error if they draw. If only another thread of the user's program has changed
+the state, there is no error, because the recomputations draw nothing.
 
-The mode that watches operators also finds collective operations. All processes must call these in
-the same order, but worker threads have no fixed order. So a layer's collective raises an error
-before it is called. A collective is not found if it is only called in backward or in a later
-micro-batch.
+A layer can restore the default generator's state in backward and draw again, like checkpoint
+functions do. With a private generator, the layer would draw other numbers than in forward. So if
+the first task has drawn in forward, its backward is watched, too, and raises an error if it draws.
+
+The mode that watches operators also finds collective operations. All processes must call collective
+operations in the same order, but worker threads have no fixed order. So if a layer is about to call
+a collective operation, an error is raised. A call is not found if it is only made in backward or in
+a later micro-batch.
 """
 
 from collections.abc import Callable
@@ -62,7 +65,7 @@ _AS_THEY_ARE = Randomness()
 
 
 def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
-    """Return how a task draws random numbers if tasks run one after another, as a `Randomness`.
+    """Return the guard of a task's random numbers, for tasks that run one after another.
 
     The task draws from the same generators as without a pipeline. `recomputed` says whether the
     task runs twice.
@@ -73,8 +76,8 @@ def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
     if outer is None:
         return Randomness([*default_generators(stage.device), *stage.generators])
     # This pipeline is a layer of an outer pipeline, in a worker thread. The outer task's private
-    # generator does not exist in backward, so each inner task has its own generator. Its seed is
-    # drawn in each pass of the outer task, which draws the same numbers in both passes.
+    # generator does not exist in backward, so each inner task has its own generator. The seed is
+    # drawn in each pass of the outer task. Both passes of the outer task draw the same seed.
     seed = int(torch.randint(2**62, (), device="cpu"))
     own = stage.generators if recomputed else ()
     return Randomness(own, lambda: PrivateGenerator(seed, lambda: None, outer.exchanged))
@@ -83,8 +86,8 @@ def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
 class Seeds:
     """The seeds of all tasks of one mini-batch, which run at the same time on `n` partitions.
 
-    This is also a context, in which the forwards run. The seeds start from `base`. If `base` is not
-    given, it is drawn from a copy of the default generator on entering. On leaving, the default
+    The forwards run within this object as a context. The seeds start from `base`. If `base` is not
+    given, `base` is drawn from a copy of the default generator on entering. On leaving, the default
     generator advances by one number if a task has drawn random numbers.
 
     `recomputed` says whether some tasks run twice. `distributed` says whether this is a rank, with
@@ -112,7 +115,7 @@ class Seeds:
         self._first: dict[int, int] = {}  # which micro-batch came first to each partition
 
     def of(self, i: int, stage: Stage, recomputed: bool) -> Randomness:
-        """Return how micro-batch i's task on a stage draws random numbers, as a `Randomness`."""
+        """Return the guard of the random numbers of micro-batch i's task on a stage."""
         j, own = stage.index, stage.generators if recomputed else ()
         first = self._first.setdefault(j, i) == i
         if not first and not self._drew[j]:

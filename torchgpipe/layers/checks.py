@@ -145,12 +145,12 @@ def _memory(x: Tensor) -> int:
 
 @contextmanager
 def unchanged(shared: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterator[None]:
-    """Check that a buffer that two partitions share does not change within this context.
+    """Check that buffers that two partitions share do not change within this context.
 
-    The partitions would change the buffer in another order than the layers without a pipeline.
+    The partitions would change a buffer in another order than the layers without a pipeline.
 
     Args:
-        shared: The module and the name of each such buffer.
+        shared: The module and the name of each shared buffer.
         copy: Whether to compare the values, too. Some kernels write to a buffer without increasing
             its version counter.
 

@@ -1,4 +1,4 @@
-"""Choose the devices of a pipeline when it is made, and refuse to move it later."""
+"""Choose the devices of a pipeline, and raise an error if the pipeline is moved later."""
 
 import warnings
 from collections.abc import Iterable
@@ -57,7 +57,7 @@ class FixedDevices(nn.Module):
     """A module that cannot be moved to other devices."""
 
     def cuda(self: M, device: int | str | torch.device | None = None) -> M:
-        """Return this pipeline if it is on that CUDA device; else raise `TypeError`."""
+        """Return this pipeline if all of it is on the given CUDA device; else raise `TypeError`."""
         return self.to(
             torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
         )
@@ -69,7 +69,7 @@ class FixedDevices(nn.Module):
     def to(self: M, *args: Any, **kwargs: Any) -> M:
         """Change the dtype of parameters and buffers; raise `TypeError` if they would move.
 
-        `device` is allowed if all parameters and buffers are on that device already, because
+        `device` is allowed if all parameters and buffers are already on this device, because
         training scripts often call `model.to(device)`.
         """
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)

@@ -100,7 +100,7 @@ def _give_memory(
 ) -> None:
     """Replace the tensors on device `meta` by empty tensors on `device`.
 
-    `made` maps a replaced tensor to its replacement, so that layers that share a tensor still do.
+    `made` maps a replaced tensor to its replacement, so layers that share a tensor still share it.
     """
     for path, tensors, name, x in _tensors_of(partition):
         if not x.is_meta:
@@ -121,7 +121,7 @@ def _give_memory(
 def _tensors_of(
     partition: nn.Module,
 ) -> Iterator[tuple[str, dict[str, Tensor | None], str, Tensor]]:
-    """Yield each parameter and buffer, after its module's path, its dictionary and its name."""
+    """Yield the path, dictionary, name and tensor of each parameter and buffer in a module."""
     for path, module in partition.named_modules():
         for tensors in (module._parameters, module._buffers):
             for name, x in tensors.items():

@@ -19,7 +19,7 @@ def parse_amount(text: str | float) -> float:
     """Return the bytes of an amount: a number of bytes, or text with a unit, such as `24GiB`.
 
     Raises:
-        ValueError: If the amount is neither a number nor such a text, or is not more than zero.
+        ValueError: If `text` cannot be read as an amount, or if the amount is not above zero.
     """
     sizes = {unit.lower(): size for unit, size in UNITS.items()}
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*)\s*", str(text))

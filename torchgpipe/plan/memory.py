@@ -1,8 +1,8 @@
-"""Predict the most bytes that each device has allocated at a time during a step.
+"""Predict the peak memory of each device during a training step.
 
 The prediction goes through a device's list of actions (forwards, recomputations and backwards) and
-adds up bytes for each action. It takes all micro-batches to be of one size. During an action, these
-tensors are on a device:
+adds up bytes for each action. It assumes that all micro-batches have the same size. During an
+action, these tensors are on a device:
 
 - always: the parameters, the buffers and the optimizer's state. The device of the first stage also
   has the mini-batch;
@@ -13,12 +13,12 @@ tensors are on a device:
 - copies: the next input, the gradient of the output and the gradient of the last input, while these
   tensors are copied between devices;
 - skips: the skips between two stages, and their gradients on the way back;
-- gradients: the sum of this step's gradients, from the end of the first backward on, and the
-  gradients that stay between steps;
+- gradients: the sum of this step's gradients, from the end of the first backward on. Gradients that
+  stay allocated between steps also count;
 - update: the tensors that the optimizer's step allocates after the last backward (see `optimizer`).
 
-CPU devices share their memory, so nothing is copied between them. A tensor that several of them use
-counts on only one of them.
+CPU devices share their memory, so nothing is copied between them. A tensor that several CPU devices
+use counts on only one of these devices.
 
 Only tensors count. The prediction leaves out the memory that an allocator reserves beyond the
 tensors, the workspaces of libraries, the tensors that a criterion keeps, and the copies of buffers
@@ -54,15 +54,15 @@ class DeviceBytes(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """The most bytes that the device has allocated at a time, in any step but the first."""
+        """The peak of the bytes that the device has allocated, in any step but the first."""
         return sum(self)
 
 
 def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
     """Return the peak memory of every device, for any step but the first.
 
-    The prediction takes all micro-batches to be as large as the first micro-batch, although the
-    last micro-batch can be smaller.
+    The prediction assumes that all micro-batches are as large as the first micro-batch, although
+    the last micro-batch can be smaller.
     """
     sizes = setup.sizes
     crossings = crossing(counts.footprints(sizes[0]), setup.cuts)
@@ -78,15 +78,15 @@ def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
 
 
 class _Stage:
-    """The bytes that one stage takes: for a task of each kind, and for its parameters."""
+    """The bytes that a stage takes: for a task with or without checkpointing, for parameters."""
 
     def __init__(self, counts: Counts, setup: Setup, s: int) -> None:
         start, stop = setup.cuts[s]
         sizes = setup.sizes
         size = sizes[0]
         recomputed = checkpointed(setup.checkpoint, len(sizes))
-        # `counts.task` takes most of the time, so it is called for checkpointed and for other tasks
-        # only if the stage has both.
+        # `counts.task` is slow. So it is called twice, for checkpointed tasks and for tasks without
+        # checkpointing, only if both results are needed.
         self.checkpointed = counts.task(size, start, stop, checkpoint=recomputed > 0)
         self.plain = self.checkpointed
         if recomputed < len(sizes) or start == 0:
@@ -214,10 +214,10 @@ class _Device:
         """Return the bytes of the last stage's outputs, and of their gradients.
 
         Args:
-            plain: The bytes of one task of the last stage.
-            now: The action that runs.
-            waiting: How many tasks of the last stage wait for their backward.
-            here: Whether the action is a backward or a recomputation of the last stage.
+            plain: The bytes that one task of the last stage takes without checkpointing.
+            now: The action that is running.
+            waiting: How many tasks of the last stage have run forward, but not yet backward.
+            here: Whether the running action is a backward or a recomputation of the last stage.
         """
         if self._gathered and now.kind != "forward":
             return self._m * (plain.output + plain.output_grad)

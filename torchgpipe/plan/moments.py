@@ -14,7 +14,7 @@ from torchgpipe.schedules.replay import units
 
 
 class InFlight(NamedTuple):
-    """How many tasks of one stage are between forward and backward, without the running task."""
+    """How many tasks of a stage, except the running task, are between forward and backward."""
 
     checkpointed: int
     plain: int
@@ -64,7 +64,7 @@ class Moment(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """All numbers of `held` and `skips`, in a fixed order. More of any takes more memory."""
+        """All numbers of `held` and `skips`, in a fixed order. Larger numbers mean more memory."""
         counts: list[int] = []
         for in_flight in self.held:
             counts += in_flight
@@ -81,8 +81,8 @@ Alike = dict[tuple[int, ...], Moment]
 def moments(lists: Schedule, recomputed: int, skips: bool) -> list[list[Moment]]:
     """Return for each device the moments (actions) during which it may hold the most bytes.
 
-    A moment is left out if the device runs the same kind of action at another moment and holds at
-    least as much memory of each sort then.
+    A moment is left out if there is another moment with the same kind of action, at which the
+    device holds at least as many tasks and skips of each sort.
 
     Args:
         lists: The schedule, with a recomputation of every task.
@@ -115,8 +115,8 @@ def _walk(
             continue
         traffic: tuple[Traffic, ...] = ()
         if clock is not None:
-            # The clock has no time for recomputations. The action after a recomputation is its
-            # backward.
+            # The clock takes no time for a recomputation. The action after a recomputation is the
+            # backward of the same task.
             timed = actions[k + 1] if kind == "recompute" else action
             traffic = clock.traffic(own, timed)
         states[stage].begin(kind, plain)

@@ -40,8 +40,8 @@ def pipeline(  # noqa: PLR0913
         module: Any module, with its parameters on one device.
         sample: The module's arguments, as for `sequential`: a tensor, a tuple of arguments, or a
             dictionary of arguments by name. It has as many samples as a large micro-batch.
-        devices: The devices to use. The plan may need fewer.
-        batch_size: The samples of a mini-batch.
+        devices: The devices to use. The plan may use fewer devices.
+        batch_size: The number of samples in a mini-batch.
         memory: The memory of each device, in bytes or as text such as "24GiB".
         hardware: The hardware to predict for: a description, its name or its file. By default, the
             plan profiles the layers on the sample's device.

@@ -50,16 +50,16 @@ def plan(  # noqa: PLR0913
     The plan predicts seconds from a hardware description or from a profile. With a hardware
     description, it counts each layer's operators on the `meta` device. This needs no GPU and no
     memory for the model. A profile times the layers on the sample's device, in steps of the whole
-    model if such a step fits the memory. It takes about as long as fifteen steps on the sample. In
-    both cases, bytes are counted on the `meta` device.
+    model if such a step fits the memory. A profile takes about as long as fifteen steps on the
+    sample. With either, bytes are counted on the `meta` device.
 
     Args:
         module: The layers, on any device, also on `meta`.
         sample: An input of the module, a tensor or a tuple of tensors. For a profile, the sample is
             on the device to profile on, and as large as the largest micro-batch to consider.
             Otherwise its device and its batch size do not matter.
-        batch_size: The samples of a mini-batch.
-        devices: The most devices to use; by default all devices of the node.
+        batch_size: The number of samples in a mini-batch.
+        devices: The largest number of devices to use; by default all devices of the node.
         memory: The memory of each device, in bytes or as text such as "24GiB"; by default the
             memory that the node's devices have.
         headroom: The memory that is left to the allocator, as a share of the tensors' bytes. It is
@@ -75,8 +75,8 @@ def plan(  # noqa: PLR0913
         chunks: The numbers of micro-batches to choose from, or a single number. By default, the
             plan tries all numbers that give different micro-batch sizes.
         checkpoint: The checkpoint modes to choose from, or a single mode.
-        schedules: The schedules to choose from, or a single schedule, as for
-            `GPipe(schedule=…)`. Interleaved1F1B has two stages on each device.
+        schedules: The schedules to choose from, or a single schedule, as in `GPipe(schedule=…)`.
+            Interleaved1F1B has two stages on each device.
         autocast: The dtype of autocast in training, such as `torch.bfloat16`. By default, it is
             the dtype of the autocast that is enabled when `plan` is called.
         master_weights: Whether the optimizer keeps a float32 copy of parameters in 16 bits.

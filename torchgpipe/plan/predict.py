@@ -3,8 +3,8 @@
     setup = Setup(batch_size=512, balance=(104, 137), chunks=32, checkpoint="except_last")
     step = Predictor(counts, hardware).step(setup)    # step.seconds, step.bubble
 
-The seconds of a layer follow from its counted operators and from a hardware description. They are
-computed once for each micro-batch size.
+The seconds of a layer are computed from its counted operators and a hardware description, once for
+each micro-batch size.
 """
 
 import math
@@ -38,7 +38,7 @@ class Setup:
     """A way to train a model: its balance, micro-batches, checkpoint mode, schedule and optimizer.
 
     Attributes:
-        batch_size: The samples of a mini-batch.
+        batch_size: The number of samples in a mini-batch.
         balance: How many layers each partition has.
         chunks: How many micro-batches the mini-batch is split into, at most.
         checkpoint: Which micro-batches are checkpointed.
@@ -87,7 +87,7 @@ class Setup:
 
     @property
     def halves(self) -> bool:
-        """Whether the schedule splits some backwards: first inputs' gradients, later weights'."""
+        """Whether some backwards are split: inputs' gradients first, weights' gradients later."""
         schedule = self.schedule
         if not isinstance(schedule, Schedule):
             schedule = recomputing(schedule, 1, 1)
@@ -95,7 +95,7 @@ class Setup:
 
     @property
     def sizes(self) -> list[int]:
-        """The samples of each micro-batch."""
+        """The number of samples in each micro-batch."""
         return micro_batch_sizes(self.batch_size, self.chunks)
 
     @property
@@ -121,7 +121,11 @@ class LayerSeconds:
 
 
 def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
-    """Return the samples of each micro-batch: all are equal but the last, like in `torch.chunk`."""
+    """Return the number of samples in each micro-batch.
+
+    All micro-batches have the same size, except that the last one may be smaller, like in
+    `torch.chunk`.
+    """
     size = math.ceil(batch_size / chunks)
     whole, rest = divmod(batch_size, size)
     sizes = [size] * whole
@@ -138,7 +142,7 @@ def apart(
     Args:
         seconds: The seconds of each layer's whole backward.
         products: The cost of each layer's matrix products with weights, in seconds or operations.
-        backward: The cost of each layer's whole backward, in the unit of `products`.
+        backward: The cost of each layer's whole backward, in the same unit as `products`.
     """
     found = []
     for layer, product, whole in zip(seconds, products, backward, strict=True):
@@ -151,7 +155,7 @@ class Predictor:
     """Predict training steps of one model on one node.
 
     Args:
-        counts: The counted layers of the model.
+        counts: The model's layers, with the operations and bytes counted for each layer.
         hardware: The node.
     """
 
@@ -177,7 +181,7 @@ class Predictor:
     def _totals(self, layers: Sequence[tuple[Operator, ...]]) -> Seconds:
         """Return the seconds of each layer's operators together.
 
-        Layers that behave alike share one tuple of operators. It is added up only once.
+        Layers that behave alike share one tuple of operators. A tuple is added up only once.
         """
         known: dict[int, float] = {}
         for operators in layers:

@@ -37,7 +37,7 @@ A single sample is not timed, because batch normalization can refuse it.
 
 @dataclass(frozen=True)
 class Curve:
-    """The seconds of one layer, by the samples of a micro-batch.
+    """The seconds that one layer takes, as a function of the micro-batch size.
 
     Attributes:
         sizes: The micro-batch sizes at which the layer was timed, the smallest first.
@@ -54,7 +54,7 @@ class Curve:
         If fewer samples took longer than more samples, this is noise. The curve then goes through
         the mean of these measurements.
         """
-        level: list[list[float]] = []  # groups of measurements; each group counts by its mean
+        level: list[list[float]] = []  # groups of measurements, for their means
         for measured in seconds:
             level.append([measured])
             while len(level) > 1 and fmean(level[-2]) > fmean(level[-1]):
@@ -68,8 +68,9 @@ class Curve:
     def at(self, size: int) -> float:
         """Return the seconds for a micro-batch of `size` samples.
 
-        Beyond both ends, the curve goes straight on, but it is no steeper than the line from zero
-        to that end. A steeper line gives negative seconds for zero samples.
+        Below the smallest and above the largest timed size, the curve is a straight line. The line
+        is no steeper than a line from zero to the nearest timed size. A steeper line gives negative
+        seconds for zero samples.
         """
         k = bisect(self.sizes, size)
         k = min(max(k, 1), len(self.sizes) - 1)
@@ -109,7 +110,7 @@ class ProfiledPredictor(Predictor):
     """Predict a step's seconds from a profile, and its memory and copies from counted bytes.
 
     Args:
-        counts: The counted layers of the model.
+        counts: The model's layers, with the operations and bytes counted for each layer.
         hardware: The node.
         profile: The measured seconds of the layers.
     """
@@ -150,7 +151,7 @@ def predictor_here(
     Args:
         module: The layers.
         sample: An input on the device to profile on, as large as the largest micro-batch.
-        counts: The counted layers.
+        counts: The layers, with the operations and bytes counted for each layer.
         devices: How many devices there are; by default all devices that are found.
         memory: The bytes of each device; by default all of the device's memory.
 
@@ -224,7 +225,7 @@ def _curves(sizes: Sequence[int], seconds: Tensor) -> list[Curve]:
 def _in_steps(
     module: Sequential, sample: TensorOrTensors, sizes: Sequence[int], device: torch.device
 ) -> list[list[Seconds]]:
-    """Time whole steps: a list of runs for each size, or `[]` if the memory is too small."""
+    """Time whole steps. Return a list of runs for each size; `[]` if the memory is too small."""
     with suppress(torch.OutOfMemoryError):
         copy = _copy(module, device)
         found = []
@@ -259,7 +260,7 @@ def _sizes(module: Module, sample: TensorOrTensors) -> tuple[int, ...]:
 
 
 def _rows(module: Module, sample: TensorOrTensors, size: int) -> TensorOrTensors:
-    """Return the first `size` rows of the sample. If it has fewer rows, its rows are repeated."""
+    """Return the first `size` rows of the sample. If that is too few, rows are repeated."""
 
     def take(x: Tensor, grows: bool = True) -> Tensor:
         taken = x.detach()

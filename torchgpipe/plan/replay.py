@@ -66,7 +66,7 @@ def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
 
     Args:
         costs: The seconds of every task and copy.
-        schedule: A schedule from `recomputing`; by default that of GPipe.
+        schedule: A schedule from `recomputing`; by default GPipe's schedule.
     """
     n = len(costs.forward[0])
     schedule = schedule or recomputing("GPipe", n, len(costs.forward))

@@ -49,7 +49,7 @@ class Plan:
     memory: float
     """The bytes of each device."""
     room: float
-    """The bytes of each device that tensors may take."""
+    """How many bytes of each device tensors may take."""
     hardware: Hardware
     source: str
     """What the seconds were predicted from, as text: a profile or a hardware description."""
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def best(self) -> Candidate:
-        """The fastest setup."""
+        """The fastest setup that was found."""
         return self.candidates[0]
 
     @property
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """The share by which another setup can be faster at most, such as 0.05 for 5 %."""
+        """By what share another setup can be faster, at most: 0.05 means 5 %."""
         return self.seconds / self.bound - 1
 
     @property

@@ -17,7 +17,7 @@ LETTERS: dict[str, Kind] = {
 
 
 class Action(NamedTuple):
-    """A piece of a device's work: a forward, a recomputation, a backward, or half of a backward.
+    """One thing that a device does: a forward, a recomputation, a backward or half a backward.
 
     A backward is either one action or two halves. The first half computes the gradients of the
     stage's inputs. The second half computes the gradients of the stage's weights, and runs later.
@@ -39,8 +39,8 @@ def needs(action: Action, among: Container[Action]) -> list[Action]:
     - A recomputation needs the forward that it repeats. It does not need the gradient.
     - A backward of the weights needs the backward of the inputs on the same stage.
     - Every other backward needs the recomputation of its activations, or the forward if nothing is
-      recomputed. It also needs the backward on the next stage, which computes its gradient. If
-      that backward is split into halves, it needs only the half for the inputs.
+      recomputed. It also needs the backward on the next stage, which computes its gradient. If that
+      next backward is split into halves, only the half for the inputs is needed.
 
     Args:
         action: The action.

@@ -96,7 +96,7 @@ def check(placement: Sequence[int], lists: Lists) -> list[Action]:
     """Check the lists of a schedule, and return all actions in the order of `in_turn`.
 
     Raises:
-        ValueError: If devices cannot do the lists; the docstring of `Schedule` lists the cases.
+        ValueError: If devices cannot run the lists; the docstring of `Schedule` says when.
     """
     devices = set(placement)
     if not placement or devices != set(range(len(lists))):
@@ -152,7 +152,7 @@ def _check_complete(placement: Sequence[int], actions: Iterable[Action]) -> None
 
 
 def _check_order(placement: Sequence[int], lists: Lists, places: Mapping[Action, int]) -> None:
-    """Check that each device does an action only after the actions on this device that it needs.
+    """Check that, on each device, an action comes after the actions that it needs.
 
     Also check that each recomputation is directly before its backward.
     """

@@ -97,8 +97,8 @@ def fill(lists: Lists, most: int) -> Lists:
 
     Args:
         lists: For each device, its forwards and its backwards of inputs.
-        most: For how many tasks a device keeps activations at most. A device at this limit does a
-            backward of weights before its next forward.
+        most: A device keeps the activations of at most this many tasks. A device at this limit does
+            a backward of weights before its next forward.
     """
     among = set(chain.from_iterable(lists))
     change = {"forward": 1, "backward_weights": -1}
@@ -214,7 +214,7 @@ NAMED: dict[str, tuple[Maker, int | None]] = {
 def make(
     schedule: str | Schedule, n: int, m: int, v: int | None = None, checkpoint: str = "never"
 ) -> Schedule:
-    """Return the schedule of a name, or shorten a given schedule to m micro-batches.
+    """Return the schedule with a given name, or shorten a given schedule to m micro-batches.
 
     Args:
         schedule: A name, in lower or upper case, or a schedule for at least m micro-batches.

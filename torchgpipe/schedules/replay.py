@@ -19,7 +19,7 @@ The seconds are the time to copy one activation to the target, or its gradient b
 
 
 def units(action: Action) -> float:
-    """Return an action's duration in pictures: 2 units for a whole backward, 1 for other kinds."""
+    """Return an action's width in pictures: 2 units for an unsplit backward, 1 for other kinds."""
     return 2 if action.kind == "backward" else 1
 
 
@@ -78,7 +78,7 @@ class Timeline:
     def window(self) -> tuple[float, float]:
         """The time when the first task starts, and the time when the last task ends.
 
-        A measured training step continues after that time with the optimizer.
+        A measured training step ends later, because the optimizer runs after the last task.
         """
         tasks = self.tasks
         if not tasks:
@@ -104,7 +104,7 @@ class Timeline:
     def bubble_of_longest(self) -> float:
         """The fraction of time, from 0 to 1, in which one device waits within its own span.
 
-        A device's span lasts from its first task to its last task. The property takes the device
+        A device's span lasts from its first task to its last task. The result is for the device
         with the longest span.
         """
         longest, worked = 0.0, 0.0

@@ -22,7 +22,7 @@ Targets = defaultdict[int, list[tuple[int, int, float]]]
 class Schedule:
     """Lists of the actions that each device does in a step, in order.
 
-    The constructor checks that devices can do the lists. Schedules are compared by value. `str`
+    The constructor checks that devices can run the lists. Schedules are compared by value. `str`
     returns a picture of the schedule.
 
     Attributes:
@@ -198,7 +198,7 @@ class Schedule:
         return later, earlier
 
     def _room(self, buffered: int) -> dict[Action, Action]:
-        """For each action that may have to wait for buffer space, return the action that frees it.
+        """For each action that may have to wait for buffer space, return what frees space.
 
         A buffer between two devices holds `buffered` results. So there is room for a result as soon
         as another action takes the result that was sent `buffered` results earlier. The dictionary

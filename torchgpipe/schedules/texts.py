@@ -4,9 +4,10 @@
     1 | . 0 B0  1 B1        A forward takes one unit, a whole backward two.
 
 A number without a letter is the forward of the micro-batch with this number. R is a recomputation,
-B a whole backward, I a backward of the inputs, and W a backward of the weights. A dot is a unit in
-which the device waits. If a device has several stages, a letter after the number names the stage:
-a is the device's first stage, and b the second.
+B a whole backward. A backward can also be split: I computes the gradients of the inputs, and W
+later the gradients of the weights. A dot is a unit in which the device waits. If a device has
+several stages, a letter after the number names the stage: a is the device's first stage, and b the
+second.
 
 A file has a row for each device. An entry such as 0F1 has a stage, a kind and a micro-batch. The
 kinds are F for a forward, B for a whole backward, I for a backward of the inputs, and W for a

@@ -100,7 +100,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
 
 
 def skips_of(module: Module) -> tuple[list[SkipKey], list[SkipKey]]:
-    """Return the skips that `module` and its submodules stash, and the skips that they pop.
+    """Return two lists of skips: what `module` and its submodules stash, and what they pop.
 
     Both lists are in the order of the modules, and sorted by name within each module.
     """

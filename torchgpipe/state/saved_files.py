@@ -214,7 +214,7 @@ class FileLock:
     closes any descriptor of the file, for example after it has copied the folder. With `flock`, a
     process cannot lock a file twice. So there is one object for each file, and the whole process
     shares it (`FileLock.all`). A forked process inherits the open file, and closes it. Otherwise
-    the lock lasts longer than the process that has taken it.
+    the forked process would hold the lock after the end of the process that has taken the lock.
 
     Raises:
         RuntimeError: If another process holds the lock.

@@ -55,8 +55,8 @@ class Saves:
             saves.save(step, model, optimizer, data=generator.get_state())
 
     All ranks call `load` and `save`, between mini-batches. A state holds the layers, the optimizer,
-    the states of random generators, and the values that the caller adds. It can be loaded with any
-    balance. If the number of ranks is the same as before, each rank loads its own state of
+    the states of random generators, and the values that the caller adds. A state can be loaded with
+    any balance. If the number of ranks is the same as before, each rank loads its own state of
     PyTorch's default generator. Otherwise all ranks load the generator state of rank 0, which
     determines the pipeline's random numbers.
 

@@ -32,8 +32,8 @@ class State:
 
     Each value has a key, which does not depend on the balance. The key is `model.NAME` for a
     parameter or buffer, and `optimizer.state.NAME.KEY` for a value that the optimizer holds for a
-    parameter. It is `generator.NAME` for a generator that a layer has, and `random.RANK` for a
-    rank's default CPU generator. It is `random.device.PARTITION` for the default generator of a
+    parameter. The key is `generator.NAME` for a generator that a layer has, `random.RANK` for a
+    rank's default CPU generator, and `random.device.PARTITION` for the default generator of a
     partition's GPU.
 
     Attributes:
@@ -210,7 +210,7 @@ def _check_nothing_else(held: list[Any]) -> None:
     """Raise `ValueError` if an optimizer has state that does not belong to a parameter.
 
     Args:
-        held: The keys of such state.
+        held: The optimizer's keys for state of this kind; empty if there is none.
     """
     if held:
         other = held[0]

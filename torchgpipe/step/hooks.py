@@ -3,8 +3,8 @@
 `model(x)` calls the module, so PyTorch runs the hooks. `model.step` does not call the module, and
 has no output of the whole mini-batch, so it runs the hooks itself. Forward pre-hooks get the input
 of the mini-batch. Forward hooks get the output of each micro-batch, before the criterion gets it.
-PyTorch's own forward hooks, such as the hooks of `replicate`, prepare a backward. They get the loss
-of the mini-batch.
+PyTorch's own forward hooks, such as the hooks of `replicate`, prepare a backward. These hooks get
+the loss of the mini-batch.
 """
 
 from collections.abc import Callable

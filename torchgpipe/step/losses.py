@@ -27,12 +27,12 @@ class Losses(BatchIO):
     """Call the criterion on each micro-batch's output, and run the backward of each loss.
 
     `shown` converts an output to the first argument of the criterion. The second argument is the
-    micro-batch's target. The criterion draws random numbers like a stage after the last one. After
+    micro-batch's target. The criterion draws random numbers like a further stage. After
     the last micro-batch, `batch` gets the loss of the mini-batch, without its graph.
 
     A criterion can also use other tensors that require grad: its own parameters, the layers'
-    parameters, or a tensor that it closes over. Their gradients are summed here, and returned by
-    `sums` when the step ends.
+    parameters, or a tensor that it closes over. The gradients of these tensors are summed here,
+    and returned by `sums` when the step ends.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Losses(BatchIO):
         self._sums: dict[Tensor, Tensor] = {}
 
     def _without_graphs(self, target: Any) -> Any:
-        """Return the target, in which leaves replace the tensors that have a graph."""
+        """Return the target with a detached leaf in the place of each tensor that has a graph."""
 
         def cut(x: Tensor) -> Tensor:
             if x.grad_fn is None or not torch.is_grad_enabled():
@@ -119,7 +119,8 @@ class Losses(BatchIO):
     def output_grads(self, i: int) -> Flat:
         """Run the backward of micro-batch i's loss; return the gradients of its outputs.
 
-        The gradients of other leaves that the criterion has used are added to their sums.
+        The criterion can use other leaf tensors, too. Their gradients are added to the sums that
+        the method `sums` returns.
         """
         outputs, loss = self._under_way.pop(i)
         if not loss.requires_grad:
@@ -133,7 +134,7 @@ class Losses(BatchIO):
         leaves = [x for x in leaves if x.requires_grad]  # a criterion may freeze what it has used
         own = {id(y) for y in outputs}
         others = [x for x in leaves if id(x) not in own]
-        # Hooks of these other leaves run only once, when the caller's backward gets the sums.
+        # Hooks of the other leaves run only once, when the caller's backward gets the sums.
         unhooked: AbstractContextManager[Any] = without_hooks(others) if others else NOTHING
         with unhooked:
             found = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -156,10 +157,10 @@ class Losses(BatchIO):
             self._sums[leaf] = before + grad
 
     def sums(self) -> tuple[tuple[Tensor, ...], Flat]:
-        """Return other leaves that the criterion has used, and the sums of their gradients.
+        """Return the leaf tensors that the criterion used, and the sum of each one's gradients.
 
-        The outputs are not among these leaves. If a leaf was made to replace a parameter, or a
-        tensor of the target, the replaced tensor is returned.
+        The pipeline's outputs are left out. If the criterion used a detached leaf in the place of a
+        parameter or of a tensor of the target, the original tensor is returned.
         """
         meant = {**self._cut}
         for guards in self._batch.guards:
@@ -213,7 +214,7 @@ def run_step(
 
     Args:
         batch: The mini-batch.
-        inputs: Its micro-batches, if the first stage is in this process.
+        inputs: The micro-batches, if the first stage is in this process.
         sizes: The number of samples of each micro-batch.
         request: The arguments of `step` or `evaluate`.
         shown: Converts an output to the first argument of the criterion.

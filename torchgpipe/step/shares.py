@@ -81,7 +81,7 @@ class Shares:
 def warn_of_other_means(request: StepRequest, sizes: Sequence[int]) -> None:
     """Warn if the criterion's `reduction` or `ignore_index` does not fit a mean over all samples.
 
-    That is so if its loss is not the mean over the samples of a micro-batch.
+    These options fit only if the criterion's loss is the mean over the samples of a micro-batch.
     """
     if request.reduction != "mean" or len(sizes) < 2:
         return

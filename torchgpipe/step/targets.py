@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -18,22 +19,21 @@ def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
 
     Tensors and NumPy arrays are split along dimension 0, also if they are nested in mappings,
     tuples, lists and dataclasses. A list with one entry for each sample, such as one dictionary for
-    each image, is split into shorter lists. Any other value is given to every micro-batch.
+    each image, is split into shorter lists, unless it has tensors of the batch size. Any other
+    value is given to every micro-batch.
 
     Args:
         target: The target of the mini-batch.
         sizes: The number of samples of each micro-batch.
 
     Raises:
-        ValueError: Dimension 0 of a tensor is not the batch size, or a list could be split in two
-            ways.
+        ValueError: Dimension 0 of a tensor is not the batch size.
     """
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(target, numpy.ndarray):
+    if _is_array(target) and target.dtype.kind in "biufc":  # numbers
         target = torch.as_tensor(target)
     if isinstance(target, Tensor):
         return _split(target, sizes)
-    if isinstance(target, list) and _has_an_entry_for_each_sample(target, sum(sizes)):
+    if _is_array(target) or _has_an_entry_for_each_sample(target, sizes):
         bounds = pairwise(accumulate(sizes, initial=0))
         return [target[begin:end] for begin, end in bounds]
     values, make = _taken_apart(target)
@@ -60,7 +60,7 @@ def _taken_apart(target: Any) -> tuple[Sequence[Any], Callable[[tuple[Any, ...]]
     """
     if isinstance(target, Mapping):
         # Not only dictionaries: what a tokenizer returns is a `UserDict`.
-        kind: Any = dict if isinstance(target, dict) else type(target)
+        kind: Any = type(target) if isinstance(target, UserDict) else dict
         return list(target.values()), lambda row: kind(dict(zip(target, row, strict=True)))
     if isinstance(target, list):
         return target, list
@@ -84,14 +84,20 @@ def _split(target: Tensor, sizes: Sequence[int]) -> list[Any]:
     return list(target.split([*sizes]))
 
 
-def _has_an_entry_for_each_sample(target: list[Any], samples: int) -> bool:
-    if len(target) != samples or samples < 2:
+def _is_array(x: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(x, numpy.ndarray)
+
+
+def _has_an_entry_for_each_sample(target: object, sizes: Sequence[int]) -> bool:
+    """Return whether a target is a list that has to be split by its entries.
+
+    Numbers are no entries of samples: a list of class weights may be as long as a batch.
+    """
+    samples = sum(sizes)
+    if not isinstance(target, list) or len(target) != samples or len(sizes) == 1:
         return False
     whole = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == samples for x in target]
-    if all(whole):
-        raise ValueError(
-            f"a target of {samples} tensors, each of which has the batch size {samples}, can be "
-            "split in two ways; give a tuple of tensors to split each of them, or stack a list "
-            "that has an entry for each sample"
-        )
-    return True
+    if any(whole):
+        return False  # tensors for the whole mini-batch
+    return all(isinstance(x, Mapping | list | tuple | str | Tensor) for x in target)

@@ -1,4 +1,4 @@
-"""Batch normalization that runs on micro-batches, but updates its statistics by mini-batches.
+"""Batch normalization that runs on micro-batches, but updates its statistics once per mini-batch.
 
 The layer keeps the count, the mean and the variance of each micro-batch. At the end of the
 mini-batch it combines these values, by the formula of Chan, Golub and LeVeque ("Algorithms for
@@ -33,10 +33,11 @@ The tensor has the means and the unbiased variances.
 class DeferredBatchNorm(_BatchNorm):
     """Normalize micro-batches, and update the running statistics once per mini-batch.
 
-    The running statistics become those of `nn.BatchNorm` for the undivided mini-batch. `commit`
-    ends the mini-batch and updates them: `GPipe` calls `commit` after its forward, or the layer
-    calls it after ``chunks`` micro-batches. The layer tracks no statistics in evaluation mode or
-    during a recomputation. If a layer is called several times in a mini-batch, it commits once.
+    The running statistics become the same as those of `nn.BatchNorm` with the undivided mini-batch.
+    `commit` ends the mini-batch and updates the statistics. `GPipe` calls `commit` after its
+    forward, or the layer calls it after ``chunks`` micro-batches. The layer tracks no statistics in
+    evaluation mode or during a recomputation. If a layer is called several times in a mini-batch,
+    it commits once.
 
     Args:
         num_features: The number of channels, which is dimension 1 of the input. The input has the
@@ -47,7 +48,7 @@ class DeferredBatchNorm(_BatchNorm):
             only a call of `commit` ends the mini-batch.
 
     Raises:
-        ValueError: ``chunks`` is below 1, or in training a micro-batch has one value per channel.
+        ValueError: ``chunks`` is below 1, or a micro-batch in training has one value per channel.
     """
 
     def __init__(  # noqa: PLR0913 - those of `torch.nn.BatchNorm2d`
@@ -70,8 +71,8 @@ class DeferredBatchNorm(_BatchNorm):
     def _defer(self, chunks: int | None, dimensions: type[_BatchNorm] | None) -> None:
         self.chunks = _checked(chunks)
         self._dimensions = dimensions
-        # The tracked statistics are not buffers: half() could make a variance infinite, and
-        # state_dict() must have the same keys as that of nn.BatchNorm.
+        # The tracked statistics are not buffers, because half() could make a variance in a buffer
+        # infinite, and because state_dict() must have the same keys as with nn.BatchNorm.
         self._tracked: list[Statistics] = []
 
     @classmethod
@@ -85,8 +86,8 @@ class DeferredBatchNorm(_BatchNorm):
 
         Raises:
             ValueError: ``chunks`` is below 1, or a layer is lazy and has not had an input.
-            TypeError: The class of a layer overrides ``forward``, ``train`` or ``eval``, which the
-                replacement would not have.
+            TypeError: The class of a layer overrides ``forward``, ``train`` or ``eval``. The
+                replacement would not have the overriding method.
         """
         chunks = _checked(chunks)
         # A pipeline among the layers has its own option `deferred_batch_norm`.
@@ -94,8 +95,8 @@ class DeferredBatchNorm(_BatchNorm):
         for each in module.modules():
             if "_stages" in vars(each):
                 inner.update(each.modules())
-        # Make all replacements before any layer is replaced. If a layer cannot be converted, the
-        # module has not changed.
+        # Make all replacements before any layer is replaced. Then, if a layer cannot be converted,
+        # the module is unchanged.
         replacements: dict[nn.Module, nn.Module] = {}
         for layer in module.modules():
             if isinstance(layer, _BatchNorm) and layer not in inner and _can_defer(layer):
@@ -126,8 +127,8 @@ class DeferredBatchNorm(_BatchNorm):
                 "normalization"
             )
         deferred = cls.__new__(cls)
-        # Both layers have the same tensors, but each has its own dictionaries of tensors. So half()
-        # of one layer does not change the other layer.
+        # The old and the new layer share their tensors, but each layer has its own dictionaries of
+        # tensors. So half() of one layer does not change the other layer.
         for name, value in vars(layer).items():
             deferred.__dict__[name] = copy(value) if isinstance(value, dict | set) else value
         deferred._defer(chunks, dimensions)
@@ -166,7 +167,7 @@ class DeferredBatchNorm(_BatchNorm):
         self._tracked = []
 
     def extra_repr(self) -> str:
-        """Return the description that `nn.BatchNorm` has, with ``chunks`` at its end."""
+        """Return the description of the layer as in `nn.BatchNorm`, followed by ``chunks``."""
         return f"{super().extra_repr()}, chunks={self.chunks}"  # type: ignore[no-untyped-call]
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -194,7 +195,7 @@ def _can_defer(layer: _BatchNorm) -> bool:
 
 
 def _own_methods(kind: type[_BatchNorm]) -> list[str]:
-    """Return the methods of batch normalization that a class overrides."""
+    """Return which of `forward`, `train` and `eval` a class of batch normalization overrides."""
     methods = "forward", "train", "eval"
     return [name for name in methods if getattr(kind, name) is not getattr(_BatchNorm, name)]
 
@@ -226,7 +227,7 @@ def commit(layers: Iterable[DeferredBatchNorm]) -> None:
 
 
 def _update(group: Sequence[_Tracked]) -> None:
-    """Update the layers of one group together, in float32 or a more precise dtype.
+    """Update the running statistics of several layers together, in float32 or a more precise dtype.
 
     The channels of all layers are concatenated to one row.
     """
@@ -243,8 +244,8 @@ def _update(group: Sequence[_Tracked]) -> None:
     rows = []
     for (layer, parts), width in zip(group, channels, strict=True):
         rows.append([width, layer.momentum or 0.0, *(count for count, _ in parts)])
-    # One copy moves the numbers of all layers to the device. The host does not wait for the copy,
-    # because it is from pinned memory.
+    # One copy moves the widths, momenta and sample counts of all layers to the device. The host
+    # does not wait for the copy, because the copy is made from pinned memory.
     table = torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     table = table.to(device, non_blocking=True).t()
     if batches and layers[0].momentum is None:

@@ -15,8 +15,8 @@ from torchgpipe.tensors.microbatch import Flat, carrying
 def entered(inputs: Flat, needs: tuple[bool, ...], input_grads: list[Tensor | None]) -> Flat:
     """Return the inputs as outputs of a new node, which writes their gradients to `input_grads`.
 
-    The node refers to this list and not to the task. Otherwise the node and the task would keep
-    each other alive.
+    The node refers to the list `input_grads`, and not to the task. Otherwise the node and the task
+    would keep each other alive.
     """
     if True not in needs:
         return leaves(inputs, needs)
@@ -64,7 +64,7 @@ def refuse_unusual_backward(grads: Flat) -> None:
 
 
 def mark(ctx: Any, outputs: Iterable[Tensor | None]) -> None:
-    """Mark the outputs of a node without `requires_grad` as not differentiable."""
+    """Mark those outputs of a node that do not require grad as not differentiable."""
     if others := [y for y in outputs if y is not None and not y.requires_grad]:
         ctx.mark_non_differentiable(*others)
 
@@ -89,10 +89,9 @@ def all_none(grads: Flat) -> bool:
 def used(
     edges: Sequence[GradientEdge | None], grads: Flat
 ) -> tuple[list[GradientEdge], list[Tensor]]:
-    """Return the edges that have a gradient, and these gradients.
+    """Return the edges for which there is a gradient, and the gradients.
 
-    There can be no edges at all if there are no gradients, because then a checkpointed task is not
-    recomputed.
+    Without any gradient, a checkpointed task is not recomputed, and so it can have no edges.
     """
     found, given = [], []
     for edge, grad in zip(edges, grads, strict=False):

@@ -63,7 +63,7 @@ PLANS = 64
 
 @dataclass(slots=True)
 class _Later:
-    """The work left for later for one matrix product: weight gradients from `saved` tensors.
+    """The postponed work of one matrix product: its weight gradients, from `saved` tensors.
 
     `sides` are the edges from the product to the parts of the graph that lead to its parameters.
     """
@@ -74,12 +74,12 @@ class _Later:
     _versions: list[int | None] = field(default_factory=list)
 
     def catch(self, grads: Flat) -> None:
-        """Keep the gradient of the product's output; this is a hook of its node."""
+        """Keep the gradient of the product's output; this is a hook of the product's graph node."""
         self.saved = (grads[0], *self.saved)
         self._versions = versions(self.saved)
 
     def run(self, keep_graph: bool) -> None:
-        """Compute the gradients of the product's weights, and run the backward of its sides.
+        """Compute the product's weight gradients, and run the backward from there to parameters.
 
         Raise `RuntimeError` if a saved tensor has changed.
         """
@@ -105,8 +105,8 @@ def _run_all(later: list[_Later], keep_graph: bool) -> None:
 class Halves:
     """Split the backward of a stage's tasks: gradients of inputs first, of weights later.
 
-    Tasks whose graphs have the same structure share a plan. `str()` says for how many matrix
-    products the weight gradients come later, and why not for the others.
+    Tasks with graphs of the same structure share a plan. `str()` says how many matrix products get
+    their weight gradients later, and why other products do not.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -134,10 +134,10 @@ class Halves:
     def run_inputs(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool
     ) -> Callable[[], None] | None:
-        """Run a backward without weight gradients; return a function that computes these later.
+        """Run a backward without weight gradients; return a function that computes them later.
 
-        The backward starts at `roots`. If it cannot be split, all gradients are computed, and
-        `None` is returned.
+        The backward starts at `roots`. If the backward cannot be split, compute all gradients, and
+        return `None`.
         """
         if not self._whole and hooked_in_the_old_way(self._modules):
             self._whole = OLD_HOOK

@@ -38,9 +38,9 @@ PACKED = (
 
 
 class Plan(NamedTuple):
-    """A plan of how to split the backward of all graphs with one structure.
+    """A plan to split the backward of all graphs that have the same structure.
 
-    Nodes of a graph are given by their numbers.
+    Numbers stand for the nodes of a graph.
     """
 
     later: list[
@@ -123,9 +123,10 @@ class _Planner:
         return Plan(later, now, list(self._reasons))
 
     def _side(self, begin: int) -> set[int]:
-        """Return the nodes behind `begin`, if no other path of the graph leads to any of them.
+        """Return the nodes behind `begin`, if no other path of the graph leads to these nodes.
 
-        Otherwise, or if a node is a matrix product or a custom Function, return an empty set.
+        Return an empty set if another path leads to one of these nodes, or if one of the nodes is a
+        matrix product or a custom Function.
         """
         found = [begin] if begin >= 0 else []
         for k in found:  # the list grows meanwhile
@@ -157,7 +158,7 @@ class _Planner:
 def _is_worth(name: str, below: Sequence[int], sides: Mapping[int, object]) -> bool:
     """Return whether it saves time to compute the weight gradients of a matrix product later.
 
-    The keys of `sides` are the inputs of the product whose gradients could be computed later.
+    `sides` has a key for each input of the product for which this is possible.
     """
     # For a bias alone, adding up its gradient costs less than keeping the tensors for later.
     first = PRODUCTS[name][0]

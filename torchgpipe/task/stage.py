@@ -34,9 +34,9 @@ _making = threading.Lock()
 class Stage:
     """A partition on its device, which runs one micro-batch at a time.
 
-    Each micro-batch holds `lock` while it runs through the layers. A whole run of the pipeline that
-    computes gradients holds the locks in `turn`. Partitions and pipelines that share layers have
-    these locks in common.
+    Each micro-batch holds `lock` while it runs through the layers. A run of the pipeline with
+    gradients holds the locks in `turn` from beginning to end. Partitions and pipelines that share
+    layers share these locks, too.
     """
 
     def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:
@@ -83,7 +83,7 @@ class Stage:
         )
 
     def gradients_of(self, kind: tuple[bool, ...]) -> dict[Needs, bool]:
-        """Return, for each set of inputs that require grad, whether all outputs require grad.
+        """Return, for each set of inputs that require grad, whether all outputs require grad, too.
 
         Mini-batches of the same kind share this dictionary, which `OutputGradients` fills.
         """
@@ -139,10 +139,10 @@ class Stage:
 
 
 def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
-    """Return the locks of the modules, from `known`; if there are none, make one for all modules.
+    """Return the locks of the modules, from `known`; modules without a lock get a common lock.
 
-    Modules of an inner pipeline are left out, because that pipeline has its own locks. Its worker
-    threads take these locks while the outer task waits for the threads.
+    Modules of an inner pipeline are left out, because that pipeline has its own locks. The inner
+    worker threads take these locks while the outer task waits for the threads.
     """
     inner: set[nn.Module] = set()
     for pipeline in modules:

@@ -93,12 +93,12 @@ class StageGuards:
             self.add(SlowAttention())
         self.add(self.gradients)
         self.add(Layers(index, modules))
-        self.add(Buffers(index, modules, norms, self.parameters.ids))
+        self.add(Buffers(index, modules, norms, self.parameters))
         if norms:
             self.add(Statistics(norms))
 
     def add(self, guard: Guard) -> None:
-        """Add a guard after all others: it is called last, and its contexts are the innermost."""
+        """Add a guard, which is called after all earlier guards; its contexts are the innermost."""
         kind: Any = type(guard)
         for moment in _moments_of(kind):
             self._at[moment].append(getattr(guard, moment))
@@ -118,7 +118,7 @@ class StageGuards:
         return contexts[0] if len(contexts) == 1 else Nested(contexts)
 
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
-        """Call all guards after a task's forward; they note the values for its recomputation."""
+        """Call all guards after a task's forward; they record values for its recomputation."""
         for after in self._at["after_first_pass"]:
             after(task, outputs)
         task.randomness.after_first_pass(task, outputs)
@@ -146,7 +146,7 @@ class StageGuards:
                 check()
 
     def ended(self) -> None:
-        """Call all guards after a whole step; they raise `RuntimeError` if a check fails."""
+        """Call all guards when a step has ended; they raise `RuntimeError` if a check fails."""
         for check in self._at["ended"]:
             check()
 
@@ -175,8 +175,8 @@ def stand_ins_for_run(stages: Sequence[StageGuards]) -> InPlaceForRun:
     """Return a context that replaces the layers' parameters by stand-ins during a whole run.
 
     Stand-ins are detached parameters that tasks use. If several stages share a layer, each stage
-    has its own stand-ins for the layer's parameters. These are put into the layer only while a task
-    of the stage runs.
+    has its own stand-ins for the layer's parameters. The stand-ins of a stage are put into the
+    layer only while a task of the stage runs.
     """
     times = Counter[int]()
     for guards in stages:

@@ -80,7 +80,7 @@ class TaskGraph(GuardedTask):
         """Run the layers again to build a graph, if there is none; free inputs unless `keep`."""
         if self.inputs is not None and self._edges is None:
             with observed(self.observer, "recompute", self.i, self.stage.index):
-                # A copy, as other threads may recompute at the same time.
+                # A copy, because other threads may recompute at the same time.
                 self.guards.ambient.context.copy().run(self._recompute, self.inputs, keep)
 
     def _recompute(self, inputs: Flat, keep: bool) -> None:
@@ -94,7 +94,7 @@ class TaskGraph(GuardedTask):
             self.inputs = None
 
     def _build(self, inputs: Flat, shared: Shared, around: Context) -> tuple[Flat, Flat, Form]:
-        """Run the layers with a graph; return their inputs, outputs, and the outputs' class."""
+        """Run the layers while autograd records; return inputs, outputs, and the output's form."""
         given = entered(inputs, self.needs, self._input_grads)
         with around:
             outputs, form = self.stage.run(given, self.form, shared)
@@ -104,10 +104,10 @@ class TaskGraph(GuardedTask):
         return given, outputs, form
 
     def backward(self, grads: Flat, *, keep: bool = False, kind: Kind = "backward") -> Flat:
-        """Sum the parameters' gradients in the stand-ins, and return the inputs' gradients.
+        """Add the parameters' gradients to the stand-ins, and return the inputs' gradients.
 
-        Stand-ins are detached parameters. If `keep` is set, another backward is possible. With
-        kind `"backward_inputs"`, some weight gradients are left for `backward_weights`.
+        Stand-ins are detached parameters. If `keep` is set, backward can be called again. The kind
+        `"backward_inputs"` leaves some weight gradients to a later call of `backward_weights`.
         """
         if self._input_grads:
             raise RuntimeError(BY_ANOTHER_WAY)
@@ -128,7 +128,7 @@ class TaskGraph(GuardedTask):
         return input_grads
 
     def backward_weights(self) -> None:
-        """Compute the weight gradients that a backward of kind `"backward_inputs"` has left."""
+        """Compute the weight gradients that a `"backward_inputs"` backward did not compute."""
         with observed(self.observer, "backward_weights", self.i, self.stage.index):
             later, self._later = self._later, None
             if later is not None:

@@ -4,7 +4,7 @@ from torch import nn
 
 
 def note(error: BaseException, place: str) -> None:
-    """Add a place to an error, unless an inner pipeline has already added one."""
+    """Add a note with the place to an error, unless an inner pipeline has added such a note."""
     # Before Python 3.11 there are no notes.
     if hasattr(error, "add_note") and not getattr(error, "__notes__", None):
         error.add_note(f"torchgpipe: in {place}")

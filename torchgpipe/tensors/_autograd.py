@@ -204,7 +204,7 @@ def refuse_transforms(*, forward_mode: bool = True) -> None:
 
 
 def sharded(modules: Iterable[Module]) -> set[Module]:
-    """Return all modules within those of `modules` that FSDP2 (`fully_shard`) has sharded.
+    """Return each module that FSDP2 (`fully_shard`) has sharded, and all modules within it.
 
     FSDP2 itself exchanges the parameters of these modules between ranks.
     """

@@ -48,7 +48,7 @@ class StreamFence:
             self._left = self._compute.record_event()
 
     def arrive(self, tensors: Flat) -> None:
-        """Let the compute stream wait for the expected copies; `tensors` are their results."""
+        """Let the compute stream wait for the expected copies; `tensors` are these copies."""
         if self._compute is not None and self._expected:
             for event in self._expected:
                 self._compute.wait_event(event)

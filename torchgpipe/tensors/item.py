@@ -47,7 +47,7 @@ class Item:
         self.versions = versions(self.flat)
 
     def with_skip(self, skip: Item, partition: int) -> Item:
-        """Return this item with one more skip; an error names `partition`, which takes the skip."""
+        """Return this item with one more skip; an error names `partition`, which gets the skip."""
         skip.check_handed_on(partition)
         flat = self.flat + skip.flat
         shared = self.shared + skip.shared

@@ -40,8 +40,8 @@ def together(form: Form, tensors: Flat) -> Any:
         return tensors
     if hasattr(form, "n_fields"):  # a class of torch.return_types has no other constructor
         return form(tensors)
-    # Named tuples are made in the same way, because a subclass can have a constructor that takes
-    # other arguments.
+    # Named tuples, too, are made without their constructor, because the constructor of a subclass
+    # can take other arguments.
     return tuple.__new__(form, tensors)
 
 
@@ -145,7 +145,8 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
         if _structure(y) != expected:
             raise TypeError(
                 f"outputs of all micro-batches need the same structure, but micro-batch 0 returned "
-                f"{expected} and micro-batch {i} returned {_structure(y)}"
+                f"{expected} and micro-batch {i} returned {_structure(y)}; return one structure "
+                "for every input"
             )
     columns = list(zip(*map(tensors_of, outputs), strict=True))
     for column in columns:

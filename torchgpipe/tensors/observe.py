@@ -1,4 +1,4 @@
-"""Observers: a context around each task, which measures times, memory or utilization."""
+"""Observers: a context for each task, which measures the task's time, memory or utilization."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

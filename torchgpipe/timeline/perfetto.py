@@ -100,7 +100,7 @@ def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[
     Args:
         number: The number of the mini-batch.
         step: The timeline of the mini-batch.
-        arrows: Unused numbers, for new arrows.
+        arrows: Unused ids, for new arrows.
     """
     arriving, leaving = _arrows(step, arrows)
     for event in step.events:
@@ -117,12 +117,12 @@ def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[
 
 
 def _arrows(step: Timeline, numbers: Iterator[int]) -> tuple[_Arrows, _Arrows]:
-    """Return the numbers of arrows by the tasks where they end, and by the tasks where they start.
+    """Return two dictionaries with the ids of arrows: by the target task, and by the source task.
 
     Arrows lead only from one stage to another stage.
     """
-    # A dictionary keeps the order of the tasks, which determines the numbers of arrows. A set does
-    # not keep the order.
+    # This is a dictionary because it keeps the order of the tasks. The arrows get their ids in this
+    # order. A set has no order.
     tasks = dict.fromkeys(Action(*event[:3]) for event in step.tasks)
     pairs = []
     arriving: _Arrows = {}
@@ -185,5 +185,5 @@ def _thread(row: int, *, copies: bool = False) -> int:
 
 
 def row_of(thread: int) -> int:
-    """Return the row of the device that a thread number in the file stands for."""
+    """Return the row of a device, from the thread number that the file uses for the device."""
     return (thread - 1) // 2

@@ -1,8 +1,8 @@
 """Measure when each task, and each copy between devices, starts and ends on its device.
 
-On a CPU, a task starts and ends when its thread starts and ends it. A CUDA device does the work of
-its stream later, while the thread continues. So CUDA events are recorded on the stream before and
-after the task. The times of these events are read after all work has ended.
+On a CPU, a task starts and ends when its thread starts and ends the task. A CUDA device does the
+work of its stream later, while the thread continues. So CUDA events are recorded on the stream
+before and after the task. The times of these events are read after all work has ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Mark:
         self.work = time.thread_time()
 
     def since(self, origin: Mark) -> float:
-        """Return the seconds from another mark of the same device to this one."""
+        """Return the seconds from another mark of the same device to this mark."""
         if self.event is not None and origin.event is not None:
             return float(origin.event.elapsed_time(self.event)) / 1000  # from milliseconds
         return self.time - origin.time
@@ -68,7 +68,7 @@ class Stopwatch:
         self._synchronize()
         # The devices are idle, so all of these marks are within microseconds of each other.
         self._origins = {device: Mark(device) for device in devices.values()}
-        self.tasks: list[Timed] = []  # several threads append to it, which is safe
+        self.tasks: list[Timed] = []  # several threads append to this list, which is safe
 
     @contextmanager
     def __call__(self, task: Task) -> Iterator[None]:

@@ -60,14 +60,14 @@ class Call(NamedTuple):
 
 
 class BatchSize(NamedTuple):
-    """From which tensor a layer reads the batch size.
+    """The tensor, and its dimension, from which a layer reads the batch size.
 
     The batch size is the length of a dimension, divided by `each`.
 
     Attributes:
         value: The number of the tensor, which is an input or a skip of the layer.
         dimension: The dimension of the tensor.
-        each: By how much the dimension is longer for each further sample.
+        each: How much longer the dimension is for each additional sample.
     """
 
     value: int
@@ -135,7 +135,7 @@ def cut(
 
     A layer begins with a call that has a name in `names`. A call without a name is in the same
     layer as the call before it. If a call makes a tensor and later calls change this tensor in
-    place, all calls from the first to the last of these are in one layer.
+    place, all calls from the first to the last of these calls are in one layer.
 
     A tensor goes to the next layer that uses it. If that is the following layer, the tensor is an
     output of its layer. If it is a later layer, the tensor is a skip.
@@ -199,10 +199,10 @@ def _stops(layers: Sequence[LayerPlan], inputs: int, outputs: Sequence[int]) -> 
 
 
 def _hand_on(stops: Stops, k: int, layers: int) -> None:
-    """Make sure that layer `k` has an output for layer `k` + 1, because `GPipe` needs one.
+    """Make sure that layer `k` has an output for layer `k` + 1, because `GPipe` needs an output.
 
-    If all tensors that go past layer k are skips, the skip with the shortest way becomes an output
-    of layer k: layers k and k + 1 are added to its stops.
+    If all tensors that go past layer k are skips, the skip that passes the fewest layers becomes an
+    output of layer k: layers k and k + 1 are added to its stops.
     """
     shortest = (layers, 0)
     for number, places in stops.items():

@@ -23,7 +23,7 @@ Ran = tuple[list[Tensor], dict[str, Tensor]]
 
 
 def check_state(module: Module, layers: Layers) -> None:
-    """Raise an error if the layers' state has not the module's own tensors under the same names."""
+    """Raise an error unless the layers' state has the module's own tensors under the same names."""
     ours = layers.state_dict(keep_vars=True)
     plain = module.state_dict(keep_vars=True)
     names = sorted(ours.keys() ^ plain.keys())
@@ -78,8 +78,8 @@ def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> R
         inputs: The tensors of the sample.
 
     Returns:
-        A list of the outputs and then the buffers, and the gradients by name. The list and the
-        dictionary are empty if a tensor is on `meta`.
+        A list with the outputs and then the buffers, and a dictionary with the gradients by name.
+        The list and the dictionary are empty if a tensor is on `meta`.
     """
     held = (*inputs, *module.parameters(), *module.buffers())
     if any(x.is_meta for x in held):
@@ -94,7 +94,7 @@ def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> R
 
 
 def _gradients(outputs: Tensors, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of a weighted sum of the outputs; empty tensors for missing ones."""
+    """Return gradients of a weighted sum of the outputs; empty tensors for missing gradients."""
     ends: list[Tensor] = []
     weights: list[Tensor] = []
     for y in outputs:
@@ -145,7 +145,7 @@ def check_halves(module: Module, signature: Signature, inputs: Tensors) -> None:
             found = [torch.cat(column) for column in zip(*parts, strict=False)]
             if _alike(found, expected) or not _alike(_outputs(module, signature, inputs), expected):
                 return
-        except Exception:  # for example of a module that is only for training, or on `meta`
+        except Exception:  # for example if the module only works in training, or is on `meta`
             return
     raise Untraceable(
         f"{type(module).__name__} gives other outputs for the two halves of the sample than for "

@@ -159,7 +159,7 @@ def general(values: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def same(x: Any, y: Any) -> bool:
-    """Return whether two values have equal contents. One object may be a copy of the other."""
+    """Return whether two values have equal contents, even if they are different objects."""
     return bool(_form(x) == _form(y))
 
 

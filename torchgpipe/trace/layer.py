@@ -118,8 +118,8 @@ class Layer(Module):
     ) -> Iterator[tuple[str, Module]]:
         """Yield the layer and its submodules, under the names that the traced module has for them.
 
-        A layer without direct parameters and buffers has its name in the sequence. If it has some,
-        this name is left out, because PyTorch derives the names of parameters from it.
+        PyTorch derives the names of parameters from these names. So the layer's name in the
+        sequence is left out if the layer itself has parameters or buffers.
         """
         own = self._parameters or self._buffers
         outer = self._outer(f"{prefix}.")[:-1]
@@ -158,7 +158,7 @@ class Layer(Module):
         here._non_persistent_buffers_set |= there._non_persistent_buffers_set & {last}
 
     def _filled(self, kept: Any, values: dict[int, Tensor], size: int, device: torch.device) -> Any:
-        """Return recorded arguments with tensors, numbers and the device for the placeholders."""
+        """Replace placeholders in recorded arguments by tensors, numbers and the device."""
         # This is a method, and not a nested function of `forward`: a recursive nested function
         # refers to itself, which keeps the tensors alive until the garbage collector runs.
         kind = type(kept)
@@ -183,13 +183,13 @@ class Layer(Module):
         return filled
 
     def _outer(self, prefix: str) -> str:
-        """Remove the layer's name in the sequence from the end of a prefix of names."""
+        """Return `prefix` without the layer's name in the sequence, with which `prefix` ends."""
         outer = prefix.removesuffix(f"{self.name}.")
         return outer if outer == "" or outer.endswith(".") else prefix
 
 
 def _steps(plan: LayerPlan) -> list[Call]:
-    """Return the calls of a layer; `spent` of each call lists the tensors to free after it."""
+    """Return a layer's calls; the field `spent` of a call lists the tensors to free after it."""
     needed = {*plan.outputs, *dict(plan.stashes).values()}
     steps: list[Call] = []
     for call in reversed(plan.calls):
@@ -240,7 +240,7 @@ def flat(module: Module, sample: Any) -> TensorOrTensors:
 
 
 def batched(module: Module) -> Sequence[bool] | None:
-    """Return for each input of `module` whether it has a batch dimension; `None` if all have."""
+    """Return for each input whether it has a batch dimension, or `None` if all inputs have one."""
     signature = module.signature if isinstance(module, Layers) else None
     return None if signature is None else signature.batched
 
@@ -275,7 +275,7 @@ def _out_of_layers(module: Module, incompatible: Any) -> None:
 
 
 class _Around(Module):
-    """An empty module, in place of a submodule of which the layer holds only some parts."""
+    """An empty module that replaces a submodule if the layer holds only a part of the submodule."""
 
 
 def _submodule(module: Module, path: str) -> Any:

@@ -80,7 +80,7 @@ class Slots(TorchFunctionMode):
         return copy.deepcopy(value, dict(zip(ids, tensors, strict=True)))
 
     def again(self) -> Slots:
-        """Return a `Slots` object without tensors that uses the same slots as this one."""
+        """Return a new `Slots` object with the same slots as this object, but without tensors."""
         return Slots(self._slots)
 
     def _slot(self, x: Tensor) -> Slot:

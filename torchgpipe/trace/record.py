@@ -88,7 +88,7 @@ def record(
 
 
 class Sizes:
-    """A check that raises an error if a module makes other calls for a batch size than its layers.
+    """A check that, for each batch size, the module makes the same calls as the layers.
 
     It keeps a copy of the module on `meta`, without hooks. For each new batch size, mode and
     autocast, it records the copy, and compares this recording with the recordings from which the
@@ -162,8 +162,8 @@ class Sizes:
         state = (training, _autocast(tensors[0]))
         known = (size, *state)
         if known not in self._known and not tensors[0].is_meta:
-            # The check runs in a new thread, because this thread may have active modes, such as a
-            # recorder.
+            # The check runs in a new thread, because modes can be active in this thread, such as a
+            # recorder (a `TorchFunctionMode`).
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(self._check, tensors, size, state).result()
             self._known.add(known)
@@ -179,7 +179,7 @@ class Sizes:
             module.train(training)
         for part in module.modules():
             # A batch norm in training mode refuses a single sample. The module's own batch norms
-            # can be in evaluation mode now, although those of the copy are not.
+            # can be in evaluation mode now, although the copy's batch norms are not.
             if isinstance(part, nn.modules.batchnorm._NormBase):
                 part.training = False
         whole = set(map(module.get_submodule, self._whole))

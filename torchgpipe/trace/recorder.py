@@ -46,8 +46,8 @@ class Recorder(TorchFunctionMode):
     """A `TorchFunctionMode` that records the calls of a module's forward.
 
     It records each call of a PyTorch function, and each call of a submodule that is kept whole.
-    PyTorch passes the functions to the mode; `watched` passes the calls of modules to it. Calls
-    within a recorded call are not recorded.
+    PyTorch tells the mode about calls of functions; `watched` tells the mode about calls of
+    modules. Calls within a recorded call are not recorded.
 
     Args:
         root: The module.
@@ -89,8 +89,8 @@ class Recorder(TorchFunctionMode):
         # The index of the call that made each storage.
         self._made: dict[int, int] = {}
         self._calls_under_way = 0
-        # The modules whose forward is running and recorded, the innermost last. An error does not
-        # remove them, so that its message can name them.
+        # The modules whose forward is running and recorded, the innermost last. They stay in this
+        # list after an error, so that the error's message can name them.
         self._opened = [root]
         self._thread = threading.get_ident()
         # The random states, which recorded code must not change; `None` if other threads may change
@@ -160,7 +160,7 @@ class Recorder(TorchFunctionMode):
         return nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
 
     def passes(self) -> bool:
-        """Return whether nothing is recorded: within a recorded call, or in another thread."""
+        """Return whether a call is not recorded: within a recorded call, or in another thread."""
         return self._calls_under_way > 0 or threading.get_ident() != self._thread
 
     def note(self, what: str) -> None:
@@ -196,7 +196,7 @@ class Recorder(TorchFunctionMode):
 
         Args:
             run: The function to run.
-            target: The function or the name of a submodule, for the recording.
+            target: What the recording names as called: a function, or a submodule's name.
             args: The positional arguments.
             kwargs: The keyword arguments.
         """

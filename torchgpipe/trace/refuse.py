@@ -16,7 +16,7 @@ Where = tuple[str, int]
 class Untraceable(TypeError):
     """The error for a module that cannot become a sequence of layers.
 
-    The message says which line of the module is the cause, why it is, and what to do.
+    The message names the line of the module that is the cause, the reason, and what to do.
     """
 
 
@@ -39,7 +39,8 @@ def refused(root: nn.Module, at: Where, why: str, what: str) -> Untraceable:
 def where(error: BaseException | None = None) -> Where:
     """Return the file and line of the innermost code that is not PyTorch's or this library's.
 
-    The function searches the traceback of `error`, if it is given, and then the running code.
+    The function searches the traceback of `error`, if an error is given, and then the current call
+    stack.
     """
     traceback = error.__traceback__ if error else None
     raised = reversed(list(walk_tb(traceback)))

@@ -44,10 +44,10 @@ def sequential(
         model = GPipe(layers, balance, chunks=8)
 
     The function records the module's forward on fake tensors, for three batch sizes. It cuts the
-    recording where a submodule with parameters is called. A tensor that a layer after the next
-    layer uses becomes a skip. The layers hold the module's own submodules, parameters and buffers,
-    and their `state_dict` has the module's names. The layers and the pipeline are called like the
-    module.
+    recording where a submodule with parameters is called. A tensor becomes a skip if a layer after
+    the next layer uses the tensor. The layers hold the module's own submodules, parameters and
+    buffers, and their `state_dict` has the module's names. The layers and the pipeline are called
+    like the module.
 
     The layers' outputs and gradients on the sample are compared with the module's. In evaluation
     mode, the module's outputs for the two halves of the sample are compared with its outputs for
@@ -75,8 +75,8 @@ def sequential(
     Raises:
         Untraceable: If a line of the module cannot be recorded. The message says which line, why,
             and what to do.
-        ValueError: If the module has no submodule that `whole` names, or no argument that `shared`
-            names.
+        ValueError: If `whole` names a submodule that the module does not have, or `shared` names an
+            argument that the module does not have.
     """
     _check_root(module)
     signature = Signature(module, sample)
@@ -96,9 +96,9 @@ def sequential(
                     layers = _layers(module, signature, inputs, set(kept))
                 except Untraceable as error:
                     first = first or error
-                    # If the error has no cause, the module runs with this guess, but cannot be
-                    # traced. Guesses with fewer batched tensors are not tried, because the module
-                    # would compute something else.
+                    # An error without a `__cause__` says that the module runs if these inputs have
+                    # a batch dimension, but that it cannot be traced. Then no guess with fewer
+                    # batched inputs is tried, because the module computes something else with it.
                     if error.__cause__ is None:
                         break
                 else:
@@ -135,8 +135,8 @@ def _choices(
 ) -> Iterator[Iterable[Batched]]:
     """Yield groups of guesses about which input tensors have a batch dimension.
 
-    Each group is for one batch size. Its guesses are in order, those with the most batched tensors
-    first. If `shared` names the arguments without a batch dimension, there is only one guess.
+    Each group is for one batch size. In a group, guesses with more batched tensors come first. If
+    `shared` names the arguments without a batch dimension, there is only one guess.
     """
     if shared is not None:
         names = set(shared)
@@ -226,7 +226,7 @@ def _small_modules(notes: Notes, root: Module) -> set[Module]:
 
 
 def _names(root: Module, calls: Iterable[Call]) -> list[str]:
-    """Return for each call the name of a layer that begins with it, or "" without parameters."""
+    """Return for each call the name of a layer that can begin with it; "" if no layer can."""
     parameters = dict(root.named_parameters(remove_duplicate=False))
     names: list[str] = []
     for call in calls:
@@ -258,7 +258,9 @@ def _batch(root: Module, plan: LayerPlan, recordings: Sequence[Recording]) -> Ba
 
 
 def _hold_unused(module: Module, sequence: Layers) -> None:
-    """Add parameters and buffers that no call uses to layers, because `state_dict` has them, too.
+    """Add to the layers all parameters and buffers that no call uses.
+
+    The module's `state_dict` has these tensors, so the layers' `state_dict` needs them, too.
 
     If a parameter has a second name, the layer with the first name holds both. All other parameters
     and buffers are added to the last layer.

@@ -145,7 +145,7 @@ def arguments(sample: Any) -> Arguments:
 
 
 def _check_sample(module: nn.Module, args: tuple[Any, ...], kwargs: ByName) -> None:
-    """Raise `TypeError` if a sample has no tensor, such as a shape that was given in its place."""
+    """Raise `TypeError` if a sample has no tensor, for example if the sample is a shape."""
     slots = Slots()
     slots.taken([*args, *kwargs.values()])
     if not slots.tensors:

@@ -25,9 +25,9 @@ def watched(recorder: Recorder) -> Iterator[None]:
     """Within the context, tell a recorder about events that a `TorchFunctionMode` does not see.
 
     These are calls of modules and of custom autograd functions, assignments to buffers, and reads
-    of `training`. To see these events, the context replaces methods of `nn.Module` and others in
-    the whole process. So calls of other threads reach the recorder, too. The recorder does not
-    record calls of other threads (`Recorder.passes`).
+    of `training`. To see these events, the context replaces functions of PyTorch, such as methods
+    of `nn.Module`, in the whole process. So calls of other threads reach the recorder, too. The
+    recorder does not record calls of other threads (`Recorder.passes`).
     """
     replacements = [
         *_module_calls(recorder),

@@ -43,7 +43,7 @@ class AccuracyNeeds(NamedTuple):
 def prepare(
     name: str, scale: AccuracyScale, folder: Path | None, seed: int, seeds: int | None
 ) -> AccuracyNeeds:
-    """Find an experiment's data in `folder`, or generate the data if the scale says how.
+    """Find an experiment's data in `folder`, or generate the data if the scale has settings for it.
 
     Raise `Error` if the data cannot be used, or if it is not clear which data to use.
     """

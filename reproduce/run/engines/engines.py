@@ -58,14 +58,14 @@ class Work:
     optimizer: Callable[[nn.Module], Optimizer]
     checkpoint: Mode = "never"
     deferred_batch_norm: bool = False
-    schedule: str = ""  # of `step`, on ranks; without one, ranks call `loss` and its `backward`
+    schedule: str = ""  # of `step`, on ranks; if empty, ranks call `loss` and its `backward`
 
 
 class Trainer:
     """A trainer that runs training steps with an engine.
 
     If the engine uses processes, each process creates a `Trainer`. `steps` is the number of steps
-    so far. `pipeline` is the pipeline, whose timeline can be recorded. It is `None` for PyTorch's
+    so far. `pipeline` is the pipeline, which can record timelines, or `None` for PyTorch's
     schedules.
     """
 
@@ -118,7 +118,7 @@ def _pipeline(engine: Engine, work: Work) -> Made:
 
 
 def _scheduled(engine: Engine, work: Work) -> Made:
-    from reproduce.run.engines.schedules import schedule  # imported only when needed: it takes long
+    from reproduce.run.engines.schedules import schedule  # only here, because the import is slow
 
     rank = dist.get_rank()
     ends = list(accumulate(work.balance))
@@ -137,7 +137,7 @@ def _scheduled(engine: Engine, work: Work) -> Made:
         try:
             made.step(*inputs, **more)
         except RuntimeError as error:
-            raise error.__cause__ or error from None  # the layer's own error, without the stage's
+            raise error.__cause__ or error from None  # the layer's own error
         if not losses:
             return None
         # The schedule divides gradients by the number of micro-batches, so they are gradients of

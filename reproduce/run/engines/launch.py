@@ -57,7 +57,7 @@ class Launched:
                 self.links[k].send(what)
 
     def receive(self, of: Iterable[int], seconds: float | None = None) -> Iterator[tuple[int, Any]]:
-        """Wait until some of the processes `of` have sent something, but at most `seconds`.
+        """Wait until at least one of the processes `of` has sent something, but at most `seconds`.
 
         For each of these processes, yield its number and the object that it has sent. If a process
         has ended, the object is an `Ended`.

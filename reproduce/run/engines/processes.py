@@ -48,8 +48,8 @@ class Processes:
     """The processes of a pipeline, one for each partition.
 
     Each process uses as many threads as this process. The processes end when `close()` is called or
-    when this process ends. They also end if one of them fails. In this case, the method that was
-    called raises `Error` or `torch.OutOfMemoryError`.
+    when this process ends. All processes also end if one of them fails. In this case, the method
+    that was called raises `Error` or `torch.OutOfMemoryError`.
     """
 
     def __init__(self, count: int) -> None:
@@ -59,7 +59,7 @@ class Processes:
         self._ranks = Launched("spawn", count, _serve, count, torch.get_num_threads(), store)
 
     def make(self, engine: Engine, work: Callable[[], Work]) -> None:
-        """Call `work` on every rank, and prepare to train the work that it returns with `engine`.
+        """Call `work` on every rank, and prepare to run the training that it returns with `engine`.
 
         Other processes must be able to import `work`.
         """
@@ -143,7 +143,7 @@ def _serve(rank: int, link: Connection, count: int, threads: int, store: str) ->
     `store` is the `init_method` of the process group.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent process handles Ctrl-C
-    for output in (1, 2):  # the output of ranks would appear inside a table
+    for output in (1, 2):  # ranks must not print text into a table
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     torch.set_num_threads(threads)
     requests = _listen(link)
@@ -159,7 +159,7 @@ def _serve(rank: int, link: Connection, count: int, threads: int, store: str) ->
                 assert trainer is not None
                 answer = _step(trainer, given, recorded=what == "record")
             else:
-                trainer = answer = None  # free the old one first, with its memory and threads
+                trainer = answer = None  # free the old trainer first, with its memory and threads
                 gc.collect()
                 trainer = Trainer(what, given())
             link.send(("answer", answer))

@@ -99,7 +99,7 @@ def shared_parts() -> nn.ModuleList:
 
 
 def freeze(build: Callable[[], nn.Sequential], *numbers: int) -> nn.Sequential:
-    """Build layers, and freeze the layers with the given numbers."""
+    """Build layers, and freeze the layers with the given indices."""
     layers = build()
     for number in numbers:
         layers[number].requires_grad_(False)

@@ -57,7 +57,7 @@ def drawn_in_float32(x: Tensor) -> Tensor:
 
 
 def norm_of_more(self: Any, x: Tensor) -> Tensor:
-    """Apply a norm to the input and a scaled copy, so that the norm never gets a single sample."""
+    """Apply a norm to the input joined with a scaled copy, that is to at least two samples."""
     more = torch.cat([x, 2 * x])
     y: Tensor = self.norm(more)
     return y[: len(x)]
@@ -86,7 +86,7 @@ for size in (2, LARGE):
 
 
 class Watching(Functions):
-    """A PyTorch mode that is allowed in several threads, because its class has `only_watches`."""
+    """A PyTorch mode that worker threads allow, because its class sets `only_watches`."""
 
     only_watches = True
 

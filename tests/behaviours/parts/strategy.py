@@ -155,7 +155,7 @@ def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
     engine = draw(st.sampled_from(["graph", "workers"])) if ranks is None else "ranks"
     checkpoint = draw(st.sampled_from(CHECKPOINT))
     deferred = draw(st.booleans())
-    # If a norm normalizes by the statistics of its input, the bias of the layer before it has a
+    # If a norm normalizes by the statistics of its input, the bias of the previous layer has a
     # gradient of zero, up to rounding. Deferred batch norm changes the rounding.
     if not {"batch norm, no statistics", "own norm"}.isdisjoint(kinds):
         deferred = False

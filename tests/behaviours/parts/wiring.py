@@ -18,7 +18,7 @@ Pops = Mapping[str, Callable[[Tensor, Tensor], Any]]
 
 
 def merge(value: Any, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Reduce a tuple to one tensor: add the means over samples of later tensors to the first."""
+    """Reduce a tuple to one tensor: the first, plus the means over samples of later tensors."""
     total, *others = (value,) if isinstance(value, Tensor) else value
     for x in others:
         rows = x.to(total.dtype).reshape(len(x), -1)
@@ -120,7 +120,8 @@ class OnFirst(nn.Module):
 def with_skips(layer: nn.Module, stashes: Stashes, pops: Pops) -> Any:
     """Make a layer stash (store) and pop (take) skips.
 
-    For each skip's name, there is a function, like the functions in `STASHES` and `POPS`.
+    Both `stashes` and `pops` map the name of a skip to a function, which is a value of `STASHES` or
+    of `POPS`.
     """
 
     @skippable(stash=stashes, pop=pops)

@@ -1,6 +1,6 @@
 """Rows (test cases) with several pipelines or threads at once.
 
-Each pipeline computes the results that it computes alone, or raises an error.
+Each pipeline computes the same results as it does alone, or raises an error.
 """
 
 import copy
@@ -94,7 +94,7 @@ def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
 def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> Any:
     """Train the models `run` and `also(run)` at the same time, each in its own thread.
 
-    Without a pipeline, which is the reference, first `run` trains and then `also(run)`.
+    The reference is a run without a pipeline: it trains `run` first, and then `also(run)`.
     """
     runs = [run, also(run)]
     xs = torch.randn(2, TURNS, 9, 4)
@@ -152,7 +152,8 @@ def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
 def the_same_bits(run: nn.Module, x: Tensor) -> list[str]:
     """Run steps with the same seed, and return the differences between their results.
 
-    Neither the layers' random numbers nor the caller's next numbers must depend on threads.
+    The random numbers of layers, and the next random numbers of the caller, must not depend on the
+    order in which threads run.
     """
     found = []
     for _ in range(10):

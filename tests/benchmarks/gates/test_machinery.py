@@ -40,7 +40,7 @@ def test_the_plain_loop_computes_the_same(model: str, n: int, checkpoint: str) -
 
 
 def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The program runs and records each case and each way.
+    """The program runs each case in each of several ways, and records the results.
 
     With 16 partitions, only the plain loop runs, because AmoebaNet-D has too few layers.
     """

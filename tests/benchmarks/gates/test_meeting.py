@@ -28,7 +28,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def test_the_gate() -> None:
-    """The gate passes. The test runs it in another process, because it forks."""
+    """The gate passes. The test runs the gate in another process, because the gate forks."""
     command = [sys.executable, "-m", "benchmarks.gates.meeting"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
@@ -121,8 +121,9 @@ LATE = "did not begin while recompute of micro-batch 5 on stage 3 ran"
 ON_RANKS = pytest.mark.ranks(N)
 Row = tuple[Callable[..., str | None], Scene, Plant, str]
 
-# For each loss of overlap: the function that runs a scene (tasks that must overlap), the scene, the
-# planted fault, and words of the message that the gate has to print.
+# Each entry is a fault that stops tasks from overlapping. An entry holds four things: the function
+# that runs a scene (a set of tasks that must overlap); the scene; a function that plants the fault;
+# and words that must be in the gate's error message.
 LOSSES: dict[str, Row] = {
     "a lock around tasks": (over_workers, ALWAYS, locked(), "forward of micro-batch"),
     "a lock around forwards": (over_workers, ALWAYS, locked("forward"), "forward of micro-batch"),
@@ -157,7 +158,7 @@ def test_a_planted_loss_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_missed_once_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gate fails if an overlap is missing even after many attempts. One failure is printed."""
+    """The gate ignores an overlap that is missing once, and reports one that never occurs."""
 
     class Slow:
         def run(self, scene: Scene, looks: int) -> str | None:

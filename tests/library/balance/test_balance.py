@@ -81,8 +81,8 @@ INTEGERS = torch.randint(5, (6,))
 # PyTorch itself refuses these kinds of layers, because they change in place a tensor that their
 # backward needs.
 REFUSED = {"buffer in place", "parameter in place", "and its buffer in place"}
-# Functions that make models, each with a sample. For each kind of layer there is a model that ends
-# with it.
+# Each value holds a function that makes a model, and a sample. For each kind of layer, there is a
+# model whose last layer is of this kind.
 MODELS: dict[str, tuple[Callable[[], Sequential], Any]] = {
     name: (last(name), X) for name in KINDS if name not in REFUSED
 }
@@ -169,8 +169,8 @@ class Look(Module):
         return twin
 
 
-# Each row has a function that sets the modes of layers, and whether each of the two layers is then
-# profiled in training mode.
+# Each row holds two things: a function that sets the modes of two layers; and for each layer,
+# whether profiling then runs the layer in training mode.
 @either
 @pytest.mark.parametrize(
     "mode, training",
@@ -231,7 +231,7 @@ POP_ALONE = Sequential(Pop())
 LOCKED = Sequential(ReLU(), Do(lambda _, x: x, lock=threading.Lock()))
 LIST_OUT = Sequential(ReLU(), Lambda(lambda x: [x]))
 NAN = float("nan")
-# Each row has arguments that both functions refuse, the error's type, and a part of its message.
+# Each row holds arguments that both functions refuse, the error's type, and a part of its message.
 MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((0, RELUS, X), ValueError, "partitions must be at least 1, got 0"),
     ((3, RELUS, X), ValueError, "cannot fill 3 partitions with 2 layer.s.: .* at most 2"),
@@ -243,8 +243,8 @@ MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((1, LOCKED, X), TypeError, r"layer 1 \(Do\) cannot be copied .*lock"),
     ((1, LIST_OUT, X), TypeError, "output of layer 1 must be a tensor"),
 ]
-# Each row has a function, a sample and options that only this function refuses, and a part of the
-# error's message.
+# Each row holds four things: a function, a sample, options, and a part of the error message. Only
+# this function raises an error for these arguments.
 OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] = [
     (balance_by_time, X, {"timeout": -1.0}, "timeout must be .* got -1.0"),
     (balance_by_time, X, {"timeout": NAN}, "timeout must be .* got nan"),
@@ -263,7 +263,7 @@ COSTS = [
 
 
 def misuses() -> list[tuple[Any, Any, Any, type[Exception], str]]:
-    """Return rows: a function, its wrong arguments and options, the error's type and message."""
+    """Return rows. A row holds a function, wrong arguments and options, and the expected error."""
     rows: list[tuple[Any, Any, Any, type[Exception], str]] = []
     on_cpu = {"device": "cpu"}
     for arguments, error, message in MISUSE:

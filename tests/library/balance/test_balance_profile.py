@@ -44,8 +44,8 @@ def test_layers_take_turns_until_the_timeout(clock: Clock) -> None:
     balance_by_time(2, model, X, timeout=65.0, device="cpu")
     a, b = ["a forward", "a backward"], ["b forward", "b backward"]
     runs = 1 + profile.RUNS_PER_COPY
-    # In a round, each run of both layers takes 3 + 7 seconds. The second round ends early, after
-    # the first timed run of b.
+    # A run of `a` takes 3 seconds, and a run of `b` takes 7 seconds. The timeout ends the second
+    # round after the first timed run of `b`.
     assert clock.history == runs * a + runs * b + runs * a + 2 * b
     assert clock.now == 66.0
 
@@ -106,8 +106,9 @@ def test_balance_by_size(
 
 
 LINEAR_AND_NORM = Sequential(Linear(8, 8), BatchNorm1d(8))
-# Each value has a layer for a (4, 8) input, whether the input requires grad, and the bytes that
-# forward keeps, as a multiple of the input's bytes.
+# Each value holds three things: a layer that takes a (4, 8) input; a flag that says whether the
+# input requires grad; and the number of bytes that forward keeps, as a multiple of the input's
+# bytes.
 KEPT: dict[str, tuple[Module, bool, float]] = {
     "nothing made": (Identity(), True, 0),
     "a view": (Flatten(), True, 0),
@@ -118,8 +119,8 @@ KEPT: dict[str, tuple[Module, bool, float]] = {
     "input saved twice": (Lambda(lambda x: x * x), True, 1),
     "between": (Lambda(lambda x: (x + 1).exp().sin()), True, 2),
     "between, without gradient": (Lambda(lambda x: (x + 1).exp().sin()), False, 1),
-    # The outputs of both layers count, and the mean and the deviation of each channel. The weights
-    # and the running statistics do not count.
+    # The kept bytes include the outputs of both layers, and the mean and the deviation of each
+    # channel. They do not include the weights and the running statistics.
     "no parameters, no buffers": (LINEAR_AND_NORM, False, 2 + 2 / 4),
     "views of one storage": (Lambda(lambda x: tuple((x + 1).unbind())), True, 1),
     "a part keeps the whole": (Lambda(lambda x: (x + 1)[:1]), True, 1),
@@ -220,8 +221,8 @@ CASES: list[tuple[list[float | Fraction], int, list[int]]] = [
     ([1, 1, 1, 1, 100], 3, [2, 2, 1]),
     ([100, 1, 1, 1, 1], 3, [1, 2, 2]),
     ([1] * 7, 4, [1, 2, 2, 2]),
-    # Half of the total cost is 1.5, and the nearest cut is after cost 2. If 1.5 was rounded down,
-    # cuts after cost 0 and after cost 2 would be equally near.
+    # Half of the total cost is 1.5. The cut that comes nearest has a cost of 2 before it. If 1.5
+    # was rounded down to 1, the cut with a cost of 0 before it would be equally near.
     ([0, 2, 1], 2, [2, 1]),
     # Layers of cost 0 are split by their number, even if all layers have cost 0.
     ([0] * 6, 3, [2, 2, 2]),

@@ -73,7 +73,7 @@ LISTS: list[tuple[str, int, tuple[tuple[int, int], ...]]] = [
 def test_results_are_those_of_one_process(
     way: str, name: str, n: int, skips: Any, checkpoint: Any, streams: Any
 ) -> None:
-    """Compare the results of ranks with those of one process, for several schedules and skips."""
+    """Compare results of ranks with results of one process, for several schedules and skips."""
     x = torch.rand(7, 3)
     target = torch.rand(7, 3)
     options = {"chunks": 4, "checkpoint": checkpoint, "schedule": name}

@@ -1,7 +1,7 @@
 """Test that a pipeline over processes gives the same bits as a pipeline over threads.
 
-It sends no more data than necessary, and frees its connections when it is closed. test_cuda.py and
-tests/failures test what other ranks see when one rank fails.
+Ranks send no more data than necessary, and free their connections when the pipeline is closed.
+test_cuda.py and tests/failures test what other ranks see when one rank fails.
 """
 
 import gc
@@ -106,7 +106,7 @@ def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]
 def test_equal_to_threads() -> None:
     cases = [*product((1, 2, 5), MODES, (False, True), [1], ["GPipe"])]
     # In these cases, some tensors are so large that they are sent separately from their
-    # description. A large tensor is received into memory that an earlier one has used.
+    # description. A rank receives a large tensor into memory that an earlier large tensor has used.
     cases += product([4], MODES, [False], [3_000], ["GPipe"])
     for chunks in (5, 1):
         for name, mode in zip(NAMED, 2 * MODES, strict=True):
@@ -161,7 +161,7 @@ def test_skips_may_be_fetched_in_another_order_than_they_are_left() -> None:
 def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that each boundary tensor and each skip is sent once in each direction.
 
-    The shapes of tensors are sent only when they are new.
+    Ranks send the shapes of tensors only when the shapes are new.
     """
     give = Sender.give
     counted = Counter[tuple[str, int]]()

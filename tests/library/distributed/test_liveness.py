@@ -153,8 +153,8 @@ def test_cpu_time_counts_who_works_and_still_does_when_they_have_ended() -> None
         assert child.stdout is not None
         child.stdout.readline()
         meanwhile = cpu_time_of_descendants()
-        assert meanwhile - before >= 0.3 - 0.05  # measured in hundredths of a second
-    # Sums of such CPU times may differ in their last bit.
+        assert meanwhile - before >= 0.3 - 0.05  # CPU time counts hundredths of a second.
+    # Sums of CPU times may differ in their last bit.
     assert cpu_time_of_descendants() > meanwhile - 0.005
 
 

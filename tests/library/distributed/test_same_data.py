@@ -42,7 +42,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """Yield a list that gets the messages of warnings when the context is left."""
+    """Yield a list. When the context exits, add the messages of all warnings to the list."""
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         said: list[str] = []
@@ -138,7 +138,7 @@ def test_placeholders_are_no_other_data(name: str) -> None:
 
 
 def test_inputs_may_be_augmented_on_each_rank() -> None:
-    """Give ranks differently augmented inputs and equal targets, which causes no warning."""
+    """Check that there is no warning if targets are equal, and inputs differ from rank to rank."""
     x, target = batch(0)
     with warned() as said:
         by_step(made(), x + dist.get_rank(), target)

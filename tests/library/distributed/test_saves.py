@@ -39,7 +39,7 @@ def shared_folder() -> Path:
 
 @pytest.mark.parametrize("chunks", [3, 1])
 def test_going_on(chunks: int) -> None:
-    """Load a state on the same number of ranks, and check that training with dropout goes on."""
+    """Load a state on the same number of ranks. Check that dropout and training go on equally."""
     options: dict[str, Any] = {"chunks": chunks, "deferred_batch_norm": True}
 
     def make(seed: int) -> tuple[DistributedGPipe, torch.optim.Optimizer]:
@@ -73,7 +73,7 @@ WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 
 @pytest.mark.parametrize("write, read", WAYS.values(), ids=WAYS)
 def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object]) -> None:
-    """Save on four ranks, and go on over two ranks and in one process.
+    """Save on four ranks. Continue the training over two ranks, and in one process.
 
     The layers draw no random numbers, because random numbers depend on the balance.
     """
@@ -97,7 +97,7 @@ def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object
 
 
 def test_failures() -> None:
-    """Check that all ranks raise if one rank does not see the folder or gives other values."""
+    """Check that all ranks raise if one rank sees another folder or saves different values."""
     rank = dist.get_rank()
     folder = shared_folder()
     model = DistributedGPipe(layers(), [2, 2, 2, 2])

@@ -218,7 +218,7 @@ class World:
         self.issued: list[list[tuple[Any, ...]]] = [[] for _ in range(self.n)]
 
     def box(self, *key: Any) -> deque[Any]:
-        """Return the queue of this key; make it when sender or receiver first asks for it."""
+        """Return the queue of this key. Make the queue if there is none yet."""
         return self.boxes.setdefault(key, deque())
 
     def pair(self, store: str, own: int, *_: Any) -> Pair:

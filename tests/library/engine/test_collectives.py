@@ -1,4 +1,4 @@
-"""Test collectives in layers: the workers engine refuses them; one thread and ranks run them."""
+"""Test layers with collectives: one thread and ranks run such layers, and workers refuse them."""
 
 from collections.abc import Callable
 from functools import partial

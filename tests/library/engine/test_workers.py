@@ -49,7 +49,7 @@ def step(model: GPipe, observer: Callable[[Task], AbstractContextManager[object]
 def test_each_partition_has_a_thread_of_its_own_for_good(chunks: int, n: int, workers: int) -> None:
     """Check that each partition always runs in the same thread.
 
-    The calling thread, which otherwise only waits, runs the last partition. If no tasks can
+    The calling thread would otherwise only wait, so it runs the last partition. If no tasks can
     overlap, the calling thread runs all partitions.
     """
     before = set(threading.enumerate())
@@ -68,7 +68,7 @@ def test_each_partition_has_a_thread_of_its_own_for_good(chunks: int, n: int, wo
 def test_no_partition_is_far_ahead_of_the_next() -> None:
     """Check that no partition runs far ahead of the next one.
 
-    Outputs that are made long before they are needed only take memory.
+    Outputs that are computed long before the next partition needs the outputs only waste memory.
     """
     seen: list[Task] = []
     ahead = threading.Event()

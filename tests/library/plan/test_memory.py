@@ -129,8 +129,8 @@ def by_a_copy(it: Any, x: Tensor) -> Tensor:
 
 # In the last one of these balances, the partition on device 1 has no parameters to update.
 OF_WIDE = [[7], [2, 3, 2], [2, 1, 1, 3], [2, 1, 4]]
-# Each row has a function that makes a model, the shape of its input, and balances. With few
-# samples, the update of the parameters needs the most memory.
+# Each row holds three things: a function that makes a model; the shape of the model's input; and
+# balances. In rows with few samples, the peak of memory is in the update of parameters.
 CASES: list[tuple[Callable[[], Sequential], tuple[int, ...], list[list[int]]]] = [
     (mixed, (24, 8), [[8], [3, 5], [1, 1, 6]]),
     (partial(freeze, mixed, 3), (24, 8), [[3, 5]]),
@@ -212,8 +212,9 @@ def test_the_parts_add_up() -> None:
     assert device.peak == sum(model) + sum(parts)
 
 
-# Each row has an optimizer's name, and the size of its state as a multiple of the parameters'
-# bytes. The copy in float32 has twice as many bytes as the 16-bit parameters.
+# Each row holds two things: the name of an optimizer; and the bytes of its state, as a multiple of
+# the bytes of 16-bit parameters. The state includes a copy of the parameters in float32, which has
+# twice as many bytes.
 @pytest.mark.parametrize(
     ("name", "state"), [("sgd", 2), ("momentum", 2 + 2), ("adam", 2 + 2 * 2), ("none", 0)]
 )
@@ -285,7 +286,7 @@ def test_a_step_keeps_the_micro_batches_that_its_schedule_has_in_flight(name: st
 
     @contextmanager
     def look(task: Task) -> Iterator[None]:
-        """Record the live bytes before the first task, and the most live bytes after forwards."""
+        """Record the live bytes before the first task, and the maximum after forwards."""
         if not before:
             before.extend(live.live)
         yield

@@ -51,17 +51,17 @@ def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(profiled, "sharing", lambda works: 0.0)
 
 
-# Each row has the measured seconds for 2, 4, 8, … samples, and the seconds that the fitted curve
-# has for other numbers of samples.
+# Each row holds two things: the measured seconds for 2, 4, 8, … samples; and a dictionary that maps
+# numbers of samples to the seconds of the fitted curve.
 @pytest.mark.parametrize(
     ("seconds", "at"),
     [
         ([3.0, 5.0], {1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0, 8: 9.0}),
-        ([2.0, 4.0], {1: 1.0, 8: 8.0}),  # no fixed time for a micro-batch
-        ([3.0, 3.0], {1: 3.0, 8: 3.0}),  # only a fixed time for a micro-batch
-        ([5.0, 3.0], {1: 4.0, 8: 4.0}),  # noise: more samples never take less time
-        # Outside of the measured sizes, the seconds are not negative, and grow at most in
-        # proportion to the samples.
+        ([2.0, 4.0], {1: 1.0, 8: 8.0}),  # There is no fixed time for a micro-batch.
+        ([3.0, 3.0], {1: 3.0, 8: 3.0}),  # There is only a fixed time for a micro-batch.
+        ([5.0, 3.0], {1: 4.0, 8: 4.0}),  # The smaller time for more samples is noise.
+        # Outside of the measured numbers of samples, the curve's seconds are never negative, and
+        # grow at most in proportion to the number of samples.
         ([1.0, 4.0], {1: 0.5, 3: 2.5, 4: 4.0, 8: 8.0}),
         (
             [2.0, 3.0, 7.0, 8.0],
@@ -144,8 +144,8 @@ def test_a_model_that_does_not_fit_is_timed_layer_by_layer(
 
     assert f"{how}, in micro-batches of 2, 4 and 8" in found.source
     assert found.balance == [1, 1, 1, 1]
-    # The seconds for a micro-batch of two samples. Three recomputations run while a device waits,
-    # and cost no time.
+    # These are the seconds for a micro-batch of two samples. Three recomputations run while a
+    # device waits for gradients, so these recomputations cost no time.
     forward, recomputation, backward = 2, 2, 4
     cycle = forward + recomputation + backward
     expected = cycle * (4 + 4 - 1) - 3 * recomputation
@@ -163,8 +163,8 @@ def test_a_plan_from_a_profile() -> None:
 
     assert torch.equal(torch.get_rng_state(), random)
     assert found.balance == [4, 2]
-    # Two partitions take equal time for each of four micro-batches of 16. The small remainder is
-    # for adding up gradients and for the optimizer.
+    # Two partitions take equal time for each of four micro-batches, which have 16 samples each. The
+    # tolerance allows for adding up gradients and for the optimizer.
     assert found.seconds == pytest.approx((4 + 1) * 16 * 4 * 3, rel=1e-3)
     text = str(found)
     one_line = text.replace("\n" + " " * 12, " ")

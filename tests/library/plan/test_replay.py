@@ -198,8 +198,8 @@ def test_tasks_come_in_the_order_in_which_a_cpu_runs_them(
 @pytest.mark.parametrize(
     ("node", "balance", "name", "zeroed", "times"),
     [
-        (GPU, (4,), "sgd", False, 3),  # reads two tensors and writes one for each parameter
-        (GPU, (4,), "sgd", True, 3 + 1),  # setting gradients to zero writes one tensor more
+        (GPU, (4,), "sgd", False, 3),  # This reads two tensors and writes one.
+        (GPU, (4,), "sgd", True, 3 + 1),  # To zero gradients writes one more tensor.
         (GPU, (4,), "none", False, 0),
         (GPU, (4,), "adam", False, 3 + 4),
         (GPU, (2, 2), "adam", False, (3 + 4) / 2),

@@ -60,7 +60,7 @@ def balance_between(cuts: tuple[int, ...], layers: int) -> tuple[int, ...]:
 
 
 def every(predictor: Predictor, name: str) -> list[Candidate]:
-    """Return the predictions for every setup of the model."""
+    """Return a prediction for every possible setup of the model."""
     layers = len(predictor.counts)
     optimizer = optimizer_named(name, foreach=True)
     found = []

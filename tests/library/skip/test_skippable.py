@@ -168,9 +168,10 @@ def layer(word: str) -> Module:
     return made
 
 
-# Partitions, as strings of layers. A copy of a skip is written as the skip's name, the source
-# partition and the target partition. The first list has the copies with portals, which go straight
-# to the target. The second list has the copies without portals, from each partition to the next.
+# Each value holds three lists. The first list has the layers of each partition, as a string. The
+# second list has the copies of skips with portals, where a copy goes straight to its target. The
+# third list has the copies without portals, where a copy goes from a partition to the next. "a03"
+# is a copy of the skip "a" from partition 0 to partition 3.
 CASES = {
     "inside a partition": (["+a -a", "."], [], []),
     "past two": (["+a", ".", ".", "-a"], ["a03"], ["a01", "a12", "a23"]),

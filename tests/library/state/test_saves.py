@@ -94,7 +94,7 @@ NOT_ITS_OWN = {
 def test_the_newest_stay(tmp_path: Path) -> None:
     """Check that only the newest states are kept, and that PyTorch's own functions can load them.
 
-    The newest states are those that were saved last, whatever their step numbers.
+    The newest states are the states that were saved last, even if their step numbers are smaller.
     """
     model = piped(1)
     optimizer = adam(model)
@@ -167,8 +167,8 @@ def adam_with_another_parameter(model: GPipe) -> torch.optim.Optimizer:
 
 ANOTHER_SHAPE = r"model.0.weight \(float32 \[4, 5\], here float32 \[5, 5\]\)"
 ANOTHER_DTYPE = r"model.0.weight \(float32 .*, here float64 .*\) .* more"
-# Each row has the optimizer of the saved state, the model and the optimizer that try to load it,
-# and a part of the error's message.
+# Each row holds four things: the optimizer of the saved state; a model and an optimizer that cannot
+# load the state; and a part of the error message.
 REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
     (adam, lambda: piped(1, width=5), adam, ANOTHER_SHAPE),
     (adam, lambda: piped(1, dtype=torch.float64), adam, ANOTHER_DTYPE),

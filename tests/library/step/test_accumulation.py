@@ -1,4 +1,4 @@
-"""Gradients accumulated over several steps equal those of one step with all samples."""
+"""Gradients accumulated over several steps equal the gradients of one step with all samples."""
 
 import pytest
 import torch

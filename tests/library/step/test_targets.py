@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,18 @@ def test_a_list_with_an_entry_for_each_sample_is_parted_by_entries() -> None:
     assert first == images[:2] and last == images[2:]
     columns = [torch.arange(3), torch.arange(3.0)]
     assert [part[1].tolist() for part in parted(columns, [2, 1])] == [[0.0, 1.0], [2.0]]
-    with pytest.raises(ValueError, match="split in two ways; give a tuple"):
-        parted([torch.zeros(2), torch.ones(2)], [1, 1])
+
+
+def test_a_list_of_tensors_of_the_batch_size_is_parted_as_a_tuple_is() -> None:
+    """Its length may happen to be the batch size, as in the last mini-batch of an epoch."""
+    x = torch.arange(2)
+    for other in (x + 2, None, 0.1):
+        first, last = parted([x, other], [1, 1])
+        assert first[0].tolist() == [0] and last[0].tolist() == [1]
+    weights = [0.5, 1.0]  # of classes
+    assert parted((x, weights), [1, 1])[1][1] == weights
+    names = np.array(["a", "b"])
+    assert [part[1].tolist() for part in parted((x, names), [1, 1])] == [["a"], ["b"]]
 
 
 def layers() -> nn.Sequential:

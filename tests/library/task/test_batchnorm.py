@@ -100,7 +100,7 @@ def test_statistics_of_the_mini_batch(
     assert_close(deferred.eval()(x), plain.eval()(x))
 
 
-# Each row describes a layer: its momentum, its dtype, whether it counts mini-batches, and the sizes
+# Each row describes a layer: its momentum; its dtype; whether it counts mini-batches; and the sizes
 # of its micro-batches.
 SIZES: list[tuple[int, ...]] = [(4, 4), (3, 2, 5), (9, 9), ()]
 DTYPES = [torch.float, torch.double]
@@ -146,28 +146,28 @@ def rest(
     context: AbstractContextManager[Any] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Run a layer on all micro-batches except the first one; return the layer."""
+    """Run a layer on all micro-batches except the first micro-batch; return the layer."""
     with context or nullcontext():
         run(layer, [part.to(dtype) for part in REST])
     return layer
 
 
 def evaluated(layer: Any) -> Any:
-    """Run the remaining micro-batches in evaluation mode, and then again in training mode."""
+    """Run all micro-batches but the first in evaluation mode, and then again in training mode."""
     rest(layer.eval())
     return rest(layer.train())
 
 
 def switched_off(layer: Any) -> Any:
-    """Run the remaining micro-batches without tracking statistics, and then again with tracking."""
+    """Run all micro-batches but the first without tracking statistics, then again with tracking."""
     layer.track_running_stats = False
     rest(layer)
     layer.track_running_stats = True
     return rest(layer)
 
 
-# Each value has what happens to a layer between its first and its last micro-batch, and the
-# tolerance of the comparison.
+# Each value holds two things: a function that runs a layer on all micro-batches but the first, in
+# an unusual way; and the tolerance of the comparison.
 BETWEEN: dict[str, tuple[Callable[[Any], Any], float]] = {
     "evaluation": (evaluated, 1e-6),
     "tracking switched off": (switched_off, 1e-6),
@@ -197,12 +197,12 @@ def test_what_was_tracked_stays_and_nothing_twice(
 
 @pytest.mark.parametrize("chunks", [2, 7, 100, None])
 def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
-    """Commit repeatedly a mini-batch whose 14 samples make 7 micro-batches, even with 8 chunks."""
+    """Commit each mini-batch three times. 14 samples make 7 micro-batches, even with 8 chunks."""
     plain = BatchNorm1d(3, momentum=None)
     deferred = convert(copy.deepcopy(plain), chunks)
     commit([])
-    deferred(torch.empty(0, 3))  # an empty micro-batch does not count
-    deferred.commit()  # without a micro-batch, `commit` changes nothing
+    deferred(torch.empty(0, 3))  # An empty micro-batch does not count.
+    deferred.commit()  # If no micro-batch has run, `commit` changes nothing.
     assert_same_statistics(deferred, plain)
     for seed in range(3):
         x = batch(14, 3, seed=seed)
@@ -232,7 +232,7 @@ class Launches(TorchDispatchMode):
 def test_commit_launches_as_much_for_many_layers_and_waits_for_none(
     arguments: dict[str, Any], device: str
 ) -> None:
-    """Count kernels; on `meta` and in CUDA's sync debug mode, waiting for the device raises."""
+    """Count kernels. On `meta` and in CUDA's sync debug mode, a wait for the device raises."""
     dtype = arguments.get("dtype")
     counts = []
     for number in (1, 10, 100):

@@ -135,8 +135,9 @@ def checkpointed(module: Any, x: Tensor) -> Any:
 BY_CHANNEL = [Conv2d(4, 8, 3, groups=4), GroupNorm(2, 8), Conv2d(8, 4, 1, bias=False)]
 GATES = [Conv1d(5, 8, 3, dilation=2), GLU(1), Conv1d(4, 4, 1)]
 
-# Each value has layers, their input, and the stage's description of its backward. A number means:
-# so many matrix products compute the gradients of their weights in the second half.
+# Each value holds three things: layers; their input; and the stage's description of its backward.
+# If the description is a number, it is the number of matrix products that compute the gradients of
+# their weights in the second half of the backward.
 ROWS: dict[str, tuple[Module, Tensor, int | str]] = {
     "linear": (CHAIN, VECTORS, 2),
     "float64": (copy.deepcopy(CHAIN).double(), VECTORS.double(), 2),
@@ -228,7 +229,7 @@ class Tasks:
                 outputs, _ = task.forward((given,), Tensor, ())
             grads: list[Tensor | None] = []
             for k, y in enumerate(outputs):
-                # If the second micro-batch has several outputs, only its first output has a
+                # If the second micro-batch has several outputs, only the first output gets a
                 # gradient.
                 without = i > 0 and k > 0
                 if y is None or not y.requires_grad or without:
@@ -289,7 +290,7 @@ def test_only_inputs_and_gradients_of_products_are_kept_between_the_halves(again
     linear_grads = (16 + 1) * vector_bytes
 
     task.backward(grads, kind="backward_inputs")
-    # Kept are one input of a layer, the gradients of two outputs, and the norm's finished
+    # The task keeps an input of a layer, the gradients of two outputs, and the norm's finished
     # gradients.
     ledger.assert_comes_to(3 * 50 * vector_bytes + norm_grads)
 

@@ -123,7 +123,7 @@ def numbers(
 ) -> list[list[float]]:
     """Return the numbers that the tasks of a mini-batch draw.
 
-    Of the two partitions, only the first one draws.
+    Of the two partitions, only the first partition draws numbers.
     """
     seeds = Seeds(2, recomputed=True, grad=True, distributed=alone)
     drawn: list[list[float]] = []
@@ -159,8 +159,8 @@ def test_mini_batches_under_way_at_once_draw_different_numbers() -> None:
 def test_within_an_outer_pipelines_task() -> None:
     """Run inner mini-batches within a task of an outer pipeline, and within its recomputation.
 
-    The outer task draws one seed for each inner mini-batch, and no other number. So its
-    recomputation leads to the same inner numbers.
+    The outer task draws one seed for each inner mini-batch, and no other number. So a recomputation
+    of the outer task draws the same numbers in the inner mini-batches.
     """
     before = torch.get_rng_state()
     found = []

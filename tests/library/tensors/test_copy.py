@@ -85,7 +85,7 @@ def test_waits(streams: Any, enabled: bool) -> None:
 def test_tensors_of_a_task_go_together(streams: Any, grad: bool) -> None:
     """Copy several tensors of a task, which have one autograd node in common.
 
-    So the backward sends all gradients before a stream waits for one of them.
+    So the backward sends all gradients before a stream waits for one of these gradients.
     """
     first = torch.rand(3, requires_grad=True)
     last = torch.rand(2, requires_grad=True)

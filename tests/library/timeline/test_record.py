@@ -86,8 +86,9 @@ def clock_stamps(values: list[list[tuple[float, float]]]) -> list[Tensor]:
     return [torch.tensor(each, dtype=torch.float64) for each in values]
 
 
-# Each row has the seconds by which rank 1's clock is ahead of rank 0's clock; for each round, the
-# times when both ranks send a message, and the delays of the messages; and the expected error.
+# Each row holds three things: the seconds by which rank 1's clock is ahead of rank 0's clock; a
+# list of rounds; and the expected error. A round holds the times when both ranks send a message,
+# and the delays of both messages.
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,8 @@ def after(change: Callable[[Module], object]) -> Module:
     return module
 
 
-# Forwards that cannot be recorded. The expected texts of the error messages are in `SAID`, because
-# a message may quote a whole line of this table, and a text in that line would always be found.
+# These forwards cannot be recorded. The expected texts of the error messages are in `SAID` and not
+# here: a message may quote a whole line of this table, and so contain every text in that line.
 FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a branch": lambda net, x: net.b(x) if net.a(x).sum() > 0 else x,
     "a number": lambda net, x: net.b(x) * net.a(x).mean().item(),
@@ -127,9 +127,9 @@ def asks_for(name: str) -> list[str]:
     return [f"it sets or asks for {name},", "do that in a submodule"]
 
 
-# For each name in `FORWARDS`: whether the error message quotes the forward's line, and other texts
-# that the message contains. If a name is missing here, the message quotes the line and contains
-# `asks_for(name)`.
+# The keys are names in `FORWARDS`. Each value holds two things: whether the error message quotes
+# the line of the forward; and other texts in the message. If a name is missing in `SAID`, the
+# message quotes the line and contains `asks_for(name)`.
 SAID: dict[str, tuple[bool, list[str]]] = {
     "a branch": (True, ["depends on what is in a tensor", "put that part into a submodule"]),
     "a number": (True, []),
@@ -201,8 +201,8 @@ def branching_in_a_submodule() -> Module:
     return Sequential(branching)
 
 
-# Each value has a function that makes a module, whether the error message quotes its line in
-# `FORWARDS`, and other texts that the message contains.
+# Each value holds three things: a function that makes a module; whether the error message quotes
+# the module's line in `FORWARDS`; and other texts in the message.
 OTHERS: dict[str, tuple[Callable[[], Any], bool, list[str]]] = {
     "a branch, in a submodule": (branching_in_a_submodule, True, ["whole=[Do]"]),
     "a buffer that is replaced, in a submodule": (replacing_in_a_submodule, False, REPLACES),

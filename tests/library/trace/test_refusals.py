@@ -1,4 +1,4 @@
-"""Test that errors of `sequential` name a line that cannot be converted, the reason and advice."""
+"""Test errors of `sequential`, which quote a line that cannot be converted, and give advice."""
 
 import weakref
 from collections.abc import Callable
@@ -53,8 +53,8 @@ class Pairs(traced.Net):
 def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
     """Trace a module that scores all pairs of rows of `x` and `y`.
 
-    If both tensors are split into micro-batches, the scores differ from those of micro-batches of
-    `x` with the whole `y`.
+    If `y` is split into micro-batches like `x`, the result lacks scores. So `y` has to be shared:
+    each micro-batch needs the whole `y`.
     """
     sample = (rows(), rows())
     with pytest.raises(Untraceable, match=r"shape \(3, 3\) for 3 samples(?s:.*)shared=\[…\]"):
@@ -69,7 +69,7 @@ def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
 
 
 class Experts(nn.Module):
-    """A layer with one expert, which takes a limited number of rows and leaves the others as is."""
+    """A layer with one expert, which changes only a limited number of the rows of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def cut_residual_with_another_width() -> None:
 
 
 def run_under_another_autocast() -> None:
-    """Run layers under autocast that were recorded without autocast and cast to a fixed dtype."""
+    """Record layers that cast to a fixed dtype, without autocast. Run them under autocast."""
     module = does(lambda net, x: net.b(x).to(net.a(x).dtype))
     layers = sequential(module, rows())
     with AUTOCAST:

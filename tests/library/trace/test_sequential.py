@@ -42,8 +42,9 @@ def drawing() -> Module:
 BY_HAND = CASES["attention by hand"]
 
 
-# Each value has a module and a description of its layers: for each layer, the submodule that it
-# begins with, a + for each skip that it stashes, and a - for each skip that it pops.
+# Each value holds a module and a text for each of its layers. The text names the first submodule in
+# the layer, followed by a + for each skip that the layer stashes, and a - for each skip that the
+# layer pops.
 CUTS: dict[str, tuple[Case, list[str]]] = {
     "a tensor that is used twice": (CASES["residual"], ["a", "b", "c"]),
     "a tensor for a later layer": (CASES["branches from one input"], ["a +", "b", "c -"]),

@@ -117,7 +117,7 @@ def test_the_list_says_how_long_a_run_has_taken_here(
 
 
 def first_cells(lines: list[str], names: Sequence[str]) -> list[str]:
-    """Return the first cells of a table's lines, without cells that are not in `names`."""
+    """Return the first cell of each line of a table, if this cell is in `names`."""
     cells = [line.partition("  ")[0] for line in lines]
     return [cell for cell in cells if cell in names]
 

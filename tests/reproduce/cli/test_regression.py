@@ -283,7 +283,7 @@ def test_for_real(
 ) -> None:
     """Run `regression` in a repository with two commits and an uncommitted edit.
 
-    The command leaves no files, however it ends.
+    The command leaves no files, even if an error or a signal ends the command.
     """
     root, copies = tmp_path / "repository", tmp_path / "tmp"
     copies.mkdir()

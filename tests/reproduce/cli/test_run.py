@@ -1,4 +1,4 @@
-"""Tests of the command `run`, which writes a record and tables of its results, however it ends."""
+"""Tests of the command `run`, which writes a record and tables even if an error ends the run."""
 
 import json
 import signal

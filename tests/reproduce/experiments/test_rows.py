@@ -31,7 +31,7 @@ def started(record: Record) -> str:
 
 RUNS = sorted(map(load, MEASURED.glob("*.json")), key=started)
 
-# Fields of published configurations that the rows of speed experiments do not have: units of
+# Published configurations have these fields, and the rows of speed experiments do not: units of
 # measurement, and fields that follow from other fields.
 NOT_OURS = {
     "n",

@@ -1,6 +1,6 @@
 """Records describe the machine and the git checkout correctly.
 
-A missing device or revision is a one-line error.
+A missing device or revision leads to a one-line error.
 """
 
 import json

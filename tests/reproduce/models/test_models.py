@@ -32,8 +32,9 @@ PUBLISHED = [  # model, size, parameters, layers
 
 Build = Callable[[], Sequential]
 Shape = tuple[int, ...]
-# A small model, the shapes of its input and output, and a checksum of the output. When the checksum
-# was recorded, each operation of each model had been checked separately.
+# Each value holds four things: a small model; the shape of its input; the shape of its output; and
+# a checksum of the output. Before the checksums were recorded, each operation of each model was
+# checked separately.
 SMALL: dict[str, tuple[Build, Shape, Shape, float]] = {
     "AmoebaNet-D": (
         lambda: amoebanetd(3, 8, num_classes=10),

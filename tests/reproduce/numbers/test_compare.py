@@ -59,9 +59,9 @@ def test_what_a_decision_means(outcome: Any, metric: str, expected: str) -> None
 
 
 def emulated_too(x: float, **more: Any) -> Record:
-    """Make a record to compare, with measured and emulated results for the rows x and y.
+    """Make a benchmark record with measured and emulated results for the rows x and y.
 
-    y is four times as fast as x in the measured results, and twice as fast in the emulated ones.
+    y is four times as fast as x in the measured results, and twice as fast in the emulated results.
     """
     x_measured, y_measured = row("x", x, over="x"), row("y", x / 4, over="x")
     x_emulated, y_emulated = emulated(row("x", 2.0, over="x")), emulated(row("y", 1.0, over="x"))
@@ -69,7 +69,7 @@ def emulated_too(x: float, **more: Any) -> Record:
 
 
 def drifting(factor: float) -> Record:
-    """Make a record to compare: y is faster than x by `factor`, and both slow down over time."""
+    """Make a benchmark record: y is faster than x by `factor`, and both slow down over time."""
     slow = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     fast = [seconds / factor for seconds in slow]
     return record(row("x", slow, over="x"), row("y", fast, over="x"))
@@ -211,8 +211,8 @@ def test_what_is_fair_to_compare(name: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "bases"),
     [
-        ("xyz", {"x": "z", "y": "z", "z": "z"}),  # the base is z, because all rows name z
-        ("xy", {"x": "x", "y": "x", "z": "z"}),  # without z, the base is the first row of all sides
+        ("xyz", {"x": "z", "y": "z", "z": "z"}),  # The base is z, because all rows name z.
+        ("xy", {"x": "x", "y": "x", "z": "z"}),  # Without z, the base is the first row.
     ],
 )
 def test_what_rows_are_divided_by(rows: str, bases: dict[str, str]) -> None:

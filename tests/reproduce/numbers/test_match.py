@@ -58,8 +58,8 @@ PUBLISHED = published("n2m4", **CONFIG, parameters_exact=1)
 ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({"L": 6, "m": 4}, {"L": 6, "m": 4}, True),
     ({"L": 6, "m": 4}, {"L": 6, "m": 8}, False),
-    ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # a run chose the balance
-    ({"L": 6}, {"L": 6, "components": []}, True),  # older records do not have `components`
+    ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # A run chose the balance.
+    ({"L": 6}, {"L": 6, "components": []}, True),  # Older records do not have `components`.
     ({"checkpoint": None}, {"checkpoint": "always"}, False),
     ({"L": 6}, {"benchmark": "x"}, False),  # nothing in common, and other names
 ]
@@ -98,8 +98,9 @@ BOTH = record(N2, emulated(N2))
 ENGINES = record(X, row("x", 1.0, engine="ranks"))
 SHARED = {0: "x", 1: "x"}
 WITH_PUBLISHED = {0: "x", 1: "n2m4"}
-# The records of each side of a comparison, and the names of the results on each line. One side can
-# have a published configuration, and another side a smaller version of that configuration.
+# Each value holds two things: the records of each side of a comparison; and the lines of the
+# comparison. A line holds its name, and for each side, the name of the result. One side can have a
+# published configuration, and another side a smaller version of this configuration.
 PLACED: dict[str, tuple[list[list[Record]], Shape]] = {}
 for ours, theirs, same in ALIKE:
     sides = [[record(replace(row("one"), config=ours))]]

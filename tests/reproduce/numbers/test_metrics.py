@@ -165,8 +165,8 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
     [
         (EIGHT, times(1.2), False, "higher"),
         (EIGHT, times(0.8), False, "lower"),
-        (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),  # significant, but below the threshold
-        (POWERS, times(1.2, POWERS), False, "~"),  # a large difference, but not significant
+        (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),  # It is significant, but too small.
+        (POWERS, times(1.2, POWERS), False, "~"),  # It is large, but not significant.
         (POWERS, times(1.2, POWERS), True, "higher"),
         ([5.0] * 8, [5.0] * 8, False, "~"),
         ([5.0] * 8, [5.0] * 8, True, "~"),

@@ -1,6 +1,7 @@
 """Records are read from files, folders, pytest-benchmark's files and git revisions.
 
-If a configuration has several runs, one run is chosen. Tables of predictions use the chosen runs.
+If a configuration has several runs, the newest of the runs with the most rows counts, also in
+tables of predictions.
 """
 
 from pathlib import Path

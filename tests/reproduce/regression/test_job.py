@@ -46,7 +46,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 def test_a_new_parent_for_every_few_restarts(
     cases: list[str], stand_in: Callable[[str], None]
 ) -> None:
-    """If a revision cannot run a case, this is reported once, and the case is not run again."""
+    """If a revision cannot run a case, the job reports this once, and never retries the case."""
     stand_in("""
 for case in list(job["cases"]):
     if case == "b":

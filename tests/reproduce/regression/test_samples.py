@@ -49,7 +49,7 @@ def test_a_file_without_cases_of_their_own_names(text: str, tmp_path: Path) -> N
 def test_each_case_has_its_clock_and_cores(
     own: Clock, clock: Clock | None, cores: int, monkeypatch: Any
 ) -> None:
-    """A case has its own clock and cores, whatever clock another case in the process has.
+    """Each case has its own clock and cores, even if another case in the process has others.
 
     CPU time is the time of all threads, and does not pass while the threads wait.
     """

@@ -215,7 +215,7 @@ def test_what_records_say_is_text_and_no_markup(text: str) -> None:
 
 
 def run(started: str, *steps: int, state: Any = "finished", **changes: Any) -> Record:
-    """Make the record of a run. The first row has the first given number of steps, and so on."""
+    """Make the record of a run. `steps` holds the number of steps of each row, in order."""
     results = []
     for i, count in enumerate(steps):
         status = "measured" if count else "failed"

@@ -243,9 +243,9 @@ def test_a_task_takes_its_share_in_the_median_run() -> None:
         (64, 32, (8, 4)),
         (62, 16, (14, 4)),  # the last micro-batch has two samples, the others have four
         (12, 4, (12, 4)),
-        (5, 4, (5, 4)),  # three micro-batches: 2, 2, 1
-        # Micro-batches have 15 samples, and the last has 10. In a batch of 55 samples, four
-        # micro-batches are smaller. In a batch of 85, six micro-batches are not smaller.
+        (5, 4, (5, 4)),  # Micro-batches have 2, 2 and 1 samples.
+        # The row has micro-batches of 15 samples, and a last one of 10. With 55 samples, 4
+        # micro-batches would have only 14 samples. With 85 samples, 6 micro-batches have 15.
         (25000, 1667, (85, 6)),
         (5, None, (5, None)),
     ],

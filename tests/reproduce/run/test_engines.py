@@ -1,6 +1,6 @@
 """Tests of the engines (pipelines to measure): all engines compute the same losses.
 
-The processes of engines end. If an engine cannot run a configuration, the result has a reason.
+The processes of engines end. If an engine cannot run a configuration, the result says why.
 """
 
 import os

@@ -36,8 +36,8 @@ ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
             "not measured: a step would take about 2 s; --steps K measures it nevertheless",
         ),
         (["--steps=1"], LONG, 1, None),
-        ([], {**LONG, "seconds": 190.0}, 1, None),  # optional rows do not use this time
-        ([], {**ENDED, "warmup": 0}, 4, None),  # at least the least number of steps is run
+        ([], {**LONG, "seconds": 190.0}, 1, None),  # Optional rows do not use this time.
+        ([], {**ENDED, "warmup": 0}, 4, None),  # The run has at least the least number of steps.
         (["--steps=6"], ENDED, 6, None),
     ],
 )
@@ -63,8 +63,8 @@ def test_a_time_limit_bounds_steps_that_nobody_asked_for(
 @pytest.mark.parametrize(
     ("busy", "steps", "changes", "timed", "left_out"),
     [
-        ([0, 0.2, 0, 0], ["--steps=3"], {}, 3, 1),  # one round is run again
-        ([0.2] * 9, ["--steps=3"], {}, 6, 0),  # all rounds are disturbed
+        ([0, 0.2, 0, 0], ["--steps=3"], {}, 3, 1),  # One round is disturbed, and run again.
+        ([0.2] * 9, ["--steps=3"], {}, 6, 0),  # All rounds are disturbed.
         ([0, 0, 0, 0, 0.2], [], ENDED, 4, 0),
         ([0, 0, 0, 0.2, 0], [], ENDED, 4, 0),  # there is no time to run the round again
         ([0, 0.2, 0, 0, 0], [], {**ENDED, "least_steps": 2, "seconds": 1e9, "steps": 4}, 4, 1),
@@ -80,7 +80,7 @@ def test_a_disturbed_round_is_run_again_while_there_is_time(
     left_out: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A round that other programs disturb is run again, or its rows are marked if time is up."""
+    """A round that other programs disturb is run again, or if time is up, its rows get a mark."""
     marked = 0.2 in busy[:timed] and not left_out
     monkeypatch.setattr(Load, "begin", lambda self: setattr(self, "left", iter(busy)))
     monkeypatch.setattr(Load, "round", lambda self: {"others": next(self.left, 0.0)})
@@ -131,9 +131,9 @@ def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(
 def test_a_large_row_is_timed_alone(
     fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch, row: str
 ) -> None:
-    """A configuration that does not fit in memory together with others is timed alone.
+    """A configuration is timed alone if it and other configurations do not fit in memory together.
 
-    This happens after the trainings and data of all other configurations have been freed.
+    Before this, the models and data of all other configurations are freed.
     """
     alive: weakref.WeakSet[FakeData] = weakref.WeakSet()
     most = []

@@ -46,7 +46,7 @@ def test_every_row_ends_in_a_result(
 ) -> None:
     """Rows are measured if there are enough devices, and emulated for up to `--emulate` devices.
 
-    Rows in published balances are only emulated.
+    Rows with published balances are only emulated.
     """
     monkeypatch.setattr("reproduce.run.session.own_links", lambda devices: own)
     emulate = f"--emulate={most}" if most else "--no-emulate"

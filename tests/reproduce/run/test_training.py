@@ -1,7 +1,7 @@
 """Tests of `Training`, which builds and trains the model of a row (configuration).
 
-A training uses the settings of its row. All rows of an experiment get the same data. The counter of
-memory counts every live byte once.
+A training uses the settings of its row. All rows of an experiment get the same data. The tests also
+check that the memory counter counts every live byte exactly once.
 """
 
 import gc

@@ -211,8 +211,9 @@ PAGES: list[tuple[Record, list[str]]] = [
             "| samples/s emulated |",
             "NOT samples/s (quartiles)",
             "NOT their samples/s are not to be compared",
-            # Samples/s of the emulated and of the published row; the speed-ups of both; the
-            # speed-up of the measured row; and emulated divided by measured samples/s.
+            # The last six cells hold: samples/s of the emulated row and of the published row; the
+            # speed-ups of both rows; the measured speed-up; and emulated divided by measured
+            # samples/s.
             "| n4m4 | 360 | except_last | 20.0 | 44.5 | 2.00 | 1.67 | 1.00 | 2.00 |",
         ],
     ),

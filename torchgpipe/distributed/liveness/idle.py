@@ -6,7 +6,7 @@ the CPU time of all threads and descendants of this process is added up. This me
 task is detected only when nothing else in the process computes.
 
 Two kinds of hanging tasks are not detected. By CUDA's default, a thread that waits for a GPU spins,
-and so uses the CPU. And while a task holds Python's lock (the GIL), no thread can detect it.
+and so uses the CPU. And while a task holds Python's lock (the GIL), no thread can detect the hang.
 
 The function `place` describes where a thread is.
 """
@@ -35,7 +35,8 @@ class Idle:
     """Find out for how long a task has been idle; a monitoring thread calls `look` regularly.
 
     Args:
-        besides: How many CPU seconds per second threads that do not belong to the task may use.
+        besides: How many CPU seconds other threads, which do not belong to the task, may use in
+            each second.
     """
 
     def __init__(self, besides: float = 0.0) -> None:
@@ -64,8 +65,8 @@ class Idle:
             self._task = task
             self._cpu = None
             return 0.0
-        # Finding the descendants takes a while. It is done only from a task's second look on, and
-        # most tasks have ended before.
+        # Finding the descendants takes a while, so the first look at a task leaves this out. Most
+        # tasks end before the second look.
         cpu += cpu_time_of_descendants()
         # The time can also decrease: if a descendant ends and its parent does not wait for it.
         if self._cpu is None or abs(cpu - self._cpu) > self._hardly * (now - self._since):

@@ -1,7 +1,7 @@
 """Messages in which a rank says what it does now and, in its final message, why it ends.
 
 A rank regularly sends what it does (monitor.py). Its final message (its "last word") says that the
-rank has ended, or that a rank has failed: this rank, or another rank of whose failure it was told.
+rank has ended, or that a rank has failed: this rank, or another rank that has reported its failure.
 A rank disconnects only when other ranks have received its final message. So if a connection breaks
 without a final message, a process has died.
 """
@@ -31,7 +31,7 @@ Broken = Callable[[BaseException], None]
 
 
 class RankFailed(RuntimeError):
-    """Raised if another rank has failed. The message names the rank and has its error."""
+    """Raised if another rank has failed. The message names the rank, and quotes its error."""
 
 
 def gist(error: BaseException) -> str:
@@ -92,7 +92,7 @@ class Liveness:
         self._failure = ""
         self._told = threading.Event()  # set when other ranks have been told of the failure
         self._lost: dict[int, str] = {}  # gloo's error for each broken connection
-        # The ranks that have received this rank's final message, or have sent their own.
+        # The ranks that have received this rank's final message, or have sent a final message.
         self._answered: set[int] = set()
         self._changed = threading.Condition()
         self._senders: dict[int, Sender] = {}
@@ -142,7 +142,7 @@ class Liveness:
 
         Args:
             why: The failure, or `None` if this rank has ended without a failure.
-            told_by: A rank that already knows of the failure.
+            told_by: The rank that has told this rank of the failure. No message is sent to it.
         """
         told = self._monitor.others - {told_by}
         for peer in told:

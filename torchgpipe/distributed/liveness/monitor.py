@@ -1,7 +1,7 @@
-"""A monitor thread, which tells other ranks what this rank does, and receives what they do.
+"""A monitor thread: it tells other ranks what this rank does, and checks what other ranks do.
 
 The monitor sends a message every second, or more often. It ends the pipeline if one of these states
-has lasted for `timeout` seconds. Without the monitor, they could last for ever:
+has lasted for `timeout` seconds. Without the monitor, the states could last for ever:
 
     silence   no message has come from a rank: its process is stopped, or the network is cut
     hang      a task of this rank has not ended, and has not used the CPU
@@ -168,8 +168,8 @@ class RankMonitor:
         self._paused = 0.0, 0.0
         # How many seconds the checks were late in all, because this thread did not run.
         self._late = 0.0
-        # The time of the last message from each rank, and its label. A rank is missing here until
-        # its first message, because it may still be connecting.
+        # The time of the last message from each rank, and the label in this message. A rank is
+        # missing here until its first message, because it may still be connecting.
         self._heard: dict[int, tuple[float, Label]] = {}
         self._all = frozenset(others)
         self.others = self._all

@@ -48,7 +48,7 @@ _BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_
 
 
 class Departure(NamedTuple):
-    """The work that a wire's thread has to do to send the tensors of a message.
+    """The work of a message channel's thread to send the tensors of a message.
 
     Attributes:
         tensors: The tensors to send over gloo. Only the description of a `meta` tensor is sent.
@@ -69,7 +69,7 @@ class Transfer:
         group: The NCCL group of the two ranks, in which rank 0 sends and rank 1 receives. Without a
             group, tensors are copied through host memory.
         peer: The other rank's index in the group.
-        late: A message is held back until so many further messages have been given.
+        late: How many later messages must be given before a message is really sent.
 
     Attributes:
         pins: Whether tensors that come over gloo should be in pinned memory.
@@ -203,8 +203,8 @@ class Transfers:
         store: The key-value store through which the two ranks of each NCCL group connect.
 
     Attributes:
-        made: Maps a wire to its transfer. The key is the kind of the wire, the other rank, and the
-            wire's two stages, the lower stage first.
+        made: Maps a wire (a message channel) to its transfer. The key is the kind of the wire, the
+            other rank, and the wire's two stages, the lower stage first.
     """
 
     def __init__(self, own: int, store: Store) -> None:
@@ -265,7 +265,7 @@ class Transfers:
     def _nccl(
         self, kind: str, stages: Stages, source: int, target: int
     ) -> tuple[dist.ProcessGroup, int]:
-        """Return the NCCL group of a wire, and the other rank's index in it."""
+        """Return the NCCL group of a wire (a message channel), and the other rank's index in it."""
         # `new_group` is not used here, because all ranks may have to call it.
         store = PrefixStore(f"stages {stages}/{kind} {source} {target}", self._store)
         own = int(self._own == target)

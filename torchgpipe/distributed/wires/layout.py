@@ -28,7 +28,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(x: Tensor) -> Layout:
-    """Return the layout of a tensor. Elements may share memory only because of `expand`."""
+    """Return the layout of a tensor, in which elements share memory only because of `expand`."""
     size = 0 if x.is_meta else once(x).nbytes
     return Layout(x.dtype, tuple(x.shape), x.stride(), size, x.is_meta)
 
@@ -36,7 +36,7 @@ def layout_of(x: Tensor) -> Layout:
 # Tensors that are made in inference mode do not count in-place changes, so they may be refused.
 @torch.inference_mode(False)
 def placed(layout: Layout, rows: Iterator[Tensor]) -> Tensor:
-    """Return a tensor of a layout; if it has bytes, its content is the next element of `rows`."""
+    """Return a tensor with a layout; if the layout has bytes, take them from `rows`."""
     dtype, shape, strides, size, meta = layout
     content = next(rows) if size else None
     reach = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))

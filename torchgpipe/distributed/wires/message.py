@@ -88,7 +88,7 @@ def sizes(description: Description) -> list[int]:
 
 
 class Predicted:
-    """The descriptions of a wire's messages, and a prediction of the next message's description.
+    """The descriptions of the messages on a channel, and a prediction of the next description.
 
     Message k of a mini-batch is predicted to have the same description as message k of the previous
     mini-batch. The sender and the receiver each have a `Predicted` object. They call `begin` and

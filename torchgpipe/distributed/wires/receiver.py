@@ -101,7 +101,7 @@ class Receiver(End):
         self._slots.append((content, self._receive(bytes_of(content))))
 
     def _posted(self, lengths: Sequence[int]) -> list[_Posted]:
-        """Post a receive for each of these numbers of bytes."""
+        """Post a receive for each of these lengths, which are numbers of bytes."""
         posted = []
         for length in lengths:
             memory = self._row(length)
@@ -114,7 +114,7 @@ class Receiver(End):
             return self._group.recv([x], self.rank, self._tag | apart).wait
         except RuntimeError as error:
             # The connection is closed, which is not an error if no more messages come. Only the
-            # error's text is kept, because the error keeps frames and so the mini-batch alive.
+            # error's text is kept: the error itself would keep its frames and the mini-batch alive.
             return partial(_fail, str(error))
 
     def _await(self, posted: Sequence[_Posted]) -> None:

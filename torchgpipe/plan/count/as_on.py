@@ -53,7 +53,7 @@ FULL = {
 
 @contextmanager
 def as_on(device: str, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Run this thread's operators on `meta` like PyTorch runs them on "cuda" or "cpu".
+    """Run this thread's operators on `meta` like PyTorch runs operators on "cuda" or "cpu".
 
     While autocast is enabled for that type of device, the inputs of operators are cast.
 

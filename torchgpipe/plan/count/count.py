@@ -83,7 +83,7 @@ class Counts:
         """Return the bytes of one task: one micro-batch on one partition.
 
         Args:
-            size: The samples of the micro-batch.
+            size: The number of samples in the micro-batch.
             start: The first layer of the partition.
             stop: The layer after the partition's last layer.
             checkpoint: Whether the task is checkpointed.

@@ -1,8 +1,8 @@
 """Compute the cost of any micro-batch size from the costs of two sizes, on a straight line.
 
 The cost of an operator that multiplies samples with each other is not on a straight line. With
-twice the samples, the operator costs more than twice as much. The line through both sizes then
-gives a negative cost for zero samples. This is how such an operator is found.
+twice the samples, the operator costs more than twice as much. The straight line through both sizes
+then gives a negative cost for zero samples, which shows that there is such an operator.
 """
 
 import warnings

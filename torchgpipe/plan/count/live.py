@@ -50,7 +50,7 @@ class Live(TorchDispatchMode):
 
         Args:
             x: The tensor.
-            number: The number of its storage if `x` is an input of the layer, otherwise `None`.
+            number: The number of the storage if `x` is an input of the layer, otherwise `None`.
         """
         storage = x.untyped_storage()
         key, nbytes = id(storage), float(storage.nbytes())
@@ -65,6 +65,6 @@ class Live(TorchDispatchMode):
         self.changes.append(Change(-nbytes, number))
 
     def peak(self) -> float:
-        """Return the most bytes that were allocated at a time, without the layer's inputs."""
+        """Return the peak of the allocated bytes, without the layer's inputs."""
         made = [change.bytes for change in self.changes if change.storage is None]
         return max(accumulate(made, initial=0.0))

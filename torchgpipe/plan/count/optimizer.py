@@ -52,7 +52,7 @@ class Optimizer:
     """Whether there is an optimizer at all. If not, no step is predicted for it."""
 
     def temporaries(self, sizes: Sequence[float]) -> float:
-        """Return the most bytes that a step allocates at a time, for parameters of these sizes."""
+        """Return the peak of the bytes that a step allocates, for parameters of these sizes."""
         if self.together:
             return self.made * sum(sizes)
         most = 0.0

@@ -9,9 +9,9 @@ from torchgpipe.plan.count.footprint import SUMMED, Footprint
 
 @dataclass(frozen=True)
 class TaskBytes:
-    """The bytes that one micro-batch's task on a partition takes, either checkpointed or not.
+    """The bytes that one task takes: a micro-batch on a partition, with or without checkpointing.
 
-    No field includes the task's inputs, except for fields that mention inputs.
+    The task's inputs count only in the fields that mention inputs.
     """
 
     inputs: float
@@ -55,8 +55,9 @@ def task_bytes(
     layers = footprints[start:stop]
     inputs = set(layers[0].inputs)
     cloned = checkpoint and len(inputs) == 1 and _begins_in_place(layers)
-    # `others` are the storages that something outside the task holds. They take no bytes here, and
-    # are not freed. The mini-batch is such a storage for the first partition.
+    # `others` are the storages that something outside the task holds. These storages are not
+    # counted, and the task does not free them. The mini-batch is such a storage for the first
+    # partition.
     others: set[int] = set()
     if start == 0 and not cloned:
         others |= inputs

@@ -7,13 +7,13 @@
 A description is a JSON file. Every figure in it is an object with a `value` and a `source`. Each
 class of operators, such as `conv`, has two efficiencies. The compute efficiency is the share of the
 peak rate that operators of the class reach. The memory efficiency is the share of the memory
-bandwidth that they reach. A compute efficiency with a name such as `conv.float16` is for one class
-and one dtype.
+bandwidth that operators of the class reach. A compute efficiency with a name such as `conv.float16`
+is for one class and one dtype.
 
 If an operator can be computed in two ways, the faster way counts. If a description has no
-efficiency for fused attention, the efficiency of `matmul` is used. If it has no peak rate for TF32,
-that of float32 is used. If k CPU devices work at the same time, a task takes
-1 + `sharing` * (k - 1) times as long.
+efficiency for fused attention, the efficiency of `matmul` is used. If a description has no peak
+rate for TF32, the peak rate of float32 is used. If k CPU devices work at the same time, a task
+takes 1 + `sharing` * (k - 1) times as long.
 """
 
 import json
@@ -205,7 +205,7 @@ def _decoded(name: str, data: Any) -> Hardware:
 
 
 def _table(key: str, table: Any, sources: dict[str, str]) -> Shares:
-    """Return the values of a table of figures, and add each figure's source to `sources`."""
+    """Return the value of each figure in a table, and add each figure's source to `sources`."""
     if not isinstance(table, dict) or not table:
         raise ValueError(f"{key} is missing: expected an object of figures")
     return {item: _figure(f"{key}.{item}", figure, sources) for item, figure in table.items()}

@@ -118,8 +118,8 @@ def sharing(works: Sequence[Callable[[], object]]) -> float:
         works: For each device, a function that does its work.
 
     Returns:
-        How much longer the first function takes for each other function that runs at the same time,
-        as a share of the time that it takes alone.
+        How much longer the first function takes for each other function that runs at the same time.
+        The number is a share of the time that the first function takes alone.
     """
     first, *others = works
     over = threading.Event()

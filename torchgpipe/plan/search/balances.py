@@ -1,4 +1,4 @@
-"""Compute lower bounds on a setup's step time for any balance, and balances to start a search."""
+"""Compute lower bounds on the step time of any balance, and balances to start a search with."""
 
 import functools
 from collections.abc import Sequence
@@ -18,14 +18,15 @@ SAFE = 1 - 1e-9
 class Work:
     """The seconds and bytes of a setup's layers, and balances that divide them evenly.
 
-    Only the setup's micro-batches, checkpoint mode and schedule matter, not its balance.
+    Of the setup, only the micro-batches, the checkpoint mode and the schedule matter. Its balance
+    does not matter.
 
     The seconds give a lower bound on the step time, whatever the balance. In GPipe's schedule, a
-    partition waits while a micro-batch is in other partitions. It waits for the first micro-batch,
-    which comes from earlier partitions and returns there, and for the last micro-batch, which is
-    then in later partitions. So a step takes at least the sum of two times: one micro-batch's
-    forward and backward through all layers, and the work of any one partition for the other
-    micro-batches (`seconds`).
+    partition waits while a micro-batch is in other partitions: at the start and at the end, while
+    the first micro-batch is in earlier partitions, and between, while the last micro-batch is in
+    later partitions. So a step takes at least the sum of two times: one micro-batch's forward and
+    backward through all layers, and the work of any one partition for the other micro-batches
+    (`seconds`).
 
     In other schedules, a step takes at least the longer of two times. One is a micro-batch's
     forward and backward through all layers, without work that can be done later. The other is all
@@ -99,7 +100,8 @@ class Work:
     def stages(self, n: int) -> int:
         """Return how many stages the setup's schedule has on `n` devices together.
 
-        It is 0 if the schedule is not for `n` devices, or not for the setup's micro-batches.
+        The number is 0 if the schedule cannot run on `n` devices, or not with the setup's number of
+        micro-batches.
         """
         schedule = self.setup.schedule
         if isinstance(schedule, str):
@@ -126,14 +128,14 @@ class Work:
         setup, counts = self.setup, self.predictor.counts
         m = len(setup.sizes)
         footprints = counts.footprints(setup.sizes[0])
-        copies = 1 + setup.optimizer.state  # bytes to hold for each byte of parameters
+        copies = 1 + setup.optimizer.state  # bytes of memory for each byte of parameters
         if m > 1:  # With one micro-batch, activations are freed before all gradients exist.
             copies += 1
         outputs = kept = 1
         if setup.gathered:
             outputs = m
             kept = max(1, m - 1 - checkpointed(setup.checkpoint, m))
-        known = set(footprints[0].inputs)  # The mini-batch is held anyway.
+        known = set(footprints[0].inputs)  # The mini-batch counts once, below.
         held = []
         for layer, footprint in zip(counts.low, footprints, strict=True):
             new = set(footprint.saves) - known

@@ -33,9 +33,9 @@ def refuse_hopeless(
 
     Args:
         predictor: The predictor of the model.
-        batch_size: The samples of a mini-batch.
+        batch_size: The number of samples in a mini-batch.
         devices: How many devices there are.
-        memory: The bytes of each device that tensors may take.
+        memory: How many bytes of each device tensors may take.
         optimizer: The memory that the optimizer takes.
 
     Raises:
@@ -72,7 +72,7 @@ def refuse_hopeless(
 def _alone(predictor: Predictor, size: int, optimizer: Optimizer, *, summed: bool) -> list[float]:
     """Return for each layer the least memory of a device that has only this layer.
 
-    That is the most bytes during a forward or a backward of `size` samples, or during the
+    This is the peak memory during a forward or a backward of `size` samples, or during the
     optimizer's step. With `summed`, the backward adds its gradients to earlier gradients.
     """
     footprints = predictor.counts.footprints(size)
@@ -104,11 +104,11 @@ def least(  # noqa: PLR0913
 ) -> Candidate:
     """Return the setup that needs the least memory, among setups with evenly divided parameters.
 
-    The memory of a setup is that of the device that needs the most.
+    The memory of a setup is the memory of the device that needs the most memory.
 
     Args:
         predictor: The predictor of the model.
-        batch_size: The samples of a mini-batch.
+        batch_size: The number of samples in a mini-batch.
         partitions: How many devices there are.
         optimizer: The memory that the optimizer takes.
         chunks: The numbers of micro-batches to choose from.
@@ -116,7 +116,7 @@ def least(  # noqa: PLR0913
         schedules: The schedules to choose from.
 
     Raises:
-        Impossible: If no schedule is for these numbers of devices, layers and micro-batches.
+        Impossible: If no schedule can run with these numbers of devices, layers and micro-batches.
     """
     state = 2.0 + optimizer.state
     needed = [layer.parameters * state + layer.frozen for layer in predictor.counts.low]
@@ -143,9 +143,9 @@ def why(
     Args:
         predictor: The predictor of the model.
         allowed: The setup that needs the least memory, among the setups that were asked for.
-        batch_size: The samples of a mini-batch.
+        batch_size: The number of samples in a mini-batch.
         devices: How many devices there are.
-        memory: The bytes of each device that tensors may take.
+        memory: How many bytes of each device tensors may take.
     """
     partitions = min(devices, len(predictor.counts))
     optimizer = allowed.setup.optimizer

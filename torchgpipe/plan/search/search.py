@@ -1,13 +1,13 @@
 """Search for the fastest setup for which every device has enough memory.
 
 The search chooses the balance, the number of micro-batches, the checkpoint mode and the schedule.
-For each choice of the last three, there is a lower bound on the step time, whatever the balance
-(see `balances`). The search tries the choices in the order of their bounds, the lowest first. It
-skips a choice if its bound is not below the step time of the best setup so far. For each choice, it
-begins with a balance whose partitions take about equal time or equal memory. If the step time is
-near that of the best setup, the search moves layers from partition to partition as long as this
-makes the predicted step shorter (see `trial`). Every returned setup was replayed, and its memory
-was predicted.
+For each number of micro-batches, checkpoint mode and schedule, there is a lower bound on the step
+time of all balances (see `balances`). The search tries the choices in the order of their bounds,
+the lowest first. It skips a choice if its bound is not below the step time of the best setup so
+far. For each choice, it begins with a balance whose partitions take about equal time or equal
+memory. If the step time is near the step time of the best setup, the search moves layers from
+partition to partition as long as this makes the predicted step shorter (see `trial`). Every
+returned setup was replayed, and its memory was predicted.
 """
 
 from collections.abc import Sequence
@@ -83,8 +83,8 @@ def search(  # noqa: PLR0913
 
     Args:
         predictor: The predictor of the model.
-        batch_size: The samples of a mini-batch.
-        memory: The bytes of each device that tensors may take.
+        batch_size: The number of samples in a mini-batch.
+        memory: How many bytes of each device tensors may take.
         partitions: The numbers of devices to choose from.
         optimizer: The memory that the optimizer takes.
         chunks: The numbers of micro-batches to choose from; by default those of `chunk_choices`.
@@ -141,7 +141,7 @@ def _in_order(works: Sequence[Work], partitions: Sequence[int]) -> list[tuple[fl
 
 
 def _try(found: Found, n: int, work: Work, memory: float, close: float) -> float:
-    """Look for a faster setup among the balances on `n` devices, and keep it in `found`.
+    """Look for a faster setup among the balances on `n` devices, and store that setup in `found`.
 
     Return a lower bound on the seconds of any balance that fits; infinity if no balance fits.
     """

@@ -38,7 +38,7 @@ class Candidate:
 
     @property
     def peak(self) -> float:
-        """The peak bytes of the device that needs the most."""
+        """The peak memory, in bytes, of the device that needs the most memory."""
         return max([device.peak for device in self.devices])
 
     def lacks(self, memory: float) -> float:
@@ -62,12 +62,12 @@ def assess(predictor: Predictor, setup: Setup, step: Timeline | None = None) -> 
 class Trial:
     """A search for the fastest balance of a setup that fits the memory.
 
-    As long as no balance fits, the balance with the fewest missing bytes counts as the best.
+    Until a balance fits, the balance that lacks the fewest bytes counts as the best.
 
     Args:
         work: The setup, with the seconds and bytes of its layers.
         first: The prediction for the balance to begin with.
-        memory: The bytes of each device that tensors may take.
+        memory: How many bytes of each device tensors may take.
     """
 
     def __init__(self, work: Work, first: Candidate, memory: float) -> None:
@@ -155,7 +155,7 @@ def data_parallel(
 
     Args:
         predictor: The predictor of the model.
-        batch_size: The samples of a batch, over all devices.
+        batch_size: The number of samples in a batch, over all devices.
         devices: How many devices there are.
         optimizer: The memory that the optimizer takes.
     """

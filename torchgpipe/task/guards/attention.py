@@ -2,9 +2,11 @@
 
 What goes wrong without it: an encoder layer in evaluation mode has a mask. If gradients are off,
 PyTorch runs a faster kernel, which returns other values at masked positions. The first pass runs
-without gradients, and uses this kernel. The recomputation runs with gradients, and does not.
+without gradients, and uses this kernel. The recomputation runs with gradients, so it does not use
+this kernel.
 
-PyTorch has one switch for this kernel in the whole process. It is off while such a first pass runs.
+PyTorch has one switch for this kernel in the whole process. The switch is off while a first pass
+without gradients runs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Let a task's recomputation use the buffers of its forward, and not change the real buffers.
 
-What goes wrong without it: a layer counts its calls in a buffer, and scales its output by that
-count. The recomputation finds a larger count, and computes another gradient. It also counts each
-mini-batch a second time.
+What goes wrong without it: a layer counts its calls in a buffer, and scales its output by the
+count. The recomputation finds a larger count, and computes another gradient. The recomputation also
+counts the mini-batch a second time.
 
 Before a task's forward, each buffer is copied if it has changed since its last copy. Version counts
 do not show every change: some kernels (`F.batch_norm`, observers of quantization), `.data` and
-NumPy write to a buffer without counting. So the values are compared. A recomputation gets copies of
-the buffers that have changed since the forward. Only the thread that recomputes sees these copies.
-If a stage has no buffers, this guard only looks at each module once.
+NumPy write to a buffer without counting. So the guard compares the values. A recomputation gets
+copies of the buffers that have changed since the forward. Only the thread that recomputes sees
+these copies. If a stage has no buffers, this guard only looks at each module once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.jit import ScriptModule
 from torchgpipe.task.guards.contents import BuffersOfThread, comparable, copied, equal
 from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 from torchgpipe.task.guards.in_place import Change, InPlace
+from torchgpipe.task.guards.parameters import StandInParameters
 from torchgpipe.tensors._autograd import is_compiled, storage_of
 from torchgpipe.tensors.checkpoint import has_asked
 from torchgpipe.tensors.item import versions
@@ -56,7 +57,7 @@ class _Slot(NamedTuple):
 class HeldBuffers(NamedTuple):
     """The buffers before a task's forward, and the buffers that the forward has changed.
 
-    `changed` has a buffer if it was replaced, or if its version counter has changed.
+    `changed` holds each buffer that was replaced, or whose version counter has changed.
     """
 
     slots: list[_Slot]
@@ -64,24 +65,28 @@ class HeldBuffers(NamedTuple):
 
 
 class Buffers(Guard):
-    """The guard of the buffers of partition `index`, except for its `norms` (statistics.py).
+    """The guard of the buffers of partition `index`, except for its batch norms (`norms`).
 
-    `ids` are the ids of parameters and of stand-ins (detached tensors that tasks use). A buffer
-    with a stand-in needs no copy. Scripted modules are skipped, because parameters.py raises an
-    error if they have buffers.
+    A buffer that requires grad has a stand-in (a detached tensor that tasks use), like each of the
+    `parameters`. A buffer with a stand-in needs no copy. Scripted modules are skipped, because
+    parameters.py raises an error if they have buffers.
     """
 
     def __init__(
-        self, index: int, modules: list[nn.Module], norms: Set[nn.Module], ids: set[int]
+        self,
+        index: int,
+        modules: list[nn.Module],
+        norms: Set[nn.Module],
+        parameters: StandInParameters,
     ) -> None:
         self._index = index
         self._modules = [m for m in modules if m not in norms and not isinstance(m, ScriptModule)]
-        self._ids = ids
+        self._parameters = parameters
         self._slots: dict[Place, _Slot] = {}  # the latest copy of each buffer
         self._unsure: dict[Place, _Slot] = {}  # the buffers that are still to be compared
 
     def before_first_pass(self, task: GuardedTask) -> None:
-        """Note the values of the buffers; copy each buffer that has changed since its last copy."""
+        """Record the buffers' values; copy each buffer that has changed since its last copy."""
         task.noted[self] = held = HeldBuffers([], [])
         places: dict[Place, Tensor | None] = {}
         changed = []
@@ -106,11 +111,12 @@ class Buffers(Guard):
             storage = storages.get(id(x))
             if storage in stale:
                 shared = times[storage] > 1
-                copy = None if id(x) in self._ids else copied(x, shared, copies)
+                stands = id(x) in self._parameters.ids
+                copy = None if stands else copied(x, shared, copies)
                 self._slots[module, name] = _Slot(module, name, x, versions((x,)), copy, shared)
 
     def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
-        """Note which buffers the task's forward has changed."""
+        """Record which buffers the task's forward has changed."""
         held: HeldBuffers = task.noted[self]
         for slot in held.slots:
             now = slot.module._buffers.get(slot.name)
@@ -133,6 +139,10 @@ class Buffers(Guard):
                     changed.add(module)
         return self._put_back(held, changed) if changed else None
 
+    def _used(self, buffer: Tensor | None) -> Tensor | None:
+        """Return the tensor that tasks use for a buffer: its stand-in, if it has one."""
+        return None if buffer is None else self._parameters.by_parameter.get(buffer, buffer)
+
     def backward_begins(self) -> None:
         """Raise `RuntimeError` if a buffer has changed, but its version counter has not."""
         for (module, name), slot in self._unsure.items():
@@ -146,7 +156,7 @@ class Buffers(Guard):
             )
 
     def ended(self) -> None:
-        """Raise the same error as `backward_begins`, after a whole step."""
+        """After a step, raise `RuntimeError` in the same cases as `backward_begins`."""
         self.backward_begins()
 
     def _has_changed(self, module: nn.Module, name: str, buffer: Tensor | None) -> bool:
@@ -170,8 +180,8 @@ class Buffers(Guard):
         for slot in held.slots:
             if slot.module in changed:
                 x = copied(slot.copy, slot.shared, copies)
-                own[slot.module][slot.name] = slot.tensor if x is None else x
-        # The second pass has to change the buffers that the first has changed.
+                own[slot.module][slot.name] = self._used(slot.tensor) if x is None else x
+        # The recomputation has to change the same buffers as the first pass.
         expected = []
         for slot in held.changed:
             if slot.module in changed:

@@ -1,13 +1,14 @@
 """Find out which outputs of a task require grad, if its first pass runs without a graph.
 
-What goes wrong without it: a layer returns an index beside its output, or detaches one of two
+What goes wrong without it: a layer also returns an integer tensor, or detaches one of two
 outputs. The next task would compute gradients that the layers do not compute without a pipeline, or
 autograd would wait for gradients that never come.
 
-So the first task of each kind makes a graph, and frees it. If all its floating-point outputs
-require grad, later tasks of that kind run without a graph, and claim that all their outputs require
-grad, too. If not, each later task makes a graph to find out. If a recomputation shows that a claim
-was wrong, later tasks make a graph again.
+Tasks are of the same kind if the same inputs require grad. The first task of each kind makes a
+graph, and frees the graph. If all floating-point outputs of this task require grad, later tasks of
+the same kind run without a graph, and claim that their outputs require grad, too. Otherwise, each
+later task makes a graph to find out. If a recomputation shows that a claim was wrong, later tasks
+make a graph again.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ class OutputGradients(Guard):
     """The guard that finds out which outputs of a stage's tasks require grad.
 
     Args:
-        all_do: What is already known. A key says which inputs of a task require grad. The value
-            says whether then all floating-point outputs require grad. Mini-batches share this
-            dictionary, until a layer's training mode or a parameter's `requires_grad` changes.
+        all_do: What earlier tasks have shown. A key says which inputs of a task require grad. The
+            value says whether all floating-point outputs require grad in this case. Mini-batches
+            share this dictionary, until a layer's training mode or a parameter's `requires_grad`
+            changes.
         ids: The ids of parameters and of stand-ins (detached parameters that tasks use).
         begins_in_place: Whether the first layer changes its input in place.
     """
@@ -46,8 +48,8 @@ class OutputGradients(Guard):
     def before_first_pass(self, task: GuardedTask) -> Context | None:
         """Decide whether the task makes a graph in its forward.
 
-        For the first task of its kind, return a context that notes whether layers read gradients or
-        `requires_grad`.
+        For the first task of its kind, return a context that records whether layers read gradients
+        or `requires_grad`.
         """
         task.with_graph = not self._all_do.get(task.needs, False)
         if not task.with_graph:
@@ -65,8 +67,8 @@ class OutputGradients(Guard):
     def claim(self, task: GuardedTask, given: Flat, outputs: Flat) -> list[bool]:
         """Return whether each output requires grad, or is assumed to.
 
-        If the layers have made no graph, it is assumed that each floating-point output requires
-        grad. `given` are the inputs of the layers.
+        If the layers have made no graph, this method assumes that each floating-point output
+        requires grad. `given` are the inputs of the layers.
         """
         # An output that is also an input requires grad exactly if that input does. This is not true
         # for an input that the first layer changes in place.
@@ -93,7 +95,7 @@ class OutputGradients(Guard):
 
 
 class _Asks(TorchFunctionMode):
-    """Note whether layers read `requires_grad`, `grad` or a similar attribute of a tensor.
+    """Record whether layers read `requires_grad`, `grad` or a similar attribute of a tensor.
 
     Without a graph, these attributes have other values. If layers read the gradient of a parameter
     (a tensor whose id is in `ids`), `RuntimeError` is raised.

@@ -1,8 +1,9 @@
 """The base class of guards: its methods, and when a task or a mini-batch calls them.
 
-A checkpointed task runs its layers twice: a first pass, and a recomputation in backward. A guard
-makes sure that one thing, such as the buffers, is the same in both passes, or that it does not leak
-from one task to another. A guard belongs to one stage or one task, in one mini-batch.
+A checkpointed task runs its layers twice: a first pass, and a recomputation in backward. Each guard
+takes care of one thing, such as the buffers. The guard makes sure that this thing is the same in
+both passes, or that it does not leak from one task to another task. A guard belongs to one stage or
+one task, in one mini-batch.
 
     the mini-batch begins      the guard is made
     before a pass              `before_single_pass`, `before_first_pass`, `before_recomputation`
@@ -46,7 +47,7 @@ class GuardedTask:
         with_graph: Whether the forward makes a graph.
         found: Whether each output requires grad in the latest graph.
         claimed: Whether each output requires grad when the next task gets it.
-        noted: For each guard, the values that it has noted in the forward.
+        noted: For each guard, the values that the guard has recorded in the forward.
     """
 
     randomness: Guard
@@ -70,12 +71,12 @@ class Guard:
         """Prepare for the forward of a task that is not checkpointed."""
 
     def before_first_pass(self, task: GuardedTask) -> Context | None:
-        """Prepare for the forward of a checkpointed task; note values for its recomputation."""
+        """Prepare for the forward of a checkpointed task; record values for its recomputation."""
 
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
-        """Check what the layers did in a task's forward; note values for its recomputation.
+        """Check what the layers did in a task's forward; record values for its recomputation.
 
-        This is not called if the layers have raised an error.
+        This method is not called if the layers have raised an error.
         """
 
     def before_recomputation(self, task: GuardedTask) -> Context | None:
@@ -84,7 +85,7 @@ class Guard:
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
         """Check that the recomputation did the same as the task's forward.
 
-        This is not called if the layers have raised an error.
+        This method is not called if the layers have raised an error.
         """
 
     def before_backward(self, task: GuardedTask) -> Context | None:
@@ -97,7 +98,7 @@ class Guard:
         """Check that the layers have not changed between forward and backward."""
 
     def ended(self) -> None:
-        """Check the layers after a whole step."""
+        """Check the layers when a step (all forwards and backwards) has ended."""
 
 
 class Nested:

@@ -1,17 +1,17 @@
-"""Replace tensors in the layers for a time, and restore them afterwards.
+"""Replace tensors in the layers temporarily, and restore the old tensors afterwards.
 
 Tasks (a task is a micro-batch on a stage) do not compute with the parameters, but with stand-ins:
 detached parameters.
 
-What goes wrong without it: a criterion reads a weight of the layers, for a penalty. It would find
-the parameter, although the layers use the stand-in. So the criterion's gradient would be added to
-the parameter separately.
+What goes wrong without it: a criterion reads a weight of the layers, for a penalty. The criterion
+would find the parameter, although the layers use the stand-in. So the criterion's gradient would be
+added to the parameter separately.
 
 Worker threads and ranks use one set of stand-ins from the beginning of a run to its end. A run is
 all forwards, all backwards, or a whole step. So the layers, the criterion and a penalty over
-`model.parameters()` all read the same stand-ins. The graph
-engine puts the stand-ins into the layers for each task, because it does not learn when a backward
-has failed. The old buffers, modes and hooks for a recomputation are in the layers while it runs.
+`model.parameters()` all read the same stand-ins. The graph engine puts the stand-ins into the
+layers for each task, because it does not learn when a backward has failed. While a recomputation
+runs, the layers have the buffers, modes and hooks of the forward.
 
 Two runs in two threads would mistake each other's stand-ins for parameters. So if two runs compute
 gradients through the same layers, the second run waits for the first one (`in_its_turn`).
@@ -78,11 +78,11 @@ class InPlace:
 
 
 class InPlaceForRun:
-    """A context for several threads; changes of the layers last while any thread is inside.
+    """A context for several threads, in which entries of the layers' dictionaries are changed.
 
-    The last thread that leaves undoes the changes. It can be a worker thread, because the caller
-    does not wait for the workers after a second Ctrl-C. `parts` has the changes, each with the lock
-    of the changed layers.
+    The first thread that enters changes the entries, and the last thread that leaves restores them.
+    The last thread can be a worker thread, because the caller does not wait for the workers after a
+    second Ctrl-C. `parts` has the changes, each with the lock of the changed layers.
     """
 
     def __init__(self, parts: Sequence[tuple[Lock, InPlace]]) -> None:
@@ -102,7 +102,7 @@ class InPlaceForRun:
             self.take_back()
 
     def take_back(self) -> None:
-        """Undo the changes, unless they are already undone."""
+        """Undo the changes of the layers; a second call does nothing."""
         for lock, part in self._parts:
             with lock:
                 part.__exit__()
@@ -115,7 +115,11 @@ class InPlaceForTask(Guard):
         self._changes = changes
 
     def before_single_pass(self, task: GuardedTask) -> InPlace:
-        """Return a context with the changes, for a task's forward, recomputation or backward."""
+        """Return a context in which entries of the layers' dictionaries are changed.
+
+        Leaving the context undoes the changes. A task enters such a context for its forward, for
+        its recomputation and for its backward.
+        """
         return InPlace(self._changes)
 
     before_first_pass = before_recomputation = before_backward = before_single_pass
@@ -171,10 +175,10 @@ def in_its_turn(locks: frozenset[Lock], run: Callable[[], T]) -> T:
         _turns.set((*outer, turn))
         return run()
 
-    # An inner run may be in another thread than the outer run. It must not wait for a lock that
-    # the outer run holds.
+    # An inner run may be in another thread than the outer run. The inner run must not wait for a
+    # lock that the outer run holds.
     others = locks.difference(*[each.locks for each in outer])
-    # A copy of the caller's context variables is changed, so an interrupt cannot leave a change.
+    # A copy of the context variables is changed. So an interrupt leaves the caller's unchanged.
     return _holding(sorted(others, key=id), lambda: copy_context().run(within))
 
 
@@ -197,6 +201,6 @@ def outer_turns() -> list[Turn]:
 
 
 def note_stand_ins(ids: set[int]) -> None:
-    """Note the ids of the detached parameters that the innermost run puts into the layers."""
+    """Record the ids of the detached parameters that the innermost run puts into the layers."""
     if turns := _turns.get():
         turns[-1].stand_ins |= ids

@@ -57,7 +57,7 @@ class Layers(Guard):
         self._constants = _constants(modules)
 
     def before_first_pass(self, task: GuardedTask) -> None:
-        """Note the modes and hooks of the layers."""
+        """Record the modes and hooks of the layers."""
         task.noted[self] = self.states()
 
     def before_recomputation(self, task: GuardedTask) -> InPlace | None:
@@ -130,8 +130,8 @@ def _constants(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
     """Return the values that must not change between forward and backward.
 
     These are the attributes that a layer's class lists in `__constants__`, such as a dropout's `p`;
-    a `forward` that was set on a layer; and global hooks. Each value comes after its module and its
-    name.
+    a `forward` that was set on a layer; and global hooks. Each value is returned together with its
+    module and its name.
     """
     found: list[tuple[nn.Module, str, object]] = []
     for module in modules:

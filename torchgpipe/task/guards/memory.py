@@ -18,21 +18,21 @@ from torchgpipe.tensors.microbatch import Flat, Form, carrying
 
 
 class KeptInputs(Guard):
-    """The guard of the tasks' inputs on partition `index`, which recomputations start from."""
+    """The guard of tasks' inputs on partition `index`; recomputations start from these inputs."""
 
     def __init__(self, index: int, partition: nn.Module) -> None:
         self._index = index
         self.begins_in_place = begins_in_place(partition)
 
     def given(self, inputs: Flat, form: Form) -> Flat:
-        """Return the inputs for the layers; if the first layer changes its input, a copy of it."""
+        """Return the inputs for the layers; copy the input if the first layer changes it."""
         x = inputs[0] if form is Tensor else None
         if x is None or not self.begins_in_place:
             return inputs
         return (carrying(x.detach().clone(), x), *inputs[1:])
 
     def before_first_pass(self, task: GuardedTask) -> None:
-        """Note the version counter of each input."""
+        """Record the version counter of each input."""
         task.noted[self] = versions(task.inputs or ())
 
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:

@@ -6,8 +6,8 @@ What goes wrong without it: the model is called within autocast, and backward() 
 The layers should compute in bfloat16, but in a worker thread and in a recomputation, they would
 compute in float32.
 
-Worker threads enter all modes of the caller. A recomputation enters only modes that may differ from
-those of the forward. If no mode differs, it only reads the modes of its thread.
+Worker threads enter all modes of the caller. A recomputation enters a mode of the forward only if
+the mode may differ in the recomputation's thread. If no mode differs, no mode is entered.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _WITH_AUTOCAST = {"cpu", "cuda", "xpu"}
 class AmbientModes(Guard):
     """The modes of the current thread, to be entered in another thread or later.
 
-    These are grad mode, inference mode, autocast, the default dtype, each `TorchFunctionMode` (such
-    as the default device) and `TorchDispatchMode`, whether `__torch_function__` is on, and whether
-    an outer pipeline is checkpointing or recomputing. `threads` says whether several threads run in
-    these modes at the same time.
+    The modes are grad mode, inference mode, autocast, the default dtype, each `TorchFunctionMode`
+    (such as the default device) and `TorchDispatchMode`, whether `__torch_function__` is on, and
+    whether an outer pipeline is checkpointing or recomputing. `threads` says whether several
+    threads run in these modes at the same time.
 
     If the attributes of a `TorchFunctionMode` or a `TorchDispatchMode` change while the layers run,
-    a recomputation does not enter this mode. The same is true for a mode that changes no results,
-    if its class says so by `only_watches = True`.
+    a recomputation does not enter this mode. A recomputation also does not enter a mode if the
+    mode's class has `only_watches = True`, which says that the mode changes no results.
 
     Attributes:
         grad: Whether gradients are on.
@@ -115,7 +115,7 @@ class AmbientModes(Guard):
 
     @contextmanager
     def _as_before(self, present: Sequence[list[Any]], turned_off: bool) -> Iterator[None]:
-        """Give this thread the noted modes, within this context.
+        """Set this thread's modes to the recorded modes, within this context.
 
         `present` are the current `TorchFunctionMode`s and `TorchDispatchMode`s. If it is empty,
         these two kinds of modes are not changed.
@@ -140,10 +140,11 @@ class AmbientModes(Guard):
             yield
 
     def all_have_run(self, *, refuse: bool = False) -> None:
-        """Note which modes have changed their attributes; called after all layers have run.
+        """Record which modes have changed their attributes; called after all layers have run.
 
         Raises:
-            RuntimeError: `refuse` is set (several threads have run), and a mode has changed.
+            RuntimeError: `refuse` is set (several threads have run), and a mode has changed its
+                attributes.
         """
         self.changed = [mode for mode, before in self.watched if _state(mode) != before]
         self._all_have_run = True
@@ -202,7 +203,7 @@ def _state(value: object, depth: int = 4) -> object:
 class SetBackOnFailure(AbstractContextManager[None]):
     """A context that restores the modes of this thread if an exception is raised inside.
 
-    This is needed after Ctrl-C: an interrupt can skip the `__exit__` of an inner context.
+    This context is needed after Ctrl-C: an interrupt can skip the `__exit__` of an inner context.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,13 @@
 """Stand-ins: detached parameters that tasks use instead of a partition's parameters.
 
-What goes wrong without it: a hook clips a parameter's gradient. It would run for every micro-batch,
-and clip each summand of the gradient.
+What goes wrong without it: a hook clips a parameter's gradient. The hook would run for every
+micro-batch, and clip each summand of the gradient.
 
 If the graphs of tasks ended in the parameters, each task would add its gradient to `.grad`. So
 hooks would run for every task, and `autograd.grad` would not work. Instead, stand-ins are put into
 the layers (in_place.py), and the gradients of all tasks are summed in the stand-ins. The caller's
-graph has a node (`one_node`) whose backward runs after all tasks, and returns these sums.
+graph has one node for the pipeline (`one_node`). After all tasks, the node's backward returns these
+sums.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ here, and kept.
 class StandInParameters(Guard):
     """The guard that replaces the parameters of partition `index` by detached parameters.
 
-    These are called stand-ins. Each parameter that requires grad gets one stand-in, even if
-    it occurs twice in `modules`. If the layers already have stand-ins of an outer run (`outer` has
-    their ids), these are used. A buffer that requires grad, such as the output of a hypernetwork,
-    is treated like a parameter.
+    The detached parameters are called stand-ins. Each parameter that requires grad gets one
+    stand-in, even if the parameter occurs twice in `modules`. If the layers already have stand-ins
+    of an outer run (`outer` has the ids), those stand-ins are used. A buffer that requires grad,
+    such as the output of a hypernetwork, is treated like a parameter.
 
     In a backward, these methods are called in this order. They raise an error if a stand-in has a
     gradient that no task has added.
@@ -219,7 +220,7 @@ class StandInParameters(Guard):
         return True
 
     def _end(self) -> None:
-        """Note the end of the backward; raise `RuntimeError` if a gradient came after `take`."""
+        """Record the end of the backward; raise `RuntimeError` if a gradient came after `take`."""
         self._thread = None
         if self._idle:
             _refuse_any([stand_in.grad for stand_in in self.by_parameter.values()])

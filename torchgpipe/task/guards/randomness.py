@@ -73,8 +73,8 @@ class Randomness(Guard):
     """The guard that makes a task's recomputation draw the random numbers of its forward.
 
     Args:
-        generators: Generators that are set back when the recomputation begins, to their states
-            before the forward.
+        generators: When the recomputation begins, these generators get back the states that they
+            had before the forward.
         around: Makes a context in which the layers run; `None` if no context is needed.
         around_backward: Makes a context in which the layers' backward runs; `None` if no context is
             needed.
@@ -97,16 +97,16 @@ class Randomness(Guard):
         return NOTHING if self._around is None else self._around()
 
     def before_single_pass(self, task: GuardedTask) -> Context | None:
-        """Return the context for the only pass."""
+        """Return the context for the forward of a task that is not recomputed."""
         return None if self._around is None else self._around()
 
     def before_first_pass(self, task: GuardedTask) -> Context | None:
-        """Note the states of the generators; return the context for the task's forward."""
+        """Record the states of the generators; return the context for the task's forward."""
         self._before = [state_of(g) for g in self.generators]
         return None if self._around is None else self._around()
 
     def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
-        """Keep only the generators whose state has changed; other generators are not set back."""
+        """Keep only the generators whose state has changed; the recomputation sets them back."""
         generators, starts, ends = [], [], []
         for generator, start in zip(self.generators, self._before, strict=True):
             end = state_of(generator)
@@ -130,7 +130,8 @@ class Randomness(Guard):
     def _as_in_first(self) -> Iterator[None]:
         """Set the generators to their states before the task's forward, within this context.
 
-        Raise `RuntimeError` if their states at the end differ from those after the forward.
+        Raise `RuntimeError` if the generators' states at the end of this context differ from their
+        states after the forward.
         """
         # Autograd may recompute for several devices at the same time, each in its own thread. All
         # threads share the CPU's generator.
@@ -154,9 +155,9 @@ def state_of(g: torch.Generator) -> State:
 
 
 def same(a: State, b: State) -> bool:
-    """Return whether two states are equal.
+    """Return whether two states of a generator are equal.
 
-    This calls no tensor operator, because modes and profilers would see it as one of the task's.
+    No tensor operator is called, because modes and profilers would see it as a part of the task.
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return string_at(a.data_ptr(), a.nbytes) == string_at(b.data_ptr(), b.nbytes)

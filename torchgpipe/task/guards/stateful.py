@@ -18,7 +18,7 @@ from torchgpipe.tensors.microbatch import Flat
 class StatefulModes(Guard):
     """The guard that compares the outputs of a recomputation with those of the task's forward.
 
-    They can differ if a mode around the pipeline changes its own attributes.
+    These outputs can differ if a mode around the pipeline changes its own attributes.
     """
 
     def __init__(self, index: int, ambient: AmbientModes) -> None:
@@ -30,9 +30,10 @@ class StatefulModes(Guard):
         task.noted[self] = [None if y is None else y.detach().clone() for y in outputs]
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """Raise `RuntimeError` if a mode has changed, and outputs differ from those of the forward.
+        """Compare the outputs with the forward's outputs, if the attributes of a mode have changed.
 
-        A mode has changed if its attributes have changed.
+        The modes are each `TorchFunctionMode` and `TorchDispatchMode` around the pipeline. Raise
+        `RuntimeError` if an output differs.
         """
         if not self._ambient.changed:
             return

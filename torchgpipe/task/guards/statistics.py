@@ -1,10 +1,10 @@
-"""Let a task's forward update the running statistics of batch norms, but not its recomputation.
+"""Let a task's forward, but not its recomputation, update the running statistics of batch norms.
 
 What goes wrong without it: a checkpointed task has a batch norm. Its recomputation would update the
 running statistics a second time.
 
 In training, the output of a batch norm does not depend on its running statistics. So a
-recomputation neither updates them nor needs a copy of them. If a layer reads the statistics in a
+recomputation neither updates the statistics nor needs a copy. If a layer reads the statistics in a
 recomputation, an error is raised.
 """
 
@@ -65,7 +65,7 @@ class _Unread(dict[str, Any]):
     """The buffers of a batch norm in training; reading them in a recomputation raises an error.
 
     This dictionary replaces the module's buffers in a recomputation and in backward. In backward,
-    `torch.utils.checkpoint` may run the layer again. It would then save the running statistics in
+    `torch.utils.checkpoint` may run the layer again, and would then save the running statistics in
     the place of other tensors.
     """
 

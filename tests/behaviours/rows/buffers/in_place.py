@@ -111,8 +111,9 @@ ROWS = [
     ),
     Row("relu within a partition", twice(relu), balance=(2, 3), use=steps),
     Row("add within a partition", twice(adding), balance=(2, 3), use=steps),
-    # If a partition begins with a layer that has the attribute `inplace`, the layer gets a copy of
-    # the partition's input. The same is true if the layers before it return their input.
+    # A pipeline copies the input of a layer with the attribute `inplace` if this input is the
+    # partition's input. It is the partition's input if the layer is the first layer, or if all
+    # previous layers return their inputs.
     Row("relu at a partition's start", twice(relu), balance=(1, 2, 2), use=steps),
     Row(
         "relu within others at a partition's start",

@@ -122,6 +122,16 @@ def with_made_buffer() -> nn.Module:
     return Do(times_buffer, by=torch.rand(WIDTH), scale=weight())
 
 
+def times_buffer_and_count(self: Any, x: Tensor) -> Tensor:
+    self.calls = self.calls + 1
+    return x * self.by
+
+
+def with_made_buffer_and_count() -> nn.Module:
+    calls = torch.zeros(())
+    return Do(times_buffer_and_count, by=torch.rand(WIDTH), scale=weight(), calls=calls)
+
+
 # Uses of the model.
 
 
@@ -207,6 +217,12 @@ ROWS += [
         balance=(2, 1),
         use=made_by_a_hypernetwork,
         note="Its output stands in a buffer's place, anew for each step.",
+    ),
+    Row(
+        "a buffer that a hypernetwork makes, beside one that changes",
+        between_linears(with_made_buffer_and_count),
+        balance=(2, 1),
+        use=made_by_a_hypernetwork,
     ),
     Row(
         "a buffer that keeps an output with its graph",

@@ -1,4 +1,4 @@
-"""Rows (test cases) about tensors that go into a pipeline, between partitions, and out of it.
+"""Rows (test cases) about tensors that enter a pipeline, pass between partitions, or leave it.
 
 The rows vary the tensors, the attributes of tensors, the sizes of batches and partitions, and the
 skip connections.

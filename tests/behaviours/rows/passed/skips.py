@@ -1,4 +1,4 @@
-"""Rows (test cases) with skip connections: each skip reaches its layer, whatever lies between."""
+"""Rows (test cases) with skip connections, over other layers and to other partitions."""
 
 from collections.abc import Callable
 from functools import partial

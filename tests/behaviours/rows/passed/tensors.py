@@ -24,7 +24,7 @@ def first() -> nn.Module:
 def of(*layers: Any) -> Any:
     """Return a function that builds a model of the given layers.
 
-    `linear` and `first` are functions that build a layer. Any other function is itself the forward
+    `linear` and `first` are functions that build a layer. Any other function is used as the forward
     of a layer.
     """
     factories = []
@@ -179,7 +179,7 @@ def no_output(_: Tensor) -> tuple[()]:
 
 
 def tensor_or_tuple(a: Tensor) -> Any:
-    """Return a tuple if the micro-batch is the small last one. Otherwise return a tensor."""
+    """Return a tuple for the last micro-batch, which is smaller. Otherwise return a tensor."""
     if len(a) > 2:
         return a
     return (a,)
@@ -271,7 +271,7 @@ ROWS = [
     Row(
         "a tensor or a tuple",
         of(linear, linear, tensor_or_tuple),
-        refused={"": "micro-batch 0 returned a tensor and micro-batch 2 a tuple of 1"},
+        refused={"": "micro-batch 0 returned a tensor and micro-batch 2 returned a tuple"},
     ),
 ]
 for m in (1, 3):

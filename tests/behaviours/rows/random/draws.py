@@ -125,7 +125,7 @@ DRAWS: dict[str, Drawn] = {
 
 
 def set_back(x: Tensor) -> Tensor:
-    """Draw numbers, and check that a layer can set and restore the state and the seed itself."""
+    """Draw numbers. Check that a layer can set and restore the generator's state and seed."""
     state = torch.get_rng_state()
     first = torch.rand_like(x)
     torch.set_rng_state(state)

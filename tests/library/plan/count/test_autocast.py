@@ -20,8 +20,8 @@ def attention(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(tokens, tokens, tokens)
 
 
-# Each value has an operator, the dtype of its input, and the dtype of its output on a GPU under
-# autocast to float16.
+# Each value holds three things: an operator; the dtype of its input; and the dtype of its output on
+# a GPU under autocast to float16.
 OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]] = {
     "linear": (lambda x: F.linear(x, x), FLOAT32, FLOAT16),
     "einsum": (lambda x: torch.einsum("ij,jk->ik", x, x), FLOAT32, FLOAT16),
@@ -36,7 +36,7 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]
 
 @pytest.mark.parametrize(("run", "given", "on_gpu"), OPERATORS.values(), ids=OPERATORS)
 def test_types(run: Callable[[Tensor], Tensor], given: torch.dtype, on_gpu: torch.dtype) -> None:
-    """Compare dtypes: for a CPU with a real run, and for a GPU with the table `OPERATORS`."""
+    """Compare counted dtypes with a real run on a CPU, and with the table `OPERATORS` for a GPU."""
     x = torch.ones(8, 8, dtype=given)
     on_meta = x.to("meta")
     with torch.autocast("cpu", torch.bfloat16):
@@ -54,7 +54,7 @@ NAME = re.compile(r'^ +\("(\w+)"', re.MULTILINE)
 
 
 def names_in(source: str, *lists: str) -> set[str]:
-    """Return the names of operators in these lists of a class that PyTorch's tests use."""
+    """Return the names of the operators in the given lists. `source` is code of PyTorch."""
     names: set[str] = set()
     for list_name, rows in LIST.findall(source):
         if list_name in lists:

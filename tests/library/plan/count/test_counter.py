@@ -138,7 +138,7 @@ def test_attention(
     assert of_forward.dtype == dtype_name
     assert of_backward.dtype == dtype_name
     if kernel == FLASH:
-        log_sums = 4 * samples * heads * tokens  # bytes of a log-sum-exp for each row
+        log_sums = 4 * samples * heads * tokens  # The bytes of a log-sum-exp for each row.
         # The kernel also reads and writes the state of the random number generator.
         assert of_forward.bytes == pytest.approx(4 * x.nbytes + log_sums, abs=64)
         assert of_backward.bytes == pytest.approx(8 * x.nbytes + log_sums, abs=64)
@@ -183,8 +183,8 @@ def test_tf32_as_pytorch_is_set(precision: str, dtype: str) -> None:
 
 N, C, K = 2, 8, 16
 
-# Each row has a type of convolution, the size of its images, its options, whether Winograd's
-# algorithm applies, and whether the convolution is a single matrix product.
+# Each row holds five things: a type of convolution; the side of its images; its options; whether
+# Winograd's algorithm applies; and whether the convolution is a single matrix product.
 OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
     (Conv2d, 6, {"kernel_size": 3, "padding": 1}, True, True),
     (Conv2d, 6, {"kernel_size": 3}, True, True),

@@ -1,4 +1,4 @@
-"""Test caches: equal layers run only once, and so do operators on tensors of equal layouts."""
+"""Test caches of counts: equal layers run only once, and so do equal operators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ X = torch.empty(4, 6)
 
 
 class Pair(Module):
-    """A module with two parameters of one shape, which are views of one storage or of two."""
+    """A module with two parameters of one shape, which are views of one or of two storages."""
 
     def __init__(self, cut: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -108,9 +108,9 @@ def test_layers_that_behave_alike_are_copied_once(
     layers = [Copied(a, b) for a, b in pairwise(widths)]
     counts = count(Sequential(*layers), torch.empty(1, 8))
     assert len(counts) == 40
-    # For each of two batch sizes, a layer is copied once to count its operators and once to count
-    # its bytes, unless an equal layer was counted before. The first layer always counts as
-    # different, and the last layer counts as different for its bytes.
+    # Counting copies a layer twice for each of two batch sizes: once to count operators, and once
+    # to count bytes. It makes no copies if it has counted an equal layer before. The first layer
+    # counts as different. When bytes are counted, the last layer does, too.
     assert Copied.copies == 2 * (2 * different + 3)
 
 

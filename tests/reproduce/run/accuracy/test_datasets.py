@@ -1,4 +1,4 @@
-"""Tests of data sets: an epoch always has the same samples, and a wrong folder is an error."""
+"""Tests of data sets: an epoch always has the same samples, and a wrong folder raises an error."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -111,7 +111,7 @@ def test_a_folder_that_is_no_imagenet(files: list[str], said: str, tmp_path: Pat
 
 
 def test_a_broken_image_is_named_and_imagenet_needs_a_folder(tmp_path: Path) -> None:
-    """A broken image is a one-line error that names the file, even in a worker process.
+    """A broken image leads to a one-line error that names the file, even in a worker process.
 
     ImageNet needs the option `--data`.
     """

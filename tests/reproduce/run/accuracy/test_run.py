@@ -78,9 +78,10 @@ def fail(
         monkeypatch: The fixture that replaces the function.
         error: The error.
         at: The number of the first call that raises.
-        where: The function. `step` raises at the beginning of a call, and any other function
-            raises at the end of a call.
-        row: The row for which calls are counted. If it is empty, calls for all rows are counted.
+        where: The name of the function. `step` raises before it does anything, and any other
+            function raises after it has done its work.
+        row: The name of a row. Only calls for this row count and fail. If the name is empty, calls
+            for all rows count and fail.
     """
     owner: Any = AccuracyTraining if where == "step" else run_module
     call = getattr(owner, where)
