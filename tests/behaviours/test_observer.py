@@ -208,7 +208,8 @@ def test_a_step_does_what_its_schedule_says(name: str, way: Way) -> None:
 
 def report(name: str, placement: Sequence[int], engine: str, devices: Any) -> list[str]:
     """Return the lines that a pipeline's report of its schedule must have."""
-    how = "weights of 1 products later" if name.startswith("ZB") else f"whole: {name} splits none"
+    later = "weight gradients of 1 matrix products are computed later"
+    how = later if name.startswith("ZB") else f"backward is not split by {name}"
     where = "rank" if engine == "ranks" else "device"
     lines = []
     for stage, device in enumerate(placement):

@@ -128,6 +128,6 @@ class ScheduleView:
         where = "rank" if len(self._stages) < len(self.placement) else "device"
         lines = []
         for stage in self._stages:
-            how = stage.halves if self._splits else f"whole: {self.name} splits none"
+            how = stage.halves if self._splits else f"backward is not split by {self.name}"
             lines.append(f"stage {stage.index} on {where} {self.placement[stage.index]}: {how}")
         return "\n".join(lines)

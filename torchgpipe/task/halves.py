@@ -122,11 +122,13 @@ class Halves:
             count = max(count, len(each.later))
             reasons.update(dict.fromkeys(each.reasons))
         if self._whole:
-            return f"whole: {self._whole}"
+            return f"backward is not split: {self._whole}"
         if count:
-            return "; ".join([f"weights of {count} products later", *reasons])
+            return "; ".join(
+                [f"weight gradients of {count} matrix products are computed later", *reasons]
+            )
         if self._plans:
-            return f"whole: {'; '.join(reasons) or NOTHING_LATER}"
+            return f"backward is not split: {'; '.join(reasons) or NOTHING_LATER}"
         return "no backward yet"
 
     def run_inputs(

@@ -49,8 +49,8 @@ from ...behaviours.parts.layers import Do
 from ..ledger import Ledger
 
 CPU = torch.device("cpu")
-LATER = "weights of {} products later"
-WHOLE = "whole: {}"
+LATER = "weight gradients of {} matrix products are computed later"
+WHOLE = "backward is not split: {}"
 
 
 def linear() -> Linear:
