@@ -66,7 +66,7 @@ class Progress:
         self.limits[group] = limit
 
     def finish(self, name: str, steps: int | None = None) -> None:
-        """Expect `steps` fewer steps of a job or of a group's jobs. By default, expect no steps."""
+        """Expect `steps` fewer steps of a job or a group. By default, expect no more steps."""
         for job, planned in self.jobs.items():
             if name in (job, planned.group):
                 planned.left = 0 if steps is None else max(0, planned.left - steps)

@@ -105,7 +105,7 @@ class Balancer:
 
 
 def _equal_layers(layers: int, partitions: int) -> Balance:
-    """Return a balance of equally many layers. Some first partitions can have one more layer."""
+    """Return a balance of equally many layers. The first partitions can have one more layer."""
     each, more = divmod(layers, partitions)
     larger = [each + 1] * more
     smaller = [each] * (partitions - more)

@@ -181,7 +181,7 @@ def table(
     rows: Iterable[Row],
     notes: Iterable[str | None] = (),
 ) -> Table:
-    """Make a table. Columns that are empty in every row are left out, and so are empty notes.
+    """Make a table. Leave out columns that are empty in every row, and empty notes.
 
     If a cell has the mark of a disturbed measurement, a note explains the mark.
     """

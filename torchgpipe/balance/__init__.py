@@ -6,7 +6,7 @@
 
 A balance is a list: the number of layers in each partition. Both functions run a copy of each layer
 to measure its cost. Then they find the balance whose most expensive partition costs as little as
-possible. They do not change the module's mode, its gradients and its buffers (such as the
+possible. The functions do not change the module's mode, gradients or buffers (such as the
 statistics of batch norms), or the random state.
 """
 

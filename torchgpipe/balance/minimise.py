@@ -110,9 +110,9 @@ def _place(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
 def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
     """Move each partition's start to the middle (by cost) between the previous and next starts.
 
-    A move never makes the heavier of the two partitions heavier that the start separates. Most
-    starts are nearly in the middle already. A start is far from the middle only if a layer is
-    heavier than an equal share.
+    A start separates two partitions. A move never increases the cost of the more expensive of these
+    partitions. Most starts are nearly in the middle already. A start is far from the middle only if
+    a layer is heavier than an equal share.
     """
     for _ in starts:
         before = list(starts)

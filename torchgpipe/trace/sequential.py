@@ -262,8 +262,8 @@ def _hold_unused(module: Module, sequence: Layers) -> None:
 
     The module's `state_dict` has these tensors, so the layers' `state_dict` needs them, too.
 
-    If a parameter has a second name, the layer with the first name holds both. All other parameters
-    and buffers are added to the last layer.
+    If a parameter has a second name, the layer with the first name holds both names. All other
+    parameters and buffers are added to the last layer.
     """
     holders: dict[Tensor, Any] = {}
     for layer in sequence:

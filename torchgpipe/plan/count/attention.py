@@ -48,7 +48,7 @@ def attention(device: str, arguments: Arguments) -> Tensor | None:
     """Run the fused kernel that `scaled_dot_product_attention` uses on a type of device.
 
     The choice of the kernel follows PyTorch's rules for CPUs and for GPUs since Ampere. Older GPUs
-    have no flash attention kernels, but their other kernels keep and move as many bytes.
+    have no flash attention kernels, but their other kernels keep and move equally many bytes.
 
     Args:
         device: The type of device, "cuda" or "cpu".

@@ -1,6 +1,6 @@
 """Caches for counting: by the behaviour of layers, and by operators and their arguments' shapes.
 
-Many layers of a model do the same. Without a cache, most of the time of counting is for PyTorch's
+Many layers of a model are alike. Without a cache, counting spends most of its time in PyTorch's
 Python code that finds shapes.
 """
 

@@ -4,10 +4,10 @@ An operator is a call that reaches PyTorch's dispatcher below autograd. On a GPU
 kernel. Libraries cut the output of a matrix product into tiles of fixed sizes. The processors of
 the GPU compute the tiles in rounds, one tile for each processor in a round. A tile that reaches
 over the edge of the matrix takes as long as a full tile. In the last round, some processors have no
-tile, but the round takes as long as the others.
+tile, but the round takes as long as all other rounds.
 
-PyTorch has a table of formulas for floating-point operations, but does not promise to keep it.
-Only this module uses the table. `tests/library/plan/count/test_counter.py` fails if it moves.
+PyTorch has a table of formulas for floating-point operations, but does not promise to keep it. Only
+this module uses the table. `tests/library/plan/count/test_counter.py` fails if the table moves.
 """
 
 from __future__ import annotations
