@@ -208,7 +208,7 @@ def table(record: Record, style: str = "simple") -> str:
             else:
                 others.append([model, said])
         names = ", ".join(equal) or "none"
-        lists.append("\n".join(wrap(f"These models of {name} are equal: {names}.", 160)))
+        lists.append("\n".join(wrap(f"Models of {name} with equal results: {names}.", 160)))
         if others:
             lists.append(grid(["other models", "result"], others, style))
     heads = ["list", "version", "models", "equal", "refused or not equal"]

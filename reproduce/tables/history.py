@@ -136,7 +136,7 @@ def added(content: bytes, line: Line, where: str, tell: Callable[[str], object])
             continue
         kept.append(text)
     if lines and broken == len(lines):
-        raise Error(f"{where}: no line in it is a line of a history; name another file")
+        raise Error(f"{where} is not a history: none of its lines can be read; name another file")
     count = 0
     last: dict[str, Number] = {}  # the last number of each name
     for each in [*same.values(), line]:

@@ -271,7 +271,7 @@ class Rows:
         if again:
             parts.append(f"{many(again, 'disturbed round')} left out")
         if steps and not known:
-            parts.append("whether others disturbed them is not known")
+            parts.append("it is not known whether other programs disturbed these steps")
         return "; ".join(parts)
 
     def about_publication(self) -> str:

@@ -227,7 +227,7 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
         (
             {"schedules": make("1F1B", 9, 4)},
             Impossible,
-            r"no schedule that was asked for is for 8 device\(s\), 8 layers",
+            r"none of the schedules that were asked for can run 8 layers on 8 device\(s\)",
         ),
         ({"checkpoint": "often"}, ValueError, "checkpoint must be among .*, got 'often'"),
         ({"module": Linear(1, 1)}, TypeError, "only an nn.Sequential"),

@@ -129,8 +129,8 @@ def least(  # noqa: PLR0913
             found.append(assess(predictor, replace(setup, balance=balance)))
     if not found:
         raise Impossible(
-            f"no schedule that was asked for is for {partitions} device(s), {len(needed)} layers "
-            f"and {chunks[0]} micro-batches or more: allow other schedules"
+            f"none of the schedules that were asked for can run {len(needed)} layers on "
+            f"{partitions} device(s) with {chunks[0]} micro-batches or more: allow other schedules"
         )
     return min(found, key=lambda candidate: candidate.peak)
 
