@@ -280,8 +280,9 @@ class Link:
 
     The times come from a hardware description. `papers` contains the rows of the published model,
     by name. If `papers` is given, the ratio of a copy's time to a forward's time is the ratio of
-    the published model. Without this, copies are too cheap or too expensive: a smaller model
-    computes less for each byte that it copies, and a CPU core computes less than a GPU.
+    the published model, or of the row's own model if `papers` is empty. Without this, copies are
+    too cheap or too expensive: a smaller model computes less for each byte that it copies, and a
+    CPU core computes less than a GPU.
     """
 
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
@@ -320,7 +321,7 @@ class Link:
 
         If there are no published rows, return the row itself.
         """
-        if self.papers is None:
+        if not self.papers:
             return row
         name, _, _ = row.name.partition("/")
         return self.papers.get(name) or next(iter(self.papers.values()))

@@ -95,7 +95,10 @@ class Session:
             hardware = self.hardware or load_hardware(name)
             papers = None
             if self.scale.name != "paper" and name != own:
-                papers = {paper.name: paper for paper in self.experiment.scale("paper").rows}
+                papers = {}
+                for scale in self.experiment.scales:
+                    if scale.name == "paper":
+                        papers = {paper.name: paper for paper in scale.rows}
             self.links[name] = Link(hardware, papers)
         return self.links[name]
 

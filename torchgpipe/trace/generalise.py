@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchgpipe.trace.calls import Call, Device, Held, Recording, Value
 from torchgpipe.trace.parts import Slot
-from torchgpipe.trace.refuse import Untraceable, refused, where
+from torchgpipe.trace.refuse import Untraceable, Where, refused, where
 
 SIZES = (2, 3, 5)
 """The batch sizes to record: two of them define a line, and the third has to be on the line."""
@@ -44,6 +44,7 @@ def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
         lists.append(recording.calls)
         samples.append(f"{recording.size}{recording.state}")
     calls: list[Call] = []
+    at: Where | None = None  # the line that is compared; None before the first call
     try:
         for step in zip(*lists, strict=False):
             call = step[0]

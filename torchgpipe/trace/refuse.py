@@ -20,20 +20,20 @@ class Untraceable(TypeError):
     """
 
 
-def refused(root: nn.Module, at: Where, why: str, what: str) -> Untraceable:
+def refused(root: nn.Module, at: Where | None, why: str, what: str) -> Untraceable:
     """Return the error for a module that cannot be traced.
 
     Args:
         root: The module.
-        at: The file and line that cannot be traced.
+        at: The file and line that cannot be traced, or None if there is no single line.
         why: The reason.
         what: What the user can do.
     """
-    file, line = at
-    text = linecache.getline(file, line).strip()
-    return Untraceable(
-        f"{type(root).__name__} cannot be traced at {file}:{line}: `{text}`\n  {why}\n  {what}"
-    )
+    place = ""
+    if at is not None:
+        file, line = at
+        place = f" at {file}:{line}: `{linecache.getline(file, line).strip()}`"
+    return Untraceable(f"{type(root).__name__} cannot be traced{place}\n  {why}\n  {what}")
 
 
 def where(error: BaseException | None = None) -> Where:

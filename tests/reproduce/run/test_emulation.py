@@ -297,6 +297,11 @@ def test_copies_take_what_the_hardware_says_or_the_published_share_of_a_forward(
     assert unknown == first
     assert first != (own_copies, own_skips)
 
+    # An experiment without published models: the proportion is the one of the row's own model.
+    alone, _ = Link(HARDWARE, {}).copies(large, 3.0)
+    share = 3.0 / sum(link._predictor(large.sized).layers(large.batch_size // 4).forward)
+    assert alone == pytest.approx([seconds * share for seconds in copies])
+
 
 def test_gpus_have_the_links_of_a_shipped_node_and_one_thread_issues_tasks(
     monkeypatch: pytest.MonkeyPatch,

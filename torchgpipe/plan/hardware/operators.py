@@ -76,11 +76,13 @@ class Operator(NamedTuple):
 
 def bytes_of(x: Tensor) -> int:
     """Return the bytes of a tensor's elements. Elements of an expanded dimension count once."""
+    if x.layout is not torch.strided:
+        return 0  # a sparse tensor has no strides; its parts are counted as tensors of their own
     elements = 1
     for size, stride in zip(x.shape, x.stride(), strict=True):
         if stride:
             elements *= size
-    return elements * x.element_size() if x.layout is torch.strided else 0
+    return elements * x.element_size()
 
 
 def dtype_of(x: Tensor) -> str:

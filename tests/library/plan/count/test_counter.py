@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchgpipe.plan.count.as_on import as_on
 from torchgpipe.plan.count.counter import Counter
-from torchgpipe.plan.hardware.operators import Grid, Operator, flops_of
+from torchgpipe.plan.hardware.operators import Grid, Operator, bytes_of, flops_of
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
@@ -76,6 +76,13 @@ OPERATORS: list[tuple[Callable[[], object], list[tuple[str, float, float]]]] = [
 def test_operators(run: Callable[[], object], expected: list[tuple[str, float, float]]) -> None:
     found = [(operator.kind, operator.flops, operator.bytes) for operator in counted(run)]
     assert found == expected
+
+
+def test_bytes_of_expanded_and_sparse_tensors() -> None:
+    """An expanded dimension counts once, and a sparse tensor has no bytes of its own."""
+    assert bytes_of(torch.zeros(1, 4).expand(3, 4)) == 4 * 4
+    assert bytes_of(torch.eye(3).to_sparse()) == 0
+    assert bytes_of(torch.eye(3).to_mkldnn()) == 0
 
 
 def test_pytorch_has_its_formulas() -> None:
