@@ -47,10 +47,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect slow tests, and tests in which each pair of parameter values is also in other tests.
+    """Deselect slow tests, and tests whose pairs of parameter values are all in other tests, too.
 
-    With `--slow`, keep slow tests, and deselect a test only if each triple of its parameter values
-    is also in other tests. Mark tests of behaviours on the engine "ranks" to run over ranks.
+    With `--slow`, keep slow tests, and look at triples of parameter values instead of pairs. Tests
+    of behaviours with the engine "ranks" get the mark `ranks`, so that they run in several ranks.
     """
     slow, tests = config.getoption("slow"), defaultdict[tuple[str, int], list[Any]](list)
     for item in items:

@@ -174,7 +174,7 @@ class Everywhere(nn.Module):
         return values
 
     def _show_others(self, states: dict[str, Any]) -> None:
-        """Give this process's copies of other ranks' layers the states of the originals."""
+        """Copy the states of other ranks' layers into this process's copies of these layers."""
         mine: set[nn.Module] = set()
         for _, layer, here in self._layers():
             if here:

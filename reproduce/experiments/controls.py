@@ -164,9 +164,10 @@ def memory_rows(base: Row, table: Sizes, *, small: bool = False) -> Rows:
 
 
 def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
-    """Return the row as a pipeline with the partitions of `balance`; unchanged without a balance.
+    """Return the row as a pipeline with the partitions of `balance`.
 
-    If there is only one micro-batch, it is checkpointed, like in the publication.
+    If `balance` is None, return the row unchanged. If there is only one micro-batch, it is
+    checkpointed, as in the paper.
     """
     if balance is None:
         return row

@@ -44,7 +44,8 @@ class Reading:
         rounds: The round in which each sample was measured.
         mean: Whether `middle` is the mean of the samples instead of their median.
         disturbed: Whether other programs or virtual machines kept the machine too busy.
-        typical: The value of `middle` in a comparison of pairs, instead of a median or a mean.
+        typical: If the row is compared in pairs, the value that `middle` returns. If it is None,
+            `middle` is a median or a mean.
     """
 
     measurement: Measurement

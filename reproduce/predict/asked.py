@@ -169,8 +169,8 @@ def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module,
         sample = torch.empty(1, *shape)
     if sample is None:
         raise ValueError(
-            f"{name} returns no sample beside its model: let it return both, "
-            "or say --input 3x224x224"
+            f"{name} returns a model but no sample: let it return both, "
+            "or give the sample's shape, such as --input 3x224x224"
         )
     return module, sample
 

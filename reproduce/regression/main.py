@@ -46,10 +46,14 @@ Answer = tuple[Callable[[str], str], Error | None]
 
 @dataclass(frozen=True)
 class Judgement:
-    """The samples of every case, and the decisions of the tests. `rule` applies to a single test.
+    """The samples of every case, and what the statistical tests decide from them.
 
-    `decisions` contains the cases that both sides ran. If a family has several cases, `decisions`
-    also contains `TOGETHER` or `WALL_TOGETHER`, the decision about the mean over the family.
+    Attributes:
+        samples: The samples of each case, by its name.
+        decisions: The decision for each case that both versions ran. Cases are in two families:
+            those compared by CPU time and those compared by wall clock. If a family has several
+            cases, there is also a decision about their mean, `TOGETHER` or `WALL_TOGETHER`.
+        rule: When a single test calls a difference significant.
     """
 
     samples: Mapping[str, Samples]

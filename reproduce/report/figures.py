@@ -122,7 +122,7 @@ def _tick(n: int, m: int) -> str:
 
 
 def history_figures(lines: Sequence[Line]) -> list[Captioned]:
-    """Return a figure with a caption for each number that differs between the revisions.
+    """Return one figure with a caption for each number that differs between the revisions.
 
     Only measured and emulated numbers are drawn.
     """

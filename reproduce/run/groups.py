@@ -108,8 +108,8 @@ def _tasks_of(session: Session, row: Row) -> list[PlannedTask]:
 def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]]) -> float:
     """Return how many seconds a group has for each unit of its work.
 
-    Groups share the scale's time in proportion to their work. Groups with extra rows have
-    additional time, so their work is not counted here.
+    Groups share the scale's time in proportion to their work. A group with extra rows gets its time
+    on top of the scale's time, so its work is not counted here.
     """
     if session.steps is not None or not session.scale.seconds:
         return math.inf
@@ -123,14 +123,14 @@ def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]
 
 
 def _work(tasks: list[PlannedTask]) -> float:
-    """Return the relative cost of a round of the tasks that count for a group's time limit."""
+    """Return the relative cost of a round of the tasks that count towards a group's time limit."""
     return sum(task.work for task in _counted(tasks))
 
 
 def _counted(tasks: list[PlannedTask]) -> list[PlannedTask]:
-    """Return the tasks that count for a group's time limit.
+    """Return the tasks whose time counts towards a group's time limit.
 
-    If rows are emulated, only emulations count, because some rows would take too long to measure.
+    If some tasks are emulated, only these count: other tasks may take much longer to measure.
     """
     emulated = [task for task in tasks if task.emulated]
     return emulated or tasks
@@ -139,9 +139,9 @@ def _counted(tasks: list[PlannedTask]) -> list[PlannedTask]:
 def remaining(session: Session, group: Group) -> list[PlannedTask]:
     """Return the tasks of a group that still have to run, given the results of an earlier run.
 
-    If a row of the group has no result or a disturbed result, return all tasks, to start the group
-    again. If the group is finished, return no task. Otherwise, return the tasks that were timed, to
-    continue them.
+    If a row of the group has no result, or if other programs disturbed its result, return all
+    tasks, to start the group again. If the group is finished, return no task. Otherwise, return the
+    tasks that have timed steps already, to add more steps to them.
     """
     timed: dict[PlannedTask, Result] = {}
     for task in group.tasks:

@@ -142,7 +142,7 @@ def _legend(sides: Sides, rule: Rule) -> Iterator[str]:
 
 
 def _about(side: Side) -> Iterator[str]:
-    """Yield lines that say where the rows of a side come from."""
+    """Yield lines that say where the rows of one side of the comparison come from."""
     yield f"{side.name} ({many(len(side.records), 'record')}, {_origins(side)})"
     if side.superseded:
         yield f"{many(side.superseded, 'row')} of other runs left out: {RULE}"

@@ -160,7 +160,7 @@ class Rows:
         return Column(heading, self.speed_up, form)
 
     def beside(self) -> list[Cells]:
-        """Return two columns: the measured speed-up, and the emulated speed over the measured."""
+        """Return two columns: measured speed-ups, and ratios of emulated to measured samples/s."""
         return [
             Column("measured", self.measured_speed_up, ratio),
             Column("emul./\nmeas.", self._emulated_over_measured, ratio),

@@ -92,7 +92,7 @@ def hangs() -> None:
 
 
 def strangers_write() -> None:
-    """Write random bytes to each port of this process, like an unrelated program by mistake."""
+    """Write random bytes to each port of this process, as another program might by mistake."""
     for each in _listening():
         with socket.create_connection(each.getsockname()[:2]) as stranger:
             stranger.sendall(os.urandom(1000))

@@ -43,7 +43,7 @@ def node_dies() -> None:
 
 
 def main() -> None:
-    """Prepare the fault of this start, then run the script."""
+    """Prepare the fault that happens in this start of the script, then run the script."""
     starts, script, *arguments = sys.argv[1:]
     fault = json.loads(starts)[int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))]
     if fault is not None and fault[0] == int(os.environ["LOCAL_RANK"]):

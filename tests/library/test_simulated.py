@@ -82,9 +82,9 @@ def is_case(engine: str, n: int, m: int, mode: Mode, times: str, copies: str) ->
         # test would send the state like the state of a GPU's generator.
         return False
     if engine == "ranks" and skips:
-        # With recomputation, the gradient of a skip from partition s to p comes late: partition p
-        # sends it only after p - s - 1 more of its tasks. By then, the gradients of other tensors
-        # have gone all the way from p to s.
+        # With recomputation, partition p sends the gradient of a skip from s to p only after
+        # p - s - 1 more of its tasks. Meanwhile, the gradient of the micro-batch has gone from p to
+        # s, partition by partition, so partition s has to wait for the gradient of the skip.
         in_time = copies in ("a skip, no time", "skips in time")
         return n == 4 and mode == "never" and times == "equal" and in_time
     if n == 1:

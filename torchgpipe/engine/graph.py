@@ -112,10 +112,10 @@ class _MiniBatch:
         held = self._stages if self._apart else []
         self._guards = [self._guarded(stage) for stage in held]
         self._streams = [current_stream(stage.device) for stage in held]
-        # A gate is the node of a stage's parameters. Every task of the stage has the gate's output
-        # as an input, so the gate's backward comes after the backwards of these tasks. The gates
-        # are made before all tasks, so their backwards come last. A backward that fails therefore
-        # changes no gradient.
+        # In the autograd graph, a stage's parameters are behind a single node, the stage's gate.
+        # Every task of the stage has the gate's output as an input, so the gate's backward comes
+        # after the backwards of these tasks. All gates are made before all tasks, so autograd runs
+        # the gates' backwards last. So if a task's backward fails, no gradient has changed yet.
         self._gates = [self._gate(guards) for guards in self._guards]
         # The skips that wait for their partition, by micro-batch (torchgpipe paper, section 3.3).
         self._portals: dict[tuple[int, SkipKey], Item] = {}

@@ -58,9 +58,10 @@ def in_turn(lists: Lists, room: Room | None = None) -> list[Action]:
 
 
 def _pairs(lists: Lists, needed: Needs, room: Room) -> list[tuple[Action, Action]]:
-    """Return all pairs of an earlier and a later action, and add the actions of `room` to `needed`.
+    """Return all pairs of actions of which the first must run before the second.
 
-    A device's list, the actions that an action needs, and `room` determine the pairs.
+    A device runs the actions of its list in order. An action runs after the actions that it needs,
+    and after the action that makes room for it at a boundary. The last are added to `needed`.
     """
     pairs: list[tuple[Action, Action]] = []
     # Maps a recomputation to the action that computes the gradient for its backward.

@@ -88,7 +88,7 @@ class Timeline:
         return first.start, last.end
 
     def busy(self, partition: int) -> float:
-        """Return for how many seconds a device works."""
+        """Return the number of seconds for which a device works."""
         return _worked(self.devices[partition])
 
     @property

@@ -83,9 +83,10 @@ class Stage:
         )
 
     def gradients_of(self, kind: tuple[bool, ...]) -> dict[Needs, bool]:
-        """Return, for each set of inputs that require grad, whether all outputs require grad, too.
+        """Return a dictionary that says which outputs require grad, for mini-batches of a kind.
 
-        Mini-batches of the same kind share this dictionary, which `OutputGradients` fills.
+        A key says which inputs require grad; its value says whether all outputs then require grad,
+        too. Mini-batches of the same kind share the dictionary, which `OutputGradients` fills.
         """
         return self._gradients.setdefault(kind, {})
 

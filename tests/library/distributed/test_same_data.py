@@ -146,7 +146,7 @@ def test_inputs_may_be_augmented_on_each_rank() -> None:
 
 
 def test_data_of_one_rank() -> None:
-    """Check that a rank with the first stage and the last stage uses its own input and target."""
+    """Check that a rank with both the first and the last stage uses its own input and target."""
     model = DistributedGPipe(layers(6), [1] * 6, chunks=2, schedule="ZBVZeroBubble")
     with warned() as said:
         by_step(model, *batch(dist.get_rank()))

@@ -67,7 +67,7 @@ def real_peaks(
     """
 
     def mapped_if_cloned(change: Any, x: Any) -> Any:
-        """Clone micro-batches, but skip copies between devices: all tensors are on `meta`."""
+        """Clone micro-batches, but copy nothing between devices, as all tensors are on `meta`."""
         return mapped(change, x) if change is torch.clone else x
 
     n = len(balance)

@@ -135,8 +135,8 @@ def test_chooses_a_schedule_that_needs_less_memory() -> None:
 def test_a_layer_fits_whose_gradients_are_made_once() -> None:
     """Plan a layer with P bytes of parameters on a device with 2.5 P bytes.
 
-    Parameters and gradients take 2 P bytes. With a second micro-batch, gradients would take P bytes
-    more.
+    Parameters and gradients take 2 P bytes, so the layer fits with one micro-batch. It does not fit
+    with two, because the second micro-batch's gradients take P more bytes until they are added.
     """
     layer = Sequential(Linear(4096, 4096))
     sample = torch.empty(1, 4096)

@@ -1,7 +1,7 @@
 """Tests of experiments, which are lists of rows (configurations to run).
 
-The rows agree with the published tables and with committed runs. By default, an experiment runs at
-the largest scale (set of sizes) that fits the devices.
+Test that rows agree with the published tables and with committed runs. By default, an experiment
+runs at the largest scale (set of sizes) that fits the devices.
 """
 
 import re

@@ -80,9 +80,10 @@ def test_each_case_has_its_clock_and_cores(
 def test_a_planted_delay_is_a_share_of_the_usual_step(
     slow_down: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A planted delay lengthens a step by the share `slow_down` of the usual step.
+    """A planted delay makes a step longer by `slow_down` times the usual time of a step.
 
-    A fake clock advances by 1 s in a step, more in a warm-up step, and a little at each reading.
+    A fake clock advances by 1 s in a step, by more in a warm-up step, and by a little whenever it
+    is read.
     """
     now, steps = 0.0, 0
 

@@ -95,7 +95,8 @@ class AmbientModes(Guard):
         """Return a context that sets autocast, the default dtype and other modes as in the forward.
 
         Raises:
-            RuntimeError: The default dtype has changed, and all threads share it.
+            RuntimeError: The default dtype has changed. It cannot be set back here, because all
+                threads share it.
         """
         cast = self.casts or any(torch.is_autocast_enabled(kind) for kind in self._autocast)
         turned_off = self._torch_function and not torch_function_enabled()

@@ -3,11 +3,11 @@
 What goes wrong without it: a hook clips a parameter's gradient. The hook would run for every
 micro-batch, and clip each summand of the gradient.
 
-If the graphs of tasks ended in the parameters, each task would add its gradient to `.grad`. So
-hooks would run for every task, and `autograd.grad` would not work. Instead, stand-ins are put into
-the layers (in_place.py), and the gradients of all tasks are summed in the stand-ins. The caller's
-graph has one node for the pipeline (`one_node`). After all tasks, the node's backward returns these
-sums.
+Without stand-ins, the graphs of tasks would end in the parameters, and each task would add its
+gradient to `.grad`. So hooks would run for every task, and `autograd.grad` would not work. Instead,
+stand-ins are put into the layers (in_place.py), and the gradients of all tasks are summed in the
+stand-ins. In the caller's graph, the pipeline is a single node (`one_node`). After all tasks, this
+node's backward returns the sums as the parameters' gradients.
 """
 
 from __future__ import annotations

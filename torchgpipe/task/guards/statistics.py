@@ -65,8 +65,8 @@ class _Unread(dict[str, Any]):
     """The buffers of a batch norm in training; reading them in a recomputation raises an error.
 
     This dictionary replaces the module's buffers in a recomputation and in backward. In backward,
-    `torch.utils.checkpoint` may run the layer again, and would then save the running statistics in
-    the place of other tensors.
+    `torch.utils.checkpoint` may run the layer again. If the layer then read its running statistics,
+    `torch.utils.checkpoint` would take them for other tensors that it saved in the first run.
     """
 
     def __getitem__(self, name: str) -> Any:
