@@ -79,7 +79,8 @@ def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
                 time.sleep(1.5 * SILENCE)
         for k in {*range(count)} - {own}:
             end = ended(k, row.others and f"RankFailed: {row.others}")
-            assert end - begin < SILENCE + 2 or not row.others
+            # On a busy machine, other programs delay this by some seconds: one run took 5.3 s.
+            assert end - begin < SILENCE + PATIENCE / 2 or not row.others
         if row.does is stops:
             send(signal.SIGCONT)
         if row.does not in SAY_NOTHING:
