@@ -223,6 +223,6 @@ def test_a_list_goes_on_where_it_was_stopped(
     assert (choosing.row, choosing.status) == ("Choosing", "failed")
     assert "return self.a(x) if" in (choosing.reason or "")
     page = table(record, "pipe")
-    assert "Equal, of torchvision: Residual." in page
+    assert "Models of torchvision with equal results: Residual." in page
     assert "| Choosing " in page
     assert max(map(len, page.splitlines())) < 200

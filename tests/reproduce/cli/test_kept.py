@@ -199,7 +199,7 @@ def test_what_is_refused(at: list[str], command: Any) -> None:
     branch = git(Path(), "branch", "--show-current")
     refused = {
         "measured": "4 undisturbed numbers of revision",  # the folder has two revisions
-        "counts.json --file measured/1.json": "measured/1.json: no line in it is a line of a",
+        "counts.json --file measured/1.json": "measured/1.json is not a history",
         f"counts.json --branch {branch}": "is checked out",
         "counts.json --branch x --file ../h": "../h: on a branch, give a path within",
         "counts.json --branch a..b": "'a..b' is not a valid branch name",

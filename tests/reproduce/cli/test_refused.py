@@ -92,7 +92,7 @@ REFUSED = {
     "plan nowhere:model": "nowhere:model cannot be imported: No module named 'nowhere'",
     "plan math:pi": "math:pi has to be a function that returns a model, got float",
     "plan torch:Generator": "has to return a model, or a model and a sample; got Generator",
-    f"plan {OWN}": "returns no sample beside its model: let it return both",
+    f"plan {OWN}": "returns a model but no sample: let it return both",
     "plan unet --largest depth --hardware here": "nothing is timed for it: name a description",
     "plan unet --profile 8": "nothing is timed with a description; leave it out",
     "plan unet --size 1 8 --master-weights": "master_weights is for parameters in 16 bits",
