@@ -87,7 +87,6 @@ class Partitioned(FixedDevices, ABC):
         self._schedule = schedule
         self.training = module.training
         self._signature = module.signature if isinstance(module, Layers) else None
-        self.register_load_state_dict_pre_hook(translate_old_state)  # type: ignore
 
     def _hold(
         self, devices: Sequence[torch.device | None], places: Iterable[object], init: Init | None
@@ -104,7 +103,8 @@ class Partitioned(FixedDevices, ABC):
         self._held = [(j, device) for j, device in enumerate(devices) if device is not None]
         own = [partitions[j] for j, _ in self._held]
         self._shared_buffers = shared_buffers(partitions, own)
-        self.register_load_state_dict_pre_hook(Elsewhere(partitions, own))  # type: ignore
+        for hook in (translate_old_state, Elsewhere(partitions, own)):
+            self.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
         keep_names(self)
         place(partitions, devices, init)
         self.__dict__["_partitions"] = nn.ModuleList(own)
@@ -232,10 +232,10 @@ class Partitioned(FixedDevices, ABC):
         """Call `run` without compiling it; raise `RuntimeError` if it is traced or exported."""
         untraced = f"a pipeline cannot be traced or exported; {self._traced_instead}"
         if torch.compiler.is_dynamo_compiling():
-            # torch.compile would compile the scheduler, again for each task. The user can compile
-            # the layers instead.
+            # torch.compile would compile the scheduler for each task; layers can be compiled.
             return torch.compiler.disable(run, reason=untraced)(*args)
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore
+        # PyTorch documents `is_tracing`, but does not declare it to type checkers.
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise RuntimeError(untraced)
         return run(*args)
 
