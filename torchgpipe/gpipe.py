@@ -110,11 +110,14 @@ class GPipe(Partitioned):
         schedule: str | Schedule = "GPipe",
         silence: float | None = None,
     ) -> None:
-        options: dict[str, Any] = {
-            "checkpoint": checkpoint,
-            "deferred_batch_norm": deferred_batch_norm,
-        }
-        super().__init__(module, balance, chunks=chunks, schedule=schedule, **options)
+        super().__init__(
+            module,
+            balance,
+            chunks=chunks,
+            checkpoint=checkpoint,
+            deferred_batch_norm=deferred_batch_norm,
+            schedule=schedule,
+        )
         if silence is not None:
             warnings.warn(
                 "GPipe(silence=…) does nothing any more, and will go",

@@ -46,11 +46,13 @@ def choose_devices(
             "name no more than it uses, or choose a balance and a schedule for all of them",
             stacklevel=3,
         )
+    return [_with_index(device) for device in found][:n]
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return the device with its index; the device "cuda" is the current CUDA device."""
     # "cuda" and "cuda:0" are one device, and have to compare equal.
-    for k, device in enumerate(found):
-        if str(device) == "cuda":
-            found[k] = torch.device("cuda", torch.cuda.current_device())
-    return found[:n]
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
 class FixedDevices(nn.Module):
@@ -79,6 +81,6 @@ class FixedDevices(nn.Module):
         return super().to(**changes, memory_format=memory_format)
 
     def _is_on(self, device: torch.device) -> bool:
-        if str(device) == "cuda" and torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available():
+            device = _with_index(device)
         return {x.device for x in (*self.parameters(), *self.buffers())} <= {device}

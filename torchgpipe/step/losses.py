@@ -19,6 +19,7 @@ from torchgpipe.tensors._autograd import leaves_behind, without_hooks
 from torchgpipe.tensors.item import Item
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, carrying, together
 from torchgpipe.tensors.observe import NOTHING
+from torchgpipe.trace.parts import tensors_in
 
 Shown = Callable[[Any], Any]
 
@@ -103,18 +104,11 @@ class Losses(BatchIO):
 
     def _elsewhere(self, i: int) -> str:
         """Return a hint if a target is on another device than the output."""
-        found: list[torch.device] = []
-
-        def look(x: Tensor) -> Tensor:
-            found.append(x.device)
-            return x
-
-        with_tensors(look, self._targets[i])
         here = self._batch.devices[-1]
-        there = [device for device in found if device != here]
-        if not there:
-            return ""
-        return f"; the output is on {here}, but a tensor of the target on {there[0]}"
+        for x in tensors_in(self._targets[i]):
+            if x.device != here:
+                return f"; the output is on {here}, but a tensor of the target on {x.device}"
+        return ""
 
     def output_grads(self, i: int) -> Flat:
         """Run the backward of micro-batch i's loss; return the gradients of its outputs.

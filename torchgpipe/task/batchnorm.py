@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from torchgpipe.task.guards.layers import modules_of_pipelines
 from torchgpipe.tensors.checkpoint import is_recomputing
 
 __all__ = ["DeferredBatchNorm", "commit"]
@@ -91,10 +92,7 @@ class DeferredBatchNorm(_BatchNorm):
         """
         chunks = _checked(chunks)
         # A pipeline among the layers has its own option `deferred_batch_norm`.
-        inner: set[nn.Module] = set()
-        for each in module.modules():
-            if "_stages" in vars(each):
-                inner.update(each.modules())
+        inner = modules_of_pipelines(module.modules())
         # Make all replacements before any layer is replaced. Then, if a layer cannot be converted,
         # the module is unchanged.
         replacements: dict[nn.Module, nn.Module] = {}

@@ -14,7 +14,7 @@ from torchgpipe.skip.skippable import skips_of
 from torchgpipe.task.batchnorm import DeferredBatchNorm
 from torchgpipe.task.guards.gradients import Needs
 from torchgpipe.task.guards.in_place import Lock, as_one
-from torchgpipe.task.guards.layers import modules_of
+from torchgpipe.task.guards.layers import modules_of, modules_of_pipelines
 from torchgpipe.task.guards.randomness import own_generators
 from torchgpipe.task.halves import Halves
 from torchgpipe.tensors.item import Shared, versions
@@ -145,10 +145,7 @@ def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
     Modules of an inner pipeline are left out, because that pipeline has its own locks. The inner
     worker threads take these locks while the outer task waits for the threads.
     """
-    inner: set[nn.Module] = set()
-    for pipeline in modules:
-        if "_stages" in pipeline.__dict__:
-            inner.update(modules_of(pipeline))
+    inner = modules_of_pipelines(modules)
     # A module without parameters and buffers needs no lock. So several partitions can run one
     # activation layer at the same time.
     own = [m for m in modules if (m._parameters or m._buffers) and m not in inner]

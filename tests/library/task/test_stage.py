@@ -176,6 +176,16 @@ def test_a_pipeline_among_the_layers_of_another_knows_its_pass(which: str) -> No
     assert not is_recomputing()
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_autocast_of_each_kind_of_device_is_seen(kind: str) -> None:
+    assert not AmbientModes([torch.device(kind)]).casts
+    torch.set_autocast_enabled(kind, True)  # a context would need the device
+    try:
+        assert AmbientModes([torch.device("meta"), torch.device(kind)]).casts
+    finally:
+        torch.set_autocast_enabled(kind, False)
+
+
 def test_autocast_keeps_no_casts_of_weights_in_other_threads_and_recomputations() -> None:
     """Check that autocast does not cache casts of weights in other threads and in recomputations.
 

@@ -12,6 +12,7 @@ raised. This guard looks at each module once before each forward and recomputati
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -155,3 +156,12 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
             found[module] = None
             unseen.extend([child for child in module._modules.values() if child is not None])
     return list(found)
+
+
+def modules_of_pipelines(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return each pipeline in `modules`, and all modules within it."""
+    found: set[nn.Module] = set()
+    for module in modules:
+        if "_stages" in module.__dict__:
+            found.update(modules_of(module))
+    return found

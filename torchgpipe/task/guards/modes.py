@@ -62,7 +62,8 @@ class AmbientModes(Guard):
         self.grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = {}
-        for kind in _WITH_AUTOCAST.intersection(["cpu"], [device.type for device in devices]):
+        # Layers on other devices may compute on the CPU, too.
+        for kind in _WITH_AUTOCAST.intersection({"cpu", *[device.type for device in devices]}):
             self._autocast[kind] = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self.casts = any(enabled for enabled, _ in self._autocast.values())
         self._dtype = torch.get_default_dtype()
