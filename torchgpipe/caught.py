@@ -1,4 +1,4 @@
-"""`caught` removes a reference cycle from an error that a context manager has caught."""
+"""Say in one line what a caught error is, and remove a reference cycle from it."""
 
 
 def caught(error: Exception) -> Exception:
@@ -10,3 +10,10 @@ def caught(error: Exception) -> Exception:
     keeps alive everything that the frames hold.
     """
     return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the name of an error's class, and the first line of its message if there is one."""
+    kind = type(error).__name__
+    lines = str(error).splitlines()
+    return f"{kind}: {lines[0]}" if lines and lines[0] else kind

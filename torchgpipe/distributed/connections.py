@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from torchgpipe.caught import in_one_line
 from torchgpipe.distributed.alike import Settings, check_alike
 from torchgpipe.distributed.gathering import gather
 from torchgpipe.distributed.liveness.ending import end_with_process, sockets
@@ -306,11 +307,8 @@ class Connections:
 
     def fail(self, error: BaseException) -> None:
         """End the connections because an error was raised on this rank."""
-        why = type(error).__name__
-        lines = str(error).splitlines()
-        if lines and lines[0]:
-            why = f"{why}: {lines[0]}"
-        self.liveness.fail(f"rank {self.own} failed {self.liveness.activity.doing}: {why}")
+        doing, why = self.liveness.activity.doing, in_one_line(error)
+        self.liveness.fail(f"rank {self.own} failed {doing}: {why}")
         self.abort()
 
     def abort(self) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torchgpipe.caught import caught
+from torchgpipe.caught import caught, in_one_line
 from torchgpipe.state.meeting import Meeting
 
 MARK = "saved-by-torchgpipe.json"
@@ -197,13 +197,9 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        why = type(error).__name__
-        lines = str(error).splitlines()
-        if lines and lines[0]:
-            why = f"{why}: {lines[0]}"
         raise RuntimeError(
-            f"the state in {path} cannot be read ({why}); if it is damaged, remove the folder, and "
-            "the previous state is loaded"
+            f"the state in {path} cannot be read ({in_one_line(error)}); if it is damaged, remove "
+            "the folder, and the previous state is loaded"
         ) from caught(error)
 
 

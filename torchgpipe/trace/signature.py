@@ -120,7 +120,7 @@ class Signature:
         """
         unique = list(dict.fromkeys(order))
         self._result = result
-        self._result_slots = slots.again()
+        self._result_slots = slots
         self._order = list(map(unique.index, order))
 
     def structured(self, outputs: TensorOrTensors) -> Any:

@@ -116,7 +116,7 @@ def attention_operator(
         square = min(rows, columns)
         scores = square * (square + 1) // 2 + max(0, rows - columns) * columns
     flops = 2.0 * batch * heads * scores * (channels + value.shape[-1])
-    tensors = [*tensors_in((args, dict(kwargs))), *tensors_in(result)]
+    tensors = [*tensors_in((args, kwargs)), *tensors_in(result)]
     moved = float(sum(map(bytes_of, tensors)))
     if name in FORWARD:
         return Operator("attention", dtype_of(query), flops, moved)

@@ -85,7 +85,7 @@ def _operators(
                 kind = named
                 break
     written = sum(map(bytes_of, outputs))
-    read = list(map(bytes_of, tensors_in((args, dict(kwargs)))))
+    read = list(map(bytes_of, tensors_in((args, kwargs))))
     moved = written
     if kind == "norm":
         # The largest input is read once for the statistics, and once more to apply them.

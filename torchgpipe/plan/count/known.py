@@ -152,7 +152,7 @@ class Remembered(TorchDispatchMode):
             if key in self._known:
                 return _again(self._known[key])
             result = func(*args, **kwargs)
-            if key is not None and _made(result, list(tensors_in((args, dict(kwargs))))):
+            if key is not None and _made(result, list(tensors_in((args, kwargs)))):
                 self._known[key] = _again(result)
             return result
 

@@ -7,6 +7,8 @@ from operator import add
 
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.engine.arrangement import arranged
+from torchgpipe.plan.count.footprint import LayerCount
+from torchgpipe.plan.count.optimizer import Optimizer
 from torchgpipe.plan.predict import Predictor, Setup
 from torchgpipe.plan.replay import recomputing
 from torchgpipe.tensors.checkpoint import checkpointed
@@ -145,6 +147,15 @@ class Work:
         held[0] += counts.input * setup.batch_size
         held[-1] += outputs * footprints[-1].output_grad
         return held
+
+
+def held_by_layers(layers: Sequence[LayerCount], optimizer: Optimizer) -> list[float]:
+    """Return the bytes of each layer's parameters, gradients, optimizer's state and buffers.
+
+    Parameters that get no gradients count like buffers.
+    """
+    copies = 2 + optimizer.state  # bytes of memory for each byte of parameters
+    return [layer.parameters * copies + layer.frozen for layer in layers]
 
 
 def heaviest(costs: Sequence[float], balance: Sequence[int]) -> float:

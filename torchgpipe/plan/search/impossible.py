@@ -9,7 +9,7 @@ from torchgpipe.plan.amount import amount
 from torchgpipe.plan.count.optimizer import Optimizer
 from torchgpipe.plan.count.task_bytes import task_bytes
 from torchgpipe.plan.predict import Predictor, Setup
-from torchgpipe.plan.search.balances import Work
+from torchgpipe.plan.search.balances import Work, held_by_layers
 from torchgpipe.plan.search.trial import Candidate, assess
 from torchgpipe.schedules import Schedule
 from torchgpipe.tensors.checkpoint import MODES, Mode
@@ -56,7 +56,7 @@ def refuse_hopeless(
             f"of {amount(memory)}, with micro-batches of any size: "
             "split the layer, or use devices with more memory"
         )
-    static = sum([layer.parameters * (2 + optimizer.state) + layer.frozen for layer in layers])
+    static = sum(held_by_layers(layers, optimizer))
     what = "parameters, gradients and optimizer state"
     if optimizer.together and optimizer.made:
         static += sum([optimizer.temporaries(layer.parameter_sizes) for layer in layers])
@@ -118,8 +118,7 @@ def least(  # noqa: PLR0913
     Raises:
         Impossible: If no schedule can run with these numbers of devices, layers and micro-batches.
     """
-    state = 2.0 + optimizer.state
-    needed = [layer.parameters * state + layer.frozen for layer in predictor.counts.low]
+    needed = held_by_layers(predictor.counts.low, optimizer)
     found = []
     for m, mode, schedule in product(chunks, modes, schedules):
         setup = Setup(batch_size, (), m, mode, optimizer, schedule=schedule)

@@ -17,7 +17,7 @@ from math import inf
 
 from torchgpipe.plan.count.optimizer import STATELESS, Optimizer
 from torchgpipe.plan.predict import Predictor, Setup, micro_batch_sizes
-from torchgpipe.plan.search.balances import Work, heaviest
+from torchgpipe.plan.search.balances import Work, heaviest, held_by_layers
 from torchgpipe.plan.search.impossible import Impossible, least, why
 from torchgpipe.plan.search.trial import MOST_TASKS, Candidate, Trial, assess
 from torchgpipe.schedules import Schedule
@@ -98,8 +98,7 @@ def search(  # noqa: PLR0913
     """
     found = {n: Found() for n in partitions}
     base = Setup(batch_size, (len(predictor.counts),), optimizer=optimizer)
-    state = 2 + optimizer.state
-    kept = sum([layer.parameters * state + layer.frozen for layer in predictor.counts.low])
+    kept = sum(held_by_layers(predictor.counts.low, optimizer))
     roomy = [n for n in partitions if kept <= n * memory]
     numbers = sorted(set(chunks or chunk_choices(batch_size)))
     works = []
