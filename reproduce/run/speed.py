@@ -258,7 +258,7 @@ class _GroupRun:
                 undisturbed = self._judge_round(least)
                 session.rounds += 1
                 self._record()
-                if undisturbed >= wanted or done == most:
+                if undisturbed >= wanted or done == most or not self.running:
                     break
                 seconds = monotonic() - started
                 if seconds > self.group.limit and done >= session.scale.least_steps:
@@ -283,7 +283,7 @@ class _GroupRun:
         """
         session = self.session
         session.tell_others()
-        self.rounds.set_shares(session.rounds, session.load.round())
+        self.rounds.end(session.rounds, session.load.round(), self.running)
         good = self.rounds.undisturbed()
         if len(good) >= least:
             self.rounds.keep_only(good, self.running)
@@ -294,8 +294,7 @@ class _GroupRun:
         if task not in self.running:
             return
         session = self.session
-        numbers = self.rounds.of_steps[task]
-        number = len(numbers) + 1
+        number = len(self.rounds.of_steps[task]) + 1
         which = f"round {number} of {wanted}" if number <= wanted else "a disturbed round again"
         session.start(f"{task}, {which}", session.job(task))
         try:
@@ -303,8 +302,6 @@ class _GroupRun:
         except Exception as error:
             del self.running[task]
             self._fail(task, explain(error))
-        else:
-            numbers.append(session.rounds)
 
     def watch(self) -> None:
         """Record each row's utilization and bubble, and pass its timeline to `session.trace`."""

@@ -132,6 +132,22 @@ def test_a_row_that_fails_is_a_result(
         assert found[name].status == ("emulated" if "emulated" in name else "measured")
 
 
+def test_an_interruption_right_after_a_step_keeps_the_step(
+    fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        if fake.order.count("GPipe n2m4") == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("reproduce.run.speed.check_same", interrupt)  # called after each step
+
+    found = run("tiny-speed", "--steps=5", status=130)
+
+    kept = {name: len(each.samples.get("step_time", [])) for name, each in found.items()}
+    assert Counter(kept) == Counter(fake.order)
+    assert len(found["GPipe n2m4"].samples["round"]) == 2
+
+
 @pytest.mark.parametrize("row", ["GPipe n2m4", "GPipe n8m4 emulated"])
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("between", [False, True])
