@@ -58,7 +58,6 @@ class Work:
     optimizer: Callable[[nn.Module], Optimizer]
     checkpoint: Mode = "never"
     deferred_batch_norm: bool = False
-    schedule: str = ""  # of `step`, on ranks; if empty, ranks call `loss` and its `backward`
 
 
 class Trainer:
@@ -101,20 +100,16 @@ def _pipeline(engine: Engine, work: Work) -> Made:
     if engine == "threads":
         model = GPipe(layers, balance, devices=["cpu"] * len(balance), **settings)
     else:
-        schedule = work.schedule or "GPipe"
-        model = DistributedGPipe(layers, balance, schedule=schedule, **settings)
+        model = DistributedGPipe(layers, balance, **settings)
         if model.rank > 0:
             x = None
 
-    def run_step() -> Tensor:
-        return model.step(loss, x, target).detach()
-
-    def run_loss() -> Tensor:
+    def run() -> Tensor:
         value = model.loss(loss, x, target)
         value.backward()
         return value.detach()
 
-    return model, run_step if work.schedule else run_loss
+    return model, run
 
 
 def _scheduled(engine: Engine, work: Work) -> Made:
