@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from reproduce.experiments.row import PUBLISHED_BALANCE
 from reproduce.records.record import Result
+from reproduce.run.engines.engines import ONLY_EMULATED
 from torchgpipe.plan.replay import Event, Timeline
 
 from ..tiny import TINY
@@ -130,6 +132,16 @@ def test_a_row_that_fails_is_a_result(
     assert re.fullmatch(reason, found[row].reason)
     for name in others:
         assert found[name].status == ("emulated" if "emulated" in name else "measured")
+
+
+def test_a_row_with_a_published_balance_is_not_measured(fake: type[Fake], run: Any) -> None:
+    rows = [replace(row, configuration=PUBLISHED_BALANCE) for row in ROWS if row.name == "n2m4"]
+
+    found = run("tiny-speed", "--no-emulate", rows=tuple(rows))
+
+    assert found["n2m4"].status == "not run"
+    assert found["n2m4"].reason == ONLY_EMULATED
+    assert not fake.order
 
 
 def test_an_interruption_right_after_a_step_keeps_the_step(
