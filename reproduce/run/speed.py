@@ -25,7 +25,7 @@ from reproduce.run.failure import Failure, explain
 from reproduce.run.groups import Group, PlannedTask, groups_of, remaining, warmup_steps
 from reproduce.run.progress import duration
 from reproduce.run.rounds import Rounds, Steps
-from reproduce.run.session import Session
+from reproduce.run.session import GroupDone, Session
 from reproduce.run.timed import MeasuredSteps, time_step, watch, watched
 from reproduce.run.training import FakeData, Training, work_of
 from reproduce.run.turns import turns
@@ -37,7 +37,6 @@ LARGEST_SHARE = 0.25
 MOST_ROUNDS = 2
 # If the first round of a group takes longer than these seconds, a table is shown after this round.
 PREVIEW_AFTER = 10.0
-GroupDone = tuple[str, bool]  # a group's name, and whether all of its rounds are done
 
 
 def plan_speed(session: Session) -> None:
