@@ -22,6 +22,7 @@ from torch.nn import Module
 from benchmarks.any_model_lists import LISTS, Case
 from benchmarks.harness import Found, by_case, cell, collect, command, continued, start
 from benchmarks.pipelines import evenly
+from reproduce.models.built import changed
 from reproduce.records.record import Record, Result, load
 from reproduce.tables.layout import grid
 from tests.behaviours.compare import differences
@@ -103,7 +104,7 @@ def check_model(experiment: str, name: str, case: Case) -> Result:
     try:
         return _check_model(experiment, name, case)
     except Unequal:
-        sample = each(_double, case.sample)
+        sample = changed(_double, case.sample)
         found = _check_model(experiment, name, Case(case.module.double(), sample))
         return replace(found, config={**found.config, "dtype": "float64"})
 
@@ -124,7 +125,10 @@ def _check_model(experiment: str, name: str, case: Case) -> Result:
     if not equal:
         raise Unequal("sequential has changed the model or the random numbers")
 
-    micro_batches = [each(lambda x, i=i: x.chunk(CHUNKS)[i], sample) for i in range(CHUNKS)]
+    micro_batches = []
+    for i in range(CHUNKS):
+        micro_batch = changed(lambda x, i=i: x.chunk(CHUNKS)[i], sample)
+        micro_batches.append(micro_batch)
     plain = outputs_and_gradients(case, module, micro_batches)
     module.load_state_dict(before)
     for n in PARTITIONS:
@@ -144,13 +148,6 @@ def _check_model(experiment: str, name: str, case: Case) -> Result:
         "checkpoint": list(MODES),
     }
     return Result(experiment, name, "measured", config=config)
-
-
-def each(function: Callable[..., Tensor], sample: Any) -> Any:
-    """Apply a function to each tensor of a sample, which is a tensor or a dictionary of tensors."""
-    if isinstance(sample, dict):
-        return {name: function(x) for name, x in sample.items()}
-    return function(sample)
 
 
 def outputs_and_gradients(case: Case, model: Module, samples: list[Any]) -> Named:

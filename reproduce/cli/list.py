@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from reproduce.cli.job import TIMED
 from reproduce.cli.shared import command, devices, known, on, style
 from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
 from reproduce.experiments.choose import choose_scale, why_not
-from reproduce.experiments.row import PUBLISHED_BALANCE, Experiment, Row, Scale
+from reproduce.experiments.row import Experiment, Row, Scale
 from reproduce.machine.devices import Devices, find_devices
 from reproduce.records.places import MEASURED, RUNS
 from reproduce.records.record import ranked, readable
@@ -158,13 +159,14 @@ def _here(experiment: Experiment, scale: Scale, devices: Devices) -> str:
     reason = why_not(scale, devices)
     if reason:
         return f"cannot run; {reason}"
-    if experiment.measures not in ("speed", "ablation"):
+    if experiment.measures not in TIMED:
         return f"can run; all {count} rows"
     measured = 0
     by_ranks = 0
     for row in scale.rows:
-        if row.devices <= devices.count and row.configuration != PUBLISHED_BALANCE:
-            measured += 1
+        if row.devices <= devices.count:
+            if engines.why_not("threads", row, devices) is None:
+                measured += 1
             if engines.why_not("ranks", row, devices) is None:
                 by_ranks += 1
     here = f"can run; measures {measured} and emulates all of {count} rows"

@@ -99,9 +99,15 @@ def throughput(result: Result, run: str = "") -> Reading | None:
     Return None if the row has no such numbers. `run` is the name of the run, which identifies the
     rounds of the samples.
     """
-    steps = result.samples.get("step_time")
+    timed = _speeds(result, "step_time", run)
+    return timed or _exact(result.values.get("throughput"), "samples/s")
+
+
+def _speeds(result: Result, times: str, run: str) -> Reading | None:
+    """Return a row's samples per second, computed from its samples `times`, or None without any."""
+    steps = result.samples.get(times)
     if not steps:
-        return _exact(result.values.get("throughput"), "samples/s")
+        return None
     batch_size = result.config["batch_size"]
     speeds = [batch_size / seconds for seconds in steps]
     rounds = _rounds(result, run)
@@ -192,14 +198,10 @@ def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
     `here_time`, the time of a step on this machine's own devices, without a described link between
     devices.
     """
-    steps = emulated.samples.get("here_time")
+    ours = _speeds(emulated, "here_time", "")
     theirs = None if measured is None else throughput(measured)
-    if not steps or theirs is None:
+    if ours is None or theirs is None:
         return None
-    batch_size = emulated.config["batch_size"]
-    speeds = [batch_size / seconds for seconds in steps]
-    rounds = _rounds(emulated, "")
-    ours = Reading(speeds, rounds=rounds, disturbed=emulated.disturbed)
     return over(ours, theirs)
 
 

@@ -9,11 +9,10 @@ from reproduce.records.record import SUCCESS
 from reproduce.run.accuracy.run import plan_accuracy, run_accuracy
 from reproduce.run.failure import explain
 from reproduce.run.peak import measure_memory, plan_memory, run_memory
-from reproduce.run.session import Session
+from reproduce.run.session import GroupDone, Session
 from reproduce.run.speed import plan_speed, run_speed
 
 MEMORY_STEPS = 2  # an optimizer allocates its state at the end of the first step
-GroupDone = tuple[str, bool]  # a group's name, and whether the whole group is finished
 
 
 class Way(NamedTuple):

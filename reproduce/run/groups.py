@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from reproduce.experiments.row import PUBLISHED_BALANCE, Row
+from reproduce.experiments.row import Row
 from reproduce.records.record import TORCH_ENGINES, Engine, Result
 from reproduce.run.emulation import shortened
 from reproduce.run.engines.engines import why_not
@@ -95,7 +95,7 @@ def groups_of(session: Session) -> list[Group]:
 def _tasks_of(session: Session, row: Row) -> list[PlannedTask]:
     """Return a task for each way in which a row can run here: measured or emulated."""
     tasks = []
-    if row.devices <= session.devices.count and row.configuration != PUBLISHED_BALANCE:
+    if row.devices <= session.devices.count:
         for engine in session.engines:
             problem = why_not(engine, row, session.devices)
             if problem is None:

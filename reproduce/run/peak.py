@@ -17,7 +17,7 @@ from reproduce.machine.devices import Devices
 from reproduce.records.places import Json
 from reproduce.run.failure import explain
 from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
-from reproduce.run.session import Session
+from reproduce.run.session import GroupDone, Session
 from reproduce.run.training import FakeData, Training
 from torchgpipe.trace.parts import tensors_in
 
@@ -97,7 +97,7 @@ def plan_memory(session: Session) -> None:
         session.progress.plan(job, scale.steps, row.work())
 
 
-def run_memory(session: Session) -> Iterator[tuple[str, bool]]:
+def run_memory(session: Session) -> Iterator[GroupDone]:
     """Record model sizes and memory peaks of every row, even if some rows fail.
 
     All rows form a single group without a name. At the end, yield the group's name, "", and True,

@@ -15,7 +15,7 @@ from reproduce.machine.devices import Devices
 from reproduce.machine.git import checkout
 from reproduce.machine.load import other_runs
 from reproduce.records.places import Json
-from reproduce.records.record import TIME, Record, Result, Run, readable, save
+from reproduce.records.record import TIME, Key, Record, Result, Run, readable, save
 
 # The fields of `Run` that must be equal when a run is resumed.
 COMPARED = ("device", "devices", "threads_per_device", "machine", "versions", "git", "settings")
@@ -27,7 +27,7 @@ class Recorder:
     def __init__(self, path: Path, record: Record) -> None:
         self.path = path
         self.empty = record
-        self.results: dict[tuple[str | bool | None, ...], Result] = {}
+        self.results: dict[Key, Result] = {}
 
     @property
     def record(self) -> Record:

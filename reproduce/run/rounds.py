@@ -19,17 +19,23 @@ class Rounds:
         self.shares: dict[int, Shares] = {}  # how much other programs used; empty if not known
         self.left_out = 0  # how many disturbed rounds were removed
 
-    def set_shares(self, number: int, shares: Shares) -> None:
-        """Store how much other programs used the machine in a round.
+    def end(self, number: int, shares: Shares, running: Mapping[PlannedTask, Steps]) -> None:
+        """Note which steps ran in a round, and how much other programs used the machine.
 
-        A round can be too short to measure this. Such a round gets the value of the next round
-        that was long enough.
+        A round in which no step ran does not count. A round can be too short to measure how much
+        other programs used. Such a round gets the value of the next round that was long enough.
 
         Args:
             number: The number of the round.
             shares: How much other programs used; empty if the round was too short.
+            running: The rows with their steps, including the steps of this round.
         """
-        self.shares[number] = {}
+        for task, steps in running.items():
+            numbers = self.of_steps[task]
+            new = len(steps.runs) - len(numbers)
+            if new > 0:
+                numbers += [number] * new
+                self.shares[number] = {}
         for earlier, known in self.shares.items():
             if not known:
                 self.shares[earlier] = shares

@@ -52,6 +52,7 @@ UNITS = {
     "learning_rate": "1, of the epoch's last step",
     "samples_per_epoch": "count",
 }
+GroupDone = tuple[str, bool]  # a group's name, and whether the whole group is finished
 
 
 @dataclass(kw_only=True)

@@ -25,7 +25,7 @@ from reproduce.run.failure import Failure, explain
 from reproduce.run.groups import Group, PlannedTask, groups_of, remaining, warmup_steps
 from reproduce.run.progress import duration
 from reproduce.run.rounds import Rounds, Steps
-from reproduce.run.session import Session
+from reproduce.run.session import GroupDone, Session
 from reproduce.run.timed import MeasuredSteps, time_step, watch, watched
 from reproduce.run.training import FakeData, Training, work_of
 from reproduce.run.turns import turns
@@ -37,7 +37,6 @@ LARGEST_SHARE = 0.25
 MOST_ROUNDS = 2
 # If the first round of a group takes longer than these seconds, a table is shown after this round.
 PREVIEW_AFTER = 10.0
-GroupDone = tuple[str, bool]  # a group's name, and whether all of its rounds are done
 
 
 def plan_speed(session: Session) -> None:
@@ -258,7 +257,7 @@ class _GroupRun:
                 undisturbed = self._judge_round(least)
                 session.rounds += 1
                 self._record()
-                if undisturbed >= wanted or done == most:
+                if undisturbed >= wanted or done == most or not self.running:
                     break
                 seconds = monotonic() - started
                 if seconds > self.group.limit and done >= session.scale.least_steps:
@@ -283,7 +282,7 @@ class _GroupRun:
         """
         session = self.session
         session.tell_others()
-        self.rounds.set_shares(session.rounds, session.load.round())
+        self.rounds.end(session.rounds, session.load.round(), self.running)
         good = self.rounds.undisturbed()
         if len(good) >= least:
             self.rounds.keep_only(good, self.running)
@@ -294,8 +293,7 @@ class _GroupRun:
         if task not in self.running:
             return
         session = self.session
-        numbers = self.rounds.of_steps[task]
-        number = len(numbers) + 1
+        number = len(self.rounds.of_steps[task]) + 1
         which = f"round {number} of {wanted}" if number <= wanted else "a disturbed round again"
         session.start(f"{task}, {which}", session.job(task))
         try:
@@ -303,8 +301,6 @@ class _GroupRun:
         except Exception as error:
             del self.running[task]
             self._fail(task, explain(error))
-        else:
-            numbers.append(session.rounds)
 
     def watch(self) -> None:
         """Record each row's utilization and bubble, and pass its timeline to `session.trace`."""

@@ -23,7 +23,7 @@ from reproduce.machine.devices import Devices
 from reproduce.records.record import write_atomically
 from reproduce.run.accuracy.datasets import AccuracyNeeds, Batch
 from reproduce.run.failure import explain
-from reproduce.run.session import Session
+from reproduce.run.session import GroupDone, Session
 from reproduce.run.training import make_optimizer, on_devices, update
 
 SERIES = ("seed", "epoch", "top1_error", "train_loss", "epoch_time", "learning_rate")
@@ -43,7 +43,7 @@ def plan_accuracy(session: Session) -> None:
         session.progress.plan(session.job(row.name), steps, row.work())
 
 
-def run_accuracy(session: Session) -> Iterator[tuple[str, bool]]:
+def run_accuracy(session: Session) -> Iterator[GroupDone]:
     """Train all rows from the first seed, then all rows from the next seed, and so on.
 
     So rows can be compared as soon as possible. All rows form a single group without a name. At the

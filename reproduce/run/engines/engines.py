@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from reproduce.error import Error
-from reproduce.experiments.row import COMPONENTS, Row
+from reproduce.experiments.row import COMPONENTS, PUBLISHED_BALANCE, Row
 from reproduce.machine.devices import Devices
 from reproduce.models.built import SizedModel
 from reproduce.records.record import TORCH_ENGINES, Engine
@@ -31,6 +31,7 @@ from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.microbatch import tensors_of
 from torchgpipe.trace.layer import flat
 
+ONLY_EMULATED = "rows with the published balance are only emulated"
 FEW = "it needs at least as many micro-batches as partitions"  # a reason of Schedule1F1B
 FIRST = 2  # number of steps to compare; in later steps, rounding errors add up
 ROUNDING = 1e-4  # relative tolerance: processes round a convolution's gradient differently
@@ -58,7 +59,6 @@ class Work:
     optimizer: Callable[[nn.Module], Optimizer]
     checkpoint: Mode = "never"
     deferred_batch_norm: bool = False
-    schedule: str = ""  # of `step`, on ranks; if empty, ranks call `loss` and its `backward`
 
 
 class Trainer:
@@ -101,20 +101,16 @@ def _pipeline(engine: Engine, work: Work) -> Made:
     if engine == "threads":
         model = GPipe(layers, balance, devices=["cpu"] * len(balance), **settings)
     else:
-        schedule = work.schedule or "GPipe"
-        model = DistributedGPipe(layers, balance, schedule=schedule, **settings)
+        model = DistributedGPipe(layers, balance, **settings)
         if model.rank > 0:
             x = None
 
-    def run_step() -> Tensor:
-        return model.step(loss, x, target).detach()
-
-    def run_loss() -> Tensor:
+    def run() -> Tensor:
         value = model.loss(loss, x, target)
         value.backward()
         return value.detach()
 
-    return model, run_step if work.schedule else run_loss
+    return model, run
 
 
 def _scheduled(engine: Engine, work: Work) -> Made:
@@ -163,6 +159,8 @@ def check_same(losses: Losses, others: Losses, what: str) -> None:
 
 def why_not(engine: Engine, row: Row, devices: Devices) -> str | None:
     """Return why an engine cannot run a row, or `None` if the engine can run it."""
+    if row.configuration == PUBLISHED_BALANCE:
+        return ONLY_EMULATED
     if engine == "threads":
         return None
     reasons = _against_processes(row, devices)

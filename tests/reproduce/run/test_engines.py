@@ -19,9 +19,10 @@ import torch
 
 from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments.row import PUBLISHED_BALANCE
 from reproduce.machine.devices import Devices
 from reproduce.records.record import OFFERED, Engine
-from reproduce.run.engines.engines import FEW, Trainer, check_same, why_not
+from reproduce.run.engines.engines import FEW, ONLY_EMULATED, Trainer, check_same, why_not
 from reproduce.run.engines.processes import Processes
 from reproduce.run.timed import MeasuredSteps
 from torchgpipe.plan.replay import Event, Timeline
@@ -146,6 +147,7 @@ def test_processes_end_with_the_one_that_asks(sent: signal.Signals, start: Any) 
         ("torch", UNET, "PyTorch's schedules know no skips"),
         ("ranks", UNET, None),
         ("threads", replace(ROW, batch_size=13, components=(), partitions=None), None),
+        ("threads ranks torch", replace(ROW, configuration=PUBLISHED_BALANCE), ONLY_EMULATED),
     ],
 )
 def test_what_an_engine_cannot_run(engines: str, row: Any, why: str | None) -> None:

@@ -65,6 +65,7 @@ def test_a_time_limit_bounds_steps_that_nobody_asked_for(
     [
         ([0, 0.2, 0, 0], ["--steps=3"], {}, 3, 1),  # One round is disturbed, and run again.
         ([0.2] * 9, ["--steps=3"], {}, 6, 0),  # All rounds are disturbed.
+        ([0.2] * 4, ["--steps=3"], {}, 6, 0),  # Two undisturbed rounds are not enough.
         ([0, 0, 0, 0, 0.2], [], ENDED, 4, 0),
         ([0, 0, 0, 0.2, 0], [], ENDED, 4, 0),  # there is no time to run the round again
         ([0, 0.2, 0, 0, 0], [], {**ENDED, "least_steps": 2, "seconds": 1e9, "steps": 4}, 4, 1),

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from reproduce.experiments.row import PUBLISHED_BALANCE
 from reproduce.records.record import Result
+from reproduce.run.engines.engines import ONLY_EMULATED
 from torchgpipe.plan.replay import Event, Timeline
 
 from ..tiny import TINY
@@ -130,6 +132,32 @@ def test_a_row_that_fails_is_a_result(
     assert re.fullmatch(reason, found[row].reason)
     for name in others:
         assert found[name].status == ("emulated" if "emulated" in name else "measured")
+
+
+def test_a_row_with_a_published_balance_is_not_measured(fake: type[Fake], run: Any) -> None:
+    rows = [replace(row, configuration=PUBLISHED_BALANCE) for row in ROWS if row.name == "n2m4"]
+
+    found = run("tiny-speed", "--no-emulate", rows=tuple(rows))
+
+    assert found["n2m4"].status == "not run"
+    assert found["n2m4"].reason == ONLY_EMULATED
+    assert not fake.order
+
+
+def test_an_interruption_right_after_a_step_keeps_the_step(
+    fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        if fake.order.count("GPipe n2m4") == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("reproduce.run.speed.check_same", interrupt)  # called after each step
+
+    found = run("tiny-speed", "--steps=5", status=130)
+
+    kept = {name: len(each.samples.get("step_time", [])) for name, each in found.items()}
+    assert Counter(kept) == Counter(fake.order)
+    assert len(found["GPipe n2m4"].samples["round"]) == 2
 
 
 @pytest.mark.parametrize("row", ["GPipe n2m4", "GPipe n8m4 emulated"])
