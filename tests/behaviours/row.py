@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..conftest import covering
 from ..plain import Plain, Tensors, piped
 from .compare import differences
-from .parts.draw import check_redraws, reuse_draws
+from .parts.draw import assert_drawn_again, reuse_draws
 from .parts.layers import WIDTH, five, real
 
 ENGINES = ("graph", "workers", "ranks")
@@ -208,7 +208,7 @@ def unlike(
     torch.manual_seed(1)
     ours = row.use(model, value)
     reuse_draws(model, plain)
-    check_redraws(model)
+    assert_drawn_again(model)
     torch.manual_seed(1)
     expected = row.use(plain, twin)
     return differences((ours, model, value), (expected, plain, twin), row.tolerance)
