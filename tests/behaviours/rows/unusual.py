@@ -217,6 +217,12 @@ def with_a_skip() -> nn.Sequential:
     return nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), *skipping, linear())
 
 
+def masking(name: str, layer: Callable[[], Any], refused: dict[str, str]) -> Row:
+    """Return a test case with a layer that applies dropout, and whose masks are compared."""
+    layers = made(layer, nn.Identity)
+    return Row(name, layers, long, (1, 1), use=masks_are_alike, refused=refused)
+
+
 COPIES = (
     ("deepcopy", copy.deepcopy, "The copy is a pipeline of its own."),
     ("pickle", pickled, "Also `torch.save` of the whole pipeline."),
@@ -245,20 +251,14 @@ ROWS = [
         use=steps,
         refused=but_never(AROUND_A_NORM),
     ),
-    Row(
+    masking(
         "a checkpoint of a layer's own",
-        made(own_checkpoint, nn.Identity),
-        long,
-        (1, 1),
-        use=masks_are_alike,
+        own_checkpoint,
         refused={"workers": "random numbers in backward"},
     ),
-    Row(
+    masking(
         "a layer that sets the seed",
-        made(partial(same, seeding), nn.Identity),
-        long,
-        (1, 1),
-        use=masks_are_alike,
+        partial(same, seeding),
         refused={"workers": "manual_seed", "ranks": "manual_seed"},
     ),
     Row(
