@@ -24,7 +24,7 @@ from torchgpipe.trace.recorder import random_states
 
 from ...behaviours.test_any_model import called
 from .. import traced
-from ..layers import compiled_around, compiled_in_place
+from ..layers import compiled_around, compiled_in_place, same
 from ..traced import CASES, Case, rows
 
 
@@ -80,7 +80,7 @@ def on_one_device(layers: Sequential) -> GPipe:
     return GPipe(layers, [len(layers)], devices=["cpu"])
 
 
-@pytest.mark.parametrize("make", [lambda layers: layers, lambda layers: on_one_device(layers)])
+@pytest.mark.parametrize("make", [same, on_one_device])
 def test_loading(make: Callable[[Any], Module]) -> None:
     module = traced.Tied()
     sample = torch.randint(9, (5, 4))
