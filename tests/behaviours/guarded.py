@@ -4,6 +4,16 @@ Guards are defined in torchgpipe/task/guards. For each guard, tests/planted/rows
 that leaves out the guard.
 """
 
+from pathlib import Path
+
+from torchgpipe.task import guards
+
+FOLDER = Path(guards.__file__ or "").parent
+# Files in the folder that define no guard, but what guards use.
+BESIDE = {"__init__", "guard", "contents", "seeded"}
+GUARDS = {path.stem for path in FOLDER.glob("*.py")} - BESIDE
+"""The names of the files that define a guard."""
+
 ROWS_OF_GUARDS = {
     "parameters": [
         "between: a parameter changed",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..conftest import covering
 from ..plain import Plain, Tensors, piped
 from .compare import differences
-from .parts.draw import check_redraws, reuse_draws
+from .parts.draw import assert_drawn_again, reuse_draws
 from .parts.layers import WIDTH, five, real
 
 ENGINES = ("graph", "workers", "ranks")
@@ -140,6 +140,28 @@ class Row:
         return not {engine, checkpoint, variation}.isdisjoint(self.without)
 
 
+def three(name: str, layers: Callable[[], nn.Sequential], **options: Any) -> Row:
+    """Return a test case with three layers. The last layer is the second partition."""
+    return Row(name, layers, balance=(2, 1), **options)
+
+
+def but_never(message: str) -> dict[str, str]:
+    """Return `message` as the expected error in the modes "always" and "except_last".
+
+    In these modes of checkpointing, partitions are recomputed.
+    """
+    return {"always": message, "except_last": message}
+
+
+def but_graph_never(message: str) -> dict[str, str]:
+    """Return `message` as the expected error, except on the engine "graph" in the mode "never".
+
+    In that case only, a mini-batch has a single autograd graph. In all other cases, each task has
+    its own graph.
+    """
+    return {"graph never": "", "": message}
+
+
 class Case(NamedTuple):
     """A row (test case) to run in one variation, on one engine, in one mode of checkpointing."""
 
@@ -208,7 +230,7 @@ def unlike(
     torch.manual_seed(1)
     ours = row.use(model, value)
     reuse_draws(model, plain)
-    check_redraws(model)
+    assert_drawn_again(model)
     torch.manual_seed(1)
     expected = row.use(plain, twin)
     return differences((ours, model, value), (expected, plain, twin), row.tolerance)

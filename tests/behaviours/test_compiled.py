@@ -14,6 +14,7 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from ..library.layers import compiled_around, compiled_in_place
 from ..plain import Plain, piped
 from .compare import REORDERED, differences
 
@@ -38,17 +39,6 @@ class Counting(nn.Module):
         self.count += 1
         y = self.linear(x) + self.count
         return y.tanh() if self.training else y
-
-
-def compiled_in_place(layer: Any) -> nn.Module:
-    """Compile the layer's call in place, and return the same layer."""
-    layer.compile(backend="aot_eager")
-    return layer
-
-
-def compiled_around(layer: nn.Module) -> nn.Module:
-    """Return `torch.compile(layer)`, a module that wraps the layer."""
-    return torch.compile(layer, backend="aot_eager")  # type: ignore[return-value]
 
 
 def by_call(run: Any, x: Tensor, target: Tensor) -> None:

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..plain import Plain, piped
 from ..ranks import current
 from .compare import differences
-from .parts.draw import check_redraws, reuse_draws
+from .parts.draw import assert_drawn_again, reuse_draws
 from .parts.models import AROUND, INPUTS, Case, Step
 from .parts.strategy import cases
 from .row import tensors, total
@@ -243,7 +243,7 @@ def assert_equals_plain(case: Case) -> None:
         expected = (plain_shown, plain_gradients, plain, leaves(plain))
         assert differences(ours, expected, REORDERED if case.reorders else 0.0) == []
 
-        check_redraws(model)
+        assert_drawn_again(model)
         finish(model, step)
         finish(plain, step)
         # Updates use the sign of a gradient. Because of rounding, a gradient of zero can have any
@@ -274,7 +274,7 @@ def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> N
     """Check generated models, and print how many were equal, and how many raised which error."""
     one = n is None
 
-    def check(case: Case) -> str:
+    def agreed_verdict(case: Case) -> str:
         return verdict(case) if n is None else str(current().agreed(n, case, verdict))
 
     models = int(os.environ.get("MODELS", 400 if pytestconfig.getoption("slow") else 150))
@@ -291,7 +291,7 @@ def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> N
     @hypothesis.given(cases(n))
     def holds(case: Case) -> None:
         found["models"] += 1
-        found[check(case)] += 1
+        found[agreed_verdict(case)] += 1
 
     seeded = holds if SEED is None else hypothesis.seed(int(SEED))(holds)
     try:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import BatchNorm1d, Linear, Module, ModuleDict, ReLU, Sequential, Tanh
 
+from ..library.layers import same
 from ..plain import piped
 from .compare import differences
 
@@ -31,10 +32,6 @@ def layers() -> Sequential:
 
 def numbered_layers() -> Sequential:
     return Sequential(*layers())
-
-
-def itself(model: Any) -> Any:
-    return model
 
 
 def state_of_0_0_7(module: Module, balance: list[int]) -> dict[str, Tensor]:
@@ -57,7 +54,7 @@ def state_of_0_0_7(module: Module, balance: list[int]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("prefix", ["", "backbone."])
 @pytest.mark.parametrize("build", [layers, numbered_layers], ids=["named", "numbered"])
 @pytest.mark.parametrize("balance", [[5], [2, 3], [2, 1, 1, 1]], ids=str)
-@pytest.mark.parametrize("made", [itself, copy.deepcopy], ids=["itself", "a copy"])
+@pytest.mark.parametrize("made", [same, copy.deepcopy], ids=["itself", "a copy"])
 def test_a_state_of_0_0_7_loads(
     made: Any, balance: list[int], build: Callable[[], Sequential], prefix: str
 ) -> None:

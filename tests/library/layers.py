@@ -1,4 +1,4 @@
-"""Provide small layers for tests: linear layers, and layers made of functions, also with skips."""
+"""Provide small layers for tests: linear layers, layers of functions, skips, compiled layers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -19,6 +19,17 @@ def same(x: Any) -> Any:
 def linears(count: int) -> nn.Sequential:
     layers = [nn.Linear(2, 2) for _ in range(count)]
     return nn.Sequential(*layers)
+
+
+def compiled_in_place(layer: Any) -> nn.Module:
+    """Compile the layer's call in place, and return the same layer."""
+    layer.compile(backend="aot_eager")
+    return layer
+
+
+def compiled_around(layer: nn.Module) -> nn.Module:
+    """Return `torch.compile(layer)`, a module that wraps the layer."""
+    return torch.compile(layer, backend="aot_eager")  # type: ignore[return-value]
 
 
 def Lambda(function: Callable[[Any], Any]) -> nn.Module:

@@ -67,7 +67,7 @@ def reuse_draws(model: nn.Module, plain: nn.Module) -> None:
         twin.recorded = iter(layer.first)
 
 
-def check_redraws(model: nn.Module) -> None:
+def assert_drawn_again(model: nn.Module) -> None:
     """Assert that recomputations drew the same numbers as first passes, and clear the records."""
     for layer in drawing(model):
         for numbers in layer.second:

@@ -14,7 +14,18 @@ from torch.nn import BatchNorm1d, InstanceNorm1d, Parameter, utils
 from torch.nn.utils import parametrizations, prune
 
 from .draw import Draw
-from .layers import WIDTH, Do, Pair, checkpointed, draw_from, linear, norm, tied, weight
+from .layers import (
+    WIDTH,
+    Do,
+    Pair,
+    checkpointed,
+    draw_from,
+    frozen_linear,
+    linear,
+    norm,
+    tied,
+    weight,
+)
 from .wiring import merge
 
 Two = tuple[Tensor, Tensor]
@@ -220,10 +231,6 @@ def added_in_place(_: Any, value: Any) -> Tensor:
 
 def normed(kind: Callable[..., nn.Module], **options: Any) -> Make:
     return lambda parts: norm(kind(2, **options))
-
-
-def frozen_linear() -> nn.Linear:
-    return linear().requires_grad_(False)
 
 
 def frozen_weight(_: Any) -> nn.Module:

@@ -64,6 +64,14 @@ def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
 
+def frozen_linear() -> nn.Linear:
+    return linear().requires_grad_(False)
+
+
+def between_linears(make: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
+    return made(linear, make, linear)
+
+
 def five(last: Callable[[], nn.Module] = linear) -> nn.Sequential:
     """Return the default model of test cases, which has five layers."""
     return nn.Sequential(linear(), nn.Tanh(), linear(), nn.Sigmoid(), last())

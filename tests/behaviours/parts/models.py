@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...library.layers import same
 from ..rows.between.modes import Functions, Operators, in_float64, once
 from ..rows.buffers.held import LARGE, Holds, another, by_data, in_place, own_norm
 from ..rows.random.draws import set_back
@@ -16,10 +17,6 @@ from .draw import Draw
 from .kinds import KINDS, OF_SEVERAL, TO_SEVERAL
 from .layers import WIDTH, Do, shared_parts
 from .wiring import POPS, STASHES, OnFirst, Pops, Stashes, with_skips
-
-
-def itself(x: Tensor) -> Tensor:
-    return x
 
 
 def computed(x: Tensor) -> Tensor:
@@ -35,8 +32,8 @@ def twice(x: Tensor) -> tuple[Tensor, ...]:
 
 
 INPUTS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
-    "no gradient": itself,
-    "gradient": itself,
+    "no gradient": same,
+    "gradient": same,
     "computed": computed,
     "with integers": with_integers,
     "twice": twice,

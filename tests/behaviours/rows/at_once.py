@@ -26,7 +26,7 @@ from ..compare import REORDERED, differences
 from ..parts.layers import linear, made, tied
 from ..row import MODES, Row, step, total
 from .random.draws import layers
-from .unusual import long, masks_are_alike
+from .unusual import masking
 
 TURNS = 12
 
@@ -111,10 +111,6 @@ def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> A
         for training in trainings:
             training.result()
     return outputs, runs[1]
-
-
-def itself(run: Any) -> Any:
-    return run
 
 
 def sharing_layers(run: Any) -> Any:
@@ -234,7 +230,7 @@ for engine in ("graph", "workers"):
         )
         ROWS.append(row)
 for what, also in (
-    ("one pipeline", itself),
+    ("one pipeline", same),
     ("two pipelines", copy.deepcopy),
     ("two pipelines of the same layers", sharing_layers),
 ):
@@ -275,12 +271,9 @@ ROWS += [
         use=hooks_draw,
         without={"ranks": "each draws from a generator of its own"},
     ),
-    Row(
+    masking(
         "a thread that draws amid the first pass",
-        made(partial(same, drawing_meanwhile), nn.Identity),
-        long,
-        (1, 1),
-        use=masks_are_alike,
+        partial(same, drawing_meanwhile),
         refused=NOTICED_IN_RECOMPUTATION,
     ),
     Row(

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from torchgpipe.skip import Namespace
 
 from ...library.layers import Pop, Stash, same
-from ..parts.layers import WIDTH, Do, acting, five, linear, made, weight
-from ..row import Row, step, steps
+from ..parts.layers import WIDTH, Do, acting, between_linears, five, linear, made, weight
+from ..row import Row, but_graph_never, but_never, step, steps, three
 from .buffers.held import norm_of_two
 
 # Inputs.
@@ -217,11 +217,17 @@ def with_a_skip() -> nn.Sequential:
     return nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), *skipping, linear())
 
 
+def masking(name: str, layer: Callable[[], Any], refused: dict[str, str]) -> Row:
+    """Return a test case with a layer that applies dropout, and whose masks are compared."""
+    layers = made(layer, nn.Identity)
+    return Row(name, layers, long, (1, 1), use=masks_are_alike, refused=refused)
+
+
 COPIES = (
     ("deepcopy", copy.deepcopy, "The copy is a pipeline of its own."),
     ("pickle", pickled, "Also `torch.save` of the whole pipeline."),
 )
-KEEPS = {"graph never": "", "": "a layer keeps a tensor that has a graph"}
+KEEPS = but_graph_never("a layer keeps a tensor that has a graph")
 ALWAYS = {
     "always": "no graph is kept there, as the guide says",
     "ranks": "others do not have what a layer keeps",
@@ -239,27 +245,20 @@ ROWS = [
         note="It keeps the mini-batch alone and runs the whole forward again. "
         '`checkpoint="always"` recomputes while other partitions go backward.',
     ),
-    Row(
+    three(
         "`torch.utils.checkpoint` around a norm",
-        made(linear, norm_checkpointed, linear),
-        balance=(2, 1),
+        between_linears(norm_checkpointed),
         use=steps,
-        refused=dict.fromkeys(("always", "except_last"), AROUND_A_NORM),
+        refused=but_never(AROUND_A_NORM),
     ),
-    Row(
+    masking(
         "a checkpoint of a layer's own",
-        made(own_checkpoint, nn.Identity),
-        long,
-        (1, 1),
-        use=masks_are_alike,
+        own_checkpoint,
         refused={"workers": "random numbers in backward"},
     ),
-    Row(
+    masking(
         "a layer that sets the seed",
-        made(partial(same, seeding), nn.Identity),
-        long,
-        (1, 1),
-        use=masks_are_alike,
+        partial(same, seeding),
         refused={"workers": "manual_seed", "ranks": "manual_seed"},
     ),
     Row(
@@ -267,7 +266,7 @@ ROWS = [
         made(partial(acting, replace_data), linear),
         balance=(1, 1),
         use=steps,
-        refused={"": REPLACED, "graph never": ""},
+        refused=but_graph_never(REPLACED),
     ),
     Row(
         "what a layer writes on a parameter",

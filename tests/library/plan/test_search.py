@@ -4,7 +4,7 @@ A setup is a balance, a number of micro-batches and a checkpoint mode. No setup 
 computed lower bound, and the result of the search is near the best setup.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, islice, pairwise, product
 from math import inf
@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.library.layers import Pop, Stash
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.plan import load_hardware
 from torchgpipe.plan.count.count import count
@@ -24,6 +23,8 @@ from torchgpipe.plan.search.search import search
 from torchgpipe.plan.search.trial import Candidate, assess
 from torchgpipe.schedules.named import NAMED
 from torchgpipe.tensors.checkpoint import MODES
+
+from ..layers import Pop, Stash
 
 BATCH_SIZE, CHUNKS, NUMBERS = 12, [1, 2, 5, 12], [1, 2, 3]
 Build = Callable[[], tuple[nn.Sequential, Tensor]]
@@ -80,14 +81,11 @@ def even(predictor: Predictor, setup: Setup) -> tuple[int, ...]:
     return tuple(minimise_heaviest(costs, len(setup.balance)))
 
 
-def assert_none_is_below_its_bound(predictor: Predictor, setups: Sequence[Candidate]) -> None:
-    for x in setups:
-        balance = x.setup.balance
-        n = len(balance)
-        work = Work(predictor, replace(x.setup, balance=()))
-        assert work.bound(n) <= work.bound_of(balance) <= x.seconds
-        lightest = work.balance(n, 1.0)
-        assert heaviest(work.held, lightest) <= x.peak
+def assert_not_below_its_bound(found: Candidate, work: Work, n: int) -> None:
+    """Assert that the seconds and the peak of a setup on `n` devices are not below the bounds."""
+    assert work.bound(n) <= work.bound_of(found.setup.balance) <= found.seconds
+    lightest = work.balance(n, 1.0)
+    assert heaviest(work.held, lightest) <= found.peak
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -108,10 +106,11 @@ def test_against_every_setup(
     model, sample = build()
     predictor = Predictor(count(model, sample, device=device), load_hardware(hardware))
     setups = every(predictor, optimizer)
-    assert_none_is_below_its_bound(predictor, setups)
     evened: dict[tuple[int, int], tuple[int, ...]] = {}
     time_balanced = []
     for x in setups:
+        work = Work(predictor, replace(x.setup, balance=()))
+        assert_not_below_its_bound(x, work, len(x.setup.balance))
         key = (len(x.setup.balance), x.setup.chunks)
         if key not in evened:
             evened[key] = even(predictor, x.setup)
@@ -161,6 +160,4 @@ def test_no_schedule_is_below_its_bound(build: Build, device: str) -> None:
         for cuts in islice(every_cuts, 0, None, 5):
             balance = balance_between(cuts, layers)
             found = assess(predictor, replace(setup, balance=balance))
-            assert work.bound(n) <= work.bound_of(balance) <= found.seconds
-            lightest = work.balance(n, 1.0)
-            assert heaviest(work.held, lightest) <= found.peak
+            assert_not_below_its_bound(found, work, n)

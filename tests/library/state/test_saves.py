@@ -172,7 +172,7 @@ ANOTHER_DTYPE = r"model.0.weight \(float32 .*, here float64 .*\) .* more"
 REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
     (adam, lambda: piped(1, width=5), adam, ANOTHER_SHAPE),
     (adam, lambda: piped(1, dtype=torch.float64), adam, ANOTHER_DTYPE),
-    (adam, lambda: one_layer(), adam, "it has besides model.1.weight"),
+    (adam, one_layer, adam, "it has besides model.1.weight"),
     (
         adam,
         lambda: piped(1),
@@ -184,7 +184,7 @@ REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
     (
         adam,
         lambda: piped(1),
-        lambda model: adam_with_another_parameter(model),
+        adam_with_another_parameter,
         "the optimizer has a parameter that the model does not have",
     ),
     (
@@ -291,11 +291,7 @@ NOT_SAVED = r"step 0 cannot be saved .*; nothing was saved"
         (saving(0, counting), ValueError, "the optimizer holds 'steps' that belongs to no"),
         (lambda folder: saving(0)(folder / "file"), OSError, NOT_SAVED),
         # This error is raised when a state is loaded, before the training.
-        (
-            lambda folder: load_from_a_file(folder),
-            OSError,
-            r"states cannot be saved in .*file",
-        ),
+        (load_from_a_file, OSError, r"states cannot be saved in .*file"),
     ],
 )
 def test_misuse(

@@ -68,7 +68,7 @@ def pipeline(module: nn.Sequential, schedule: str, engine: Any) -> GPipe:
     return GPipe(module, [2, 1], devices=devices, chunks=4, schedule=schedule, engine=engine)
 
 
-def check_gradients(parameters: list[nn.Parameter], expected: list[Tensor]) -> None:
+def assert_gradients_are_close(parameters: list[nn.Parameter], expected: list[Tensor]) -> None:
     for p, grad in zip(parameters, expected, strict=True):
         assert p.grad is not None
         # The gradients were added up in another order.
@@ -90,7 +90,7 @@ def test_a_target_may_have_a_graph_which_goes_backward_once(schedule: str, engin
         return mse_loss(output, target["other tower"])
 
     pipeline(module, schedule, engine).step(criterion, x, {"other tower": tower(x)})
-    check_gradients(parameters, list(expected))
+    assert_gradients_are_close(parameters, list(expected))
     assert len(calls) == 1
 
 
@@ -117,7 +117,7 @@ def test_a_criterion_that(name: str, schedule: str) -> None:
     expected = torch.autograd.grad(loss, parameters)
     found = pipeline(module, schedule, "workers").step(criterion, x, target)
     torch.testing.assert_close(found, loss.detach())
-    check_gradients(parameters, list(expected))
+    assert_gradients_are_close(parameters, list(expected))
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "ZBVZeroBubble"])

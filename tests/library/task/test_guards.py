@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import torchgpipe.task.guards
 from torchgpipe.task.guards.guard import Guard
 
+from ...behaviours.guarded import FOLDER, GUARDS
+
 ROOT = Path(__file__).resolve().parents[3]
-FOLDER = Path(torchgpipe.task.guards.__file__ or "").parent
-# Files in the folder that define no guard, but what guards use.
-BESIDE = {"__init__", "guard", "contents", "seeded"}
 # The columns of the table in docs/how-it-works.md.
 MOMENTS = [
     "before_single_pass",
@@ -53,8 +51,7 @@ def guard_of(file: str) -> type[Guard]:
 
 
 def test_each_guard_has_a_row() -> None:
-    files = {path.stem for path in FOLDER.glob("*.py")}
-    assert rows().keys() == files - BESIDE
+    assert rows().keys() == GUARDS
 
 
 def test_each_moment_of_the_protocol_has_a_column() -> None:

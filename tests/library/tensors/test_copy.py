@@ -68,7 +68,6 @@ WAITS = {
 def test_waits(streams: Any, enabled: bool) -> None:
     x = torch.rand(3, requires_grad=True)
     passage = Passage(enabled=enabled)
-    passage = Passage(enabled=enabled)
     forward, backward = WAITS[enabled]
     (y,) = passage.forward(x)
     assert streams.log == forward

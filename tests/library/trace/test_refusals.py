@@ -178,8 +178,8 @@ WRONG_WHOLE = "Residual has no submodule <class"
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [
-        (lambda: cut_residual_with_another_width(), RuntimeError, ANOTHER_WIDTH),
-        (lambda: run_under_another_autocast(), Untraceable, UNDER_AUTOCAST),
+        (cut_residual_with_another_width, RuntimeError, ANOTHER_WIDTH),
+        (run_under_another_autocast, Untraceable, UNDER_AUTOCAST),
         (lambda: cut_residual(shared=["y"]), ValueError, WRONG_SHARED),
         (lambda: cut_residual(whole=[nn.Conv2d]), ValueError, WRONG_WHOLE),
     ],

@@ -24,6 +24,7 @@ from torchgpipe.trace.recorder import random_states
 
 from ...behaviours.test_any_model import called
 from .. import traced
+from ..layers import compiled_around, compiled_in_place, same
 from ..traced import CASES, Case, rows
 
 
@@ -79,7 +80,7 @@ def on_one_device(layers: Sequential) -> GPipe:
     return GPipe(layers, [len(layers)], devices=["cpu"])
 
 
-@pytest.mark.parametrize("make", [lambda layers: layers, lambda layers: on_one_device(layers)])
+@pytest.mark.parametrize("make", [same, on_one_device])
 def test_loading(make: Callable[[Any], Module]) -> None:
     module = traced.Tied()
     sample = torch.randint(9, (5, 4))
@@ -145,19 +146,10 @@ def test_hooks_run(name: str) -> None:
     assert seen == ["forward", "forward", "backward", "backward"]
 
 
-def compiled_call(module: Any) -> Module:
-    module.compile(backend="aot_eager")
-    return module
-
-
-def compiled_around(module: Module) -> Module:
-    return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
-
-
 # torch.compile reads all attributes of a layer's input, also `.grad`. So it warns also when plain
 # layers run.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("compiled", [compiled_call, traced.compiled_forward, compiled_around])
+@pytest.mark.parametrize("compiled", [compiled_in_place, traced.compiled_forward, compiled_around])
 def test_compiled_parts_are_layers_and_stay_compiled(
     compiled: Callable[[Module], Module],
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from ...parts.layers import WIDTH, Do, linear
+from ...parts.layers import WIDTH, Do, frozen_linear, linear
 from ...row import Row, amid
 
 Change = Callable[[Any, Tensor], object]
@@ -46,10 +46,6 @@ def norm() -> nn.Module:
 
 def frozen_norm() -> nn.Module:
     return nn.BatchNorm1d(WIDTH).eval()
-
-
-def frozen_linear() -> nn.Module:
-    return linear().requires_grad_(False)
 
 
 def times_constant(self: Any, x: Tensor) -> Tensor:

@@ -12,28 +12,11 @@ from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 
 from torchgpipe.task.guards import buffers
 
-from ...parts.layers import WIDTH, Do, linear, made
-from ...row import Row, amid, steps
+from ...parts.layers import WIDTH, Do, between_linears, linear
+from ...row import Row, amid, but_never, steps, three
 
 LARGE = buffers.SMALL // 4 + 1
 """The number of elements of a buffer just too large to be a small buffer for the pipeline."""
-
-
-def three(name: str, layers: Callable[[], nn.Sequential], **options: Any) -> Row:
-    """Return a test case with three layers. The last layer is the second partition."""
-    return Row(name, layers, balance=(2, 1), **options)
-
-
-def checkpointed(message: str) -> dict[str, str]:
-    """Return `message` as the expected error in the modes "always" and "except_last".
-
-    In these modes of checkpointing, partitions are recomputed.
-    """
-    return {"always": message, "except_last": message}
-
-
-def between_linears(make: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    return made(linear, make, linear)
 
 
 # `Holds`, a layer with buffers, and functions that change the buffers.
@@ -225,7 +208,7 @@ ROWS = [three("a count in the passes", holding(in_place), use=steps)]
 for size in (2, LARGE):
     name = f"a count by `.data`, which PyTorch does not count, {size} elements"
     ROWS.append(three(name, holding(by_data, size), use=steps))
-for size, refused in ((2, {}), (LARGE, checkpointed(UNCOUNTED))):
+for size, refused in ((2, {}), (LARGE, but_never(UNCOUNTED))):
     row = three(
         f"a count on a device to wait for, {size} elements",
         holding(by_data, size),
@@ -252,9 +235,7 @@ for what, layer in (
 ):
     ROWS.append(three(what, between_linears(layer), use=steps))
 ROWS += [
-    three(
-        "a buffer that grows once", holding(once), use=steps, refused=checkpointed("not a buffer")
-    ),
+    three("a buffer that grows once", holding(once), use=steps, refused=but_never("not a buffer")),
     Row(
         "one memory in buffers of two partitions",
         views_in_two,
@@ -279,4 +260,4 @@ ROWS += [
 for how, function in (("name", by_name), ("`buffers()`", by_buffers)):
     layers = between_linears(partial(reading, function))
     name = f"statistics that another layer reads by {how}"
-    ROWS.append(three(name, layers, refused=checkpointed(READS)))
+    ROWS.append(three(name, layers, refused=but_never(READS)))

@@ -9,9 +9,9 @@ from torch.nn import Parameter
 
 from ....library.traced import Squared
 from ...compare import REORDERED
-from ...parts.layers import WIDTH, linear, made
-from ...row import Row, steps
-from .held import between_linears, holding, three
+from ...parts.layers import WIDTH, between_linears, linear
+from ...row import Row, but_graph_never, steps, three
+from .held import holding
 
 
 class Kind(Parameter):
@@ -58,7 +58,7 @@ def squared() -> Any:
 
 OTHER = "replaced, added, froze or hooked a parameter in its forward"
 SHAPELESS = r"LazyLinear has no shape for 'weight'.*run the layers once, then train"
-OWN_GRAPHS = {"graph never": "", "": OTHER}
+OWN_GRAPHS = but_graph_never(OTHER)
 
 ROWS = [
     # One parameter has two names. Its gradients are added up in another order.
@@ -78,8 +78,8 @@ ROWS = [
     ),
     Row(
         "a parameter without a shape",
-        made(linear, partial(nn.LazyLinear, WIDTH), linear),
-        refused={"graph never": "", "": SHAPELESS},
+        between_linears(partial(nn.LazyLinear, WIDTH)),
+        refused=but_graph_never(SHAPELESS),
     ),
     three("a custom function at the end", between_linears(squared), use=steps),
 ]

@@ -14,8 +14,8 @@ from torch.autograd import grad
 
 from ...compare import REORDERED
 from ...parts.layers import WIDTH, Do, five, linear
-from ...row import Row, loss_of, step
-from .layers import NOT_NEVER, double_all
+from ...row import Row, but_never, loss_of, step
+from .layers import double_all
 
 # Losses to run backward from. The two outputs have 4 and 3 features, and 8 samples in chunks of 3.
 
@@ -249,7 +249,7 @@ ROWS += [
     Row(
         "a backward to be differentiated",
         use=to_be_differentiated,
-        refused=dict.fromkeys(NOT_NEVER, "create_graph=True"),
+        refused=but_never("create_graph=True"),
         without={"never": "it can be"},
     ),
 ]

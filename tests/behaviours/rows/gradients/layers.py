@@ -10,18 +10,12 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_forward_hook
 
 from ....library.layers import same
-from ...parts.layers import WIDTH, Do, acting, five, freeze, linear, made, real, weight
-from ...row import Row, amid, step, steps
-
-NOT_NEVER = ("always", "except_last")
+from ...parts.layers import WIDTH, Do, acting, between_linears, five, freeze, real, weight
+from ...row import Row, amid, but_graph_never, but_never, step, steps, three
 
 
 def weighted(function: Callable[[Any, Tensor], Tensor]) -> nn.Module:
     return Do(function, weight=weight())
-
-
-def between_linears(make: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    return made(linear, make, linear)
 
 
 # Hooks.
@@ -174,17 +168,16 @@ for what, numbers in FROZEN.items():
     # The discriminator of a GAN has to be frozen while the generator's loss is computed.
     ROWS.append(Row(f"frozen: {what}, and thawed before backward", frozen, use=amid(thaw)))
 ROWS.append(
-    Row(
+    three(
         "a layer that hooks its parameter",
         between_linears(partial(acting, hook_its_weight)),
-        balance=(2, 1),
         use=steps,
-        refused={"graph never": "", "": "hooked a parameter in its forward"},
+        refused=but_graph_never("hooked a parameter in its forward"),
     )
 )
 for what, layer in (("torch.func.grad", gradients_of_samples), ("forward_ad", times_tangent)):
     layers = between_linears(partial(same, layer))
-    ROWS.append(Row(f"a layer that uses `{what}`", layers, balance=(2, 1), use=steps))
+    ROWS.append(three(f"a layer that uses `{what}`", layers, use=steps))
 for what, use in (
     ("that removes itself", hooked_once),
     ("of gradients after forward", amid(hook_gradients)),
@@ -195,7 +188,7 @@ ROWS += [
     Row(
         "a hook of all modules during forward",
         use=hooked_all,
-        refused=dict.fromkeys(NOT_NEVER, "'hooks of all modules' of .* was changed"),
+        refused=but_never("'hooks of all modules' of .* was changed"),
     ),
     Row(
         "a parameter thawed in forward",
@@ -205,39 +198,30 @@ ROWS += [
             "ranks": "what takes a gradient there does not come back to the process that compares"
         },
     ),
-    Row(
-        "a buffer that takes a gradient",
-        between_linears(with_trained_buffer),
-        balance=(2, 1),
-        use=steps,
-    ),
-    Row(
+    three("a buffer that takes a gradient", between_linears(with_trained_buffer), use=steps),
+    three(
         "a buffer that a hypernetwork makes",
         between_linears(with_made_buffer),
-        balance=(2, 1),
         use=made_by_a_hypernetwork,
         note="Its output stands in a buffer's place, anew for each step.",
     ),
-    Row(
+    three(
         "a buffer that a hypernetwork makes, beside one that changes",
         between_linears(with_made_buffer_and_count),
-        balance=(2, 1),
         use=made_by_a_hypernetwork,
     ),
-    Row(
+    three(
         "a buffer that keeps an output with its graph",
         between_linears(keeping),
-        balance=(2, 1),
         use=forgotten_in_the_end,
     ),
-    Row(
+    three(
         "a layer that reads its gradient",
         between_linears(partial(weighted, times_gradient)),
-        balance=(2, 1),
-        refused=dict.fromkeys(NOT_NEVER, "reads the gradient of its parameter"),
+        refused=but_never("reads the gradient of its parameter"),
         without={"never": "nothing watches its first pass, and the layer finds no gradient"},
     ),
 ]
 for what, function in (("a hook", always_hooked), ("`autograd.grad`", differentiated)):
     layers = between_linears(partial(weighted, function))
-    ROWS.append(Row(f"{what} without a condition", layers, balance=(2, 1), use=steps))
+    ROWS.append(three(f"{what} without a condition", layers, use=steps))

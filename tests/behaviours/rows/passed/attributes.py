@@ -11,7 +11,7 @@ from ....library.layers import same
 from ....plain import Plain
 from ...parts.layers import Do, Pair, linear, made
 from ...parts.wiring import with_skips
-from ...row import Row
+from ...row import Row, but_graph_never
 from .skips import stashing
 from .tensors import of
 
@@ -113,7 +113,7 @@ ROWS = [
     Row(
         "an attribute that takes a gradient",
         of(linear, marked_by_a_tensor, times_more),
-        refused={"graph never": "", "": "attribute.*more"},
+        refused=but_graph_never("attribute.*more"),
         balance=(2, 1),
     ),
     Row(

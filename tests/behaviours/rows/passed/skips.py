@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torchgpipe.skip import Namespace
 
 from ...parts.layers import linear, only_a_skip, real
-from ...parts.wiring import with_skips
-from ...row import Row, steps
+from ...parts.wiring import nothing, the_input, the_output, with_skips
+from ...row import Row, but_graph_never, steps
 from ..between.modes import within
 
 Stashed = Callable[[Tensor, Tensor], Tensor | None]
@@ -21,7 +21,7 @@ PATTERN = "[[-][])"
 WHOLE = {"ranks": "skips go straight from rank to rank"}
 SHARES = "changed an input in place that shares memory"
 # In one partition, both layers see the change. A single autograd graph sees all changes.
-APART = {"": SHARES, "graph never": ""}
+APART = but_graph_never(SHARES)
 ONCE_IS_ENOUGH = {
     "one partition": "once is enough",
     "one micro-batch": "likewise",
@@ -36,10 +36,6 @@ def of_input(x: Tensor, _: Tensor) -> Tensor:
     return x.tanh()
 
 
-def none(_: Tensor, __: Tensor) -> None:
-    return None
-
-
 def none_for_some(x: Tensor, _: Tensor) -> Tensor | None:
     return x.sin() if x[0, 0] > 0 else None
 
@@ -50,14 +46,6 @@ def detached(x: Tensor, _: Tensor) -> Tensor:
 
 def integer(x: Tensor, _: Tensor) -> Tensor:
     return x.argmax(1, keepdim=True)
-
-
-def the_input(x: Tensor, _: Tensor) -> Tensor:
-    return x
-
-
-def the_output(_: Tensor, y: Tensor) -> Tensor:
-    return y
 
 
 def constant(x: Tensor, _: Tensor) -> Tensor:
@@ -125,8 +113,8 @@ CASES: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
     "two from one layer": (two_from_one, THREE),
     "popped and stashed at once": (popped_and_stashed, THREE),
     "only the skip takes a gradient": (only_a_skip, (2, 1)),
-    "none": (partial(paired, "[-]", none), THREE),
-    "none within": (partial(paired, "[]-", none), (2, 1)),
+    "none": (partial(paired, "[-]", nothing), THREE),
+    "none within": (partial(paired, "[]-", nothing), (2, 1)),
     "none for some micro-batches": (partial(paired, "[-]", none_for_some), THREE),
     "detached": (partial(paired, "[-]", detached), THREE),
     "integer": (partial(paired, "[-]", integer), THREE),

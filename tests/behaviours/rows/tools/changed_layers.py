@@ -13,7 +13,8 @@ from examples.works_with import Batches, other_parameters
 
 from ...compare import REORDERED
 from ...parts.layers import Do
-from .rows import ALONE, but_graph_never, changed, then, tool
+from ...row import but_graph_never
+from .rows import ALONE, changed, then, tool
 
 
 def base_and_adapter(self: Any, x: Tensor) -> Tensor:

@@ -78,12 +78,3 @@ def tool(name: str, use: Use = train, note: str = "", **options: Any) -> Row:
 def changed(name: str, change: Change, note: str = "", **options: Any) -> Row:
     """Return a row (test case) that changes the layers before they become a pipeline."""
     return tool(name, note=note, layers=partial(layers, change), **options)
-
-
-def but_graph_never(message: str) -> dict[str, str]:
-    """Return `message` as the expected error, except on the engine "graph" in the mode "never".
-
-    In that case only, a mini-batch has a single autograd graph. In all other cases, each task has
-    its own graph.
-    """
-    return dict.fromkeys(("workers", "ranks", "always", "except_last"), message)

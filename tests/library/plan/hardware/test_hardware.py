@@ -21,7 +21,6 @@ from torchgpipe.plan.hardware.operators import Grid, Operator
 @pytest.mark.parametrize("name", hardware_names())
 def test_every_figure_has_a_source(name: str) -> None:
     hardware = load_hardware(name)
-    hardware = load_hardware(name)
     required = {"peak.float32", "memory_bandwidth", "launch", "link_latency"}
     assert required <= hardware.sources.keys()
     for source in hardware.sources.values():
