@@ -10,6 +10,7 @@ import gc
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from textwrap import wrap
 from typing import Any
@@ -113,6 +114,10 @@ def _double(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x
 
 
+def _chunk(i: int, x: Tensor) -> Tensor:
+    return x.chunk(CHUNKS)[i]
+
+
 def _check_model(experiment: str, name: str, case: Case) -> Result:
     module, sample = case
     before = {key: x.clone() for key, x in module.state_dict().items()}
@@ -125,10 +130,7 @@ def _check_model(experiment: str, name: str, case: Case) -> Result:
     if not equal:
         raise Unequal("sequential has changed the model or the random numbers")
 
-    micro_batches = []
-    for i in range(CHUNKS):
-        micro_batch = changed(lambda x, i=i: x.chunk(CHUNKS)[i], sample)
-        micro_batches.append(micro_batch)
+    micro_batches = [changed(partial(_chunk, i), sample) for i in range(CHUNKS)]
     plain = outputs_and_gradients(case, module, micro_batches)
     module.load_state_dict(before)
     for n in PARTITIONS:

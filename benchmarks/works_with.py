@@ -30,7 +30,7 @@ def answer(row: Row) -> str:
     """Return a text that says with which engines and checkpoint modes of `GPipe` a row works."""
     right = []
     for engine, mode in product(ENGINES, MODES):
-        if row.refusal(engine, mode) is None:
+        if not row.refusal(engine, mode):
             right.append((engine, mode))
     rounded = ", up to rounding" if row.tolerance else ""
     if len(right) == len(ENGINES) * len(MODES):

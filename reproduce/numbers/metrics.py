@@ -256,8 +256,8 @@ def read(entry: Entry, metric: str) -> Reading | None:
         published = _published_memory(result, entry.record.unit)
         return _memory(result.values.get("peak_reserved"), published)
     if metric == "top1_error" and "epoch" in result.samples:
-        errors = final_errors(result)
-        return Reading(errors, "%", mean=True) if errors else None
+        finals = final_errors(result)
+        return Reading(finals, "%", mean=True) if finals else None
     return _sampled(entry, metric) or _valued(entry, metric)
 
 
@@ -267,12 +267,7 @@ def available(entries: Sequence[Entry]) -> list[str]:
     for entry in entries:
         names.update(dict.fromkeys(entry.result.samples))
         names.update(dict.fromkeys(entry.result.values))
-    found = []
-    for name in names:
-        readings = (read(entry, name) for entry in entries)
-        if any(readings):
-            found.append(name)
-    return found
+    return [name for name in names if any(read(entry, name) for entry in entries)]
 
 
 def _run_of(entry: Entry) -> str:

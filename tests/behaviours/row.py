@@ -122,12 +122,12 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
 
-    def refusal(self, engine: str, checkpoint: str) -> str | None:
-        """Return the pattern of the error that a pipeline must raise, or `None` for no error."""
+    def refusal(self, engine: str, checkpoint: str) -> str:
+        """Return the pattern of the error that a pipeline must raise, or "" for no error."""
         for key in (f"{engine} {checkpoint}", engine, checkpoint, ""):
             if key in self.refused:
                 return self.refused[key]
-        return None
+        return ""
 
     def left_out(self, variation: str, engine: str, checkpoint: str) -> bool:
         """Return whether the row must not run with this variation, engine and mode.

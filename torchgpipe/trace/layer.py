@@ -19,13 +19,10 @@ from torch.nn import Module
 from torchgpipe.skip.scope import Namespace, SkipKey, current_scope
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.tensors.observe import NOTHING
-from torchgpipe.trace.calls import BatchSize, Call, Device, Held, LayerPlan, Value
+from torchgpipe.trace.calls import Call, Device, Held, LayerPlan, Value
 from torchgpipe.trace.generalise import Grows
 from torchgpipe.trace.parts import tensors_in, within
 from torchgpipe.trace.signature import Signature, arguments
-
-# Older versions called these classes `Step` and `Batch`, and their pickles contain these names.
-Step, Batch = Call, BatchSize
 
 
 class Layer(Module):
