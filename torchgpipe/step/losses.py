@@ -49,8 +49,8 @@ class Losses(BatchIO):
         self._stage = Stage(len(batch.orders.placement), nn.Identity(), batch.devices[-1])
         # Targets that have a graph, by the leaf that replaces each of them in the criterion.
         self._cut: dict[Tensor, Tensor] = {}
-        self._targets = parted(self._without_graphs(request.target), sizes)
-        self._shares = Shares(request.reduction, request.weight, sizes, self._targets)
+        self.targets = parted(self._without_graphs(request.target), sizes)
+        self._shares = Shares(request.reduction, request.weight, sizes, self.targets)
         self._under_way: dict[int, tuple[Flat, Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
         self._logs: dict[int, Any] = {}
@@ -79,7 +79,7 @@ class Losses(BatchIO):
         if torch.is_grad_enabled():
             self._under_way[i] = output.flat, loss
             self._has_graph |= loss.requires_grad
-        if len(self._losses) < len(self._targets):
+        if len(self._losses) < len(self.targets):
             return
         if torch.is_grad_enabled() and not self._has_graph:
             raise RuntimeError(
@@ -97,7 +97,7 @@ class Losses(BatchIO):
         with self._batch.draws(i, self._stage, False).around():
             try:
                 given = self._shown(together(output.form, handed(output.flat)))
-                return self._request.criterion(given, self._targets[i])
+                return self._request.criterion(given, self.targets[i])
             except Exception as error:
                 note(error, f"the criterion, micro-batch {i}{self._elsewhere(i)}")
                 raise
@@ -105,7 +105,7 @@ class Losses(BatchIO):
     def _elsewhere(self, i: int) -> str:
         """Return a hint if a target is on another device than the output."""
         here = self._batch.devices[-1]
-        for x in tensors_in(self._targets[i]):
+        for x in tensors_in(self.targets[i]):
             if x.device != here:
                 return f"; the output is on {here}, but a tensor of the target on {x.device}"
         return ""
@@ -222,8 +222,9 @@ def run_step(
         raise RuntimeError("step() goes backward, but gradients are off here; call evaluate()")
     io = BatchIO(inputs)
     if batch.last:
-        io = Losses(batch, inputs, sizes, request, shown)
-        warn_of_other_means(request, sizes)
+        losses = Losses(batch, inputs, sizes, request, shown)
+        warn_of_other_means(request, losses.targets)
+        io = losses
     elif request.scaler is not None:
         # This makes the scaler create its scale, which it needs later.
         request.scaler.scale(torch.zeros((), device=batch.devices[0]))
