@@ -114,16 +114,19 @@ class Losses(BatchIO):
         """Run the backward of micro-batch i's loss; return the gradients of its outputs.
 
         The criterion can use other leaf tensors, too. Their gradients are added to the sums that
-        the method `sums` returns.
+        the method `sums` returns. As in a backward of a sum of all losses, a graph behind several
+        losses is freed in the end, when no other backward needs it.
         """
         outputs, loss = self._under_way.pop(i)
         if not loss.requires_grad:
             return _zeros(outputs)
         if self._request.scaler is not None:
             loss = self._request.scaler.scale(loss)
+        # A tensor that the criterion closes over can have a graph, which is behind all losses.
+        ends = len(self._losses) == len(self.targets) and not self._under_way
         leaves, only_whole = leaves_behind(loss)
         if only_whole:
-            loss.backward()
+            loss.backward(retain_graph=not ends)
             return tuple([None if y is None else self._shares.masked(y.grad, i) for y in outputs])
         leaves = [x for x in leaves if x.requires_grad]  # a criterion may freeze what it has used
         own = {id(y) for y in outputs}
@@ -131,7 +134,7 @@ class Losses(BatchIO):
         # Hooks of the other leaves run only once, when the caller's backward gets the sums.
         unhooked: AbstractContextManager[Any] = without_hooks(others) if others else NOTHING
         with unhooked:
-            found = torch.autograd.grad(loss, leaves, allow_unused=True)
+            found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=not ends)
         masked = [self._shares.masked(grad, i) for grad in found]
         grads = dict(zip(map(id, leaves), masked, strict=True))
         for x in others:
