@@ -52,7 +52,7 @@ def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
             passed = []
             for other in step:
                 if _fixed(other) != _fixed(call):
-                    raise _Differs("it calls something else")
+                    raise Differs("it calls something else")
                 passed.append((other.args, other.kwargs))
             args, kwargs = general(passed, sizes)
             calls.append(call._replace(args=args, kwargs=kwargs))
@@ -60,9 +60,9 @@ def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
         if len(set(lengths)) > 1:
             longest = max(lists, key=len)
             at = longest[min(lengths)].where
-            raise _Differs(f"it makes {', '.join(map(str, lengths))} calls")
+            raise Differs(f"it makes {', '.join(map(str, lengths))} calls")
         _check_ends(recordings)
-    except _Differs as error:
+    except Differs as error:
         raise refused(
             root,
             at,
@@ -77,7 +77,7 @@ _fixed = attrgetter("target", "outputs", "grad", "since")
 
 
 def _check_ends(recordings: Sequence[Recording]) -> None:
-    """Raise `_Differs` if recordings return different structures or use different tensors."""
+    """Raise `Differs` if recordings return different structures or use different tensors."""
     structures: list[Any] = []
     ends: list[Any] = []
     for recording in recordings:
@@ -86,7 +86,7 @@ def _check_ends(recordings: Sequence[Recording]) -> None:
         ends.append((recording.outputs, structure, recording.extra))
     if not all(same(end, ends[0]) for end in ends):
         returned = ", ".join(map(repr, structures))
-        raise _Differs(
+        raise Differs(
             f"it uses different constant tensors, or returns {returned[:200]}; a pipeline can "
             "return tensors alone, and values that are equal for all batch sizes"
         )
@@ -119,7 +119,7 @@ def check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
             )
 
 
-class _Differs(Exception):
+class Differs(Exception):
     """An internal error whose message says how recordings differ."""
 
 
@@ -133,7 +133,7 @@ def general(values: Sequence[Any], sizes: Sequence[int]) -> Any:
         sizes: The batch sizes.
 
     Raises:
-        _Differs: If the values differ in anything but numbers that grow with the batch size.
+        Differs: If the values differ in anything but numbers that grow with the batch size.
     """
     first = values[0]
     kinds = set(map(type, values))
@@ -156,7 +156,7 @@ def general(values: Sequence[Any], sizes: Sequence[int]) -> Any:
         return slice(*general(ends, sizes))
     elif all(same(value, first) for value in values):
         return first
-    raise _Differs(f"it passes {', '.join(map(repr, values))}")
+    raise Differs(f"it passes {', '.join(map(repr, values))}")
 
 
 def same(x: Any, y: Any) -> bool:

@@ -7,9 +7,9 @@ recorded.
 """
 
 import copy
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.nn import Module
 
 from torchgpipe.trace.calls import Recording
 from torchgpipe.trace.generalise import generalise
+from torchgpipe.trace.kept import KeptResults, NeedsResults
 from torchgpipe.trace.notes import Notes, check_notes
 from torchgpipe.trace.parts import Slots, tensors_in
 from torchgpipe.trace.recorder import Recorder
@@ -50,6 +51,8 @@ def record(
             devices of the module and of `inputs`.
 
     Raises:
+        NeedsResults: If a submodule that is kept whole needs the contents of a tensor, and its
+            results are not known.
         Untraceable: If the module needs the contents of a tensor, or raises an error.
     """
     with (
@@ -60,6 +63,7 @@ def record(
         watched(recorder),
     ):
         recorder.put_fakes(device)
+        recorder.size, recorder.device = size, device
         given: list[Tensor] = []
         slots = Slots()
         for x, batched in zip(inputs, signature.batched, strict=True):
@@ -74,7 +78,7 @@ def record(
                 result = signature.call(recorder.root, given)
                 recorder.note_draws()
             structure = slots.taken(result)
-        except Untraceable:
+        except (Untraceable, NeedsResults):
             raise
         except Exception as error:
             lines = str(error).strip().splitlines()
@@ -85,6 +89,18 @@ def record(
         outputs = tuple([recorder.number(x) for x in slots.tensors])
     returned = (structure, slots.again())
     return Recording(size, recorder.calls, recorder.shapes, returned, outputs, recorder.extra)
+
+
+class Recorded(NamedTuple):
+    """The recordings of a module for several batch sizes.
+
+    Attributes:
+        recordings: A recording for each batch size.
+        results: The results of submodules that cannot run on fake tensors, if there are any.
+    """
+
+    recordings: list[Recording]
+    results: KeptResults | None
 
 
 class Sizes:
@@ -99,7 +115,7 @@ class Sizes:
         signature: The module's signature.
         inputs: The tensors of the sample.
         whole: The submodules that are kept whole.
-        recordings: The recordings from which the layers were made.
+        recorded: The recordings from which the layers were made.
 
     Raises:
         Untraceable: If the module cannot be copied.
@@ -111,13 +127,14 @@ class Sizes:
         signature: Signature,
         inputs: Tensors,
         whole: Container[Module],
-        recordings: Sequence[Recording],
+        recorded: Recorded,
     ) -> None:
-        self._signature, self._recordings = signature, recordings
+        self._signature = signature
+        self._recordings, self._results = recorded
         self._whole: list[str] = []
         self._plain: list[tuple[Tensor, Tensor]] = []
         self._state: State = (module.training, _autocast(inputs[0]))
-        self._known = {(recording.size, *self._state) for recording in recordings}
+        self._known = {(recording.size, *self._state) for recording in self._recordings}
         memo: dict[int, Any] = {}  # the objects in the copy, by the ids of the originals
         for x in (*module.parameters(), *module.buffers()):
             y = torch.empty_like(x, device="meta")
@@ -184,8 +201,15 @@ class Sizes:
                 part.training = False
         whole = set(map(module.get_submodule, self._whole))
         with torch.autocast(device.type, cast, enabled=cast is not None):
-            recorder = Recorder(module, whole, notes)
-            found = record(recorder, self._signature, tensors, size, device)
+            recorder = Recorder(module, whole, notes, self._results)
+            try:
+                found = record(recorder, self._signature, tensors, size, device)
+            except NeedsResults as error:
+                raise Untraceable(
+                    f"a submodule of {type(module).__name__} that is kept whole did not need the "
+                    "contents of tensors when sequential was called, but needs them in this mode: "
+                    f"{error.__cause__}"
+                ) from None
         check_notes(module, notes)
         originals = {id(copied): x for x, copied in self._plain}
         for name, x in found.extra.items():

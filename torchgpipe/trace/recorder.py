@@ -4,6 +4,7 @@ import copy
 import random
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Container
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchgpipe.tensors._autograd import refuse_transforms, storage_of
 from torchgpipe.trace.calls import Call, Device, Held, Value
+from torchgpipe.trace.kept import KeptResults, NeedsResults
 from torchgpipe.trace.notes import NOTED, Notes
 from torchgpipe.trace.parts import Slots, tensors_in
 from torchgpipe.trace.refuse import Untraceable, Where, refused, where
@@ -53,8 +55,11 @@ class Recorder(TorchFunctionMode):
         root: The module.
         whole: The submodules that the user keeps whole, and submodules that cannot be recorded.
         notes: Gets an entry for each module that uses something a recording cannot repeat.
+        results: The results of submodules that cannot run on fake tensors, if they are known.
 
     Attributes:
+        size: The batch size of the fake tensors.
+        device: The device of all fake tensors; with `None`, they have the devices of real tensors.
         fake: The mode in which the module's tensors are fake.
         calls: The recorded calls.
         shapes: The shapes of the inputs, and of the tensors that calls made, by number.
@@ -62,15 +67,25 @@ class Recorder(TorchFunctionMode):
             get new names.
     """
 
-    def __init__(self, root: Module, whole: Container[Module], notes: Notes) -> None:
+    def __init__(
+        self,
+        root: Module,
+        whole: Container[Module],
+        notes: Notes,
+        results: KeptResults | None = None,
+    ) -> None:
         super().__init__()
         self.root = root
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.calls: list[Call] = []
         self.shapes: list[tuple[int, ...]] = []
         self.extra: dict[str, Tensor] = {}
+        self.size = 0
+        self.device: torch.device | None = None
         self._whole = whole
         self._notes = notes
+        self._results = results
+        self._kept_calls = Counter[str]()  # how often each submodule was called
         self._paths = {module: path for path, module in root.named_modules()}
         # The name of each tensor that the module holds, by the tensor's id.
         self._names: dict[int, str] = {}
@@ -80,8 +95,6 @@ class Recorder(TorchFunctionMode):
         for name, x in held:
             self._names.setdefault(id(x), name)
         self._device_type = held[0][1].device.type if held else "cpu"
-        # The module's own tensors, by the ids of the fake tensors that replace them.
-        self._real: dict[int, Tensor] = {}
         # The numbers of inputs, and of tensors that calls made, by id. The id of a freed object can
         # be used again, so these tensors are kept alive.
         self._numbers: dict[int, int] = {}
@@ -149,7 +162,6 @@ class Recorder(TorchFunctionMode):
                     y = fakes[id(x)]
                     holder[name] = y
                     self._names[id(y)] = self._names[id(x)]
-                    self._real[id(y)] = x
 
     def _fake_of(self, x: Tensor, device: torch.device | None) -> Tensor:
         if device is None:
@@ -262,25 +274,18 @@ class Recorder(TorchFunctionMode):
         return refused(self.root, at, why, what)
 
     def _run_whole(self, module: Module, run: Run, *args: Any, **kwargs: Any) -> Any:
-        """Run a module on fake tensors; if that fails, run a copy of it on real tensors."""
+        """Run a module on fake tensors; if that fails, return its result of an earlier run."""
+        path = self._paths[module]
+        call = self._kept_calls[path]
+        self._kept_calls[path] += 1
         try:
             return run(*args, **kwargs)
-        except Exception:
+        except Exception as error:
             if module not in self._whole:
                 raise
-        slots = Slots()
-        template = slots.taken((args, kwargs))
-        with unset_fake_temporarily(), torch.random.fork_rng(), torch.no_grad():
-            args, kwargs = slots.put_back(template, list(map(_filled, slots.tensors)))
-            memo: dict[int, Any] = {}
-            for y in (*module.parameters(), *module.buffers()):
-                x = self._real[id(y)].detach()
-                memo[id(y)] = _filled(y) if x.is_meta else x.clone()
-            result = copy.deepcopy(module, memo)(*args, **kwargs)
-        slots = Slots()
-        template = slots.taken(result)
-        fakes = list(map(self.fake.from_tensor, slots.tensors))
-        return slots.put_back(template, fakes)
+            if self._results is None or path not in self._results:
+                raise NeedsResults from error
+        return self._results.result(path, call, self.size, self.device)
 
     def _template(self, value: Any) -> Any:
         """Return an argument of a call with placeholders for tensors and devices."""
@@ -339,9 +344,3 @@ def random_states() -> tuple[Any, ...]:
     with unset_fake_temporarily():
         state = torch.default_generator.get_state()
         return (state.numpy().tobytes(), random.getstate(), bytes(keys), others)
-
-
-def _filled(x: Tensor) -> Tensor:
-    """Return a real tensor with the shape and dtype of `x`, filled with numbers."""
-    real = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    return real.normal_() if x.is_floating_point() else real

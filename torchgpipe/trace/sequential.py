@@ -15,10 +15,11 @@ from torchgpipe.tensors.microbatch import tensors_of
 from torchgpipe.trace.calls import BatchSize, Call, Held, LayerPlan, Recording, cut
 from torchgpipe.trace.compare import check_halves, check_outputs, check_state, ran
 from torchgpipe.trace.generalise import SIZES, Grows, check_batch, generalise
+from torchgpipe.trace.kept import KeptResults, NeedsResults
 from torchgpipe.trace.layer import Layer, Layers
 from torchgpipe.trace.notes import Notes, check_notes
 from torchgpipe.trace.parts import within
-from torchgpipe.trace.record import Sizes, record
+from torchgpipe.trace.record import Recorded, Sizes, record
 from torchgpipe.trace.recorder import Recorder
 from torchgpipe.trace.refuse import Untraceable, refused
 from torchgpipe.trace.signature import Signature, Tensors, arguments
@@ -162,7 +163,8 @@ def _subsets(members: Sequence[int], n: int) -> Iterator[Batched]:
 
 def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Module]) -> Layers:
     """Record a module and cut it into layers."""
-    recordings = _recordings(module, signature, inputs, whole)
+    recorded = _recorded(module, signature, inputs, whole)
+    recordings = recorded.recordings
     recording = recordings[0]
     check_batch(module, recordings)
     signature.returns(*recording.result, recording.outputs)
@@ -176,27 +178,31 @@ def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Mo
         layers[plan.name] = Layer(module, plan, namespace, recording.extra)
     sequence = Layers(layers, signature)
     first: Any = sequence[0]
-    first.sizes = Sizes(module, signature, inputs, whole, recordings)
+    first.sizes = Sizes(module, signature, inputs, whole, recorded)
     sequence.training = module.training
     _hold_unused(module, sequence)
     return sequence
 
 
-def _recordings(
+def _recorded(
     module: Module, signature: Signature, inputs: Tensors, whole: set[Module]
-) -> list[Recording]:
+) -> Recorded:
     """Record a module's calls for several batch sizes.
 
     If small submodules cannot be recorded, for example because they read the mode, the function
     adds them to `whole` and records the module again.
     """
+    results: KeptResults | None = None
     while True:
         notes: Notes = {}
         try:
             recordings = []
             for size in SIZES:
-                recorder = Recorder(module, whole, notes)
+                recorder = Recorder(module, whole, notes, results)
                 recordings.append(record(recorder, signature, inputs, size))
+        except NeedsResults:
+            results = KeptResults(module, signature, inputs, whole)
+            continue
         except Untraceable:
             small = _small_modules(notes, module)
             if not small:
@@ -204,7 +210,7 @@ def _recordings(
         else:
             small = _small_modules(notes, module)
             if not small:
-                return recordings
+                return Recorded(recordings, results)
         whole |= small
 
 

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from torchgpipe import GPipe
 from torchgpipe.state import saved_files
+from torchgpipe.state.optimizers import same
 from torchgpipe.state.saves import Saves
 
 from ...behaviours.compare import differences
@@ -175,3 +176,21 @@ def test_a_reader_looks_again_if_its_state_is_removed(
     assert Saves(tmp_path).load(reader, None) == {"step": 1}
     assert checked == ["000001-step-0", "000002-step-1"]
     assert differences(reader.state_dict(), model.state_dict()) == []
+
+
+NAN = torch.tensor([1.0, torch.nan])
+SAME: list[tuple[Any, Any, bool]] = [
+    (NAN, NAN.clone(), True),
+    (NAN, NAN.double(), False),
+    (NAN, torch.ones(2), False),
+    (torch.nan, torch.nan, True),
+    ({"a": [1, NAN]}, {"a": [1, NAN.clone()]}, True),
+    ({"a": [1, NAN]}, {"a": [2, NAN]}, False),
+    (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), True),
+    (1, 1.0, False),
+]
+
+
+@pytest.mark.parametrize(("x", "y", "expected"), SAME)
+def test_same(x: Any, y: Any, expected: bool) -> None:
+    assert same(x, y) == expected

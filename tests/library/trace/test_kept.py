@@ -1,0 +1,101 @@
+"""Test submodules that are kept whole and need the contents of their inputs.
+
+Such a submodule is never run on invented inputs. For example, a packed sequence of length zero is
+an error.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from torchgpipe import GPipe, sequential
+from torchgpipe.trace.refuse import Untraceable
+
+WORDS, WIDTH, LENGTH = 12, 6, 7
+
+
+class Encoder(nn.Module):
+    """Encode sentences of different lengths by an LSTM over packed sequences."""
+
+    def __init__(self, are_sorted: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.are_sorted = are_sorted
+
+    def forward(self, words: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+        embedded = self.embedding(words)
+        packed = pack_padded_sequence(
+            embedded, lengths, batch_first=True, enforce_sorted=self.are_sorted
+        )
+        outputs, (last, _) = self.lstm(packed)
+        padded, _ = pad_packed_sequence(outputs, batch_first=True, total_length=LENGTH)
+        return {"all": padded, "last": last[-1]}
+
+
+class Reader(nn.Module):
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.hidden, self.out = nn.Linear(WIDTH, 20), nn.Linear(20, 3)
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        encoded = self.encoder(words, lengths)
+        pooled = encoded["all"].sum(1) + encoded["last"]
+        result: Tensor = self.out(self.hidden(pooled).relu())
+        return result
+
+
+def sentences(n: int) -> tuple[Tensor, Tensor]:
+    lengths = torch.arange(n) * 5 % LENGTH + 1
+    return torch.randint(WORDS, (n, LENGTH)), lengths.sort(descending=True).values
+
+
+@pytest.mark.parametrize("are_sorted", [False, True])
+@pytest.mark.parametrize("engine", ["graph", "workers"])
+def test_packed_sequences(engine: Any, are_sorted: bool) -> None:
+    """Also check batch sizes and a mode that the sample did not have."""
+    module = Reader(Encoder(are_sorted))
+    layers = sequential(module, sentences(4), whole=[Encoder])
+    assert [name.partition(":")[2] for name, _ in layers.named_children()] == [
+        "encoder",
+        "hidden",
+        "out",
+    ]
+    model = GPipe(layers, [2, 1], devices=["cpu", "cpu"], chunks=2, engine=engine)
+    for training, n in ((True, 13), (False, 6)):
+        model.train(training)
+        words, lengths = sentences(n)
+        expected = module(words, lengths)
+        torch.testing.assert_close(model(words, lengths), expected)
+    model(words, lengths).sum().backward()
+    found = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    module.zero_grad()
+    module(words, lengths).sum().backward()
+    for grad, p in zip(found, module.parameters(), strict=True):
+        torch.testing.assert_close(grad, p.grad)
+
+
+class Longest(Encoder):
+    """An encoder whose output is only as long as the longest sentence of the micro-batch."""
+
+    def forward(self, words: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+        encoded = super().forward(words, lengths)
+        return {**encoded, "all": encoded["all"][:, : int(lengths.sum())]}
+
+
+@pytest.mark.parametrize(
+    ("encoder", "device", "message"),
+    [
+        (Encoder, "meta", "needs the contents of tensors.*with the module on the CPU"),
+        (Longest, "cpu", "shapes do not follow from the batch size"),
+    ],
+)
+def test_refusals(encoder: type[Encoder], device: str, message: str) -> None:
+    module = Reader(encoder()).to(device)
+    words = torch.randint(WORDS, (3, LENGTH))
+    with pytest.raises(Untraceable, match=message):
+        sequential(module, (words.to(device), torch.tensor([1, 1, 2])), whole=[encoder])

@@ -1,0 +1,122 @@
+"""The results of submodules that are kept whole, for any batch size: `KeptResults`."""
+
+from collections.abc import Container
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module
+
+from torchgpipe.trace.generalise import SIZES, Differs, Grows, general
+from torchgpipe.trace.parts import Slots
+from torchgpipe.trace.refuse import Untraceable
+from torchgpipe.trace.restore import as_it_was
+from torchgpipe.trace.signature import Signature, Tensors
+
+Form = tuple[tuple[Any, ...], torch.dtype, torch.device]
+"""The shape of a tensor (with `Grows` for lengths that grow with the batch), dtype and device."""
+
+
+class NeedsResults(Exception):
+    """An internal error: a submodule that is kept whole cannot run on fake tensors."""
+
+
+class _Result(NamedTuple):
+    """The result of a call: its structure with slots for the tensors, and the tensors' forms."""
+
+    structure: Any
+    forms: list[Form]
+
+
+class KeptResults:
+    """The structures and shapes of the results of submodules that are kept whole.
+
+    A submodule may need the contents of its inputs, such as the lengths of sequences. So it cannot
+    run on fake tensors. Then the module runs on the sample, in three batch sizes, and a recording
+    uses the results that its submodules had in these runs.
+
+    Args:
+        module: The module.
+        signature: The module's signature.
+        inputs: The tensors of the sample.
+        whole: The submodules that are kept whole.
+
+    Raises:
+        Untraceable: If the module is on `meta`, or if the shapes of a result do not grow linearly
+            with the batch size.
+    """
+
+    def __init__(
+        self, module: Module, signature: Signature, inputs: Tensors, whole: Container[Module]
+    ) -> None:
+        if any(x.is_meta for x in (*inputs, *module.parameters(), *module.buffers())):
+            raise Untraceable(
+                f"a submodule of {type(module).__name__} that is kept whole needs the contents of "
+                "tensors, so it cannot run on meta; call sequential with the module on the CPU"
+            )
+        paths = {path: part for path, part in module.named_modules() if part in whole}
+        self._slots: dict[str, list[Slots]] = {}
+        runs = []
+        for size in SIZES:
+            run: dict[str, list[_Result]] = {path: [] for path in paths}
+            slots: dict[str, list[Slots]] = {path: [] for path in paths}
+            with as_it_was(module), torch.inference_mode(False), torch.no_grad():
+                for path, part in paths.items():
+                    keep = partial(_keep, run[path], slots[path])
+                    part.register_forward_hook(keep)
+                signature.call(module, _resized(signature, inputs, size))
+            runs.append({path: [tuple(result) for result in run[path]] for path in paths})
+            self._slots = self._slots or slots
+        self._paths = paths.keys()
+        try:
+            self._calls = general(runs, SIZES)
+        except Differs as error:
+            raise Untraceable(
+                f"a submodule of {type(module).__name__} that is kept whole returns tensors whose "
+                f"shapes do not follow from the batch size: {error}"
+            ) from None
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._paths
+
+    def result(self, path: str, call: int, size: int, device: torch.device | None) -> Any:
+        """Return empty tensors in the structure of a result.
+
+        Args:
+            path: The path of the submodule in the module.
+            call: The number of the submodule's call.
+            size: The batch size.
+            device: The device of the tensors, if it is another device than that of the sample.
+        """
+        structure, forms = self._calls[path][call]
+        tensors = []
+        for shape, dtype, own_device in forms:
+            lengths = [n.each * size + n.fixed if isinstance(n, Grows) else n for n in shape]
+            tensors.append(torch.empty(lengths, dtype=dtype, device=device or own_device))
+        return self._slots[path][call].put_back(structure, tensors)
+
+
+def _keep(
+    results: list[_Result], slots: list[Slots], module: nn.Module, inputs: Any, result: Any
+) -> None:
+    """Keep the structure and shapes of a result; this is a forward hook."""
+    taken = Slots()
+    structure = taken.taken(result)
+    forms = [(tuple(x.shape), x.dtype, x.device) for x in taken.tensors]
+    results.append(_Result(structure, forms))
+    slots.append(taken.again())
+
+
+def _resized(signature: Signature, inputs: Tensors, size: int) -> list[Tensor]:
+    """Return the sample's tensors with another batch size: with fewer samples, or samples twice.
+
+    The samples stay in order, because sequences can be sorted by their lengths.
+    """
+    resized = []
+    for x, batched in zip(inputs, signature.batched, strict=True):
+        if batched:
+            chosen = [k * len(x) // size for k in range(size)]
+            x = x[chosen]
+        resized.append(x.detach().clone())
+    return resized
