@@ -26,8 +26,8 @@ def divided(
     micro_batches = scatter(input, chunks, None if signature is None else signature.batched)
     one_tensor = len(micro_batches) > 1 and isinstance(input, Tensor)
     if one_tensor and begins_in_place(stage.partition):
-        # Micro-batches are views of one tensor, and share its version counter. So a change of one
-        # micro-batch in place looks like a change of all micro-batches.
+        # Micro-batches are views of one tensor, and share its version counter. If a layer changed
+        # one of them in place, this would look like a change of all. So clone them.
         micro_batches = [mapped(torch.clone, x) for x in micro_batches]
     return micro_batches
 
