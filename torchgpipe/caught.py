@@ -1,4 +1,4 @@
-"""Say in one line what a caught error is, and remove a reference cycle from it."""
+"""Describe a caught error in one line, and remove a reference cycle from it."""
 
 
 def caught(error: Exception) -> Exception:

@@ -227,7 +227,7 @@ class GPipe(Partitioned):
 
         Args:
             criterion: A function of the output of the mini-batch and the target.
-            input: The input, like for `forward`. If the layers come from a traced module, the input
+            input: The input, as for `forward`. If the layers come from a traced module, the input
                 has the form of the sample of the trace: a tensor, a tuple of arguments, or a
                 dictionary of arguments.
             target: The second argument of the criterion.

@@ -294,7 +294,7 @@ class Connections:
             sender.settle(patience=patience)
 
     def pending(self, peer: int) -> bool:
-        """Return whether there are messages to a rank that it has not received yet."""
+        """Return whether a rank has not yet received every message that was sent to it."""
         return any(sender.pending > 0 for sender in self._senders() if sender.rank == peer)
 
     def close(self) -> None:

@@ -219,8 +219,8 @@ class RankBatch(Batch):
 def _with_ends(loss: Tensor, ends: tuple[Tensor, ...]) -> Tensor | None:
     """Return the loss with extra graph edges to all outputs of the pipeline (`ends`).
 
-    Without these edges, the backward of a loss that uses no output would not reach the pipeline,
-    but other ranks wait for gradients of this rank.
+    Other ranks wait for gradients from this rank. Without these edges, the backward of a loss that
+    uses no output would not reach the pipeline, and the other ranks would wait for ever.
     """
 
     def onward(grads: list[Flat], keep: bool) -> list[Flat]:

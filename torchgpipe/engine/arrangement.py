@@ -10,7 +10,7 @@ from torchgpipe.task.stage import Stage
 
 
 class Orders(NamedTuple):
-    """Lists of actions (forwards, backwards and so on), one list for each program, in order.
+    """Lists of actions (forwards, backwards and so on): for each program, its actions in order.
 
     A program runs the actions of one device, or of all devices.
 
@@ -141,7 +141,8 @@ class ScheduleView:
     def report(self) -> str:
         """Return a line for each stage of this process: how its backward is split, or why not.
 
-        The answer can change when the pipeline has run a step.
+        Some schedules split a backward into two halves: the gradients of inputs, and later those of
+        weights. The answer can change when the pipeline has run a step.
         """
         where = "rank" if len(self._stages) < len(self.placement) else "device"
         lines = []

@@ -158,8 +158,8 @@ class _MiniBatch:
         if not self._one_graph:
             shared = shared_by(outputs, item.flat, item.shared)
             return Item(outputs, form, shared, departure)
-        # In one graph, autograd itself checks in-place changes of tensors. So a task may change a
-        # waiting skip of its micro-batch in place; record the skip's new version.
+        # With one graph, autograd itself finds forbidden in-place changes. So a task may change a
+        # skip that waits for a later partition. Record its new version, so it is not refused there.
         for skip in self._waiting(i):
             skip.versions = versions(skip.flat)
         return Item(outputs, form, (False,) * len(outputs), departure)

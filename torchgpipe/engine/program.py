@@ -91,10 +91,18 @@ _ALONE = "recompute", "backward_weights"
 
 
 class Common(NamedTuple):
-    """The values that all programs of a mini-batch share."""
+    """The values that all programs of a mini-batch share.
 
-    n: int  # the number of stages of the pipeline
-    recomputed: int  # the number of checkpointed micro-batches, which are the first ones
+    Attributes:
+        n: The number of stages of the pipeline.
+        recomputed: The number of checkpointed micro-batches; these are the first ones.
+        ambient: The caller's modes, such as autocast.
+        draws: Decides how a task draws random numbers.
+        observer: A function that is called with each task.
+    """
+
+    n: int
+    recomputed: int
     ambient: AmbientModes
     draws: Draws
     observer: Observer | None

@@ -38,13 +38,13 @@ def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Seque
         raise ValueError("balance is required: the number of layers of each partition" + _ADVICE)
     if not isinstance(balance, Iterable) or isinstance(balance, str | Tensor):
         raise TypeError(
-            "balance must be a list of whole numbers, the layers of each partition, but got "
+            "balance must list the number of layers of each partition, as whole numbers, but got "
             f"{balance!r}" + _ADVICE
         )
     balance = list(balance)
     if any(not isinstance(b, int) or isinstance(b, bool) for b in balance):
         raise TypeError(
-            "balance must be a list of whole numbers, the layers of each partition, but got "
+            "balance must list the number of layers of each partition, as whole numbers, but got "
             f"{balance}" + _ADVICE
         )
     if any(b <= 0 for b in balance):

@@ -34,7 +34,7 @@ class Idle:
     """Find out for how long a task has been idle; a monitoring thread calls `look` regularly.
 
     Args:
-        besides: How many CPU seconds per second threads that do not belong to the task use at most.
+        besides: The CPU time that threads outside of the task use at most, in seconds per second.
     """
 
     def __init__(self, besides: float = 0.0) -> None:
@@ -86,9 +86,9 @@ def cpu_time_of_descendants() -> float:
 def place(ident: int) -> str:
     """Return the line of code that a thread runs now, such as "forward of Linear, linear.py:134".
 
-    The line is in the innermost function on the stack that belongs neither to PyTorch nor to the
-    standard library, or that is a layer's method. If it is not a layer's method, the text also
-    names the layer's method that has called it.
+    The line is in the innermost function that is a layer's method, or that belongs neither to
+    PyTorch nor to the standard library. If this function is not a layer's method, the text also
+    names the layer's method that has called the function.
     """
     frame = sys._current_frames().get(ident)
     inner = ""

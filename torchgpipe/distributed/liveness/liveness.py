@@ -48,7 +48,7 @@ class Wires(Protocol):
         """Return the address of a wire (a message channel) to or from another rank."""
 
     def pending(self, peer: int) -> bool:
-        """Return whether there are messages to a rank that it has not received yet."""
+        """Return whether a rank has not yet received every message that was sent to it."""
 
     def disconnect(self) -> None:
         """Break all connections of this rank, so that no thread waits for other ranks any more."""

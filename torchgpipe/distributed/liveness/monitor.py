@@ -142,7 +142,7 @@ class RankMonitor:
         activity: What this rank does.
         timeout: How many seconds a rank may be silent, hang or wait before this is a problem;
             `None` for no limit.
-        tell: A function that sends this rank's label to another rank, and does not wait.
+        tell: A function that sends this rank's `Label` to another rank, and does not wait.
 
     Attributes:
         others: The other ranks that have not ended.
@@ -208,7 +208,8 @@ class RankMonitor:
     def pause(self) -> float:
         """Return for how many seconds this process was recently stopped, or 0.
 
-        Short pauses do not count: only those after which other ranks may have given up on it.
+        Short pauses do not count. After a long pause, other ranks may already treat this process as
+        failed.
         """
         late = self._overdue()
         if late >= self._timeout / 2:

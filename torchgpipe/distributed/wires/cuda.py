@@ -66,7 +66,7 @@ class Departure(NamedTuple):
 
 
 class Transfer:
-    """Send the tensors of a wire from this rank's GPU, or receive them on the GPU.
+    """Send the tensors of a wire (message channel) from this GPU, or receive them on this GPU.
 
     Args:
         device: This rank's device.

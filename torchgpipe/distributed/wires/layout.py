@@ -1,7 +1,7 @@
 """The memory layout of tensors, and which part of a tensor's memory is sent to another rank.
 
 A received tensor has the same strides as the tensor that was sent. With other strides, PyTorch
-could add up its elements in another order, and get other last bits. Strides can leave gaps in the
+could add up its elements in another order, and round differently. Strides can leave gaps in the
 memory, or repeat elements (`expand`). Gaps and repetitions are not sent.
 """
 

@@ -61,7 +61,7 @@ class Sender(End):
             self._depart()
 
     def settle(self, left: int = 0, patience: float | None = None) -> None:
-        """Wait until at most `left` of the sent messages are not received yet.
+        """Wait until all sent messages have been received, except for at most `left` of them.
 
         Raises:
             queue.Empty: If a message takes longer than `patience` seconds.
@@ -69,8 +69,9 @@ class Sender(End):
         while self._under_way > left:
             error = self._ended.get(timeout=patience)
             if error is not None:
-                self._ended.put(error)  # for a later call of `settle`
-                raise copy(error)  # a copy, because a raised error keeps its traceback's frames
+                # Keep the error for later calls. Raise a copy, because a raised error keeps frames.
+                self._ended.put(error)
+                raise copy(error)
             self._under_way -= 1
 
     def settled(self) -> bool:
