@@ -220,7 +220,7 @@ def _with_ends(loss: Tensor, ends: tuple[Tensor, ...]) -> Tensor | None:
     """Return the loss with extra graph edges to all outputs of the pipeline (`ends`).
 
     Other ranks wait for gradients from this rank. Without these edges, the backward of a loss that
-    uses no output would not reach the pipeline, and the other ranks would wait for ever.
+    uses no output would not reach the pipeline, and the other ranks would wait in vain.
     """
 
     def onward(grads: list[Flat], keep: bool) -> list[Flat]:

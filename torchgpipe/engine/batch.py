@@ -170,8 +170,8 @@ class Batch:
         if any(sharded(stage.modules) for stage in self._engine.stages):
             raise RuntimeError(
                 "layers that FSDP shards (fully_shard) call collectives, which all ranks must call "
-                "in the same order, but worker threads have no fixed order; use engine='graph', and "
-                "call loss.backward() instead of step()"
+                "in the same order, but worker threads have no fixed order; use engine='graph', "
+                "and call loss.backward() instead of step()"
             )
         relay = Relay(self.orders.placement, {action.kind == "forward" for action in lists[0]})
         threads = torch.get_num_threads()
