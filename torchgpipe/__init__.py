@@ -9,6 +9,15 @@ from torchgpipe.__version__ import __version__
 from torchgpipe.gpipe import GPipe
 from torchgpipe.plan.pipeline import pipeline
 from torchgpipe.tensors.checkpoint import is_checkpointing, is_recomputing
+from torchgpipe.tensors.microbatch import MicroBatches
 from torchgpipe.trace import sequential
 
-__all__ = ["GPipe", "__version__", "is_checkpointing", "is_recomputing", "pipeline", "sequential"]
+__all__ = [
+    "GPipe",
+    "MicroBatches",
+    "__version__",
+    "is_checkpointing",
+    "is_recomputing",
+    "pipeline",
+    "sequential",
+]

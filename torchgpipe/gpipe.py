@@ -21,7 +21,7 @@ from torchgpipe.skip.layout import Crossing, skip_layout
 from torchgpipe.step.losses import run_step
 from torchgpipe.step.request import StepRequest
 from torchgpipe.tensors.checkpoint import Mode
-from torchgpipe.tensors.microbatch import TensorOrTensors, check, gather
+from torchgpipe.tensors.microbatch import Input, TensorOrTensors, check, gather
 
 Device = int | str | torch.device
 EngineName = Literal["auto", "graph", "workers"]
@@ -169,15 +169,15 @@ class GPipe(Partitioned):
         the same arguments as that module.
         """
         if self._signature is not None:
-            args, kwargs = (self._signature.flat(args, kwargs),), {}
+            args, kwargs = (self._signature.input_of(args, kwargs),), {}
         return self._shown(super().__call__(*args, **kwargs))
 
-    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+    def forward(self, input: Input) -> TensorOrTensors:
         """Run a mini-batch through the pipeline.
 
         Args:
             input: A tensor, or a tuple of tensors with the same batch size (dimension 0), on any
-                device.
+                device; or `MicroBatches`, a list of such micro-batches.
 
         Returns:
             The concatenated outputs of the micro-batches, on the device of the last partition.
@@ -189,17 +189,17 @@ class GPipe(Partitioned):
         """
         return cast(TensorOrTensors, self._uncompiled(self._forward, input))
 
-    def _forward(self, input: TensorOrTensors) -> TensorOrTensors:
+    def _forward(self, input: Input) -> Input:
         micro_batches = self._begun(input)
         if not self._stages:
             return input
         run = partial(self._engine.run, micro_batches, self.checkpoint, self.observer)
-        return gather(self._mini_batch(run))
+        return gather(self._mini_batch(run, len(micro_batches)))
 
     def _carry_out(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], request: StepRequest
     ) -> torch.Tensor:
-        input = args[0] if self._signature is None else self._signature.flat(args, kwargs)
+        input = args[0] if self._signature is None else self._signature.input_of(args, kwargs)
         micro_batches = self._begun(input)
         if not self._stages:
             raise ValueError("there are no layers to train")
@@ -209,9 +209,9 @@ class GPipe(Partitioned):
             batch = Batch(self._steps, len(micro_batches), self.checkpoint, self.observer)
             return run_step(batch, micro_batches, sizes, request, self._seen)
 
-        return self._mini_batch(run)
+        return self._mini_batch(run, len(micro_batches))
 
-    def _begun(self, input: TensorOrTensors) -> list[TensorOrTensors]:
+    def _begun(self, input: Input) -> list[TensorOrTensors]:
         """Check the input and the settings of this pipeline; return the micro-batches."""
         check(input)
         self._check()

@@ -36,7 +36,7 @@ from torchgpipe.task.guards.randomness import check_apart
 from torchgpipe.task.stage import OF_RUNS, Stage, locks_of
 from torchgpipe.tensors._autograd import averages_gradients, misses_steps
 from torchgpipe.tensors.checkpoint import Mode
-from torchgpipe.tensors.microbatch import TensorOrTensors
+from torchgpipe.tensors.microbatch import Input, TensorOrTensors
 from torchgpipe.tensors.observe import NOTHING, Observer
 from torchgpipe.trace.layer import Layers, keep_names
 
@@ -175,10 +175,10 @@ class Partitioned(FixedDevices, ABC):
             criterion: A function of a micro-batch's output and target. It returns a scalar, or a
                 tuple of a scalar and a value that is kept in the list `model.logs`. Parameters that
                 it uses get gradients, too; on ranks, these must not be of other ranks' layers.
-            input: The input, as for `forward`; for a traced module, as in the trace's sample.
+            input: The input of `forward`, the sample's form for a traced module, or `MicroBatches`.
             target: Tensors with the batch as dimension 0, in tuples, lists and mappings. Each
-                micro-batch gets a part of each tensor, and all other values unchanged. A list
-                with an entry for each sample is split by its entries.
+                micro-batch gets a part of each tensor, and all other values unchanged. A list with
+                an entry for each sample is split by its entries, and `MicroBatches` as they are.
             reduction: `"mean"` weighs the losses by the samples of the micro-batches. `"sum"` adds
                 the losses. `"none"` has the same gradients, but returns a tensor of all losses.
             weight: A function of a micro-batch's target that returns the weight of its loss.
@@ -192,7 +192,7 @@ class Partitioned(FixedDevices, ABC):
             RuntimeError: Gradients are off, a layer does something that a pipeline does not
                 support, or the pipeline is inside `DistributedDataParallel`.
             TypeError: The criterion does not return a scalar.
-            ValueError: The target has another batch size than the input, or `reduction` is unknown.
+            ValueError: Input and target differ in batch size, or `reduction` is unknown.
             RankFailed: Another rank has failed.
         """
         self.logs = []
@@ -274,7 +274,7 @@ class Partitioned(FixedDevices, ABC):
         self._look()
         check_apart([stage.generators for stage in self._stages])
 
-    def _micro_batches(self, input: TensorOrTensors) -> list[TensorOrTensors]:
+    def _micro_batches(self, input: Input) -> list[TensorOrTensors]:
         """Return the micro-batches of a mini-batch, on the device of the first stage."""
         return divided(input, self.chunks, self._stages[0], self._signature)
 
@@ -282,12 +282,12 @@ class Partitioned(FixedDevices, ABC):
         """Return how many samples each micro-batch has."""
         return [samples(micro_batch, self._signature) for micro_batch in micro_batches]
 
-    def _mini_batch(self, run: Callable[[], T]) -> T:
+    def _mini_batch(self, run: Callable[[], T], m: int) -> T:
         """Call `run`; if it succeeds, update the statistics of deferred batch norms."""
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
         shared = self._shared_buffers
         # A single micro-batch in a single process runs the layers in their order.
-        several = self.chunks > 1 or len(self._stages) < len(self.balance)
+        several = m > 1 or len(self._stages) < len(self.balance)
 
         def guarded() -> T:
             with SetBackOnFailure():

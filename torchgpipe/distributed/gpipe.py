@@ -290,7 +290,7 @@ class DistributedGPipe(Partitioned):
                 )
             self._check()
             run = partial(self._run_batch, connections, args, kwargs, request)
-            result = self._mini_batch(run)
+            result = self._mini_batch(run, self.chunks)
         is_last = self.rank == self._steps.arrangement.placement[-1]
         if request is None and not is_last and not result.requires_grad:
             return None
@@ -317,7 +317,7 @@ class DistributedGPipe(Partitioned):
 
     def _scattered(self, args: Any, kwargs: Any) -> list[TensorOrTensors]:
         if self._signature is not None:
-            args, kwargs = (self._signature.flat(args, kwargs),), {}
+            args, kwargs = (self._signature.input_of(args, kwargs),), {}
         if len(args) != 1 or kwargs:
             given = ", ".join([f"{len(args)} by place", *kwargs])
             raise TypeError(

@@ -1,30 +1,44 @@
 """Divide a mini-batch into micro-batches for the first stage."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from torchgpipe.task.guards.memory import begins_in_place
 from torchgpipe.task.stage import Stage
-from torchgpipe.tensors.microbatch import TensorOrTensors, mapped, scatter, tensors_of
+from torchgpipe.tensors.microbatch import (
+    UNCOUNTED,
+    Input,
+    MicroBatches,
+    TensorOrTensors,
+    mapped,
+    scatter,
+    tensors_of,
+)
 from torchgpipe.trace.signature import Signature
 
 
 def divided(
-    input: TensorOrTensors, chunks: int, stage: Stage, signature: Signature | None
+    input: Input, chunks: int, stage: Stage, signature: Signature | None
 ) -> list[TensorOrTensors]:
     """Return the micro-batches of a mini-batch, on the device of the first stage.
 
     Args:
-        input: The mini-batch.
-        chunks: The largest number of micro-batches.
+        input: The mini-batch, or the micro-batches that the caller has made.
+        chunks: The largest number of micro-batches into which a mini-batch is divided.
         stage: The first stage.
         signature: The signature of a traced module: it says which tensors have a batch dimension.
     """
     device = stage.device
     # A copy to the host must be waited for: the host could read it before it has arrived.
-    input = mapped(lambda x: x.to(device, non_blocking=device.type == "cuda"), input)
-    micro_batches = scatter(input, chunks, None if signature is None else signature.batched)
-    one_tensor = len(micro_batches) > 1 and isinstance(input, Tensor)
+    move = partial(Tensor.to, device=device, non_blocking=device.type == "cuda")
+    if isinstance(input, MicroBatches):
+        micro_batches = [mapped(move, micro_batch) for micro_batch in input]
+    else:
+        batched = None if signature is None else signature.batched
+        micro_batches = scatter(mapped(move, input), chunks, batched)
+    one_tensor = len(micro_batches) > 1 and isinstance(micro_batches[0], Tensor)
     if one_tensor and begins_in_place(stage.partition):
         # Micro-batches are views of one tensor, and share its version counter. If a layer changed
         # one of them in place, this would look like a change of all. So clone them.
@@ -33,10 +47,17 @@ def divided(
 
 
 def samples(micro_batch: TensorOrTensors, signature: Signature | None) -> int:
-    """Return how many samples a micro-batch has, or 1 if no tensor has a batch dimension."""
+    """Return how many samples a micro-batch has, or 1 if no tensor has a batch dimension.
+
+    If its tensors differ in dimension 0, such as one of tokens and one of sequence lengths, return
+    `UNCOUNTED`.
+    """
     tensors = tensors_of(micro_batch)
     batched = [True] * len(tensors) if signature is None else signature.batched
+    sizes = set()
     for x, split in zip(tensors, batched, strict=True):
         if split and x.dim():
-            return len(x)
-    return 1
+            sizes.add(len(x))
+    if len(sizes) > 1:
+        return UNCOUNTED
+    return sizes.pop() if sizes else 1

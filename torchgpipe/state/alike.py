@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torchgpipe.state.state import Content
+from torchgpipe.state.optimizers import Content
+from torchgpipe.state.saved_files import is_sparse
 
 _NAMED = 5
 """How many keys of a state an error message names at most."""
@@ -15,15 +16,19 @@ _NAMED = 5
 Forms = dict[str, str]
 """Maps the key of each tensor in a state to a text with the tensor's type and shape."""
 
-Held = tuple[Forms, str | None, list[str]]
-"""A rank's tensors with their types and shapes, its optimizer's class, and optimized parameters."""
+Held = tuple[Forms, list[str], dict[str, str]]
+"""What a rank has: the types and shapes of its tensors, the classes of its optimizers, and the
+class of the optimizer of each optimized parameter."""
 
 
 def form_of(x: Any) -> str:
-    """Return the type and shape of a tensor or a saved tensor as text; "" for other values."""
+    """Return the type and shape of a tensor or a saved tensor as text.
+
+    For other values, and for sparse tensors, return "".
+    """
     if isinstance(x, TensorStorageMetadata):
         dtype, shape = x.properties.dtype, x.size
-    elif isinstance(x, Tensor):
+    elif isinstance(x, Tensor) and not is_sparse(x):
         dtype, shape = x.dtype, x.shape
     else:
         return ""
@@ -36,7 +41,7 @@ def check_alike(path: Path, saved: Metadata, training: Content, held: list[Held]
     Args:
         path: The folder of the saved state, for messages.
         saved: The metadata of the saved state.
-        training: The optimizer's class and options in the saved state.
+        training: The optimizers' classes and options in the saved state.
         held: What each rank has.
     """
     there: Forms = {}
@@ -46,20 +51,32 @@ def check_alike(path: Path, saved: Metadata, training: Content, held: list[Held]
     here: Forms = {}
     for forms, _, _ in held:
         here |= forms
-    kinds = sorted({kind for _, kind, _ in held if kind})
+    kinds: set[str] = set()
+    kind_of: dict[str, str] = {}
+    for _, own_kinds, own_kind_of in held:
+        kinds |= {*own_kinds}
+        kind_of |= own_kind_of
     if kinds:
         there |= _trained(training["options"])
-        for _, _, names in held:
-            here |= _trained(names)
+        here |= _trained(kind_of)
     wrong = _differences(there, here)
     if wrong:
         raise ValueError(f"the state in {path} belongs to another model: {'; '.join(wrong)}")
     of_saved = training["optimizer"]
-    if kinds and kinds != of_saved:
+    if kinds and sorted(kinds) != of_saved:
         raise ValueError(
             f"the state in {path} was saved with the optimizer {', '.join(of_saved)}, not with "
-            f"{', '.join(kinds)}"
+            f"{', '.join(sorted(kinds))}"
         )
+    # States of older versions do not have this entry: they have only one class of optimizer.
+    saved_kind_of = training.get("kind_of", {})
+    for name, kind in kind_of.items():
+        saved_kind = saved_kind_of.get(name, kind)
+        if kind != saved_kind:
+            raise ValueError(
+                f"the state in {path} was saved with the optimizer {saved_kind} for {name}, not "
+                f"with {kind}"
+            )
 
 
 def _trained(names: Iterable[str]) -> Forms:
@@ -72,7 +89,8 @@ def _differences(there: Forms, here: Forms) -> list[str]:
     unlike = []
     for key, form in here.items():
         saved = there.get(key, form)
-        if saved != form:
+        # A module can return extra state of another size at each call.
+        if saved != form and not key.endswith("_extra_state"):
             unlike.append(f"{key} ({saved}, here {form})")
     said = []
     for what, keys in (

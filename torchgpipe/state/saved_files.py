@@ -95,6 +95,7 @@ def write(content: dict[str, Any], path: Path, ranks: Meeting) -> None:
     first = ranks.own == 0
     writer = FileSystemWriter(path)
     writer.fs = files = _Files()
+    content = {key: _Box(x) if is_sparse(x) else x for key, x in content.items()}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(content, writer.storage_meta(), first)
     writer.set_up_storage_writer(first)
@@ -121,6 +122,22 @@ def _mark(path: Path, sums: list[dict[str, int]]) -> None:
     mark.write_text(json.dumps(every))
     flush(mark)
     flush(path)
+
+
+def is_sparse(x: object) -> bool:
+    """Return whether a value is a sparse tensor, which has several parts in memory."""
+    return isinstance(x, Tensor) and x.layout is not torch.strided
+
+
+class _Box:
+    """A sparse tensor in a saved state.
+
+    PyTorch's checkpoint writer writes the memory of a tensor, which a sparse tensor does not have.
+    It pickles a box with the tensor.
+    """
+
+    def __init__(self, sparse: Tensor) -> None:
+        self.sparse = sparse
 
 
 class _Files(FileSystem):
@@ -168,7 +185,7 @@ def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
     reader.set_up_storage_reader(saved, True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     reader.read_data(plan, planner).wait()
-    return content
+    return {key: x.sparse if isinstance(x, _Box) else x for key, x in content.items()}
 
 
 def _blank(saved: Any) -> Tensor | None:

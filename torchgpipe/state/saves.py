@@ -10,6 +10,7 @@ of the pipeline. So if a rank fails or dies during a save, the pipeline ends on 
 """
 
 import os
+import pickle
 import re
 import tempfile
 import uuid
@@ -19,13 +20,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.optim import Optimizer
 
 from torchgpipe.caught import caught
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.state.alike import check_alike, form_of
 from torchgpipe.state.meeting import ONE_FOLDER, Meeting
+from torchgpipe.state.optimizers import Content, Optimizers, same
 from torchgpipe.state.saved_files import (
     FileLock,
     check,
@@ -36,7 +38,7 @@ from torchgpipe.state.saved_files import (
     remove,
     write,
 )
-from torchgpipe.state.state import Content, State, same
+from torchgpipe.state.state import State
 
 _WHOLE = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})-step-(0|-?[1-9][0-9]*)")
 """Matches the name of a folder with a complete state."""
@@ -76,9 +78,7 @@ class Saves:
         self.keep = keep
         self._locked: FileLock | None = None
 
-    def save(
-        self, step: int, model: Partitioned, optimizer: Optimizer | None, **others: Any
-    ) -> None:
+    def save(self, step: int, model: Partitioned, optimizer: Optimizers, **others: Any) -> None:
         """Save the state after a step; gradients are not saved.
 
         When this method returns, the complete state is on the disk.
@@ -86,7 +86,8 @@ class Saves:
         Args:
             step: The number of the step that the training has just completed.
             model: The pipeline.
-            optimizer: The optimizer of this rank's parameters, or `None` if there is none.
+            optimizer: The optimizer of this rank's parameters, a list of optimizers, or `None` if
+                there is none.
             others: Further values that the training needs to continue, such as the state of a
                 learning rate schedule, or of a generator that draws samples. The values are tensors
                 and plain Python values. All ranks have to give equal values.
@@ -95,13 +96,14 @@ class Saves:
             OSError: If the state cannot be written, for example because the disk is full. States
                 that were saved earlier are kept.
             RuntimeError: If a rank does not see the folder of rank 0, or another job saves into it.
+            TypeError: If a value cannot be pickled, such as a function.
             ValueError: If the pipeline does not use all ranks, if the optimizer has state that does
                 not belong to a parameter, or if ranks give different values of `others`.
             RankFailed: If another rank has failed.
         """
         if not isinstance(step, int) or isinstance(step, bool):
             raise TypeError(f"step must be a whole number, but got {step!r}")
-        with model._together("save") as exchange, self._reported(step):
+        with model._together("save") as exchange, self._reported(step, others):
             ranks = Meeting(model.rank, exchange)
             if dist.is_initialized() and dist.get_world_size() > ranks.n:
                 raise ValueError(
@@ -124,17 +126,20 @@ class Saves:
     def _write(self, part: Path, ranks: Meeting, state: State, training: Content) -> None:
         """Write a state into the folder `part`; rank 0 then gives the folder its final name."""
         given = {"step": training["step"], **training["others"]}
-        told = ranks.through(part, (given, state.kind, state.options()))
-        kinds = set()
+        told = ranks.through(part, (given, state.kinds(), state.kind_of(), state.options()))
+        kinds: set[str] = set()
+        kind_of: dict[str, str] = {}
         options: Content = {}
-        for rank, (theirs, kind, their_options) in enumerate(told):
-            _check_same(ranks.own, given, rank, theirs)
-            if kind:
-                kinds.add(kind)
+        for rank, (theirs, their_kinds, their_kind_of, their_options) in enumerate(told):
+            if rank != ranks.own:
+                _check_same(ranks.own, given, rank, theirs)
+            kinds |= {*their_kinds}
+            kind_of |= their_kind_of
             options |= their_options
         content = state.content()
         if ranks.own == 0:
-            content["training"] = {**training, "optimizer": sorted(kinds), "options": options}
+            about = {"optimizer": sorted(kinds), "kind_of": kind_of, "options": options}
+            content["training"] = training | about
         write(content, part, ranks)
         if ranks.own == 0:
             self._complete(part, training["step"])
@@ -155,16 +160,16 @@ class Saves:
             os.rename(self.folder / name, old)
             remove(old)
 
-    def load(self, model: Partitioned, optimizer: Optimizer | None) -> dict[str, Any] | None:
+    def load(self, model: nn.Module, optimizer: Optimizers) -> dict[str, Any] | None:
         """Load the newest state into the pipeline, the optimizer and the random generators.
 
         Nothing is changed before every rank has read its part of the state. Gradients are deleted,
         so that gradients of a failed mini-batch are not added to gradients of the next mini-batch.
 
         Args:
-            model: The pipeline.
-            optimizer: The optimizer of this rank's parameters. If it is `None`, the saved state of
-                the optimizer is not loaded.
+            model: The pipeline, or the whole model without a pipeline, for example for inference.
+            optimizer: The optimizer of this rank's parameters, or a list of optimizers. If it is
+                `None`, the saved state of the optimizer is not loaded.
 
         Returns:
             A dictionary with the saved `step` and the `others` that `save` was given, or `None` if
@@ -175,32 +180,47 @@ class Saves:
             RuntimeError: If a rank does not see the folder of rank 0, or the state is damaged.
             RankFailed: If another rank has failed.
         """
+        if not isinstance(model, Partitioned):
+            return self._load_newest(Meeting(0, lambda own: [own]), model, optimizer)
         with model._together("load") as exchange:
-            ranks = Meeting(model.rank, exchange)
-            path = ranks.first(self.folder, self._newest)
-            if path is None:
-                return None
-            with readable(path):
-                sums = check(path, ranks)
-            if ranks.all(sums)[0] != sums:
-                raise RuntimeError(
-                    f"rank {ranks.own} sees another state in {path} than rank 0: {ONE_FOLDER}"
-                )
-            state = State(model, optimizer, ranks.own)
-            forms = {key: form_of(x) for key, x in state.fixed().items()}
-            held = ranks.all((forms, state.kind, list(state.options())))
-            with readable(path):
-                saved = FileSystemReader(path).read_metadata()
-                training = read(path, saved, ["training"])["training"]
-            check_alike(path, saved, training, held)
-            same_ranks = training["ranks"] == ranks.n
-            with readable(path):
-                keys = state.wanted(saved.state_dict_metadata, same_ranks=same_ranks)
-                content = read(path, saved, keys)
-            packed = state.packed(content, training["options"])
-            ranks.all(None)  # now every rank has read its part
-            state.put(content, packed, same_ranks=same_ranks)
-            return {"step": training["step"], **training["others"]}
+            return self._load_newest(Meeting(model.rank, exchange), model, optimizer)
+
+    def _load_newest(
+        self, ranks: Meeting, model: nn.Module, optimizer: Optimizers
+    ) -> dict[str, Any] | None:
+        while (path := ranks.first(self.folder, self._newest)) is not None:
+            try:
+                return self._load(path, ranks, model, optimizer)
+            except RuntimeError:
+                # If another job saves into the folder, it can have removed this state meanwhile.
+                if ranks.n > 1 or path.exists():
+                    raise
+        return None
+
+    def _load(
+        self, path: Path, ranks: Meeting, model: nn.Module, optimizer: Optimizers
+    ) -> dict[str, Any]:
+        with readable(path):
+            sums = check(path, ranks)
+        if ranks.all(sums)[0] != sums:
+            raise RuntimeError(
+                f"rank {ranks.own} sees another state in {path} than rank 0: {ONE_FOLDER}"
+            )
+        state = State(model, optimizer, ranks.own)
+        forms = {key: form_of(x) for key, x in state.fixed().items()}
+        held = ranks.all((forms, state.kinds(), state.kind_of()))
+        with readable(path):
+            saved = FileSystemReader(path).read_metadata()
+            training = read(path, saved, ["training"])["training"]
+        check_alike(path, saved, training, held)
+        same_ranks = training["ranks"] == ranks.n
+        with readable(path):
+            keys = state.wanted(saved.state_dict_metadata, same_ranks=same_ranks)
+            content = read(path, saved, keys)
+        packed = state.packed(content, training["options"])
+        ranks.all(None)  # now every rank has read its part
+        state.put(content, packed, same_ranks=same_ranks)
+        return {"step": training["step"], **training["others"]}
 
     def _whole(self) -> dict[int, str]:
         """Return a dictionary from the number of each complete state to its folder's name."""
@@ -248,19 +268,37 @@ class Saves:
         return name
 
     @contextmanager
-    def _reported(self, step: int) -> Iterator[None]:
-        """Convert a failed write into an `OSError` that says whether older states are kept."""
+    def _reported(self, step: int, others: Content) -> Iterator[None]:
+        """Convert a failed write into an error that says why the state cannot be saved.
+
+        Raises:
+            OSError: If a file cannot be written. The message says whether older states are kept.
+            TypeError: If one of the values `others` cannot be pickled.
+        """
         try:
             yield
         except Exception as error:
             cause = _os_error(error)
             if cause is None:
+                _check_pickles(others)
                 raise
             stays = "what was saved before stays" if self._whole() else "nothing was saved before"
             why = cause.strerror or cause
             raise OSError(
                 cause.errno, f"step {step} cannot be saved in {self.folder}: {why}; {stays}"
             ) from caught(error)
+
+
+def _check_pickles(others: Content) -> None:
+    """Raise `TypeError` if one of the values to save cannot be pickled."""
+    for name, value in others.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise TypeError(
+                f"{name} cannot be saved, because its value cannot be pickled ({error}); give "
+                "tensors and plain Python values, such as a state_dict()"
+            ) from None
 
 
 def _new_part() -> str:

@@ -1,78 +1,59 @@
 """The state of a training in one process: `State`."""
 
-import pickle
-from collections import defaultdict
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 import torch
-from torch import Generator, Tensor
-from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch import Generator, nn
 
 from torchgpipe.partitioned import Partitioned
+from torchgpipe.state.optimizers import Content, Optimizers, Options, parameter, states_of
 from torchgpipe.task.guards.randomness import default_generators
-
-_STATE = "optimizer.state."
-
-_PARAMETERS = ("params", "param_names")
-"""The entries of an optimizer's group that list its parameters.
-
-These entries depend on the balance. All other entries are options, such as the learning rate.
-"""
-
-Content = dict[str, Any]
-
-Options = dict[str, Content]
-"""Maps the name of a parameter to the optimizer's options for the parameter."""
 
 
 class State:
-    """The state of this process's layers, of their optimizer, and of random generators.
+    """The state of this process's layers, of their optimizers, and of random generators.
 
     Each value has a key, which does not depend on the balance. The key is `model.NAME` for a
-    parameter or buffer, and `optimizer.state.NAME.KEY` for a value that the optimizer holds for a
+    parameter or buffer, and `optimizer.state.NAME.KEY` for a value that an optimizer holds for a
     parameter. The key is `generator.NAME` for a generator that a layer has, `random.RANK` for a
     rank's default CPU generator, and `random.device.PARTITION` for the default generator of a
     partition's GPU.
 
-    Attributes:
-        kind: The name of the optimizer's class, or `None` without an optimizer.
+    Args:
+        model: The pipeline, or layers without a pipeline.
+        optimizers: The optimizers of the parameters.
+        rank: The index of this rank.
     """
 
-    def __init__(self, model: Partitioned, optimizer: Optimizer | None, rank: int) -> None:
+    def __init__(self, model: nn.Module, optimizers: Optimizers, rank: int) -> None:
         self._model = model
-        self.kind = None if optimizer is None else type(optimizer).__name__
-        if optimizer is None:
-            optimizer = torch.optim.SGD([{"params": []}])  # an optimizer without parameters
-        self._optimizer = optimizer
         self._parameters = dict(model.named_parameters())
-        state = optimizer.state_dict()
-        self._states = state.pop("state")
-        self._group_states = state.pop("param_groups")
-        names = {p: name for name, p in self._parameters.items()}
-        others = optimizer.state.keys() - names.keys()
-        _check_nothing_else([*state, *others])
-        self._groups = _named_groups(optimizer, names)
-        # The optimizer numbers its parameters in the order of its groups.
-        self._names: list[str] = []
-        for group in self._groups:
-            self._names += group
+        self._optimizers = states_of(optimizers, self._parameters)
         self._generators = _generators_of(model)
         self._defaults = {f"random.{rank}": torch.default_generator}
-        for partition, device in model._held:
+        held = model._held if isinstance(model, Partitioned) else []
+        for partition, device in held:
             for generator in default_generators(device)[1:]:
                 self._defaults[f"random.device.{partition}"] = generator
+
+    def kinds(self) -> list[str]:
+        """Return the names of the optimizers' classes."""
+        return [optimizer.kind for optimizer in self._optimizers]
+
+    def kind_of(self) -> dict[str, str]:
+        """Return the class of the optimizer of each optimized parameter, by their names."""
+        kind_of: dict[str, str] = {}
+        for optimizer in self._optimizers:
+            kind_of |= dict.fromkeys(optimizer.names, optimizer.kind)
+        return kind_of
 
     def content(self) -> Content:
         """Return all values to save, by their keys."""
         content = self.fixed()
         for key, generator in self._defaults.items():
             content[key] = generator.get_state()
-        for number, values in self._states.items():
-            name = self._names[number]
-            for key, value in values.items():
-                content[f"{_STATE}{name}.{key}"] = value
+        for optimizer in self._optimizers:
+            content |= optimizer.content()
         return content
 
     def fixed(self) -> Content:
@@ -88,17 +69,10 @@ class State:
         return fixed
 
     def options(self) -> Options:
-        """Return the optimizer's options for each parameter.
-
-        The parameters of one group share a single dictionary, so that pickle writes it only once.
-        """
+        """Return the optimizers' options for each parameter."""
         options: Options = {}
-        for names, group in zip(self._groups, self._group_states, strict=True):
-            given: Content = {}
-            for key, value in group.items():
-                if key not in _PARAMETERS:
-                    given[key] = value.cpu() if isinstance(value, Tensor) else value
-            options |= dict.fromkeys(names, given)
+        for optimizer in self._optimizers:
+            options |= optimizer.options()
         return options
 
     def wanted(self, keys: Collection[str], *, same_ranks: bool) -> list[str]:
@@ -109,14 +83,14 @@ class State:
             same_ranks: Whether the number of ranks is the same as when the state was saved.
         """
         fixed = self.fixed()
-        names = {*self._names}
+        names = self.kind_of()
         wanted = [key for key in keys if key in fixed or parameter(key) in names]
         for key, _ in self._drawing(keys, same_ranks):
             wanted.append(key)
         return wanted
 
-    def packed(self, content: Mapping[str, Any], options: Options) -> Content:
-        """Return the optimizer's saved state as a dictionary for its `load_state_dict`.
+    def packed(self, content: Content, options: Options) -> list[Content]:
+        """Return the saved state of each optimizer as a dictionary for its `load_state_dict`.
 
         Args:
             content: The values that were read from the saved state.
@@ -125,47 +99,20 @@ class State:
         Raises:
             ValueError: If two parameters of one group had different options in the saved state.
         """
-        states = self._states_by_name(content)
-        numbered: dict[int, Content] = {}
-        for number, name in enumerate(self._names):
-            if name in states:
-                numbered[number] = states[name]
-        groups = []
-        for names, group in zip(self._groups, self._group_states, strict=True):
-            saved = options[names[0]] if names else {}
-            _check_one_group(names, options)
-            placed = dict(group)
-            for option, value in saved.items():
-                placed[option] = _placed(value, group.get(option))
-            groups.append(placed)
-        return {"state": numbered, "param_groups": groups}
+        packed = []
+        for optimizer in self._optimizers:
+            own = {key: x for key, x in content.items() if parameter(key) in optimizer.names}
+            packed.append(optimizer.packed(own, options))
+        return packed
 
-    def _states_by_name(self, content: Mapping[str, Any]) -> dict[str, Content]:
-        """Return the values that the optimizer holds for each parameter, by the parameter's name.
-
-        Tensors get the strides of their parameter.
-        """
-        states: dict[str, Content] = defaultdict(dict)
-        for key, value in content.items():
-            name = parameter(key)
-            if name is None:
-                continue
-            p = self._parameters[name]
-            alike = isinstance(value, Tensor) and value.shape == p.shape
-            if alike and value.stride() != p.stride():
-                value = torch.empty_like(p, dtype=value.dtype, device="cpu").copy_(value)
-            _, _, own_key = key.rpartition(".")
-            states[name][own_key] = value
-        return states
-
-    def put(self, content: Mapping[str, Any], packed: Content, *, same_ranks: bool) -> None:
-        """Load values into the layers, the optimizer and the generators, and delete all gradients.
+    def put(self, content: Content, packed: list[Content], *, same_ranks: bool) -> None:
+        """Load values into the layers, the optimizers and the generators; delete all gradients.
 
         Gradients are deleted because they belong to earlier values of the parameters.
 
         Args:
             content: The values that were read from the saved state.
-            packed: The optimizer's state, from the method `packed`.
+            packed: The optimizers' states, from the method `packed`.
             same_ranks: Whether the number of ranks is the same as when the state was saved.
         """
         for p in self._parameters.values():
@@ -175,21 +122,12 @@ class State:
             if key.startswith("model."):
                 layers[key.removeprefix("model.")] = value
         self._model.load_state_dict(layers)
+        for optimizer, state in zip(self._optimizers, packed, strict=True):
+            optimizer.put(state)
         for key, generator in self._generators.items():
             generator.set_state(content[key])
-        self._optimizer.load_state_dict(packed)
-        self._restore_types(packed["state"])
         for key, generator in self._drawing(content, same_ranks):
             generator.set_state(content[key])
-
-    def _restore_types(self, states: dict[int, Content]) -> None:
-        """Restore the saved types: `load_state_dict` has cast values to the parameter's type."""
-        for number, values in states.items():
-            p = self._parameters[self._names[number]]
-            state = self._optimizer.state[p]
-            for key, saved in values.items():
-                if isinstance(saved, Tensor) and state[key].dtype != saved.dtype:
-                    state[key] = saved.to(state[key].device)
 
     def _drawing(self, keys: Collection[str], same_ranks: bool) -> list[tuple[str, Generator]]:
         """Return pairs of a key in the saved state and the default generator that loads its value.
@@ -206,40 +144,7 @@ class State:
         return drawing
 
 
-def _check_nothing_else(held: list[Any]) -> None:
-    """Raise `ValueError` if an optimizer has state that does not belong to a parameter.
-
-    Args:
-        held: The optimizer's keys for state of this kind; empty if there is none.
-    """
-    if held:
-        other = held[0]
-        what = repr(other)
-        if isinstance(other, Tensor):
-            what = f"a tensor of shape {list(other.shape)}"
-        raise ValueError(
-            f"the optimizer holds {what} that belongs to no parameter, so it would not be saved; "
-            "save the layers with optimizer=None, and pass the optimizer's state_dict() to save() "
-            "under another name"
-        )
-
-
-def _named_groups(optimizer: Optimizer, names: Mapping[Parameter, str]) -> list[list[str]]:
-    """Return a list of parameter names for each parameter group of an optimizer."""
-    groups = []
-    for group in optimizer.param_groups:
-        parameters = group["params"]
-        if any(p not in names for p in parameters):
-            raise ValueError(
-                "the optimizer has a parameter that the model does not have; use a separate "
-                "optimizer for parameters outside the model, and pass its state_dict() to save() "
-                "under another name"
-            )
-        groups.append([names[p] for p in parameters])
-    return groups
-
-
-def _generators_of(model: Partitioned) -> dict[str, Generator]:
+def _generators_of(model: nn.Module) -> dict[str, Generator]:
     """Return the generators that are attributes of layers, by their keys."""
     generators = {}
     for name, module in model.named_modules():
@@ -247,49 +152,3 @@ def _generators_of(model: Partitioned) -> dict[str, Generator]:
             if type(value) is Generator:
                 generators[f"generator.{name}.{attribute}"] = value
     return generators
-
-
-def _check_one_group(names: list[str], options: Options) -> None:
-    """Raise `ValueError` if the saved options of one group's parameters differ."""
-    for name in names:
-        for option, first in options[names[0]].items():
-            other = options[name].get(option)
-            if not same(first, other):
-                raise ValueError(
-                    f"the optimizer has {names[0]!r} and {name!r} in one group, but in the saved "
-                    f"state their options differ: {option} is {first} for the first parameter and "
-                    f"{other} for the second"
-                )
-
-
-def parameter(key: str) -> str | None:
-    """Return the parameter's name in a key `optimizer.state.NAME.KEY`, or `None` for other keys."""
-    if not key.startswith(_STATE):
-        return None
-    name, _, _ = key.removeprefix(_STATE).rpartition(".")
-    return name
-
-
-def _placed(saved: Any, now: Any) -> Any:
-    """Return an option's saved value; move a tensor to the device of the option's current value."""
-    if isinstance(saved, Tensor) and isinstance(now, Tensor):
-        return saved.to(now.device)
-    return saved
-
-
-def same(x: Any, y: Any) -> bool:
-    """Return whether two values, such as tensors or nested dictionaries and lists, are equal.
-
-    NaN counts as equal to NaN.
-    """
-    if type(x) is not type(y):
-        return False
-    if isinstance(x, Tensor):
-        if x.dtype != y.dtype or x.shape != y.shape:
-            return False
-        return torch.equal(x, y) or torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
-    if isinstance(x, dict):
-        return x.keys() == y.keys() and all(same(x[key], y[key]) for key in x)
-    if isinstance(x, list | tuple):
-        return len(x) == len(y) and all(map(same, x, y))
-    return pickle.dumps(x) == pickle.dumps(y) or bool(x == y)

@@ -55,8 +55,8 @@ class Losses(BatchIO):
         self._stage = Stage(len(batch.orders.placement), nn.Identity(), batch.devices[-1])
         # Targets that have a graph, by the leaf that replaces each of them in the criterion.
         self._cut: dict[Tensor, Tensor] = {}
-        self._targets = parted(self._without_graphs(request.target), sizes)
-        self._shares = Shares(request.reduction, request.weight, sizes, self._targets)
+        self.targets = parted(self._without_graphs(request.target), sizes)
+        self._shares = Shares(request.reduction, request.weight, sizes, self.targets)
         self._under_way: dict[int, tuple[Flat, Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
         self._logs: dict[int, Any] = {}
@@ -85,7 +85,7 @@ class Losses(BatchIO):
         if torch.is_grad_enabled():
             self._under_way[i] = output.flat, loss
             self._has_graph |= loss.requires_grad
-        if len(self._losses) < len(self._targets):
+        if len(self._losses) < len(self.targets):
             return
         if torch.is_grad_enabled() and not self._has_graph:
             raise RuntimeError(
@@ -103,7 +103,7 @@ class Losses(BatchIO):
         with self._batch.draws(i, self._stage, False).around():
             try:
                 given = self._shown(together(output.form, handed(output.flat)))
-                return self._request.criterion(given, self._targets[i])
+                return self._request.criterion(given, self.targets[i])
             except Exception as error:
                 note(error, f"the criterion, micro-batch {i}{self._elsewhere(i)}")
                 raise
@@ -111,7 +111,7 @@ class Losses(BatchIO):
     def _elsewhere(self, i: int) -> str:
         """Return a hint for an error if the target and the output are on different devices."""
         here = self._batch.devices[-1]
-        for x in tensors_in(self._targets[i]):
+        for x in tensors_in(self.targets[i]):
             if x.device != here:
                 return f"; the output is on {here}, but a tensor of the target on {x.device}"
         return ""
@@ -120,16 +120,19 @@ class Losses(BatchIO):
         """Run the backward of micro-batch i's loss; return the gradients of its outputs.
 
         If the criterion has used other leaf tensors (such as parameters), add their gradients to
-        the sums that `sums` returns.
+        the sums that `sums` returns. Several losses can share a graph, such as the graph of a tensor
+        that the criterion closes over. Only the last backward frees it.
         """
         outputs, loss = self._under_way.pop(i)
         if not loss.requires_grad:
             return _zeros(outputs)
         if self._request.scaler is not None:
             loss = self._request.scaler.scale(loss)
+        # A tensor that the criterion closes over can have a graph, which is behind all losses.
+        ends = len(self._losses) == len(self.targets) and not self._under_way
         leaves, only_whole = leaves_behind(loss)
         if only_whole:
-            loss.backward()
+            loss.backward(retain_graph=not ends)
             return tuple([None if y is None else self._shares.masked(y.grad, i) for y in outputs])
         leaves = [x for x in leaves if x.requires_grad]  # a criterion may freeze what it has used
         own = {id(y) for y in outputs}
@@ -137,7 +140,7 @@ class Losses(BatchIO):
         # Hooks of the other leaves run only once, when the caller's backward gets the sums.
         unhooked: AbstractContextManager[Any] = without_hooks(others) if others else NOTHING
         with unhooked:
-            found = torch.autograd.grad(loss, leaves, allow_unused=True)
+            found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=not ends)
         masked = [self._shares.masked(grad, i) for grad in found]
         grads = dict(zip(map(id, leaves), masked, strict=True))
         for x in others:
@@ -229,8 +232,9 @@ def run_step(
         raise RuntimeError("step() goes backward, but gradients are off here; call evaluate()")
     io = BatchIO(inputs)
     if batch.last:
-        io = Losses(batch, inputs, sizes, request, shown)
-        warn_of_other_means(request, sizes)
+        losses = Losses(batch, inputs, sizes, request, shown)
+        warn_of_other_means(request, losses.targets)
+        io = losses
     elif request.scaler is not None:
         # This makes the scaler create its scale, which it needs later.
         request.scaler.scale(torch.zeros((), device=batch.devices[0]))

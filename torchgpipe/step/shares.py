@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, nll_loss
 
 from torchgpipe.step.request import Criterion, StepRequest
+from torchgpipe.tensors.microbatch import UNCOUNTED
 
 
 class Shares:
@@ -23,7 +24,8 @@ class Shares:
         targets: The target of each micro-batch.
 
     Raises:
-        ValueError: The reduction is unknown, or a weight is given for `"sum"` or `"none"`.
+        ValueError: The reduction is unknown, or a weight is given for `"sum"` or `"none"`; or
+            samples cannot be counted, and there is no weight.
     """
 
     def __init__(
@@ -41,6 +43,12 @@ class Shares:
             raise ValueError(
                 "reduction must be 'mean', 'sum' or 'none', or only 'mean' if there is a weight, "
                 "but got " + given
+            )
+        if weight is None and UNCOUNTED in sizes:
+            raise ValueError(
+                "the samples of a micro-batch cannot be counted, because its tensors differ in "
+                "dimension 0; give weight=, a function that returns the weight of a micro-batch's "
+                "loss, given its target, or reduction='sum'"
             )
         self._counts = sizes if weight is None else [weight(target) for target in targets]
         self._total: Any = sum(self._counts)
@@ -78,12 +86,12 @@ class Shares:
         return torch.where(empty, 0.0, grad)
 
 
-def warn_of_other_means(request: StepRequest, sizes: Sequence[int]) -> None:
+def warn_of_other_means(request: StepRequest, targets: Sequence[Any]) -> None:
     """Warn if the criterion's `reduction` or `ignore_index` does not fit a mean over all samples.
 
     These options fit only if the criterion's loss is the mean over the samples of a micro-batch.
     """
-    if request.reduction != "mean" or len(sizes) < 2:
+    if request.reduction != "mean" or len(targets) < 2:
         return
     options = options_of(request.criterion)
     if options.get("reduction") == "sum":
@@ -93,14 +101,15 @@ def warn_of_other_means(request: StepRequest, sizes: Sequence[int]) -> None:
             stacklevel=2,
         )
     index = options.get("ignore_index")
-    target = request.target
     if index is None or request.weight is not None:
         return
-    # Do not read a tensor on a GPU: the host would wait for the GPU.
-    if not isinstance(target, Tensor) or target.device.type != "cpu":
-        return
-    ignored = target == index
-    shares = {float(part.double().mean()) for part in ignored.split([*sizes])}
+    shares = set()
+    for target in targets:
+        # Do not read a tensor on a GPU: the host would wait for the GPU.
+        if not isinstance(target, Tensor) or target.device.type != "cpu":
+            return
+        ignored = target == index
+        shares.add(float(ignored.double().mean()))
     if len(shares) > 1:
         warnings.warn(
             "micro-batches have different shares of targets that the criterion ignores, but each "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.tensors.microbatch import together
+from torchgpipe.tensors.microbatch import UNCOUNTED, MicroBatches, together
 
 
 def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
@@ -21,15 +21,24 @@ def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
       tuples, lists and dataclasses.
     - A list with one entry for each sample, such as one dictionary for each image, is split into
       shorter lists, unless it has tensors of the batch size.
+    - `MicroBatches` are taken as they are.
     - Any other value is given to every micro-batch.
 
     Args:
-        target: The target of the mini-batch.
+        target: The target of the mini-batch, or the `MicroBatches` of targets.
         sizes: The number of samples of each micro-batch.
 
     Raises:
-        ValueError: Dimension 0 of a tensor is not the batch size.
+        ValueError: Dimension 0 of a tensor is not the batch size, or there is another number of
+            targets than of micro-batches.
     """
+    if isinstance(target, MicroBatches):
+        if len(target) != len(sizes):
+            raise ValueError(
+                f"the input has {len(sizes)} micro-batches, but the target has {len(target)}; give "
+                "a target for each micro-batch of the input"
+            )
+        return list(target)
     if _is_array(target) and target.dtype.kind in "biufc":  # numbers
         target = torch.as_tensor(target)
     if isinstance(target, Tensor):
@@ -77,6 +86,11 @@ def _taken_apart(target: Any) -> tuple[Sequence[Any], Callable[[tuple[Any, ...]]
 def _split(target: Tensor, sizes: Sequence[int]) -> list[Any]:
     if len(sizes) == 1:
         return [target]
+    if UNCOUNTED in sizes:
+        raise ValueError(
+            "the target cannot be split, because the tensors of a micro-batch differ in dimension "
+            "0; give the target of each micro-batch: MicroBatches([...])"
+        )
     if not target.dim() or len(target) != sum(sizes):
         raise ValueError(
             f"every tensor of the target needs the batch size, {sum(sizes)}, as its dimension 0, "

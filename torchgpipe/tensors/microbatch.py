@@ -3,7 +3,8 @@
 Section 2.2 of the GPipe paper describes micro-batches.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
@@ -20,6 +21,50 @@ Form = type[Any]
 
 The form of a tensor subclass is `Tensor`, too. Named tuples are subclasses of `tuple`.
 """
+
+
+@dataclass(eq=False)
+class MicroBatches:
+    """Micro-batches that the caller has made, such as sequences sorted by their lengths.
+
+        x = MicroBatches([short, long])
+        t = MicroBatches([target_of_short, target_of_long])
+        model.step(criterion, x, t)
+
+    A pipeline takes the micro-batches as they are: it ignores its setting `chunks`. So sequences in
+    different micro-batches can have different lengths, and micro-batches different numbers of
+    samples.
+
+    Args:
+        micro_batches: A list of inputs, each in the form of the pipeline's input, or a list of
+            targets, each of any type.
+
+    Raises:
+        TypeError: If `micro_batches` is neither a list nor a tuple.
+        ValueError: If the list is empty.
+    """
+
+    micro_batches: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.micro_batches, list | tuple):
+            given = type(self.micro_batches).__name__
+            raise TypeError(f"MicroBatches takes a list of micro-batches, but got {given}")
+        if not self.micro_batches:
+            raise ValueError("MicroBatches takes a list of at least one micro-batch, but got none")
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.micro_batches)
+
+
+UNCOUNTED = -1
+"""The number of samples of a micro-batch whose tensors differ in dimension 0."""
+
+Input = TensorOrTensors | MicroBatches
+"""The input of a pipeline: a mini-batch, or its micro-batches."""
 
 
 def tensors_of(value: TensorOrTensors) -> tuple[Tensor, ...]:
@@ -72,7 +117,14 @@ def mapped(function: Callable[[Tensor], Tensor], value: TensorOrTensors) -> Tens
 
 
 def check(value: object, what: str = "input") -> None:
-    """Raise `TypeError` if `value` is neither a tensor nor a non-empty tuple of tensors."""
+    """Raise `TypeError` if `value` is neither a tensor nor a non-empty tuple of tensors.
+
+    The value can also be `MicroBatches`, each of which is a tensor or a non-empty tuple of tensors.
+    """
+    if isinstance(value, MicroBatches):
+        for micro_batch in value:
+            check(micro_batch, "a micro-batch")
+        return
     if isinstance(value, Tensor):
         return
     if not isinstance(value, tuple) or not value:
@@ -136,7 +188,7 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
 
     Raises:
         TypeError: If the outputs differ in their number of tensors.
-        ValueError: If an output is a scalar.
+        ValueError: If an output is a scalar, or if outputs differ in more than the batch size.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -155,6 +207,13 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
                 "outputs of micro-batches are concatenated along the batch dimension, but the last "
                 "partition returned a scalar; move a loss that reduces the batch out of the "
                 "pipeline"
+            )
+        shapes = {None if y.is_nested else y.shape[1:] for y in column}
+        if None in shapes or len(shapes) > 1:
+            raise ValueError(
+                "outputs of micro-batches are concatenated along the batch dimension, but they "
+                "differ in other dimensions, too; call step(criterion, input, target) or "
+                "evaluate(...), which give the criterion one micro-batch at a time"
             )
     gathered = tuple([torch.cat(column) for column in columns])
     return together(form_of(outputs[0]), gathered)  # type: ignore[no-any-return]

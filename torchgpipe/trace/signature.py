@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
+from torchgpipe.tensors.microbatch import Input, MicroBatches, TensorOrTensors, tensors_of
 from torchgpipe.trace.generalise import same
 from torchgpipe.trace.parts import Slots
 
@@ -79,6 +79,15 @@ class Signature:
         except TypeError:
             return (input,), {}
         return args, kwargs
+
+    def input_of(self, args: Sequence[Any], kwargs: ByName) -> Input:
+        """Return the pipeline's input for a call: the tensors in the arguments, or `MicroBatches`.
+
+        Each of the `MicroBatches` is in the form of the sample, and becomes its tensors.
+        """
+        if len(args) == 1 and isinstance(args[0], MicroBatches):
+            return MicroBatches([self.flat(*self.arguments(each)) for each in args[0]])
+        return self.flat(args, kwargs)
 
     def flat(self, args: Sequence[Any], kwargs: ByName) -> TensorOrTensors:
         """Return the tensors in the arguments of a call.

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torchgpipe import GPipe
 from torchgpipe.step.targets import parted
 
+Criterion = Callable[[Tensor, Tensor], Tensor]
 SCHEDULES = ["GPipe", "1F1B", "ZBH1"]
 
 
@@ -94,12 +95,32 @@ def test_a_target_may_have_a_graph_which_goes_backward_once(schedule: str, engin
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("engine", ["workers", "graph"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_criterion_may_close_over_a_tensor_with_a_graph(schedule: str, engine: str) -> None:
+    """Use class weights that are computed before the step. A second step needs new weights."""
+    module, learned = layers(), nn.Parameter(torch.randn(5))
+    parameters = [*module.parameters(), learned]
+    x, target = torch.randn(8, 6), torch.randn(8, 5)
+
+    def weighted() -> Criterion:
+        weights = learned.softmax(0)
+        return lambda output, target: mse_loss(output * weights, target)
+
+    expected = torch.autograd.grad(weighted()(module(x), target), parameters)
+    criterion = weighted()
+    model = pipeline(module, schedule, engine)
+    model.step(criterion, x, target)
+    assert_gradients_are_close(parameters, list(expected))
+    with pytest.raises(RuntimeError, match="a second time"):
+        model.step(criterion, x, target)
+
+
 def tempered(output: Tensor, target: Tensor) -> Tensor:
     output /= 0.7
     return cross_entropy(output, target)
 
 
-Criterion = Callable[[Tensor, Tensor], Tensor]
 CRITERIA: dict[str, Callable[[], Criterion]] = {
     "changes its output in place": lambda: tempered,
     "is scripted": lambda: torch.jit.script(nn.CrossEntropyLoss()),

@@ -1,0 +1,177 @@
+"""Test what a saved state may contain, and into what it may be loaded."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Linear, Sequential
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Adam, Optimizer
+
+from torchgpipe import GPipe
+from torchgpipe.state import saved_files
+from torchgpipe.state.saves import Saves
+
+from ...behaviours.compare import differences
+
+
+def piped(*layers: Linear) -> GPipe:
+    return GPipe(Sequential(*layers), [1] * len(layers), devices=["cpu"] * len(layers))
+
+
+def two_layers(seed: int) -> GPipe:
+    torch.manual_seed(seed)
+    return piped(Linear(4, 4), Linear(4, 4))
+
+
+def two_optimizers(model: GPipe) -> list[Optimizer]:
+    first, second = model[:]
+    return [SGD(first.parameters(), 0.1, momentum=0.9), Adam(second.parameters())]
+
+
+def train(model: GPipe, optimizers: list[Optimizer], steps: int) -> None:
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    for _ in range(steps):
+        model.step(mse_loss, x, x.square())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_training_with_several_optimizers_goes_on(tmp_path: Path) -> None:
+    model = two_layers(0)
+    optimizers = two_optimizers(model)
+    train(model, optimizers, 2)
+    Saves(tmp_path).save(2, model, optimizers)
+    again = two_layers(1)
+    theirs = two_optimizers(again)
+    Saves(tmp_path).load(again, theirs[::-1])
+    train(model, optimizers, 2)
+    train(again, theirs, 2)
+    assert differences(again.state_dict(), model.state_dict()) == []
+
+
+def exchanged(model: GPipe) -> Any:
+    first, second = model[:]
+    return [SGD(second.parameters(), 0.1, momentum=0.9), Adam(first.parameters())]
+
+
+def with_a_parameter_twice(model: GPipe) -> Any:
+    return [Adam(model.parameters()), SGD(model[1].parameters(), 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (exchanged, ValueError, "the optimizer Adam for 1.weight, not with SGD"),
+        (with_a_parameter_twice, ValueError, "two optimizers have the parameter 1.bias"),
+        (lambda model: "Adam", TypeError, "an optimizer, a list of optimizers, or None.*str"),
+    ],
+)
+def test_other_optimizers_are_refused(
+    make: Callable[[GPipe], Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    model = two_layers(0)
+    Saves(tmp_path).save(0, model, two_optimizers(model))
+    with pytest.raises(error, match=message):
+        Saves(tmp_path).load(model, make(model))
+
+
+class Growing(Linear):
+    """A layer whose extra state becomes longer with each call, like a history of scales."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.arange(self.calls)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.calls = len(state)
+
+
+def test_extra_state_may_change_its_size(tmp_path: Path) -> None:
+    model = piped(Growing(4, 4), Growing(4, 4))
+    train(model, [], 3)
+    Saves(tmp_path).save(0, model, None)
+    again = piped(Growing(4, 4), Growing(4, 4))
+    Saves(tmp_path).load(again, None)
+    assert [layer.calls for layer in again[:]] == [3, 3]
+
+
+CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparse": Tensor.to_sparse,
+    "compressed": Tensor.to_sparse_csr,
+    "eight bits": lambda x: x.to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_tensors_of_any_layout_and_type(name: str, tmp_path: Path) -> None:
+    """They can be buffers, and values that are given by name."""
+    convert = CONVERSIONS[name]
+
+    def with_buffer(x: Tensor) -> GPipe:
+        model = two_layers(0)
+        model[1].register_buffer("buffer", x)
+        return model
+
+    x = convert(torch.eye(3))
+    Saves(tmp_path).save(0, with_buffer(x), None, given=x)
+    again = with_buffer(convert(torch.eye(3) * 2))
+    found = Saves(tmp_path).load(again, None)
+    assert found is not None
+    for loaded in (again[1].buffer, found["given"]):
+        torch.testing.assert_close(loaded, x, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("value", [lambda: 0, threading.Lock(), {"a": (x for x in "bc")}])
+def test_a_value_that_cannot_be_pickled_is_named(value: Any, tmp_path: Path) -> None:
+    model = two_layers(0)
+    saves = Saves(tmp_path)
+    with pytest.raises(TypeError, match=r"scheduler cannot be saved.*cannot be pickled"):
+        saves.save(0, model, None, step_size=3, scheduler=value)
+    assert saves.load(model, None) is None
+
+
+def test_plain_layers_load_a_state(tmp_path: Path) -> None:
+    model = two_layers(0)
+    optimizer = Adam(model.parameters())
+    train(model, [optimizer], 2)
+    Saves(tmp_path).save(2, model, optimizer)
+    plain = Sequential(Linear(4, 4), Linear(4, 4))
+    theirs = Adam(plain.parameters())
+    assert Saves(tmp_path).load(plain, theirs) == {"step": 2}
+    assert differences(plain.state_dict(), model.state_dict()) == []
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert differences(theirs.state[p], optimizer.state[q]) == []
+
+
+def test_a_reader_looks_again_if_its_state_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training with `keep=1` removes a state while an evaluation reads the state."""
+    model, reader = two_layers(0), two_layers(1)
+    saves = Saves(tmp_path, keep=1)
+    saves.save(0, model, None)
+    check = saved_files.check
+    checked = []
+
+    def save_meanwhile(path: Path, ranks: Any) -> dict[str, int]:
+        checked.append(path.name)
+        if len(checked) == 1:
+            saves.save(1, model, None)
+        return check(path, ranks)
+
+    monkeypatch.setattr("torchgpipe.state.saves.check", save_meanwhile)
+    assert Saves(tmp_path).load(reader, None) == {"step": 1}
+    assert checked == ["000001-step-0", "000002-step-1"]
+    assert differences(reader.state_dict(), model.state_dict()) == []

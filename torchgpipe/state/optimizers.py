@@ -1,0 +1,243 @@
+"""The state of one optimizer, by the names of the parameters: `OptimizerState`."""
+
+import pickle
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+_STATE = "optimizer.state."
+
+_PARAMETERS = ("params", "param_names")
+"""The entries of an optimizer's group that list its parameters.
+
+These entries depend on the balance. All other entries are options, such as the learning rate.
+"""
+
+Content = dict[str, Any]
+
+Options = dict[str, Content]
+"""Maps the name of a parameter to the optimizer's options for the parameter."""
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+"""The optimizers of a rank's parameters."""
+
+
+class OptimizerState:
+    """The state of one optimizer: values for each parameter, and options for each group.
+
+    Args:
+        optimizer: The optimizer.
+        parameters: The parameters of this rank's layers, by their names.
+
+    Attributes:
+        kind: The name of the optimizer's class.
+        names: The names of its parameters. The optimizer numbers its parameters in this order.
+
+    Raises:
+        ValueError: If the optimizer has a parameter that the layers do not have, or state that does
+            not belong to a parameter.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> None:
+        self.kind = type(optimizer).__name__
+        self._optimizer = optimizer
+        self._parameters = parameters
+        state = optimizer.state_dict()
+        self._states = state.pop("state")
+        self._group_states = state.pop("param_groups")
+        names = {p: name for name, p in parameters.items()}
+        others = optimizer.state.keys() - names.keys()
+        _check_nothing_else([*state, *others])
+        self._groups = _named_groups(optimizer, names)
+        self.names: list[str] = []
+        for group in self._groups:
+            self.names += group
+
+    def content(self) -> Content:
+        """Return the values that the optimizer holds for parameters, by their keys."""
+        content: Content = {}
+        for number, values in self._states.items():
+            name = self.names[number]
+            for key, value in values.items():
+                content[f"{_STATE}{name}.{key}"] = value
+        return content
+
+    def options(self) -> Options:
+        """Return the optimizer's options for each parameter.
+
+        The parameters of one group share a single dictionary, so that pickle writes it only once.
+        """
+        options: Options = {}
+        for names, group in zip(self._groups, self._group_states, strict=True):
+            given: Content = {}
+            for key, value in group.items():
+                if key not in _PARAMETERS:
+                    given[key] = value.cpu() if isinstance(value, Tensor) else value
+            options |= dict.fromkeys(names, given)
+        return options
+
+    def packed(self, content: Mapping[str, Any], options: Options) -> Content:
+        """Return the optimizer's saved state as a dictionary for its `load_state_dict`.
+
+        Args:
+            content: The values that were read from the saved state, by their keys.
+            options: The saved options of every parameter.
+
+        Raises:
+            ValueError: If two parameters of one group had different options in the saved state.
+        """
+        states = self._states_by_name(content)
+        numbered: dict[int, Content] = {}
+        for number, name in enumerate(self.names):
+            if name in states:
+                numbered[number] = states[name]
+        groups = []
+        for names, group in zip(self._groups, self._group_states, strict=True):
+            saved = options[names[0]] if names else {}
+            _check_one_group(names, options)
+            placed = dict(group)
+            for option, value in saved.items():
+                placed[option] = _placed(value, group.get(option))
+            groups.append(placed)
+        return {"state": numbered, "param_groups": groups}
+
+    def _states_by_name(self, content: Mapping[str, Any]) -> dict[str, Content]:
+        """Return the saved values for each parameter, by the parameter's name.
+
+        Tensors get the strides of their parameter.
+        """
+        states: dict[str, Content] = defaultdict(dict)
+        for key, value in content.items():
+            name = parameter(key)
+            if name is None:
+                continue
+            p = self._parameters[name]
+            alike = isinstance(value, Tensor) and value.shape == p.shape
+            if alike and value.stride() != p.stride():
+                value = torch.empty_like(p, dtype=value.dtype, device="cpu").copy_(value)
+            _, _, own_key = key.rpartition(".")
+            states[name][own_key] = value
+        return states
+
+    def put(self, packed: Content) -> None:
+        """Load the state that the method `packed` has returned into the optimizer."""
+        self._optimizer.load_state_dict(packed)
+        # `load_state_dict` has cast values to the parameter's type; restore the saved types.
+        for number, values in packed["state"].items():
+            p = self._parameters[self.names[number]]
+            state = self._optimizer.state[p]
+            for key, saved in values.items():
+                if isinstance(saved, Tensor) and state[key].dtype != saved.dtype:
+                    state[key] = saved.to(state[key].device)
+
+
+def states_of(optimizers: Optimizers, parameters: Mapping[str, Parameter]) -> list[OptimizerState]:
+    """Return the state of each optimizer.
+
+    Raises:
+        TypeError: If `optimizers` is neither an optimizer, nor a list of optimizers, nor `None`.
+        ValueError: If two optimizers have the same parameter.
+    """
+    if optimizers is None:
+        return []
+    listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    if not isinstance(listed, list | tuple) or not all(isinstance(x, Optimizer) for x in listed):
+        raise TypeError(
+            "the optimizer must be an optimizer, a list of optimizers, or None, but got "
+            f"{type(optimizers).__name__}"
+        )
+    states = [OptimizerState(optimizer, parameters) for optimizer in listed]
+    taken: set[str] = set()
+    for state in states:
+        if both := taken.intersection(state.names):
+            raise ValueError(
+                f"two optimizers have the parameter {min(both)}; only one can have its state"
+            )
+        taken.update(state.names)
+    return states
+
+
+def parameter(key: str) -> str | None:
+    """Return the parameter's name in a key `optimizer.state.NAME.KEY`, or `None` for other keys."""
+    if not key.startswith(_STATE):
+        return None
+    name, _, _ = key.removeprefix(_STATE).rpartition(".")
+    return name
+
+
+def same(x: Any, y: Any) -> bool:
+    """Return whether two values, such as tensors or nested dictionaries and lists, are equal.
+
+    NaN counts as equal to NaN.
+    """
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, Tensor):
+        try:
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True, check_device=False)
+        except AssertionError:
+            return False
+        return True
+    if isinstance(x, dict):
+        return x.keys() == y.keys() and all(same(x[key], y[key]) for key in x)
+    if isinstance(x, list | tuple):
+        return len(x) == len(y) and all(map(same, x, y))
+    return pickle.dumps(x) == pickle.dumps(y) or bool(x == y)
+
+
+def _check_nothing_else(held: list[Any]) -> None:
+    """Raise `ValueError` if an optimizer has state that does not belong to a parameter.
+
+    Args:
+        held: The optimizer's keys for state of this kind; empty if there is none.
+    """
+    if held:
+        other = held[0]
+        what = repr(other)
+        if isinstance(other, Tensor):
+            what = f"a tensor of shape {list(other.shape)}"
+        raise ValueError(
+            f"the optimizer holds {what} that belongs to no parameter, so it would not be saved; "
+            "save the layers with optimizer=None, and pass the optimizer's state_dict() to save() "
+            "under another name"
+        )
+
+
+def _named_groups(optimizer: Optimizer, names: Mapping[Parameter, str]) -> list[list[str]]:
+    """Return a list of parameter names for each parameter group of an optimizer."""
+    groups = []
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        if any(p not in names for p in parameters):
+            raise ValueError(
+                "the optimizer has a parameter that the model does not have; use a separate "
+                "optimizer for parameters outside the model, and pass its state_dict() to save() "
+                "under another name"
+            )
+        groups.append([names[p] for p in parameters])
+    return groups
+
+
+def _check_one_group(names: list[str], options: Options) -> None:
+    """Raise `ValueError` if the saved options of one group's parameters differ."""
+    for name in names:
+        for option, first in options[names[0]].items():
+            other = options[name].get(option)
+            if not same(first, other):
+                raise ValueError(
+                    f"the optimizer has {names[0]!r} and {name!r} in one group, but in the saved "
+                    f"state their options differ: {option} is {first} for the first parameter and "
+                    f"{other} for the second"
+                )
+
+
+def _placed(saved: Any, now: Any) -> Any:
+    """Return an option's saved value; move a tensor to the device of the option's current value."""
+    if isinstance(saved, Tensor) and isinstance(now, Tensor):
+        return saved.to(now.device)
+    return saved
