@@ -120,8 +120,8 @@ class Losses(BatchIO):
         """Run the backward of micro-batch i's loss; return the gradients of its outputs.
 
         If the criterion has used other leaf tensors (such as parameters), add their gradients to
-        the sums that `sums` returns. Several losses can share a graph, such as the graph of a tensor
-        that the criterion closes over. Only the last backward frees it.
+        the sums that `sums` returns. Several losses can share a graph, such as that of a tensor the
+        criterion closes over. Only the last backward frees this graph.
         """
         outputs, loss = self._under_way.pop(i)
         if not loss.requires_grad:
