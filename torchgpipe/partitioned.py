@@ -175,10 +175,10 @@ class Partitioned(FixedDevices, ABC):
             criterion: A function of a micro-batch's output and target. It returns a scalar, or a
                 tuple of a scalar and a value that is kept in the list `model.logs`. Parameters that
                 it uses get gradients, too; on ranks, these must not be of other ranks' layers.
-            input: The input of `forward`, the sample's form for a traced module, or `MicroBatches`.
+            input: As for `forward` (for a traced module, as the trace's sample), or `MicroBatches`.
             target: Tensors with the batch as dimension 0, in tuples, lists and mappings. Each
                 micro-batch gets a part of each tensor, and all other values unchanged. A list with
-                an entry for each sample is split by its entries, and `MicroBatches` as they are.
+                an entry for each sample is split by its entries. Or `MicroBatches` of targets.
             reduction: `"mean"` weighs the losses by the samples of the micro-batches. `"sum"` adds
                 the losses. `"none"` has the same gradients, but returns a tensor of all losses.
             weight: A function of a micro-batch's target that returns the weight of its loss.

@@ -335,9 +335,10 @@ class Connections:
 
     def disconnect(self) -> None:
         """End all waits for other ranks, in all threads."""
-        # When a wait times out, gloo closes all connections of the group. So this method waits for
-        # 1 ms for a message that never comes, and ignores the error. (The `abort()` of a process
-        # group would not wake threads that wait.) This works even after `destroy_process_group()`.
+        # This uses a side effect: when a wait times out, gloo closes all connections of the group.
+        # So wait for 1 ms for a message that never comes, and ignore the error. (`abort()` of the
+        # process group would not wake waiting threads.) This also works after
+        # `destroy_process_group()`.
         tag = KINDS.index("nothing")
         for peer in self._others:
             with suppress(RuntimeError):

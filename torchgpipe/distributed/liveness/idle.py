@@ -34,7 +34,8 @@ class Idle:
     """Find out for how long a task has been idle; a monitoring thread calls `look` regularly.
 
     Args:
-        besides: The CPU time that threads outside of the task use at most, in seconds per second.
+        besides: How much CPU time threads outside of the task use, in seconds per second. The task
+            counts as idle if the process uses hardly more than this.
     """
 
     def __init__(self, besides: float = 0.0) -> None:
