@@ -1,4 +1,4 @@
-"""Deferred batch normalization, under the module name that it has in torchgpipe 0.0.7."""
+"""Deferred batch normalization, under its module name of torchgpipe 0.0.7."""
 
 from torchgpipe.task.batchnorm import DeferredBatchNorm
 

@@ -1,13 +1,13 @@
-"""Say in one line what a caught error is, and remove a reference cycle from it."""
+"""Describe a caught error in one line, and remove a reference cycle from it."""
 
 
 def caught(error: Exception) -> Exception:
     """Return an error without the first frame of its traceback.
 
-    Call this in a generator that `contextmanager` decorates, when the generator has caught the
+    Use this in a generator with the decorator `contextmanager`, when the generator has caught the
     error. The first frame is the generator's own. From Python 3.12 on, this frame refers to its
-    caller's frame, and the caller's frame refers to the error. That is a reference cycle, which
-    keeps alive everything that the frames hold.
+    caller's frame, and the caller's frame refers to the error. This reference cycle would keep
+    alive everything that the frames hold.
     """
     return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
 

@@ -40,8 +40,8 @@ def clip_gradients(
     # Each rank sends two rows of equal length: the norms, and the stages of their parameters.
     found = [x.to(here).unflatten(0, (2, -1)) for x in exchange(torch.cat([own, places]))]
     all_norms, all_places = torch.cat(found, dim=1)
-    # Sort the norms by stage. So the sum has the order of the model's layers, and the same last
-    # bits for any balance.
+    # Put the norms into the order of the model's layers. Then the total norm is equal, to the last
+    # bit, for any balance.
     order = all_places.argsort(stable=True)
     total: Tensor = torch.linalg.vector_norm(all_norms[order], norm_type)
     # One call clips plain gradients (their mesh is None here), or the DTensors of one mesh.

@@ -35,15 +35,15 @@ class GPipe(Partitioned):
 
     The layers are split into partitions, each on a device. A mini-batch is split into
     micro-batches, and the partitions work on different micro-batches at the same time. The output
-    and the gradients are the same as if the layers run on one micro-batch after the other, without
+    and the gradients are the same as if the layers ran on one micro-batch after the other, without
     a pipeline.
 
     Args:
         module: The layers. Their parameters are moved to the devices.
         balance: The number of layers of each partition; see `torchgpipe.balance`.
-        devices: The device of each partition. Partitions can share a device: name it once for each
-            of them. A schedule that gives each device several partitions takes one entry for all
-            partitions of a device. The default is all CUDA devices, or the CPU if there is none.
+        devices: The device of each partition. If partitions share a device, repeat it in the list.
+            But if the schedule itself puts several partitions on each device, list each device
+            only once. The default is all CUDA devices, or the CPU if there is none.
         chunks: The number of micro-batches m that a mini-batch is split into. Dimension 0 of every
             input tensor is split into pieces of ⌈batch / m⌉.
         checkpoint: Which micro-batches are checkpointed: their tasks keep only the inputs, and run
@@ -55,8 +55,8 @@ class GPipe(Partitioned):
             every task from the calling thread. `"auto"` chooses `"workers"` if there are several
             partitions, all on the CPU, and else `"graph"`. `"graph"` is faster if a task on the
             CPU takes much less than a millisecond.
-        dependency: Whether to force one order of the tasks in backward on CUDA devices. On other
-            devices backward always has that order.
+        dependency: Whether to force a fixed order of the tasks in backward on CUDA devices. On
+            other devices, the order is always fixed.
         copy_streams: Whether copies between CUDA devices use separate CUDA streams.
         portals: Whether a skip is sent directly to the partition that pops it, and not through the
             partitions in between.
@@ -65,9 +65,9 @@ class GPipe(Partitioned):
             if layers are on device `meta`.
         schedule: The order of tasks: `"GPipe"`, `"1F1B"`, `"Interleaved1F1B"`, `"ZBH1"`, `"ZBH2"`,
             `"ZBVZeroBubble"`, or a `torchgpipe.schedules.Schedule`. If the schedule has v stages on
-            each device, n devices need a balance of n·v partitions. `step` runs all tasks in the
-            schedule's order. `model(x)` runs the schedule's forwards, and the backward of its
-            output runs the other tasks.
+            each device, n devices need a balance of n·v partitions. Only `step` runs all tasks in
+            the schedule's order. `model(x)` first runs all forwards, and the backward of its output
+            runs the other tasks.
         silence: Has no effect; deprecated.
 
     Attributes:
@@ -78,8 +78,8 @@ class GPipe(Partitioned):
         partitions: The partitions, each an `nn.Sequential`.
         schedule: The schedule in use. It has a `name`, a `placement` (the device number of each
             stage), and `report()`, which returns a line for each stage.
-        observer: A function that is called with each `torchgpipe.tensors.observe.Task`, and returns
-            a context in which the task runs; `None` by default.
+        observer: A function that is called with each task (`torchgpipe.tensors.observe.Task`), and
+            returns a context manager in which the task runs. It is `None` by default.
 
     Raises:
         TypeError: `module` is not an `nn.Sequential`, its skips do not match, or `devices` is not a
@@ -153,7 +153,7 @@ class GPipe(Partitioned):
         arrangement = arranged(self._schedule, len(self._stages), len(self.devices))
         self._engine = self._steps = WorkersEngine(self._stages, arrangement, threads=threads)
         # The finalizer must not refer to the engine. The engine refers to the layers, and a layer
-        # may refer to this module, which then would never be collected.
+        # may refer to this module, so this module would never be garbage-collected.
         weakref.finalize(self, self._steps.workers.close)
         if not threads:
             self._engine = GraphEngine(self._stages, arrangement, **self._of_graph_engine)
@@ -165,8 +165,8 @@ class GPipe(Partitioned):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a mini-batch through the pipeline; see `forward`.
 
-        If the layers come from `torchgpipe.sequential`, which traces a module, the pipeline has the
-        same arguments as that module.
+        If the layers come from `torchgpipe.sequential`, which traces a module, the pipeline takes
+        the same arguments as that module.
         """
         if self._signature is not None:
             args, kwargs = (self._signature.input_of(args, kwargs),), {}
@@ -222,12 +222,12 @@ class GPipe(Partitioned):
     ) -> torch.Tensor:
         """Run a mini-batch through the pipeline, and return `criterion(output, target)`.
 
-        The caller calls `backward()` on the loss, when all forwards have ended. `DistributedGPipe`
-        has the same method.
+        This runs all forwards. The caller has to call `backward()` on the loss; `step` would also
+        run the backwards. `DistributedGPipe` has the same method.
 
         Args:
             criterion: A function of the output of the mini-batch and the target.
-            input: The input, like for `forward`. If the layers come from a traced module, the input
+            input: The input, as for `forward`. If the layers come from a traced module, the input
                 has the form of the sample of the trace: a tensor, a tuple of arguments, or a
                 dictionary of arguments.
             target: The second argument of the criterion.

@@ -1,4 +1,4 @@
-"""Functions for micro-batches, under the module name that they have in torchgpipe 0.0.7."""
+"""Functions for micro-batches, under their module name of torchgpipe 0.0.7."""
 
 from torchgpipe.tensors.microbatch import check, gather, scatter
 

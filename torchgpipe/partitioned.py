@@ -46,8 +46,8 @@ T = TypeVar("T")
 class Partitioned(FixedDevices, ABC):
     """A model that is split into partitions; this process holds and runs some or all of them.
 
-    The layers are children of this module and keep their names. So `state_dict()` has the same keys
-    as that of the model, for the layers of this process.
+    The layers of this process are children of this module, under their names in the model. So their
+    keys in `state_dict()` are the same as without a pipeline.
     """
 
     balance: list[int]
@@ -120,7 +120,7 @@ class Partitioned(FixedDevices, ABC):
         self._look()
 
     def _look(self) -> None:
-        """List the modules inside the layers again, because the user may have replaced a module."""
+        """List the modules inside of the layers again: the user may have replaced some of them."""
         if not any([stage.look() for stage in self._stages]):  # noqa: C419 - each has to look
             return
         modules: list[nn.Module] = []
@@ -160,33 +160,33 @@ class Partitioned(FixedDevices, ABC):
     ) -> Tensor:
         """Run forward and backward of each micro-batch in the schedule's order; return the loss.
 
+        The gradients are the same as those of this loop over micro-batches of `samples[i]` samples:
+
             for i, (x, t) in enumerate(zip(micro_batches(input), micro_batches(target))):
                 (criterion(model(x), t) * samples[i] / sum(samples)).backward()
 
-        Gradients are summed over the micro-batches, and added to `.grad` once, at the end. So a
-        step that fails changes no gradient. An input that requires grad gets its gradient, too.
+        But the sum over the micro-batches is added to `.grad` only once, at the end. So a step that
+        fails changes no gradient. An input that requires grad gets its gradient, too.
 
         In a distributed pipeline all ranks call `step`. The rank of the first stage gives `input`.
         The rank of the last stage gives `target` and `criterion`. All ranks return the same loss.
 
         Args:
-            criterion: Returns a scalar for a micro-batch's output and its part of the target, or
-                the scalar and a value that `model.logs` keeps. Other tensors that the criterion
-                uses, such as parameters, get gradients, too. In a distributed pipeline, it can
-                use parameters of the last rank's layers, but not of other layers.
-            input: The input of `forward`, the sample's form for a traced module, or `MicroBatches`.
+            criterion: A function of a micro-batch's output and target. It returns a scalar, or a
+                tuple of a scalar and a value that is kept in the list `model.logs`. Parameters that
+                it uses get gradients, too; on ranks, these must not be of other ranks' layers.
+            input: As for `forward` (for a traced module, as the trace's sample), or `MicroBatches`.
             target: Tensors with the batch as dimension 0, in tuples, lists and mappings. Each
                 micro-batch gets a part of each tensor, and all other values unchanged. A list with
-                an entry for each sample is split by its entries, and `MicroBatches` as they are.
-            reduction: `"mean"` weighs the losses by the samples of the micro-batches, and `"sum"`
-                adds the losses. `"none"` goes backward like `"sum"`, but returns a tensor of all
-                losses.
-            weight: Returns the weight of a micro-batch's loss, given its part of the target.
-            scaler: Scales the loss for the backward. Use `torch.distributed.fsdp`'s
-                `ShardedGradScaler` in a distributed pipeline.
+                an entry for each sample is split by its entries. Or `MicroBatches` of targets.
+            reduction: `"mean"` weighs the losses by the samples of the micro-batches. `"sum"` adds
+                the losses. `"none"` has the same gradients, but returns a tensor of all losses.
+            weight: A function of a micro-batch's target that returns the weight of its loss.
+            scaler: Scales the loss for the backward. In a distributed pipeline, use the
+                `ShardedGradScaler` of `torch.distributed.fsdp`.
 
         Returns:
-            The loss of the mini-batch, a scalar without a graph.
+            The loss of the mini-batch, without a graph: a scalar, or for `"none"` all losses.
 
         Raises:
             RuntimeError: Gradients are off, a layer does something that a pipeline does not
@@ -224,36 +224,35 @@ class Partitioned(FixedDevices, ABC):
             return cast(Tensor, self._uncompiled(self._hooked, input, request))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the call of the pipeline returns, without gradients."""
+        """Call the pipeline without gradients, and return its output."""
         with torch.no_grad():
             return self(*args, **kwargs)
 
     def _uncompiled(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Call `run` without compiling it; raise `RuntimeError` if it is traced or exported."""
+        """Call `run` uncompiled; raise `RuntimeError` if the pipeline is traced or exported."""
         untraced = f"a pipeline cannot be traced or exported; {self._traced_instead}"
         if torch.compiler.is_dynamo_compiling():
-            # torch.compile would compile the scheduler for each task; layers can be compiled.
+            # Otherwise torch.compile would compile the scheduler anew for each task.
             return torch.compiler.disable(run, reason=untraced)(*args)
-        # PyTorch documents `is_tracing`, but does not declare it to type checkers.
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise RuntimeError(untraced)
         return run(*args)
 
     def _arguments(self, input: Any) -> Arguments:
-        """Return the positional and the named arguments of `forward` that `input` stands for."""
+        """Convert `input` to the positional and the named arguments of `forward`."""
         return ((input,), {}) if self._signature is None else self._signature.arguments(input)
 
     def _hooked(self, input: Any, request: Any) -> Tensor:
-        """Return the loss that `request` asks for, and run the forward hooks of this module."""
+        """Run the forward hooks of this module around `_carry_out`, and return the loss."""
         given = self._arguments(input)
         return run_with_hooks(self, given, lambda given: self._carry_out(*given, request))
 
     @abstractmethod
     def _carry_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
-        """Run a mini-batch with these arguments; return the loss that `request` asks for."""
+        """Run a mini-batch with these arguments of `forward`, and return the loss."""
 
     def _seen(self, output: Any) -> Any:
-        """Return the first argument of the criterion, after this module's hooks have changed it."""
+        """Run the forward hooks on an output; return what the criterion gets for it."""
         return seen_by_hooks(self, self._shown(output))
 
     def _shown(self, output: Any) -> Any:
@@ -284,7 +283,7 @@ class Partitioned(FixedDevices, ABC):
         return [samples(micro_batch, self._signature) for micro_batch in micro_batches]
 
     def _mini_batch(self, run: Callable[[], T], m: int) -> T:
-        """Call `run`; update the statistics of deferred batch norms only if it succeeds."""
+        """Call `run`; if it succeeds, update the statistics of deferred batch norms."""
         norms = [norm for stage in self._stages for norm in stage.deferred_norms]
         shared = self._shared_buffers
         # A single micro-batch in a single process runs the layers in their order.
@@ -308,8 +307,8 @@ class Partitioned(FixedDevices, ABC):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by their total norm over all partitions; return this norm.
 
-        This does the same as `torch.nn.utils.clip_grad_norm_` does without a pipeline. The norm has
-        the same last bits for any balance. Gradients can be DTensors and plain tensors, mixed.
+        This does the same as `torch.nn.utils.clip_grad_norm_` does without a pipeline. The norm is
+        equal, to the last bit, for any balance. Some gradients can be DTensors, and others not.
         """
         settings = {"max_norm": float(max_norm), "norm_type": float(norm_type)}
         with self._together("clip_grad_norm_", **settings) as exchange:
@@ -319,9 +318,9 @@ class Partitioned(FixedDevices, ABC):
             return clip_gradients([*self.parameters()], stages, exchange, **settings)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
-        """Return a context for joint work of all ranks; it gives a function to exchange a tensor.
+        """Return a context for a call (named `doing`) that all ranks make with equal `alike`.
 
-        `doing` names the work. The values of `alike` must be equal on all ranks.
+        It gives a function that sends a tensor to all ranks, and returns the tensors of all ranks.
         """
         return nullcontext(lambda own: [own])
 

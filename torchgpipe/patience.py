@@ -21,8 +21,8 @@ def say(line: str) -> None:
 def waiting_for(what: str, tell: Callable[[str], object] = say) -> Iterator[None]:
     """Limit how long the code in this context may wait for `what`.
 
-    After a minute `tell` is called with a line of text. After five minutes `tell` is called with
-    another line, and the process ends.
+    After a minute, `tell` is called with a line of text that says so. After five minutes, it is
+    called again, and the process ends.
     """
 
     def give_up() -> None:

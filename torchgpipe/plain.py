@@ -1,7 +1,7 @@
 """Convert plain Python values to JSON text and back, to send them to other processes.
 
-Reading the text runs no code. A type that JSON does not have is written as an object with one
-entry: for example, `(1, 2)` is written as `{"tuple": [1, 2]}`.
+Unlike `pickle`, reading the text runs no code. A type that JSON does not have is written as an
+object with one entry: for example, `(1, 2)` is written as `{"tuple": [1, 2]}`.
 """
 
 import json
@@ -32,8 +32,8 @@ _FROM_JSON: dict[str, Any] = {
 def packed(value: Any) -> Tensor:
     """Return a plain value as JSON text, in a tensor of bytes.
 
-    The text is padded with spaces, so that its length is a power of two. Ranks remember every shape
-    that they have sent, so there should be few different lengths.
+    The text is padded with spaces to a length that is a power of two. Ranks remember every shape
+    that they have sent, so there should be few different shapes.
     """
     try:
         text = json.dumps(_tagged(value)).encode()

@@ -75,7 +75,7 @@ OF_RESIDUAL = "layers of Residual one after another, but it has a method"
 TWICE = "layers 'first' and 'again' are the same module; a layer "
 TOO_FEW = "2 partitions, but 1 devices; give a balance of at most 1 parti"
 NO_LIST = "a list of devices, one per partition, but got "
-NUMBERS = "balance must be a list of whole numbers, the layers of each partition, but got "
+NUMBERS = "balance must list the number of layers of each partition, as whole numbers, but got "
 WRONG_SUM = "the balance [1] sums up to 1 layers, but the module has 3"
 NONE_IN_ONE = "one layer or more, but got the balance [3, 0]"
 # A call, the error's type, and a part of the error's message.

@@ -23,9 +23,9 @@ def settings_of(
         pipeline: This rank's pipeline.
         order: The name of the schedule, followed by a checksum if the user has made the schedule.
         timeout: The timeout of the pipeline.
-        checksum: The checksum of the model's parameters. If ranks have made two pipelines in
-            different orders, the checksums differ. Without checksums, partitions of different
-            models could be connected and trained together.
+        checksum: The checksum of the model's parameters. It tells two models apart. For example,
+            if a script makes two pipelines, but in another order on one rank, partitions of
+            different models must not be connected.
         call: The method that the user has called, such as "loss()".
     """
     kind = pipeline._stages[0].device.type
@@ -57,7 +57,7 @@ def checksum_of_parameters(module: nn.Module) -> int:
 
 
 def check_alike(what: str, own: Settings, theirs: Settings, rank: int, peer: int) -> None:
-    """Raise `ValueError` if two ranks make a call with different settings.
+    """Raise `ValueError` if two ranks make the same call with different settings.
 
     Args:
         what: The name of the call.

@@ -3,21 +3,21 @@
 Every rank has wires to every other rank, one for each purpose:
 
     control    the first stage's rank announces that a mini-batch begins
-    loss       the last stage's rank sends the loss, which may first be copied from a GPU
+    loss       the last stage's rank sends the loss
     liveness   every rank sends what it is doing now (liveness/liveness.py)
 
 Other wires carry activations and gradients from stage to stage (links.py). Skips have separate
 wires, directly from the rank that stashes a skip to the rank that pops the skip.
 
-Connections end in one of three ways. The next call of the pipeline makes new connections:
+Connections end in one of three ways:
 
     close()      This rank needs nothing more. It waits until its messages are received, and tells
                  other ranks that it has ended. Other ranks can continue.
     fail(error)  This rank has raised an error. It tells other ranks, which raise `RankFailed`.
-    abort()      Another rank has failed, or there is no time left. This rank tells nothing.
+    abort()      Another rank has failed. This rank ends without a message of its own.
 
 All three methods disconnect at the end. Then every thread of this process that waits for another
-rank raises `Stopped`.
+rank raises `Stopped`. The next call of the pipeline makes new connections.
 """
 
 import os
@@ -81,14 +81,15 @@ class Connections:
     Args:
         ranks: The ranks of the pipeline, as numbered in the default process group.
         own: The index of this rank among `ranks`.
-        timeout: The timeout of the pipeline in seconds (liveness/monitor.py), or `None` for none.
+        timeout: The timeout of the pipeline in seconds (liveness/monitor.py); `None` sets no limit.
 
     Attributes:
         own, n, timeout: This rank's index, the number of ranks, and the timeout.
         serial: The number of the mini-batch that this rank runs now.
         closed: Whether the connections have ended.
         parted: Whether the connections have ended by `close()`, while no rank had failed.
-        sockets: The sockets of gloo. The set can include sockets that another thread has opened.
+        sockets: The sockets that were opened while gloo connected. A few of them can belong to
+            other threads.
     """
 
     def __init__(self, ranks: Sequence[int], own: int, timeout: float | None) -> None:
@@ -97,8 +98,8 @@ class Connections:
         self.timeout = timeout
         self.serial = 0
         self._others = [peer for peer in range(self.n) if peer != own]
-        # `new_group` is not used, because it names groups by a running number. This number can
-        # differ between ranks that have made different numbers of groups.
+        # Do not use `new_group`: it names a group by counting the groups that the process has
+        # made. Ranks that have made different numbers of groups would use different names.
         which = tuple(ranks)
         name = f"torchgpipe/{which}/{_made[which]}"
         self._store = PrefixStore(name, _get_default_store())
@@ -117,10 +118,10 @@ class Connections:
             ) from None
         self._group = cast(dist.ProcessGroup, group)
         self.sockets = sockets() - before
+        # A program that this process starts must not inherit the sockets: it can run longer than
+        # this process, and would keep the sockets open.
         for number, _ in self.sockets:
             with suppress(OSError):  # another thread may have closed its socket
-                # A program that this process starts can run longer than this process, and must not
-                # keep the socket open.
                 os.set_inheritable(number, False)
         self._ends: dict[tuple[type, str, int, Stages], Any] = {}
         self.closed = self.parted = False
@@ -132,11 +133,13 @@ class Connections:
 
     @contextmanager
     def call(self, serial: int, name: str, program: Program | None = None) -> Iterator[None]:
-        """Return a context for a call; if one rank raises an error in it, all ranks do.
+        """Return a context for a call of the pipeline.
+
+        If one rank raises an error within the context, all other ranks raise `RankFailed`.
 
         Args:
             serial: The number of the mini-batch.
-            name: The name of the call in messages.
+            name: The name of the call in error messages.
             program: The program (the rank's list of tasks) that the call runs, if already known.
         """
         if self.parted:
@@ -151,8 +154,8 @@ class Connections:
                     raise Stopped
                 yield
             except Stopped as stopped:
-                # Remove the traceback, so that its frames are freed. It only shows where this rank
-                # waited, which does not help the user.
+                # Remove the traceback, so that its frames are freed. The traceback only shows where
+                # this rank waited for other ranks, which does not help the user.
                 stopped.__traceback__ = None
                 try:
                     raise self.liveness.failure() from None
@@ -176,8 +179,8 @@ class Connections:
         Args:
             device: This rank's device.
             placement: The rank of each stage.
-            crossings: The skips between stages.
-            late: Whether skips are sent later than they are made (wires/cuda.py).
+            crossings: The skip connections from one stage to another.
+            late: Whether each skip is sent only shortly before it is needed (wires/cuda.py).
         """
         if not self._met:
             self._met = True
@@ -185,7 +188,7 @@ class Connections:
             self._transfers.connect(device, placement, crossings, exchange, late=late)
 
     def wire(self, end: type[E], kind: str, peer: int, stages: Stages = (0, 0)) -> E:
-        """Return this rank's end of a wire (a message channel); the first call makes the end.
+        """Return this rank's end of a wire (a message channel). The first call makes the end.
 
         Args:
             end: `Sender` or `Receiver`.
@@ -231,7 +234,7 @@ class Connections:
         Args:
             what: A name for the message. Other ranks compare it with the name that they expect.
             tensors: The tensors of the message.
-            about: Plain values that the message has, too.
+            about: Plain Python values that are sent in the same message.
             kind: One of `KINDS`.
         """
         for peer in self._others:
@@ -240,7 +243,7 @@ class Connections:
             self.give(sender, (what, about), tensors)
 
     def hear(self, what: str, peer: int, kind: str = "control") -> tuple[Sequence[Any], Any]:
-        """Wait for a message that a rank sends with `tell`; return its tensors and its `about`."""
+        """Wait for a message that a rank sends with `tell`; return its tensors and plain values."""
         receiver = self.wire(Receiver, kind, peer)
         receiver.begin()
         self.liveness.activity.hears = True
@@ -254,7 +257,7 @@ class Connections:
         return tensors, about
 
     def exchange(self, what: str, own: Tensor, alike: Settings | None = None) -> list[Tensor]:
-        """Send a tensor to all ranks, and return the tensors of all ranks in order.
+        """Send a tensor to all ranks; return the tensors of all ranks, in the order of ranks.
 
         Args:
             what: The purpose of the exchange, which has to be the same on all ranks.
@@ -277,9 +280,9 @@ class Connections:
         return given
 
     def deliver(self, patience: float | None = None) -> None:
-        """Send all messages that are held back, and wait until other ranks have received them.
+        """Send all delayed messages, and wait until other ranks have received all messages.
 
-        This method is called when the program has no more tasks.
+        This method is called when this rank has no more tasks.
 
         Raises:
             queue.Empty: If a message takes longer than `patience` seconds.
@@ -291,7 +294,7 @@ class Connections:
             sender.settle(patience=patience)
 
     def pending(self, peer: int) -> bool:
-        """Return whether a rank has not received all messages that were sent to it."""
+        """Return whether a rank has not yet received every message that was sent to it."""
         return any(sender.pending > 0 for sender in self._senders() if sender.rank == peer)
 
     def close(self) -> None:
@@ -314,7 +317,7 @@ class Connections:
     def abort(self) -> None:
         """End the connections and their threads immediately.
 
-        If there was a failure, other ranks are told about it first.
+        If there was a failure, wait first until other ranks have been told about it.
         """
         with self._ending:
             if self.closed:
@@ -323,8 +326,8 @@ class Connections:
             threads = self.liveness.close()
             for sender in self._senders():
                 threads.append(sender.thread)
-            # The process can crash if a thread is in gloo when Python ends. But a thread that waits
-            # for gloo to send a message may never return, so there is a deadline.
+            # If Python ends while a thread is in gloo, the process can crash. So wait for the
+            # threads, but only until a deadline: some threads may wait for gloo for ever.
             deadline = time.monotonic() + GRACE
             for thread in threads:
                 left = deadline - time.monotonic()
@@ -332,10 +335,10 @@ class Connections:
 
     def disconnect(self) -> None:
         """End all waits for other ranks, in all threads."""
-        # Gloo closes the connections of a group when a wait times out. So this method waits for a
-        # message that never comes. The `abort()` of a process group does not wake waiting threads.
-        # If a connection is already broken, the receive fails immediately.
-        # All of this works even after `destroy_process_group()`.
+        # This uses a side effect: when a wait times out, gloo closes all connections of the group.
+        # So wait for 1 ms for a message that never comes, and ignore the error. (`abort()` of the
+        # process group would not wake waiting threads.) This also works after
+        # `destroy_process_group()`.
         tag = KINDS.index("nothing")
         for peer in self._others:
             with suppress(RuntimeError):

@@ -52,7 +52,7 @@ def _sign(rank: int) -> str:
 
 
 def _all_come(store: Store, others: Sequence[int], timeout: timedelta) -> bool:
-    """Wait for all other ranks, and return whether all of them have come in time."""
+    """Wait for all other ranks; return whether all have called `gather` before the timeout."""
     signs = [_sign(peer) for peer in others]
     try:
         store.wait(signs, timeout)
@@ -62,7 +62,7 @@ def _all_come(store: Store, others: Sequence[int], timeout: timedelta) -> bool:
 
 
 def _absence(store: Store, own: int, others: Sequence[int], waited: timedelta) -> str:
-    """Return a text that names the ranks for which this rank has waited in vain."""
+    """Return a text that names the ranks that have not called `gather` yet."""
     missing = [str(peer) for peer in others if not store.check([_sign(peer)])]
     return (
         f"rank {own} has waited for {waited.total_seconds():g} s for others to make their "

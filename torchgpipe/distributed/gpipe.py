@@ -45,30 +45,30 @@ class DistributedGPipe(Partitioned):
         # x is used on rank 0, and target on the last rank.
         loss = model.step(nn.functional.cross_entropy, x, target)
 
-    Each process (rank) holds one or more partitions. The output and the gradients are the same as
-    with `GPipe` in one process, and so are most arguments and rules. The object's parameters,
-    gradients, buffers and state belong to this rank's layers, and have the names of the whole
-    model. Each rank has an optimizer for its own parameters. The states of all ranks together are
-    the state of the model.
+    Each process (rank) holds one or more partitions. The output, the gradients and most arguments
+    are the same as with `GPipe` in one process. On each rank, the pipeline only has the parameters
+    and buffers of this rank's layers, under their names in the whole model. So each rank needs an
+    optimizer for its own parameters, and all ranks' `state_dict()`s together are the model's.
 
     Args:
         module: The layers, the same on every rank. Layers on device `meta` take no memory, and need
             `init`.
         balance: How many layers each partition has. There are as many partitions as ranks, or v
             times as many if the schedule has v partitions on each rank.
-        mesh: One dimension of a mesh, whose ranks hold the partitions. The default is all ranks.
+        mesh: A `DeviceMesh` of one dimension, such as `mesh["pp"]`. The ranks of the mesh hold the
+            partitions. By default, all ranks do.
         device: This rank's device; `"cuda"` is the current GPU. If every rank has a different GPU,
             NCCL transfers tensors between GPUs. Otherwise tensors go through host memory.
         chunks: See `GPipe`.
         checkpoint: See `GPipe`.
         deferred_batch_norm: See `GPipe`.
         init: See `GPipe`. It is called for the layers of this rank only.
-        schedule: See `GPipe`. "The last rank" is the rank of the last stage. In ZBVZeroBubble, the
-            last rank is rank 0.
-        timeout: A number of seconds. A rank counts as failed if it gives no sign of life for so
-            long, or if its task neither ends nor computes for so long. All ranks count as failed if
-            they wait for each other for so long. With `None`, there is no limit. The timeout has to
-            be longer than the transfer of the largest message.
+        schedule: See `GPipe`. In this class, "the last rank" means the rank of the last stage. With
+            the schedule ZBVZeroBubble, this is rank 0.
+        timeout: How many seconds a problem may last before all ranks stop with an error. The
+            problems are: a rank sends no sign of life; a task neither ends nor uses the CPU; all
+            ranks wait for each other. With `None`, there is no limit. The timeout has to be longer
+            than the transfer of the largest message.
         silence: The old name of `timeout`, which will be removed.
 
     Attributes:
@@ -82,9 +82,8 @@ class DistributedGPipe(Partitioned):
     Raises:
         RuntimeError: If there is no process group.
         TypeError: See `GPipe`.
-        ValueError: See `GPipe`. Also if ranks share a parameter, a buffer that changes, or a random
-            generator; if the number of partitions is not v for each rank; or if a layer is on
-            `meta` and there is no `init`.
+        ValueError: See `GPipe`. Also if ranks share a parameter or a random generator, or if there
+            are not v partitions for each rank.
     """
 
     _traced_instead = (
@@ -193,8 +192,9 @@ class DistributedGPipe(Partitioned):
         """Run a mini-batch through the pipeline; only the first rank's input is used.
 
         Returns:
-            On the last rank, the output. On other ranks, a tensor that is zero, or `None` if there
-            is no gradient. The tensor's `backward()` runs this rank's part of the backward.
+            On the last rank, the output. On other ranks, a scalar tensor that is zero; its
+            `backward()` runs this rank's part of the backward. If the output does not require
+            grad, other ranks get `None`.
 
         Raises:
             RankFailed: If another rank has failed.
@@ -237,9 +237,9 @@ class DistributedGPipe(Partitioned):
     def close(self) -> None:
         """Close the connections to other ranks, and reset the number of mini-batches to zero.
 
-        The next call of the pipeline connects again. All ranks call this method at the end of the
-        training. All ranks also call it after a failure, because some ranks may have begun one more
-        mini-batch than other ranks.
+        All ranks have to call this method at the end of the training. They also have to call it
+        after a failure, because some ranks may have begun one more mini-batch than other ranks. The
+        next call of the pipeline connects again.
         """
         if self._connections is not None:
             self._connections.close()
@@ -250,8 +250,8 @@ class DistributedGPipe(Partitioned):
         if self._connections is None or self._connections.closed:
             self._check_connectable()
             self._connections = Connections(self._ranks, self.rank, self.timeout)
-            # Threads keep open connections alive, but not the pipeline, so the pipeline can be
-            # garbage-collected. Then its connections are closed.
+            # The connections' threads do not refer to the pipeline, so it can be garbage-collected
+            # while it is connected. Then this finalizer closes the connections.
             weakref.finalize(self, _close, weakref.ref(self._connections)).atexit = False
         if self._connections.timeout != self.timeout:
             raise RuntimeError(

@@ -32,13 +32,13 @@ Told = tuple[Hashable, Flat]
 
 
 class RandomState(NamedTuple):
-    """What ranks send about random numbers with each micro-batch.
+    """What ranks tell each other about random numbers, with each micro-batch.
 
     Attributes:
-        seeds: The seeds of the mini-batch. `seeds.drew` is true if a stage so far has drawn random
-            numbers.
-        in_order: Whether tasks run one after another. In this case, ranks also send the state of
-            the default generator.
+        seeds: The seeds of the mini-batch. Ranks send `seeds.drew`: whether any stage has drawn
+            random numbers so far.
+        in_order: Whether only one task runs at a time on all ranks together. In this case, ranks
+            also send the state of the default generator.
     """
 
     seeds: Seeds
@@ -46,16 +46,16 @@ class RandomState(NamedTuple):
 
 
 class Messages(Links):
-    """Send and receive the results of actions over wires, for one run of a rank's program.
+    """Send the results of tasks to other ranks, and receive the results of other ranks' tasks.
 
-    The base class `torchgpipe.engine.program.Links` describes the methods. A wire is identified by
-    its direction and its two stages, the lower stage first.
+    An object is used for one run: all forwards, all backwards, or a whole `step`. The base class
+    `torchgpipe.engine.program.Links` describes the methods.
 
     Args:
         connections: The connections of this rank.
         crossings: The skips between stages.
         placement: The rank of each stage.
-        lists: The actions of each rank.
+        lists: The actions (forwards, backwards and so on) of each rank.
         random: What ranks send about random numbers.
     """
 
@@ -75,8 +75,7 @@ class Messages(Links):
         self._between: dict[Stages, list[Crossing]] = defaultdict(list)
         for crossing in crossings:
             self._between[crossing.source, crossing.target].append(crossing)
-        # Maps a direction and a pair of stages to the micro-batches whose skips are still to be
-        # transferred.
+        # Maps a direction and a pair of stages to the micro-batches whose skips must still be sent.
         self._order: dict[tuple[bool, Stages], deque[int]] = {}
         for forward in {action.kind == "forward" for action in lists[connections.own]}:
             for pair in pairwise(range(len(placement))):
@@ -131,8 +130,8 @@ class Messages(Links):
             self._left[crossing] = self._packed(skip, action.stage)
         else:
             self._left[crossing] = "gradient", (skip,)
-        # All skips between two stages are sent in one message, because the receiver does not fetch
-        # skips in the order in which the sender makes them.
+        # Send all skips between two stages in one message, when all have been made. The receiver
+        # may need these skips in another order than the sender makes them.
         between = self._between[pair]
         if not self._left.keys() >= {*between}:
             return
@@ -166,7 +165,7 @@ class Messages(Links):
         return self._kept.pop(wanted)
 
     def _begin(self, forward: bool, what: str, pair: Stages) -> None:
-        """Begin a mini-batch on a channel, if exactly one of its two stages is on this rank."""
+        """Prepare the wire of a pair of stages, if the wire connects this rank to another rank."""
         own = self._connections.own
         ranks = [self._placement[s] for s in pair]
         if own not in ranks or self._stays(pair):
@@ -195,9 +194,10 @@ class Messages(Links):
         return self._connections.wire(end, kind, self._placement[other], pair)
 
     def _packed(self, item: Item, s: int) -> tuple[tuple[Hashable, ...], Flat]:
-        """Return a description and the tensors of an item (output or skip) of stage s for sending.
+        """Return what to send for an item (output or skip) of stage s: a description, and tensors.
 
-        The last tensor has the Python attributes of all other tensors, or is `None`.
+        Users can set Python attributes on tensors. The last tensor encodes the attributes of all
+        other tensors; it is `None` if they have no attributes.
         """
         name = f"{item.form.__module__}:{item.form.__qualname__}"
         _form_of(name)  # raises an error already on this rank if other ranks cannot find the class
@@ -217,7 +217,7 @@ class Messages(Links):
 
 
 def _item(about: Sequence[Any], tensors: Sequence[Tensor | None]) -> Item:
-    """Return the item (output or skip) that another rank has prepared with `_packed` and sent."""
+    """Return the item (output or skip) that a description and tensors of `_packed` stand for."""
     name, shared, needs = about
     *flat, told = tensors
     if told is not None:

@@ -20,7 +20,7 @@ from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather, tensors
 
 
 class LossRequest(NamedTuple):
-    """The arguments of `loss()`, except for the input."""
+    """The arguments of `loss()`, without the input."""
 
     criterion: Callable[[Any, Any], Tensor]
     target: Any
@@ -29,8 +29,8 @@ class LossRequest(NamedTuple):
 class RankBatch(Batch):
     """Run the partitions of one rank in a mini-batch, together with all other ranks.
 
-    In each mini-batch, `Connections.tell` and `Connections.hear` send two messages ("head" and
-    "loss") from one rank to all other ranks. Time goes downward:
+    In each mini-batch, two messages go from one rank to all other ranks, by `Connections.tell` and
+    `Connections.hear`: the head and the loss. In this picture, time goes downward:
 
         rank of the first stage      ranks in between           rank of the last stage
         -----------------------      ----------------           ----------------------
@@ -40,19 +40,19 @@ class RankBatch(Batch):
                                      _hear_loss  <--- loss ---  tell
         _hear_loss  <-------------------------------- loss ---
 
-    The head has the base of the random seeds, the checksums of the data, the sizes of micro-batches
-    and the settings. Other ranks receive the head in `__init__`, because they need it to make their
-    program. The rank of the first stage draws the base, and sends the head just before its run.
+    The head has the number from which random seeds are made (the base), checksums of the data, the
+    sizes of the micro-batches, and the settings. The rank of the first stage draws the base, and
+    sends the head just before its run. Other ranks wait for the head in `__init__`, because they
+    need it to make their program (list of tasks).
 
-    The loss message also says whether the loss requires a gradient. The message has the state of
-    the default generator if this state has changed. The message is sent as soon as the loss is
-    known: during the run in `step()`, and otherwise after the run. Other ranks receive the message
-    after their run.
+    The loss message has the loss, whether it requires a gradient, and the state of the default
+    generator if this state has changed. It is sent as soon as the loss is known: during the run in
+    `step()`, and otherwise after the run. Other ranks receive it after their run.
 
     During the run, `Messages` sends activations and gradients from stage to stage.
 
     Args:
-        connections: The connections of this rank, within a call for this mini-batch.
+        connections: The connections of this rank, within `Connections.call`.
         settings: The settings of the pipeline that have to be the same on all ranks.
         inputs: The micro-batches on the rank of the first stage; empty on other ranks.
         given: Checksums of this rank's input and target.
@@ -73,8 +73,8 @@ class RankBatch(Batch):
         given: list[int],
         owner: Partitioned,
     ) -> None:
-        # This reference keeps the pipeline alive, because the connections are closed when the
-        # pipeline is garbage-collected.
+        # Keep the pipeline alive until the backward: when the pipeline is garbage-collected, its
+        # connections are closed.
         self._owner = owner
         self._connections = connections
         self._serial = connections.serial
@@ -92,10 +92,10 @@ class RankBatch(Batch):
 
     @contextmanager
     def _agreed(self, seeded: AbstractContextManager[object]) -> Iterator[None]:
-        """Return a context for a run, with seeded random numbers and messages before and after.
+        """Return a context for a run of the forwards, with the seeds that all ranks agree on.
 
-        Before the run, the first stage's rank sends the head (a first message to all ranks). After
-        the run, every rank except the last stage's rank receives the loss.
+        On entering, the first stage's rank sends the head (a message to all ranks with the base of
+        the seeds). On leaving, every rank except the last stage's rank receives the loss.
         """
         with seeded:
             if self._connections.own == self._first:
@@ -112,9 +112,9 @@ class RankBatch(Batch):
         self._connections.tell("head", (head,), settings)
 
     def _hear_head(self) -> int:
-        """Receive the mini-batch's first message, and return the base of the random seeds.
+        """Receive the head of a mini-batch (its first message); return the base of the seeds.
 
-        Also store the checksums and the sizes in this message, and check the settings.
+        Also store the head's checksums and sizes, and check the head's settings.
         """
         own, first = self._connections.own, self._first
         (head,), theirs = self._connections.hear("head", first)
@@ -129,14 +129,15 @@ class RankBatch(Batch):
     ) -> None:
         """Send the loss to all other ranks, and the state of the default generator if needed.
 
-        Other ranks need the generator's state if tasks run one after another, or if the state has
-        changed since `before`.
+        Other ranks need the generator's state if only one task runs at a time in the pipeline, or
+        if the criterion has changed the state.
 
         Args:
             loss: The mini-batch's loss.
             needs: Whether the loss requires a gradient.
             ours: Whether the backward of the loss goes through this pipeline.
-            before: An earlier state of the generator, or `None` if the state cannot have changed.
+            before: The generator's state before the criterion ran, or `None` if the criterion
+                cannot have changed it.
         """
         super().tell(loss.detach())
         after = torch.get_rng_state()
@@ -167,11 +168,11 @@ class RankBatch(Batch):
         connections.deliver()
 
     def finished(self, request: LossRequest | None) -> Any:
-        """Run the forward of every task, and return the result for the caller of the pipeline.
+        """Run all forwards of this rank, and return the result for the caller of the pipeline.
 
         On the rank of the last stage, the result is the output, or the loss if `request` is given.
-        On other ranks, the result is a tensor with the value of the loss, or zero without a
-        request. If this tensor requires a gradient, its backward runs the backward of this rank.
+        On other ranks, the result is a tensor with the value of the loss, or zero if `request` is
+        `None`. If this tensor requires grad, its backward runs this rank's backwards.
         """
         outputs = run_forward(self, self.inputs)
         if self.last:
@@ -182,9 +183,9 @@ class RankBatch(Batch):
         return leaf[0]
 
     def _result(self, outputs: list[TensorOrTensors], request: LossRequest | None) -> Any:
-        """Send the loss to other ranks, and return the loss, or the output without a request.
+        """Send the loss to other ranks; return the loss, or the output if `request` is `None`.
 
-        This method is called on the rank of the last stage.
+        This method is called on the rank of the last stage only.
         """
         before = torch.get_rng_state()
         output = gather(outputs)
@@ -206,7 +207,7 @@ class RankBatch(Batch):
         return result
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
-        """Do the remaining actions of this rank, most of which are backwards.
+        """Run the remaining actions of this rank: recomputations and backwards.
 
         Returns:
             The gradients of the micro-batches' inputs, on the rank of the first stage.
@@ -218,7 +219,8 @@ class RankBatch(Batch):
 def _with_ends(loss: Tensor, ends: tuple[Tensor, ...]) -> Tensor | None:
     """Return the loss with extra graph edges to all outputs of the pipeline (`ends`).
 
-    The criterion may not use all outputs, but other ranks wait for the gradients of all outputs.
+    Other ranks wait for gradients from this rank. Without these edges, the backward of a loss that
+    uses no output would not reach the pipeline, and the other ranks would wait in vain.
     """
 
     def onward(grads: list[Flat], keep: bool) -> list[Flat]:

@@ -1,9 +1,9 @@
-"""Check that ranks were given the same samples, because different ranks use input and target.
+"""Check that the first and the last rank were given the same samples.
 
-A script can pass (x, target) on every rank. Rank 0 uses its x, and the last rank uses its target.
-If a sampler shuffles differently on each rank, samples of rank 0 get the labels of other samples.
-So the rank of the first stage sends checksums of its input and its target, in the first message of
-a mini-batch. The rank of the last stage compares these checksums with checksums of its own data.
+A script can pass (x, target) on every rank, but only rank 0 uses its x, and only the last rank uses
+its target. If a sampler shuffles differently on each rank, samples get the labels of other samples.
+To detect this, the rank of the first stage sends checksums of its input and its target, in the
+first message of a mini-batch. The rank of the last stage compares them with checksums of its data.
 """
 
 import warnings
@@ -15,13 +15,14 @@ from torch import Tensor
 from torchgpipe.trace.parts import tensors_in
 
 FIRST, EVERY = 3, 100  # the first 3 mini-batches are compared, and then every 100th mini-batch
+
 READ = 64  # about how many values of each tensor are read
 
 
 def checksums(serial: int, input: Any, target: Any) -> list[int]:
     """Return a checksum of the input and a checksum of the target.
 
-    The checksums are 0 if this mini-batch is not compared.
+    Only some mini-batches are compared. For other mini-batches, return zeros.
 
     Args:
         serial: The number of the mini-batch, which is the same on all ranks.

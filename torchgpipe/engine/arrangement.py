@@ -10,11 +10,15 @@ from torchgpipe.task.stage import Stage
 
 
 class Orders(NamedTuple):
-    """The lists of actions of each program; a program serves one device or all devices.
+    """Lists of actions (forwards, backwards and so on): for each program, its actions in order.
 
-    `forwards` has the forwards of each program, `rest` has all other actions, and `all` has both
-    kinds of actions. Each list is in the schedule's order. `placement` has the index of the program
-    that runs each stage.
+    A program runs the actions of one device, or of all devices.
+
+    Attributes:
+        placement: For each stage, the index of the program that runs it.
+        forwards: The forwards of each program.
+        rest: All other actions of each program.
+        all: All actions of each program.
     """
 
     placement: Sequence[int]
@@ -24,10 +28,14 @@ class Orders(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """A schedule for `n` devices, and the index of the device of each stage (`placement`).
+    """A schedule, and the device of each stage.
 
-    Each device has `v` stages; `v` is `None` if the schedule is a `Schedule`, which has its own
-    placement.
+    Attributes:
+        schedule: The name of the schedule, or the user's own `Schedule`.
+        n: The number of devices.
+        v: The number of stages on each device; `None` for a `Schedule`, which may place stages
+            differently.
+        placement: For each stage, the index of its device.
     """
 
     schedule: str | Schedule
@@ -38,9 +46,15 @@ class Arrangement(NamedTuple):
 
 @lru_cache(maxsize=64)
 def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) -> Arrangement:
-    """Assign stages to devices; by default, there are as many devices as the schedule needs.
+    """Assign stages to devices.
 
-    Raise `ValueError` if the schedule does not support these numbers of stages and devices.
+    Args:
+        schedule: The schedule or its name.
+        stages: The number of stages.
+        devices: The number of devices. By default, as many as the schedule needs for the stages.
+
+    Raises:
+        ValueError: If the schedule does not support these numbers of stages and devices.
     """
     if isinstance(schedule, Schedule):
         given = len(schedule.placement)
@@ -64,12 +78,16 @@ def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) 
 
 @lru_cache(maxsize=64)
 def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
-    """Return the actions of each program: one program per device, or one for all devices.
+    """Return the actions (forwards, recomputations and backwards) of each program.
 
-    An action is the forward, recomputation or backward of a micro-batch on a stage. There are `m`
-    micro-batches; the checkpoint mode `mode` says which of them are recomputed. If `apart` is true,
-    there is one program per device. Raise `ValueError` if the programs would deadlock because only
-    one item fits between two devices.
+    Args:
+        arrangement: The schedule, and the device of each stage.
+        m: The number of micro-batches.
+        mode: The checkpoint mode, which says which micro-batches are recomputed.
+        apart: Whether each device has its own program. Otherwise one program serves all devices.
+
+    Raises:
+        ValueError: If the programs would deadlock, as only one item can lie between two devices.
     """
     schedule, n, v, _ = arrangement
     once = make(schedule, n, m, v)
@@ -80,8 +98,8 @@ def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
     else:
         used = make(once, len(once.lists), m, checkpoint=mode)
     used.replay(buffered=1)
-    # A single program runs the forwards in the order in which they could start on several devices.
-    # For GPipe, that is the order of the clock cycles.
+    # If one program serves all devices, it runs the forwards in the order in which they would start
+    # on separate devices. For GPipe, this is the order of the clock cycles.
     lists = used.lists if apart else [_by_start(once)]
     forwards = [_parted(actions, forward=True) for actions in lists]
     rest = [_parted(actions, forward=False) for actions in used.lists]
@@ -93,14 +111,14 @@ def _parted(actions: Sequence[Action], *, forward: bool) -> list[Action]:
 
 
 def _by_start(schedule: Schedule) -> list[Action]:
-    """Return the forwards, sorted by their start in a simulation of the schedule."""
+    """Return the forwards, sorted by their start times in a simulation of the schedule."""
     timeline = schedule.replay(lambda action: action.kind == "forward")
     tasks = sorted(timeline.tasks, key=lambda task: (task.start, task[2]))
     return [Action(*task[:3]) for task in tasks]
 
 
 def overlaps(m: int, n: int) -> bool:
-    """Return whether tasks can overlap: with several micro-batches `m` on several devices `n`."""
+    """Return whether tasks can overlap: with several micro-batches (m) on several devices (n)."""
     return m > 1 and n > 1
 
 
@@ -109,7 +127,7 @@ class ScheduleView:
 
     Attributes:
         name: The name of the schedule.
-        placement: For each stage, the index of its device in `devices`, or its rank.
+        placement: For each stage, the index of its device in `devices`, or the stage's rank.
     """
 
     def __init__(self, arrangement: Arrangement, stages: Sequence[Stage]) -> None:
@@ -123,7 +141,8 @@ class ScheduleView:
     def report(self) -> str:
         """Return a line for each stage of this process: how its backward is split, or why not.
 
-        The lines depend on the steps that have run so far.
+        Some schedules split a backward into two halves: the gradients of inputs, and later those of
+        weights. The answer can change when the pipeline has run a step.
         """
         where = "rank" if len(self._stages) < len(self.placement) else "device"
         lines = []

@@ -1,10 +1,11 @@
 """Run a mini-batch in several threads or processes, as one node of the caller's autograd graph.
 
 PyTorch runs all CPU nodes of a graph one after another, in the thread that called `backward()`. So
-with one graph, the partitions could not overlap in backward. Here each task has its own graph. The
-whole pipeline is one node of the caller's graph, with the micro-batches and all parameters as
-inputs. The forward and the backward of this node run a program for each device (program.py). Each
-program has a thread on the CPU (`WorkersEngine`), or its own process (torchgpipe/distributed).
+with one graph, the partitions could not work at the same time in backward. Here each task has its
+own graph. The whole pipeline is one node of the caller's graph, with the micro-batches and all
+parameters as inputs. The forward and the backward of this node run a program (a list of tasks) for
+each device. Each program has a thread (`WorkersEngine`), or its own process
+(torchgpipe/distributed).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -64,11 +65,11 @@ class WorkersEngine:
         return in_its_turn(self.stages[0].turn, lambda: self._cleared(run))
 
     def _cleared(self, run: Callable[[], T]) -> T:
-        """Call `run`; after an interrupt (Ctrl-C), restore the parameters in the layers.
+        """Call `run`; if it fails, put the original parameters back into the layers.
 
-        An interrupt can come before any line of code. So this method also restores the parameters
-        before `run`, in case an earlier call did not. After a second interrupt, worker threads may
-        still run; the next run waits for these threads.
+        A run replaces the layers' parameters by others (stand-ins). After an interrupt (Ctrl-C),
+        its worker threads may still run, or the parameters may not have been put back. So before
+        `run`, wait for these threads, and put back what an earlier run has left.
         """
         if outer_turns():
             return run()
@@ -88,13 +89,13 @@ class WorkersEngine:
 
 
 class Batch:
-    """One mini-batch, which this process runs.
+    """One mini-batch, run by this process.
 
     In a `GPipe`, each device has a thread if tasks can overlap and the engine allows threads.
     Otherwise one thread runs all tasks.
 
     Args:
-        engine: The engine. It has all stages of the pipeline, or on a rank the rank's stages.
+        engine: The engine. It has all stages of the pipeline, or only those of this rank.
         m: The number of micro-batches.
         mode: Which micro-batches are checkpointed.
         observer: A function that is called with each task.
@@ -102,8 +103,9 @@ class Batch:
 
     Attributes:
         last: Whether the last stage is in this process.
-        loss: The loss of the mini-batch, without its graph, when it is known.
-        guards: The guards of the stages; empty if gradients are off.
+        loss: The loss of the mini-batch, without its graph. It is set when the loss is known.
+        guards: For each stage, what its forwards and backwards have to agree on (`StageGuards`);
+            empty if gradients are off.
     """
 
     loss: Tensor
@@ -135,8 +137,9 @@ class Batch:
         self._seeds = Seeds(
             n, recomputed=recomputed > 0, grad=ambient.grad, distributed=distributed, base=base
         )
-        # On a GPU, tasks need no seeds: only this rank uses the GPU's generator. Tasks also need no
-        # seeds if they run one after another, because layers without a pipeline do the same.
+        # Tasks need seeds only if they overlap: otherwise they draw from the default generator in
+        # the same order as without a pipeline. On a GPU they need none, because the GPU has its
+        # own generator, which only this rank uses.
         on_gpu = any(device.type == "cuda" for device in self.devices)
         seeded = self._overlaps and not on_gpu
         self._seeded: AbstractContextManager[object] = self._seeds if seeded else NOTHING
@@ -160,24 +163,22 @@ class Batch:
         self.loss = loss
 
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
-        """Run the list of actions of each program of this process, each program in a thread.
+        """Run each program of this process with its list of actions, each in a thread.
 
-        `modes` makes a context with the caller's modes (such as autocast), which each thread
-        enters.
+        `modes` returns a context with the caller's modes, such as autocast. Each thread enters one.
         """
         if any(sharded(stage.modules) for stage in self._engine.stages):
             raise RuntimeError(
                 "layers that FSDP shards (fully_shard) call collectives, which all ranks must call "
                 "in the same order, but worker threads have no fixed order; use engine='graph', "
-                "and do not call step()"
+                "and call loss.backward() instead of step()"
             )
         relay = Relay(self.orders.placement, {action.kind == "forward" for action in lists[0]})
         threads = torch.get_num_threads()
 
         def run(d: int) -> None:
-            # Each thread has its own setting of PyTorch's number of threads. Copy the caller's
-            # setting: another number can change the last bits of results, or start more threads
-            # than cores.
+            # `torch.get_num_threads()` is a setting of each thread. Copy the caller's setting:
+            # another number can change the last bits of results, or start more threads than cores.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
             with self._in_place, modes():
@@ -199,9 +200,9 @@ class Batch:
             self._engine.in_place = None
 
     def forward(self, lists: Lists, io: BatchIO) -> None:
-        """Run each program's list of actions, in the modes (such as autocast) of the caller.
+        """Run each program's list of actions, in the caller's modes (such as autocast).
 
-        The lists have the forwards, or in a `step` all actions.
+        In a `step`, the lists have all actions. Otherwise, they have the forwards.
         """
         with self._seeded:
             self._run_noted(lists, io, self._ambient.entered)
@@ -211,7 +212,7 @@ class Batch:
                 guards.after_all_forwards()
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
-        """Run the actions after the forwards, in the modes of the code that calls `backward()`.
+        """Run all actions except forwards, in the modes of the code that calls `backward()`.
 
         Args:
             output_grads: The gradients of the outputs of each micro-batch.
@@ -239,8 +240,8 @@ class Batch:
 def run_forward(batch: Batch, inputs: Sequence[TensorOrTensors]) -> list[TensorOrTensors]:
     """Run the forwards of a mini-batch; return the outputs of its micro-batches.
 
-    On a rank without the last stage, the list is empty. If an output requires grad, all outputs
-    come from one node of the caller's graph.
+    Only the process with the last stage has outputs; in others, the list is empty. If an output
+    requires grad, all outputs come from one node of the caller's graph.
     """
     io = BatchIO(inputs)
     batch.forward(batch.orders.forwards, io)
@@ -271,15 +272,15 @@ def one_node(
     outputs: Sequence[Tensor | None],
     inputs: Sequence[TensorOrTensors],
 ) -> Flat:
-    """Make one node of the caller's graph, with inputs and parameters as its inputs.
+    """Make one node of the caller's graph, whose inputs are the micro-batches and the parameters.
 
     Args:
-        stages: The guards of the stages. Their parameters are inputs of the node.
+        stages: The guards of the stages, which have the parameters and the sums of their gradients.
         backward: A function that the node's backward calls with the gradients of the outputs of
             each micro-batch. It returns the gradients of `inputs`.
         widths: The number of output tensors of each micro-batch.
         outputs: The output tensors of all micro-batches in one sequence, without graphs.
-        inputs: The micro-batches. Their tensors are inputs of the node, too.
+        inputs: The micro-batches.
 
     Returns:
         The outputs of the node, which have the data of `outputs`.

@@ -1,23 +1,25 @@
 """The graph engine: the calling thread runs all forwards, and autograd runs the backwards.
 
-If nothing is recomputed or copied, the caller's graph is the graph that the layers make. Otherwise
-each task (micro-batch i on partition j) is one node of the caller's graph, and has its own graph.
-Each copy to another device is one node, too. The gate is a node that sums parameter gradients:
+If nothing is recomputed or copied, the layers' operations are nodes of the caller's graph, as
+without a pipeline. Otherwise each task (micro-batch i on partition j) is one node of the caller's
+graph, and has its own graph. Each copy to another device is one node, too. Each partition has one
+more node, its gate, which hands on the sums of the parameters' gradients. Arrows show the forward:
 
     gate of the parameters ─▶ task (i, j) ─▶ copy ─▶ task (i, j + 1) ─▶ …
 
-Autograd has a thread for each CUDA device, and these threads run independently. To force one order
-of the nodes (torchgpipe paper, section 3.2.2), each task has one more output: an empty tensor,
-called its tie. Other nodes take the tie as an input:
+In backward, autograd has a thread for each CUDA device, and these threads run independently. To
+force one order of the nodes (torchgpipe paper, section 3.2.2), each task has one more output: an
+empty tensor, called its tie. Other nodes take the tie as an input:
 
     task (i, j) ─ tie ─▶ recomputation ─▶ task (i + 1, j)
                                ╰────────▶ copy to j + 1
 
-So the backward of task (i, j) comes after the backward of task (i + 1, j). Task (i, j) is
-recomputed while its gradient is copied from the next device.
+Autograd runs a node after all nodes that took its output. So the backward of task (i, j) comes
+after the backward of task (i + 1, j), and task (i, j) is recomputed while its gradient is copied
+from the next device.
 
-Ties are always CPU tensors, and their gradient is always `None`. For a CUDA gradient, autograd
-would make a CUDA stream wait. A tie must only order the nodes.
+Ties are CPU tensors, and their gradients are `None`, so that a tie only orders the nodes. For a
+CUDA gradient, autograd would also make a CUDA stream wait.
 """
 
 from collections.abc import Sequence
@@ -68,7 +70,7 @@ class GraphEngine:
         self.copies = len({*devices}) > 1
         self.path = cache(partial(CopyPath, devices, own=copy_streams))
         self.fenced = [self.copies and current_stream(device) is not None for device in devices]
-        # Without CUDA copies, one thread runs all nodes in backward, the latest node first. This is
+        # Without CUDA copies, autograd runs all nodes in one thread, the latest node first. This is
         # already the right order, so no ties are needed.
         self.tied = any(self.fenced)
         self.dependency = dependency
@@ -101,8 +103,8 @@ class _MiniBatch:
         # Autograd has a thread for each GPU.
         self._ambient = AmbientModes(engine.devices, threads=engine.tied)
         self._checkpointed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
-        # Under autocast, each task has its own graph. In a common graph, all micro-batches would
-        # share autocast's copy of a weight, and would sum its gradients in low precision.
+        # Under autocast, give each task its own graph. In one graph, all micro-batches would share
+        # autocast's low-precision copy of a weight, and sum the gradients in low precision.
         self._one_graph = not (
             self._checkpointed or engine.copies or observer or self._ambient.casts
         )
@@ -112,10 +114,10 @@ class _MiniBatch:
         held = self._stages if self._apart else []
         self._guards = [self._guarded(stage) for stage in held]
         self._streams = [current_stream(stage.device) for stage in held]
-        # In the autograd graph, a stage's parameters are behind a single node, the stage's gate.
-        # Every task of the stage has the gate's output as an input, so the gate's backward comes
-        # after the backwards of these tasks. All gates are made before all tasks, so autograd runs
-        # the gates' backwards last. So if a task's backward fails, no gradient has changed yet.
+        # The backward of a stage's gate hands the summed gradients to the stage's parameters. All
+        # tasks of the stage take the gate's output, so its backward comes after theirs. All gates
+        # are made before all tasks, and a thread of autograd runs its earliest nodes last. So if a
+        # task's backward fails, the gates that wait in the same thread have changed no gradient.
         self._gates = [self._gate(guards) for guards in self._guards]
         # The skips that wait for their partition, by micro-batch (torchgpipe paper, section 3.3).
         self._portals: dict[tuple[int, SkipKey], Item] = {}
@@ -139,14 +141,14 @@ class _MiniBatch:
 
     def task(self, i: int, j: int) -> None:
         """Run the forward of micro-batch i on stage j."""
-        # Copy the inputs as late as possible, so that earlier tasks of this stage do not wait for
-        # these inputs.
+        # Copy the skips that the task needs only now. If they were copied earlier, earlier tasks of
+        # this stage would wait for them.
         item = self._take(i, j)
         run = self._run_apart if self._apart else self._run_within
         self._hand_over(i, j, run(i, j, item))
 
     def _run_within(self, i: int, j: int, item: Item) -> Item:
-        """Run a task whose layers add their nodes to the caller's graph."""
+        """Run a task whose layers record their operations in the caller's graph."""
         stage, departure = self._stages[j], self._fence(j)
         randomness = in_turn(i, stage, False)
         item.fence.arrive(item.flat)
@@ -156,8 +158,8 @@ class _MiniBatch:
         if not self._one_graph:
             shared = shared_by(outputs, item.flat, item.shared)
             return Item(outputs, form, shared, departure)
-        # In a common graph, autograd knows which tensors share memory. So a task may change a skip
-        # of its own micro-batch in place, and the skip's new version is recorded.
+        # With one graph, autograd itself finds forbidden in-place changes. So a task may change a
+        # skip that waits for a later partition. Record its new version, so it is not refused there.
         for skip in self._waiting(i):
             skip.versions = versions(skip.flat)
         return Item(outputs, form, (False,) * len(outputs), departure)
@@ -177,8 +179,8 @@ class _MiniBatch:
             arrival=item.fence,
             departure=self._fence(j),
         )
-        # The node has two ties as inputs: from the stage's previous task, and from the task that
-        # has computed its inputs. So the backwards of these two tasks come after this backward.
+        # The node takes two ties: of the previous task on this stage, and of the task that has
+        # computed its inputs. So the backwards of these two tasks come after this backward.
         ties = self._latest[j], item.tie
         tied = self._engine.tied
         outputs = _TaskNode.apply(task, item, tied, self._gates[j], *ties, *item.flat)
@@ -221,7 +223,7 @@ class _MiniBatch:
         return item
 
     def _waiting(self, i: int) -> list[Item]:
-        """Return the skips of micro-batch i that no partition has taken yet."""
+        """Return the skips of micro-batch i that wait for their partition."""
         return [skip for (k, _), skip in self._portals.items() if k == i]
 
     def _hand_over(self, i: int, j: int, item: Item) -> None:
@@ -245,8 +247,11 @@ class _MiniBatch:
 class _Task(TaskGraph):
     """A task that is a node of the caller's graph.
 
-    The task also has its CUDA stream, and the class of its output. `arrival` and `departure` make
-    streams wait for each other when the inputs come and when the outputs leave.
+    Attributes:
+        stream: The CUDA stream of the task.
+        arrival: Makes CUDA streams wait for each other when the task's inputs are copied.
+        departure: The same for the task's outputs.
+        output_form: The class of the output: `Tensor`, or a tuple class.
     """
 
     stream: torch.cuda.Stream | None
@@ -258,8 +263,8 @@ class _Task(TaskGraph):
         """Recompute this task during the current backward, if it is checkpointed."""
         self.guards.backward_begins(backward_id())
         if self.checkpoint:
-            # A tie is a CPU tensor, so autograd may run this node on the streams of the code that
-            # called backward(). Use the task's stream instead.
+            # The node of a recomputation only has CPU tensors (ties), so autograd does not choose
+            # the task's CUDA stream for it. Choose the stream here.
             with using(self.stream), SetBackOnFailure():
                 try:
                     self.recompute(keep=keeps_graph())
@@ -313,9 +318,9 @@ class _TaskNode(torch.autograd.Function):
 
 
 class _Recomputation(torch.autograd.Function):
-    """A node of the graph whose backward recomputes a task.
+    """A node of the caller's graph whose backward recomputes a task.
 
-    Its input and its output are the task's tie: an empty tensor that only orders nodes.
+    The node passes on the task's tie: an empty tensor that only orders nodes.
     """
 
     @staticmethod

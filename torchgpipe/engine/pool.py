@@ -24,13 +24,14 @@ There are several if a pipeline is a layer of another pipeline.
 class Workers:
     """A pool of `count` threads, which start when they are first needed.
 
-    A pipeline keeps its pool as long as it lives. `run` handles these cases:
+    A pipeline keeps one pool as long as it lives. In each run, every thread gets a program: a
+    function that runs the tasks of one device. `run` handles these special cases:
 
-    - after a fork, the threads only exist in the parent process;
-    - a layer or a hook can run the same pipeline again, while all its threads are busy;
-    - programs must see the caller's context variables (`contextvars`);
-    - after an interrupt (Ctrl-C), no program may continue;
-    - the pipeline can be closed (`close`) in the middle of a run.
+    - This process was forked, so the threads only exist in the parent process.
+    - A layer or a hook runs the same pipeline again, while all its threads are busy.
+    - The caller has set context variables (`contextvars`), which the programs have to see.
+    - The user interrupts the run (Ctrl-C), so all programs have to stop.
+    - The pipeline is closed (`close`) in the middle of a run.
     """
 
     def __init__(self, count: int) -> None:
@@ -43,13 +44,11 @@ class Workers:
         self._relay: Relay | None = None  # of the current run, or of an interrupted run
 
     def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
-        """Run each program (a function) in a thread, the last one in the calling thread.
+        """Run each program in a thread, the last one in the calling thread; wait for their ends.
 
-        This method returns when all programs have ended.
-
-        If programs raise exceptions, the first one is raised again with its own traceback. After an
-        interrupt, each program stops after its current task. After a second interrupt, the caller
-        does not wait for the programs.
+        If a program raises an exception, all programs stop, and the first exception is raised
+        again. After an interrupt, each program stops after its current task. After a second
+        interrupt, the caller does not wait for the programs.
         """
         if os.getpid() != self._process:
             Workers.__init__(
@@ -59,8 +58,8 @@ class Workers:
             with closing(Workers(self._count)) as others:
                 return others.run(relay, programs)
         try:
-            # Copies of the caller's context variables are used, so an interrupt cannot leave a
-            # change in the caller's own variables.
+            # Set `_running` in a copy of the caller's context variables. So even an interrupt
+            # cannot leave it set for the caller.
             context = contextvars.copy_context()
             context.run(_running.set, (*_running.get(), self))
             self._relay = relay
@@ -81,8 +80,8 @@ class Workers:
         *others, own = programs
         ends: list[threading.Lock] = []
         try:
-            # If two threads run two mini-batches, all workers must get the mini-batches in the same
-            # order.
+            # Two user threads can run two mini-batches at the same time. The lock makes all worker
+            # threads get them in the same order.
             with self._lock:
                 self._start()
                 for inbox, program in zip(self._inboxes, others, strict=True):
@@ -110,12 +109,12 @@ class Workers:
     def close(self) -> None:
         """End the threads after their current programs.
 
-        An output can outlive the pipeline, and its backward can run later. That run starts the
-        threads again, and ends them.
+        An output can outlive the pipeline. If its backward runs later, it starts the threads again,
+        and ends them afterwards.
         """
         self._closed = True
-        # The garbage collector may call this during a run, even in the run's thread. Then the lock
-        # is held, and the run itself ends the threads.
+        # The garbage collector may call this method in the middle of a run, when the lock is held.
+        # It must not wait for the lock then: the run will end the threads.
         if self._lock.acquire(blocking=False):
             try:
                 self._end()
@@ -162,9 +161,10 @@ def _give(inbox: Inbox, relay: Relay, program: Callable[[], None]) -> threading.
 
 
 def _wait(ends: list[threading.Lock]) -> None:
-    """Wait until all locks in `ends` are released, because their programs have ended.
+    """Wait until all locks in `ends` are released, which means that their programs have ended.
 
-    After an interrupt this function can be called again, for the remaining locks.
+    Each released lock is removed from `ends`. So after an interrupt, another call waits for the
+    remaining locks.
     """
     while ends:
         with ends[-1]:
@@ -174,7 +174,7 @@ def _wait(ends: list[threading.Lock]) -> None:
 def _serve(inbox: Inbox) -> None:
     """Run the programs that come in the inbox, until `None` comes.
 
-    A waiting thread only refers to its inbox, so it keeps no other object alive.
+    While the thread waits, it refers to its inbox only, so it keeps no other object alive.
     """
     while (program := inbox.get()) is not None:
         program()

@@ -1,20 +1,20 @@
-"""A program: it runs the actions of one device in a mini-batch.
+"""A program: it runs the actions of one device in a mini-batch, in a fixed order.
 
-A program has a list of actions on the stages of the device, and links to other stages. The links
-are queues if each device has a thread (relay.py), and messages if each device has a process
-(distributed/links.py). A single thread can also run all devices. Programs run at the same time, and
-wait for each other only at their links. Each program runs its actions in a fixed order.
+The programs of several devices run at the same time. They wait for each other only when they take
+tensors from other stages, or give tensors to them, through links. The links are queues if each
+device has a thread (relay.py), and messages if each device has a process (distributed/links.py).
+One program can also run the actions of all devices. These are the actions:
 
-    forward            take inputs (wait for the stage before), compute, give outputs (wait for
-                       room)
-    recompute          compute; this does not wait for the gradient
-    backward           take gradients (wait for the stage after), compute, give gradients (wait for
-                       room)
+    forward            take inputs from the stage before, compute, give outputs to the stage after
+    recompute          run a forward again, without waiting for the gradient
+    backward           take gradients from the stage after, compute, give gradients to the stage
+                       before
     backward_inputs    like backward, but without the gradients of most weights
-    backward_weights   compute the gradients of these weights; this waits for nothing
+    backward_weights   compute the gradients of these weights
 
-Each boundary between stages has room for one item in each direction. More items would fill memory
-before they are needed.
+To take an item, a program waits until it is there. To give an item, a program waits until the item
+before it was taken: between two stages, one item can lie in each direction. More items would only
+fill memory before they are needed.
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,8 @@ from torchgpipe.tensors.observe import Observer, observed
 class Links(Protocol):
     """The links between a program's stages and the stages of other programs.
 
-    Every method that waits raises `Stopped` after another program has failed. The argument `action`
-    is the action that makes the item or skip (in `give` and `leave`), or the action that needs the
-    item or skip (in `take` and `fetch`).
+    Every method that waits raises `Stopped` if another program has failed. The argument `action` is
+    the sending action in `give` and `leave`, and the receiving action in `take` and `fetch`.
     """
 
     def check(self) -> None:
@@ -53,19 +52,19 @@ class Links(Protocol):
         """
 
     def give(self, action: Action, item: Any) -> None:
-        """Wait for room, and send `item` to the next stage; in backward, to the previous stage."""
+        """Send `item` to the next stage, or in backward to the previous stage.
+
+        If the item before it was not taken yet, wait for this first.
+        """
 
     def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
-        """Leave a skip for the partition that pops it; in backward, leave the skip's gradient.
+        """Send a skip to the partition that pops it.
 
-        The gradient is for the partition that has made the skip.
+        In backward, send the skip's gradient to the partition that has stashed the skip.
         """
 
     def fetch(self, action: Action, crossing: Crossing) -> Any:
-        """Return the skip that another stage has left for this action.
-
-        In backward, return the gradient of the skip.
-        """
+        """Return the skip, or in backward its gradient, that another stage has sent by `leave`."""
 
 
 class BatchIO:
@@ -83,7 +82,7 @@ class BatchIO:
         self.outputs[i] = output
 
     def output_grads(self, i: int) -> Flat:
-        """Return the gradients of the outputs of micro-batch i; this is called once."""
+        """Return the gradients of the outputs of micro-batch i. This is called only once."""
         return self._output_grads[i]
 
 
@@ -92,10 +91,18 @@ _ALONE = "recompute", "backward_weights"
 
 
 class Common(NamedTuple):
-    """The values that all programs of a mini-batch share."""
+    """The values that all programs of a mini-batch share.
 
-    n: int  # the number of stages of the pipeline
-    recomputed: int  # the number of checkpointed micro-batches, which are the first ones
+    Attributes:
+        n: The number of stages of the pipeline.
+        recomputed: The number of checkpointed micro-batches; these are the first ones.
+        ambient: The caller's modes, such as autocast.
+        draws: Decides how a task draws random numbers.
+        observer: A function that is called with each task.
+    """
+
+    n: int
+    recomputed: int
     ambient: AmbientModes
     draws: Draws
     observer: Observer | None
@@ -106,8 +113,9 @@ class Program:
 
     Attributes:
         stages: The stages, by their indices.
-        guards: The guards of each stage; empty if gradients are off.
-        doing: The current or the last action, as text for messages.
+        guards: For each stage, what its forwards and backwards have to agree on (`StageGuards`);
+            empty if gradients are off.
+        doing: The current or the last action, as text for error messages.
         computing: The same text while the program computes, and `None` while it waits.
     """
 
@@ -142,8 +150,11 @@ class Program:
     ) -> None:
         """Run the actions in the given order.
 
-        Tensors come from other stages, and go to other stages, through `links`. Tensors enter and
-        leave the pipeline through `io`. If `keep` is set, another backward is possible later.
+        Args:
+            actions: The actions.
+            links: The links to the stages of other programs.
+            io: The inputs and outputs of the whole pipeline.
+            keep: Whether to keep the graphs, so that another backward is possible later.
         """
         for graph in self._graphs.values():
             graph.check_unspent()  # before anything waits for another program
@@ -189,7 +200,7 @@ class Program:
         return moved(grads, stage.device) if self._moves else grads
 
     def _compute(self, action: Action, given: Any, io: BatchIO, keep: bool) -> Any:
-        """Run an action; return its outputs, or in backward the gradients of its inputs."""
+        """Run an action; return its outputs, or for a backward the gradients of its inputs."""
         kind, i, s = action
         if kind == "forward":
             item = self._forward(i, self.stages[s], given)

@@ -1,6 +1,6 @@
-"""A relay: queues by which the programs of all devices, each in a thread, exchange tensors.
+"""A relay: the queues by which the programs of all devices exchange tensors.
 
-If one program fails, all programs stop.
+A program runs the tasks of one device, in its own thread. If one program fails, all programs stop.
 """
 
 import threading
@@ -21,20 +21,19 @@ class Stopped(Exception):
 
 
 class Relay(Links):
-    """The queues between the programs of a mini-batch; a program runs the tasks of one device.
+    """The queues between the programs of a mini-batch, and the first exception of any program.
 
-    The relay also keeps the first exception that a program raises.
-
-    `placement` has the index of the program that runs each stage. `forward` has the directions that
-    are needed: `True` for items that go forward, `False` for gradients that go back. Each boundary
-    between programs has room for one item in each direction.
+    Args:
+        placement: For each stage, the index of the program that runs it.
+        forward: The directions that are needed: `True` for items that go forward, `False` for
+            gradients that go back.
     """
 
     def __init__(self, placement: Sequence[int], forward: Iterable[bool]) -> None:
-        # Each boundary and direction has a queue of items, and a queue with one ticket. A program
-        # takes the ticket before it gives an item. The program that takes the item puts the ticket
-        # back. Two simple queues are much faster than one queue with a limit. A boundary is named
-        # by the stage after it.
+        # Between two programs, each direction has room for one item. To put an item into its queue,
+        # a program first takes the only ticket out of a second queue; who takes the item puts the
+        # ticket back. (Two `SimpleQueue`s are much faster than one `Queue` with a limit.) The key
+        # is the direction and the later one of the two stages.
         between = [s for s in range(1, len(placement)) if placement[s - 1] != placement[s]]
         self._ends: dict[tuple[bool, int], tuple[SimpleQueue[Any], SimpleQueue[Any]]] = {
             (way, s): (SimpleQueue(), SimpleQueue()) for way in forward for s in between
@@ -57,9 +56,9 @@ class Relay(Links):
             queue.put(_STOP)
 
     def starts(self, end: threading.Lock) -> bool:
-        """Record that a program starts; return `False` if it must not start, because of an error.
+        """Record that a program starts; return `False` if it must not, because of an error.
 
-        `end` is a lock that is released when the program has ended.
+        `end` is a lock that will be released when the program has ended.
         """
         with self._lock:
             if not self.stopped:
@@ -96,7 +95,7 @@ class Relay(Links):
         self._left[action.kind == "forward", action.micro_batch, crossing] = skip
 
     def fetch(self, action: Action, crossing: Crossing) -> Any:
-        # It is there: it was left before the micro-batch that this program has already taken.
+        # No need to wait: the skip was left before the item that this program has already taken.
         return self._left.pop((action.kind == "forward", action.micro_batch, crossing))
 
 

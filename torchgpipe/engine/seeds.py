@@ -1,34 +1,35 @@
 """Choose from which generator each task draws random numbers, and with which seed.
 
-There are four ways:
+There are four cases:
 
-    the layers' usual generators (`in_turn`)   tasks run one after another, in one thread
-    a private generator (`PrivateGenerator`)   tasks of worker threads, which run at the same time
-    the seeded default (`SeededDefault`)       tasks of a rank, one at a time in their process
-    no draw is expected (`Seeds._watch`)       the partition's first task has drawn no numbers
+    the layers' usual generators (`in_turn`)   if tasks run one after another, in one thread
+    a private generator (`PrivateGenerator`)   if tasks run at the same time, in worker threads
+    the seeded default (`SeededDefault`)       if tasks of a rank run one at a time in its process
+    no generator (`Seeds._watch`)              if the partition's first task has drawn no numbers
 
-The usual generators are those that layers draw from without a pipeline. Before a recomputation,
-the usual generators get back the states that they had before the first pass. Private generators and
-the seeded default get the same seed again. If a layer has a `torch.Generator` as an attribute, this
-generator always gets back its state.
+The usual generators are those that layers draw from without a pipeline.
 
-A private generator costs time, because it has to watch every operator. So in each mini-batch, the
-first task of a partition has a private generator. Other tasks of the partition have private
-generators only if the first task has drawn random numbers.
+A recomputation has to draw the same numbers as the forward. So before it, the usual generators get
+back the states that they had before the forward. Private generators and the seeded default get the
+same seed again. A `torch.Generator` that is an attribute of a layer always gets back its state.
 
-If the first task has drawn nothing, but a layer draws in a later micro-batch, the layer draws from
-the default generator, and so changes the generator's state. After such a change, recomputations are
-watched, and raise an error if they draw. If only another thread of the user's program has changed
-the state, there is no error, because the recomputations draw nothing.
+A private generator costs time, because it has to watch every operator. So in each mini-batch, only
+the first task of a partition always has one. The other tasks of the partition have private
+generators if the first task has drawn random numbers.
 
-A layer can restore the default generator's state in backward and draw again, like checkpoint
+Suppose that the first task draws nothing, but a layer draws in a later micro-batch. Then the layer
+draws from the default generator, and so changes the generator's state. After such a change,
+recomputations are watched, and raise an error if they draw. (The user's own threads can change the
+state, too. Then the recomputations draw nothing, and there is no error.)
+
+A layer can restore the default generator's state in backward and draw again, as checkpoint
 functions do. With a private generator, the layer would draw other numbers than in forward. So if
 the first task has drawn in forward, its backward is watched, too, and raises an error if it draws.
 
-The mode that watches operators also finds collective operations. All processes must call collective
-operations in the same order, but worker threads have no fixed order. So if a layer is about to call
-a collective operation, an error is raised. A call is not found if it is only made in backward or in
-a later micro-batch.
+The mode that watches operators also finds collective operations. All processes must call them in
+the same order, but worker threads have no fixed order. So if a layer is about to call a collective
+operation, an error is raised. Calls that are only made in backward, or only in later micro-batches,
+are not found.
 """
 
 from collections.abc import Callable
@@ -61,37 +62,45 @@ _under_way = 0  # forwards that have seeds and have not ended, in all threads
 
 
 _AS_THEY_ARE = Randomness()
-"""For tasks that run once, and draw from unchanged generators."""
+"""For tasks that run only once, and draw from the usual generators."""
 
 
 def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
-    """Return the guard of a task's random numbers, for tasks that run one after another.
+    """Return how a task draws random numbers, if tasks run one after another.
 
-    The task draws from the same generators as without a pipeline. `recomputed` says whether the
-    task runs twice.
+    The task draws from the same generators as without a pipeline. `recomputed` says whether its
+    forward will run again in backward.
     """
     outer = PrivateGenerator.present()
     if outer is None and not recomputed:
         return _AS_THEY_ARE
     if outer is None:
         return Randomness([*default_generators(stage.device), *stage.generators])
-    # This pipeline is a layer of an outer pipeline, in a worker thread. The outer task's private
-    # generator does not exist in backward, so each inner task has its own generator. The seed is
-    # drawn in each pass of the outer task. Both passes of the outer task draw the same seed.
+    # This pipeline is a layer of an outer pipeline, in a task of a worker thread. The outer task's
+    # private generator does not exist in backward, so each inner task has its own. Its seed is
+    # drawn from the outer task's generator, so a recomputation of the outer task draws it again.
     seed = int(torch.randint(2**62, (), device="cpu"))
     own = stage.generators if recomputed else ()
     return Randomness(own, lambda: PrivateGenerator(seed, lambda: None, outer.exchanged))
 
 
 class Seeds:
-    """The seeds of all tasks of one mini-batch, which run at the same time on `n` partitions.
+    """The seeds of all tasks of one mini-batch, which run at the same time.
 
-    The forwards run within this object as a context. The seeds start from `base`. If `base` is not
-    given, `base` is drawn from a copy of the default generator on entering. On leaving, the default
-    generator advances by one number if a task has drawn random numbers.
+    The forwards run within this object as a context. On leaving, the default generator advances by
+    one number if any task has drawn random numbers.
 
-    `recomputed` says whether some tasks run twice. `distributed` says whether this is a rank, with
-    one task at a time in its process. `drew` says whether a task of this process has drawn.
+    Args:
+        n: The number of partitions.
+        recomputed: Whether forwards of some tasks will run again in backward.
+        grad: Whether gradients are on.
+        distributed: Whether this process is a rank, which runs one task at a time.
+        base: The number from which the seeds of tasks are made. By default, it is drawn from a copy
+            of the default generator on entering.
+
+    Attributes:
+        base: The argument `base`, or the number that was drawn.
+        drew: Whether any task so far has drawn random numbers.
     """
 
     def __init__(
@@ -115,7 +124,7 @@ class Seeds:
         self._first: dict[int, int] = {}  # which micro-batch came first to each partition
 
     def of(self, i: int, stage: Stage, recomputed: bool) -> Randomness:
-        """Return the guard of the random numbers of micro-batch i's task on a stage."""
+        """Return how the task of micro-batch i on a stage draws random numbers."""
         j, own = stage.index, stage.generators if recomputed else ()
         first = self._first.setdefault(j, i) == i
         if not first and not self._drew[j]:

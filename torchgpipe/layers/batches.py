@@ -40,8 +40,8 @@ def divided(
         micro_batches = scatter(mapped(move, input), chunks, batched)
     one_tensor = len(micro_batches) > 1 and isinstance(micro_batches[0], Tensor)
     if one_tensor and begins_in_place(stage.partition):
-        # Micro-batches are views of one tensor, and share its version counter. So a change of one
-        # micro-batch in place looks like a change of all micro-batches.
+        # Micro-batches are views of one tensor, and share its version counter. If a layer changed
+        # one of them in place, this would look like a change of all. So clone them.
         micro_batches = [mapped(torch.clone, x) for x in micro_batches]
     return micro_batches
 
@@ -49,7 +49,8 @@ def divided(
 def samples(micro_batch: TensorOrTensors, signature: Signature | None) -> int:
     """Return how many samples a micro-batch has, or 1 if no tensor has a batch dimension.
 
-    Return `UNCOUNTED` if its tensors differ in dimension 0, as tokens and sequence lengths do.
+    If its tensors differ in dimension 0, such as one of tokens and one of sequence lengths, return
+    `UNCOUNTED`.
     """
     tensors = tensors_of(micro_batch)
     batched = [True] * len(tensors) if signature is None else signature.batched

@@ -59,10 +59,7 @@ def check_module(module: object) -> None:
 
 
 def _beside_layers(module: nn.Sequential) -> list[str]:
-    """Return words for what a sequence has besides its layers, such as "parameters".
-
-    A pipeline would not use these things.
-    """
+    """Return names of what a sequence has besides its layers, such as "parameters" or "hooks"."""
     found = []
     for name in _overridden(module):
         # A class may override methods that only show the module.
@@ -103,9 +100,9 @@ def check_settings(chunks: object, checkpoint: object) -> None:
 
 
 def check_parameters(partitions: Iterable[nn.Module], places: Iterable[object]) -> None:
-    """Raise `ValueError` if two partitions in different `places` share a parameter.
+    """Raise `ValueError` if two partitions in different places share a parameter.
 
-    A place is a device or a rank; `places` has one for each partition.
+    `places` has the device or the rank of each partition.
     """
     owner: dict[nn.Parameter, tuple[str, object]] = {}
     for partition, place in zip(partitions, places, strict=True):
@@ -122,10 +119,9 @@ def check_parameters(partitions: Iterable[nn.Module], places: Iterable[object]) 
 def shared_buffers(
     partitions: Iterable[nn.Module], own: Iterable[nn.Module]
 ) -> list[tuple[nn.Module, str]]:
-    """Return the buffers of the partitions `own` that share memory with another buffer.
+    """Return the buffers of the partitions `own` that share memory with another partition's buffer.
 
-    The other buffer can be in any of the `partitions`. Each buffer is returned as its module and
-    its name in that module.
+    For each of these buffers, return the module that has the buffer, and its name there.
     """
     times = Counter[int]()
     for partition in partitions:
@@ -147,12 +143,12 @@ def _memory(x: Tensor) -> int:
 def unchanged(shared: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterator[None]:
     """Check that buffers that two partitions share do not change within this context.
 
-    The partitions would change a buffer in another order than the layers without a pipeline.
+    Without a pipeline, layers would change such a buffer in another order.
 
     Args:
         shared: The module and the name of each shared buffer.
-        copy: Whether to compare the values, too. Some kernels write to a buffer without increasing
-            its version counter.
+        copy: Whether to compare the buffers' values, and not only their version counters. Some
+            kernels write to a buffer without increasing its version counter.
 
     Raises:
         RuntimeError: A buffer was changed.

@@ -71,8 +71,8 @@ class FixedDevices(nn.Module):
     def to(self: M, *args: Any, **kwargs: Any) -> M:
         """Change the dtype of parameters and buffers; raise `TypeError` if they would move.
 
-        `device` is allowed if all parameters and buffers are already on this device, because
-        training scripts often call `model.to(device)`.
+        Training scripts often call `model.to(device)`. This is allowed if all parameters and
+        buffers are already on this device.
         """
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None and not self._is_on(torch.device(device)):

@@ -10,8 +10,7 @@ from torch import nn
 def translate_old_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Rename, in place, the keys of a `state_dict` that torchgpipe 0.0.7 has saved.
 
-    These keys begin with `partitions.j.`, which is removed. The rest of a key is the name in the
-    model.
+    For example, `partitions.1.conv.weight` becomes `conv.weight`, as in the model.
     """
     if any(name == "partitions" for name, _ in module.named_children()):
         return
@@ -22,9 +21,11 @@ def translate_old_state(module: nn.Module, state: dict[str, Any], prefix: str, *
 
 
 class Elsewhere:
-    """A hook that removes the entries of other processes' partitions from a `state_dict`.
+    """A hook for `load_state_dict` that ignores the entries of other processes' partitions.
 
-    `partitions` are all partitions of the pipeline. `own` are the partitions of this process.
+    Args:
+        partitions: All partitions of the pipeline.
+        own: The partitions of this process.
     """
 
     def __init__(self, partitions: Iterable[nn.Module], own: Sequence[nn.Module]) -> None:
@@ -35,6 +36,6 @@ class Elsewhere:
             self._names.difference_update(partition.state_dict())
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Remove the entries before the `state_dict` is loaded."""
+        """Remove the entries from `state`."""
         for name in self._names:
             state.pop(prefix + name, None)

@@ -27,8 +27,8 @@ class Partition(nn.Sequential):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        # DistributedDataParallel reads this attribute when it wraps a module. A pipeline does not
-        # call the wrapper's forward, so the wrapper would not average any gradients.
+        # DistributedDataParallel reads this attribute when it wraps a module. It must not wrap a
+        # partition: the pipeline would not call the wrapper, so no gradients would be averaged.
         raise TypeError(AVERAGED)
 
 
@@ -38,13 +38,13 @@ def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Seque
         raise ValueError("balance is required: the number of layers of each partition" + _ADVICE)
     if not isinstance(balance, Iterable) or isinstance(balance, str | Tensor):
         raise TypeError(
-            "balance must be a list of whole numbers, the layers of each partition, but got "
+            "balance must list the number of layers of each partition, as whole numbers, but got "
             f"{balance!r}" + _ADVICE
         )
     balance = list(balance)
     if any(not isinstance(b, int) or isinstance(b, bool) for b in balance):
         raise TypeError(
-            "balance must be a list of whole numbers, the layers of each partition, but got "
+            "balance must list the number of layers of each partition, as whole numbers, but got "
             f"{balance}" + _ADVICE
         )
     if any(b <= 0 for b in balance):
@@ -72,8 +72,9 @@ def place(
 ) -> None:
     """Move the partitions to their devices, and call `init` to fill their layers.
 
-    A partition whose device is `None` is not changed. Layers on device `meta` get memory. The
-    random numbers for layer k depend only on k and on the default generator's seed.
+    Layers on device `meta` get memory on their partition's device. The random numbers that `init`
+    draws for layer k depend only on k and on the default generator's seed. A partition whose device
+    is `None` is not changed.
     """
     held = []
     first = 0
@@ -100,7 +101,7 @@ def _give_memory(
 ) -> None:
     """Replace the tensors on device `meta` by empty tensors on `device`.
 
-    `made` maps a replaced tensor to its replacement, so layers that share a tensor still share it.
+    `made` has all replacements so far, so layers that share a tensor also share its replacement.
     """
     for path, tensors, name, x in _tensors_of(partition):
         if not x.is_meta:
@@ -121,7 +122,7 @@ def _give_memory(
 def _tensors_of(
     partition: nn.Module,
 ) -> Iterator[tuple[str, dict[str, Tensor | None], str, Tensor]]:
-    """Yield the path, dictionary, name and tensor of each parameter and buffer in a module."""
+    """Yield each parameter and buffer, with its module's path, its dictionary, and its name."""
     for path, module in partition.named_modules():
         for tensors in (module._parameters, module._buffers):
             for name, x in tensors.items():
@@ -130,7 +131,7 @@ def _tensors_of(
 
 
 def _fill(first: int, partition: nn.Sequential, device: torch.device, init: Init) -> None:
-    """Call `init` for each layer of a partition; the first layer has the index `first`."""
+    """Call `init` for each layer of a partition, whose first layer has the number `first`."""
     seed = torch.initial_seed()
     for k, layer in enumerate(partition, first):
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():

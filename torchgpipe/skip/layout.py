@@ -53,7 +53,7 @@ def verify_skippables(module: nn.Sequential) -> None:
     """Check that the skips of a sequence of layers match.
 
     Exactly one layer has to stash each skip, and exactly one later layer has to pop it. If a model
-    uses a class several times, `layer.isolate(Namespace())` gives a layer its own skips.
+    uses a class several times, `layer.isolate(namespace)` tells the layers' skips apart.
 
     Raises:
         TypeError: If skips do not match. The message lists every mismatch.
@@ -86,6 +86,6 @@ def verify_skippables(module: nn.Sequential) -> None:
         listed = "\n- ".join(faults)
         raise TypeError(
             f"skips do not match:\n- {listed}\n"
-            "A class used more than once needs a namespace for each pair: "
-            "layer.isolate(Namespace())"
+            "If a class is used more than once, give each pair of layers (one stashes, one pops) "
+            "its own namespace: ns = Namespace(); layer.isolate(ns)"
         )

@@ -12,10 +12,10 @@ from torch import Tensor
 
 @dataclass(slots=True, unsafe_hash=True)
 class Namespace:
-    """A namespace for names of skips: the same name in two namespaces means two skips.
+    """A namespace for names of skips: equal names in two namespaces are different skips.
 
-    A copied or unpickled namespace is equal to the original one, so a copied model still finds its
-    skips.
+    A copied or unpickled namespace equals the original one, so the skips of a copied model still
+    match.
     """
 
     _id: str = field(default_factory=lambda: uuid4().hex, init=False)
@@ -27,7 +27,7 @@ class Namespace:
 class SkipKey(NamedTuple):
     """The key of one skip of a model: a namespace and a name.
 
-    The namespace is `None` if the layer was not isolated.
+    The namespace is `None` if `isolate` was not called for the layer.
     """
 
     namespace: Namespace | None

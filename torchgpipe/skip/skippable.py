@@ -54,9 +54,10 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
     """Return a decorator that lets a module class stash and pop the named skips.
 
     The class's `forward` can then be a generator that yields `stash(name, tensor)` and `pop(name)`,
-    and returns its output. Every call of `forward` has to use every declared name. The decorator
-    adds a method `isolate(ns, *, only=None)` to the class. The method puts a layer's skips, or only
-    the skips named in `only`, into a namespace, and returns the layer.
+    and returns its output. Every call of `forward` has to use every declared name.
+
+    The decorator adds a method `isolate(ns, *, only=None)` to the class. It puts the layer's skips,
+    or only those named in `only`, into the namespace `ns`, and returns the layer.
 
     Args:
         stash: The names of the skips that the layer stashes.
@@ -151,8 +152,8 @@ def _isolate(self: Module, ns: Namespace, *, only: Iterable[str] | None = None) 
 def _drive(layer: Module, steps: Generator[object, Tensor | None, Any], used: set[str]) -> Any:
     """Run a forward that is a generator, and return its output.
 
-    The function sends a tensor into the generator for each `pop` that the generator yields. It adds
-    the names of stashed and popped skips to `used`.
+    For each `pop` that the generator yields, send it the tensor. Add the names of stashed and
+    popped skips to `used`.
     """
     scope = current_scope()
     kind = type(layer).__name__

@@ -1,10 +1,13 @@
 """Run the forward hooks that are registered on the pipeline itself, in `model.step`.
 
-`model(x)` calls the module, so PyTorch runs the hooks. `model.step` does not call the module, and
-has no output of the whole mini-batch, so it runs the hooks itself. Forward pre-hooks get the input
-of the mini-batch. Forward hooks get the output of each micro-batch, before the criterion gets it.
-PyTorch's own forward hooks, such as the hooks of `replicate`, prepare a backward. These hooks get
-the loss of the mini-batch.
+`model(x)` calls the module, so PyTorch runs the hooks. `model.step` does not call the module, so it
+runs the hooks itself:
+
+- Forward pre-hooks get the input of the mini-batch.
+- Forward hooks of the user get the output of each micro-batch, before the criterion gets it. (In a
+  step, there is no output of the whole mini-batch.)
+- Forward hooks that `torch.distributed` has registered, such as those of `replicate`, prepare the
+  backward. So they get the loss of the mini-batch.
 """
 
 from collections.abc import Callable
@@ -19,10 +22,15 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def run_with_hooks(
     model: nn.Module, given: Arguments, run: Callable[[Arguments], Tensor]
 ) -> Tensor:
-    """Run the forward pre-hooks, then `run`, then PyTorch's own forward hooks; return the loss.
+    """Run forward pre-hooks, then `run`, then forward hooks of `torch.distributed`.
 
-    `given` are the arguments of the call. A pre-hook can change the arguments for `run`. A forward
-    hook can change the loss.
+    Args:
+        model: The pipeline, with its hooks.
+        given: The arguments of the call. A pre-hook can change them.
+        run: Runs the step with these arguments, and returns the loss.
+
+    Returns:
+        The loss, which a forward hook can have changed.
     """
     if model._backward_hooks or model._backward_pre_hooks:
         raise RuntimeError(
@@ -47,7 +55,7 @@ def run_with_hooks(
 
 
 def seen_by_hooks(model: nn.Module, output: Any) -> Any:
-    """Run the user's forward hooks on an output, without arguments; return the changed output."""
+    """Run the user's forward hooks on an output, and return what they have made of it."""
     for key, hook in model._forward_hooks.items():
         if not _is_of_pytorch(hook):
             output = _seen_by(hook, key, model, output)

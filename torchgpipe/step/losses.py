@@ -27,13 +27,19 @@ Shown = Callable[[Any], Any]
 class Losses(BatchIO):
     """Call the criterion on each micro-batch's output, and run the backward of each loss.
 
-    `shown` converts an output to the first argument of the criterion. The second argument is the
-    micro-batch's target. The criterion draws random numbers like a further stage. After
-    the last micro-batch, `batch` gets the loss of the mini-batch, without its graph.
+    The criterion draws random numbers as if it were one more stage. After the last micro-batch,
+    `batch.tell` is called with the loss of the mini-batch.
 
     A criterion can also use other tensors that require grad: its own parameters, the layers'
     parameters, or a tensor that it closes over. The gradients of these tensors are summed here,
     and returned by `sums` when the step ends.
+
+    Args:
+        batch: The mini-batch.
+        inputs: The micro-batches, if the first stage is in this process.
+        sizes: The number of samples of each micro-batch.
+        request: The arguments of `step` or `evaluate`, such as the criterion and the target.
+        shown: Converts an output to the first argument of the criterion.
     """
 
     def __init__(
@@ -58,7 +64,7 @@ class Losses(BatchIO):
         self._sums: dict[Tensor, Tensor] = {}
 
     def _without_graphs(self, target: Any) -> Any:
-        """Return the target with a detached leaf in the place of each tensor that has a graph."""
+        """Return the target, with tensors that have a graph replaced by detached leaves."""
 
         def cut(x: Tensor) -> Tensor:
             if x.grad_fn is None or not torch.is_grad_enabled():
@@ -103,7 +109,7 @@ class Losses(BatchIO):
                 raise
 
     def _elsewhere(self, i: int) -> str:
-        """Return a hint if a target is on another device than the output."""
+        """Return a hint for an error if the target and the output are on different devices."""
         here = self._batch.devices[-1]
         for x in tensors_in(self.targets[i]):
             if x.device != here:
@@ -113,9 +119,9 @@ class Losses(BatchIO):
     def output_grads(self, i: int) -> Flat:
         """Run the backward of micro-batch i's loss; return the gradients of its outputs.
 
-        The criterion can use other leaf tensors, too. Their gradients are added to the sums that
-        the method `sums` returns. As in a backward of a sum of all losses, a graph behind several
-        losses is freed in the end, when no other backward needs it.
+        If the criterion has used other leaf tensors (such as parameters), add their gradients to
+        the sums that `sums` returns. Several losses can share a graph, such as that of a tensor the
+        criterion closes over. Only the last backward frees this graph.
         """
         outputs, loss = self._under_way.pop(i)
         if not loss.requires_grad:
@@ -154,10 +160,11 @@ class Losses(BatchIO):
             self._sums[leaf] = before + grad
 
     def sums(self) -> tuple[tuple[Tensor, ...], Flat]:
-        """Return the leaf tensors that the criterion used, and the sum of each one's gradients.
+        """Return the tensors that the criterion used, and the sum of each one's gradients.
 
-        The pipeline's outputs are left out. If the criterion used a detached leaf in the place of a
-        parameter or of a tensor of the target, the original tensor is returned.
+        These are parameters and other leaf tensors, but not the pipeline's outputs. A parameter or
+        a target can have been replaced by a detached leaf for the criterion. Then the original is
+        returned.
         """
         meant = {**self._cut}
         for guards in self._batch.guards:
@@ -167,7 +174,7 @@ class Losses(BatchIO):
 
 
 def handed(outputs: Flat) -> Flat:
-    """Return outputs that are not leaves, because a criterion may change them in place."""
+    """Return the outputs as non-leaf tensors, which a criterion may change in place."""
     taking = [y for y in outputs if y is not None and y.requires_grad]
     if not taking:
         return outputs
@@ -206,8 +213,8 @@ def run_step(
 ) -> Tensor:
     """Run all tasks of a mini-batch in the schedule's order, and return its loss.
 
-    If gradients are on, all backwards have run when this returns. The loss is the output of one
-    node of the caller's graph. The backward of that node only returns the summed gradients.
+    If gradients are on, this runs all backwards, too. The loss is the output of a node of the
+    caller's graph, and the backward of this node only returns the summed gradients.
 
     Args:
         batch: The mini-batch.

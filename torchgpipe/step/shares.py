@@ -17,8 +17,8 @@ class Shares:
     """Scale each micro-batch's loss, so that the scaled losses add up to the mini-batch's loss.
 
     Args:
-        reduction: `"mean"` weighs the losses by samples, or by `weight`. `"sum"` and `"none"` leave
-            the losses as they are.
+        reduction: `"mean"` scales each loss by the micro-batch's number of samples, or by `weight`.
+            `"sum"` and `"none"` leave the losses as they are.
         weight: A function that returns the weight of a micro-batch, given its target.
         sizes: The number of samples of each micro-batch.
         targets: The target of each micro-batch.
@@ -41,8 +41,8 @@ class Shares:
         if reduction != "mean":
             given = repr(reduction) if weight is None else f"{reduction!r} with a weight"
             raise ValueError(
-                "reduction must be 'mean', 'sum' or 'none', and only 'mean' can have a weight, but "
-                "got " + given
+                "reduction must be 'mean', 'sum' or 'none', or only 'mean' if there is a weight, "
+                "but got " + given
             )
         if weight is None and UNCOUNTED in sizes:
             raise ValueError(
@@ -56,8 +56,8 @@ class Shares:
     def of(self, loss: Tensor, i: int) -> Tensor:
         """Return micro-batch i's loss, scaled by its weight divided by the sum of all weights.
 
-        If the weight of micro-batch i is zero, return zero: the loss is the mean of no values, so
-        it is NaN, and its backward would give NaN. If all weights are zero, return NaN.
+        If the weight of micro-batch i is zero, return zero: its loss can be NaN, the mean of no
+        values, and would make the gradients NaN. But if all weights are zero, return NaN.
         """
         if self._counts is None:
             return loss
@@ -74,8 +74,8 @@ class Shares:
     def masked(self, grad: Tensor | None, i: int) -> Tensor | None:
         """Return a gradient of micro-batch i's loss, or zeros if the weight of i is zero.
 
-        If weights are tensors, the host does not wait for their values. So it does not know whether
-        to leave out a backward, and this method makes the gradients zero on the device.
+        This is for weights that are tensors. The host does not wait for their values, so it cannot
+        skip the backward if a weight is zero. Instead, the gradients are made zero on the device.
         """
         if grad is None or self._counts is None or not isinstance(self._total, Tensor):
             return grad

@@ -17,10 +17,12 @@ from torchgpipe.tensors.microbatch import UNCOUNTED, MicroBatches, together
 def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
     """Return the part of a target for each micro-batch.
 
-    Tensors and NumPy arrays are split along dimension 0, also if they are nested in mappings,
-    tuples, lists and dataclasses. A list with one entry for each sample, such as one dictionary for
-    each image, is split into shorter lists, unless it has tensors of the batch size. Any other
-    value is given to every micro-batch. `MicroBatches` are taken as they are.
+    - Tensors and NumPy arrays are split along dimension 0, also if they are nested in mappings,
+      tuples, lists and dataclasses.
+    - A list with one entry for each sample, such as one dictionary for each image, is split into
+      shorter lists, unless it has tensors of the batch size.
+    - `MicroBatches` are taken as they are.
+    - Any other value is given to every micro-batch.
 
     Args:
         target: The target of the mini-batch, or the `MicroBatches` of targets.
@@ -62,9 +64,9 @@ def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
 
 
 def _taken_apart(target: Any) -> tuple[Sequence[Any], Callable[[tuple[Any, ...]], Any]]:
-    """Return the values in `target`, and a function that builds the same container of new values.
+    """Return the values in a container, and a function that makes such a container of new values.
 
-    If `target` is not a container, there are no values.
+    If `target` is not a container, return no values.
     """
     if isinstance(target, Mapping):
         # Not only dictionaries: what a tokenizer returns is a `UserDict`.
@@ -105,8 +107,8 @@ def _is_array(x: object) -> bool:
 def _has_an_entry_for_each_sample(target: object, sizes: Sequence[int]) -> bool:
     """Return whether a target is a list that has to be split by its entries.
 
-    A list of numbers is not split, because it can be a list of class weights that is as long as the
-    batch by chance.
+    Two kinds of lists are as long as the batch by chance, and are not split by entries: a list of
+    numbers (such as class weights), and a list with a tensor whose dimension 0 is the batch.
     """
     samples = sum(sizes)
     if not isinstance(target, list) or len(target) != samples or len(sizes) == 1:

@@ -1,9 +1,13 @@
 """Write timelines as Chrome trace JSON, which Perfetto (ui.perfetto.dev) opens.
 
-The file is a JSON object in the Trace Event Format. It has a complete event (`"ph": "X"`) for each
-task, with times in microseconds. It has two events for each arrow between tasks: `"s"` at the start
-of the arrow, and `"f"` at its end. Metadata events (`"M"`) name the rows. Each device has a row for
-its tasks, and a second row if the device copies tensors.
+Perfetto shows a row for each device's tasks, a second row for its copies of tensors if there are
+any, and arrows from task to task. The file is a JSON object in the Trace Event Format, with these
+events:
+
+    "ph": "X"   a task, with times in microseconds (a complete event)
+    "ph": "s"   the start of an arrow
+    "ph": "f"   the end of an arrow
+    "ph": "M"   the name of a row (metadata)
 """
 
 import json
@@ -32,9 +36,9 @@ _Arrows = dict[Action, int]
 def perfetto(steps: Sequence[Timeline], title: str, row: str, **more: float) -> bytes:
     """Return a timeline file, as JSON, for some mini-batches.
 
-    Arrows lead from each task to the task that needs its result. If a device does nothing for a
-    while between the first and the last task of a mini-batch, an event `bubble` fills the time.
-    Perfetto can sum up these events. The key `otherData` has the bubble's fraction of the time.
+    An arrow leads from each task to the task that needs its result. If a device has no task for a
+    while between the first and the last task of a mini-batch, an event named `bubble` fills the
+    gap, so Perfetto can add up the gaps. The key `otherData` has the gaps' fraction of the time.
 
     Args:
         steps: A timeline of each mini-batch. The times of all timelines are from one clock.
@@ -70,8 +74,8 @@ def perfetto(steps: Sequence[Timeline], title: str, row: str, **more: float) -> 
 def bubbles(steps: Sequence[Timeline]) -> list[float]:
     """Return the fraction of time, from 0 to 1, in which each row of the timelines has no task.
 
-    A row stands for a device. The time of a mini-batch lasts from the first task on any device to
-    the last task on any device. Time between mini-batches does not count.
+    A row stands for a device. The time of a mini-batch lasts from the start of its first task to
+    the end of its last task, on any device. Time between mini-batches does not count.
     """
     windows = [step.window for step in steps]
     seconds = sum(end - begin for begin, end in windows)
@@ -95,7 +99,7 @@ def _copying(steps: Sequence[Timeline]) -> set[int]:
 
 
 def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[TraceEvent]]:
-    """Yield a list of events for each task or copy: its complete event, then the ends of arrows.
+    """Yield a list of events for each task or copy: the task, and the ends of its arrows.
 
     Args:
         number: The number of the mini-batch.
@@ -117,12 +121,11 @@ def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[
 
 
 def _arrows(step: Timeline, numbers: Iterator[int]) -> tuple[_Arrows, _Arrows]:
-    """Return two dictionaries with the ids of arrows: by the target task, and by the source task.
+    """Return two dictionaries: the id of the arrow to each task, and of the arrow from each task.
 
-    Arrows lead only from one stage to another stage.
+    Tasks of the same stage have no arrows between them.
     """
-    # This is a dictionary because it keeps the order of the tasks. The arrows get their ids in this
-    # order. A set has no order.
+    # A dictionary keeps the order of the tasks, in which the arrows get their ids. A set does not.
     tasks = dict.fromkeys(Action(*event[:3]) for event in step.tasks)
     pairs = []
     arriving: _Arrows = {}
@@ -161,7 +164,7 @@ def _task(number: int, step: Timeline, event: Event) -> TraceEvent:
 def _span(
     name: str, kind: str, thread: int, window: tuple[float, float], about: dict[str, int]
 ) -> TraceEvent:
-    """Return a complete event; `window` has its start and its end in seconds."""
+    """Return an event with a duration; `window` is its start and its end in seconds."""
     start, end = window
     return {
         "ph": "X",
@@ -180,10 +183,10 @@ def _name(what: str, thread: int, name: str) -> TraceEvent:
 
 
 def _thread(row: int, *, copies: bool = False) -> int:
-    """Return the thread number under which the file lists the tasks, or the copies, of a row."""
+    """Return the thread number that the file has for a device's tasks, or for its copies."""
     return 1 + 2 * row + copies
 
 
 def row_of(thread: int) -> int:
-    """Return the row of a device, from the thread number that the file uses for the device."""
+    """Return the device number that a thread number of the file stands for."""
     return (thread - 1) // 2

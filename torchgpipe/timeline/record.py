@@ -29,7 +29,8 @@ class Recording:
     Attributes:
         steps: A timeline of each mini-batch. The list is filled when the `with` block of `record`
             ends.
-        clock_error: The largest error, in seconds, of the times of one rank relative to rank 0.
+        clock_error: The largest possible error, in seconds, of another rank's times relative to
+            rank 0's times.
         over_ranks: Whether the pipeline runs over several ranks, each of which is a device.
     """
 
@@ -39,7 +40,7 @@ class Recording:
 
     @property
     def row(self) -> str:
-        """The word for a row of the timeline: "rank", "device" or "partition".
+        """What a row of the timeline stands for: "rank", "device" or "partition".
 
         It is "rank" if the pipeline runs over ranks. Otherwise it is "device" if a device has
         several partitions, and "partition" if each device has one.
@@ -50,7 +51,7 @@ class Recording:
         return "device" if several else "partition"
 
     def __str__(self) -> str:
-        """Return a line with the bubble, the fraction of time in which devices compute no task.
+        """Return a line with the bubble: the fraction of time in which devices compute no task.
 
         The time of a mini-batch lasts from its first task to its last task.
         """
@@ -130,9 +131,10 @@ def _gather(recording: Recording, model: Partitioned, stopwatch: Stopwatch) -> N
 
 
 def mini_batches(events: Iterable[Event], placement: Sequence[int]) -> list[Timeline]:
-    """Return a timeline of each mini-batch, with times in seconds since the very first task.
+    """Split events into mini-batches, and return a timeline of each mini-batch.
 
-    On each partition, a mini-batch begins with the forward of micro-batch 0.
+    On each partition, a mini-batch begins with the forward of micro-batch 0. Times are in seconds
+    since the first task of the first mini-batch.
     """
     begun: Counter[int] = Counter()
     found: dict[int, list[Event]] = defaultdict(list)

@@ -1,8 +1,8 @@
 """Measure when each task, and each copy between devices, starts and ends on its device.
 
-On a CPU, a task starts and ends when its thread starts and ends the task. A CUDA device does the
-work of its stream later, while the thread continues. So CUDA events are recorded on the stream
-before and after the task. The times of these events are read after all work has ended.
+On a CPU, a task starts and ends when its thread starts and ends it. A CUDA device does the work
+later, while the thread continues. So CUDA events are recorded on the stream before and after the
+task. The times of these events are read after all work has ended.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Mark:
         self.work = time.thread_time()
 
     def since(self, origin: Mark) -> float:
-        """Return the seconds from another mark of the same device to this mark."""
+        """Return the seconds from an earlier mark of the same device to this mark."""
         if self.event is not None and origin.event is not None:
             return float(origin.event.elapsed_time(self.event)) / 1000  # from milliseconds
         return self.time - origin.time
 
     def work_since(self, origin: Mark) -> float:
-        """Return for how many seconds the device worked since another mark of the same thread.
+        """Return for how many seconds the device has worked since an earlier mark.
 
-        On a CPU, this is the CPU time of the thread. So time in which other programs use the CPU
-        does not count.
+        On a CPU, this is the CPU time of the thread, so time in which other programs use the CPU
+        does not count. Both marks have to be of the same thread.
         """
         if self.event is not None:
             return self.since(origin)

@@ -217,4 +217,4 @@ def test_faults_are_all_listed(text: str, faults: list[str]) -> None:
     for fault in faults:
         assert f"- {fault}\n" in message
     assert message.count("\n- ") == len(faults)
-    assert "isolate(Namespace())" in message
+    assert "isolate(ns)" in message

@@ -29,11 +29,11 @@ _TOOL = 4
 def end_with_process(connections: Any) -> None:
     """Arrange that connections end when this process ends.
 
-    The method `fail` ends the connections if an error ends the process. Otherwise `close` does.
+    If an error ends the process, `connections.fail` is called, and otherwise `connections.close`.
     """
     open_connections.add(connections)
-    # The function is not registered at import, because from Python 3.13 on `multiprocessing` drops
-    # all `atexit` functions that were registered before a process began.
+    # Register `_end` here and not at import: from Python 3.13 on, `multiprocessing` drops all
+    # `atexit` functions that were registered before the process began.
     atexit.unregister(_end)
     atexit.register(_end)
     if multiprocessing.parent_process() is None:
@@ -48,7 +48,7 @@ def _end(*, threads_go_on: bool = False) -> None:
     """End all connections of this process.
 
     Args:
-        threads_go_on: Whether only the main thread has ended, and other threads may still run.
+        threads_go_on: Whether only the main thread has ended, while other threads may still run.
     """
     error = _error()
     main = threading.main_thread().ident
@@ -74,9 +74,10 @@ threading._register_atexit(partial(_end, threads_go_on=True))  # type: ignore[at
 
 
 def _see_errors() -> None:
-    """Record errors that propagate out of the function that `multiprocessing` runs in this process.
+    """Record an error that ends the function which `multiprocessing` runs in this process.
 
-    `multiprocessing` drops such an error before the functions of `atexit` are called.
+    Without this, `_end` could not see the error: `multiprocessing` drops it before the functions of
+    `atexit` are called.
     """
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
     unwind = monitoring.events.PY_UNWIND
@@ -97,7 +98,7 @@ def _see_errors() -> None:
 
 
 def _leave_all() -> None:
-    """Drop the parent process's connections in a forked process, such as a data loader's worker."""
+    """Drop the parent's connections in a forked process, such as a data loader's worker."""
     _kept.extend(open_connections)
     open_connections.clear()
     for connections in _kept:
@@ -113,9 +114,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def sockets() -> set[tuple[int, str]]:
-    """Return the open sockets of this process, each with its descriptor and its name.
+    """Return the file descriptor and the name of each open socket of this process.
 
-    The set is empty on systems without `/proc/self/fd`.
+    On systems without `/proc/self/fd`, return an empty set.
     """
     found = set()
     with suppress(OSError):

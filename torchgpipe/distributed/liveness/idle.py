@@ -1,14 +1,13 @@
 """Detect tasks that hang: tasks that have not ended and have not used the CPU for a long time.
 
-A task that is only slow uses the CPU, in its own thread or in a process for which the task waits,
-such as a compiler. A task can wait for any thread or process, such as a thread of an operator. So
-the CPU time of all threads and descendants of this process is added up. This means that a hanging
-task is detected only when nothing else in the process computes.
+A task that is only slow uses the CPU: in its own thread, in another thread (of an operator), or in
+a child process (such as a compiler). So the CPU time of all threads and all descendants of this
+process is added up. A hanging task is detected only when nothing else in the process computes.
 
-Two kinds of hanging tasks are not detected. By CUDA's default, a thread that waits for a GPU spins,
-and so uses the CPU. And while a task holds Python's lock (the GIL), no thread can detect the hang.
+Two kinds of hanging tasks are not detected:
 
-The function `place` describes where a thread is.
+- a task that waits for a GPU, because CUDA by default lets the waiting thread spin on the CPU
+- a task that holds Python's lock (the GIL), because no other thread can run to detect it
 """
 
 import os
@@ -35,8 +34,8 @@ class Idle:
     """Find out for how long a task has been idle; a monitoring thread calls `look` regularly.
 
     Args:
-        besides: How many CPU seconds other threads, which do not belong to the task, may use in
-            each second.
+        besides: How much CPU time threads outside of the task use, in seconds per second. The task
+            counts as idle if the process uses hardly more than this.
     """
 
     def __init__(self, besides: float = 0.0) -> None:
@@ -47,9 +46,9 @@ class Idle:
         self._own = 0.0
 
     def look(self, task: Hashable, now: float) -> float:
-        """Return for how many seconds the current task has run and used almost no CPU time.
+        """Return for how many seconds the current task has used almost no CPU time.
 
-        The CPU time of threads that call `look` does not count.
+        The CPU time of the threads that call this method does not count.
 
         Args:
             task: The current task, or `None` if there is none.
@@ -65,8 +64,8 @@ class Idle:
             self._task = task
             self._cpu = None
             return 0.0
-        # Finding the descendants takes a while, so the first look at a task leaves this out. Most
-        # tasks end before the second look.
+        # It takes a while to find the descendants. The first look at a task has returned before
+        # this, and most tasks end before the second look.
         cpu += cpu_time_of_descendants()
         # The time can also decrease: if a descendant ends and its parent does not wait for it.
         if self._cpu is None or abs(cpu - self._cpu) > self._hardly * (now - self._since):
@@ -78,19 +77,19 @@ class Idle:
 def cpu_time_of_descendants() -> float:
     """Return the CPU seconds of all descendants of this process (children, grandchildren, …).
 
-    When a process ends and its parent waits for it, its time is added to the time of the parent.
-    Running processes are found on Linux only.
+    The time of a process that has ended counts for its parent, if the parent has waited for it. On
+    systems other than Linux, processes that still run are left out.
     """
     ended = sum(os.times()[2:4])
     return ended + sum(map(_cpu_time_of, _children("self")))
 
 
 def place(ident: int) -> str:
-    """Return the line that a thread runs now, such as "forward of Linear, linear.py:134".
+    """Return the line of code that a thread runs now, such as "forward of Linear, linear.py:134".
 
     The line is in the innermost function that is a layer's method, or that belongs neither to
-    PyTorch nor to the standard library. If this function is not a layer's method, the layer's
-    method that has called the function is added.
+    PyTorch nor to the standard library. If this function is not a layer's method, the text also
+    names the layer's method that has called the function.
     """
     frame = sys._current_frames().get(ident)
     inner = ""
@@ -115,10 +114,7 @@ def _described(frame: FrameType, layer: nn.Module | None) -> str:
 
 
 def _layer(frame: FrameType) -> nn.Module | None:
-    """Return the layer if a frame belongs to a layer's method, or `None`.
-
-    The layer is the first argument of the method.
-    """
+    """Return the layer (the first argument) if a frame belongs to a layer's method, or `None`."""
     code = frame.f_code
     own = code.co_argcount > 0 and code.co_filename != nn.modules.module.__file__
     layer = frame.f_locals.get(code.co_varnames[0]) if own else None
@@ -136,8 +132,9 @@ _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 1
 def _cpu_time_of(process: str) -> float:
     """Return the CPU seconds of a process and of all its descendants."""
     with suppress(OSError), open(f"/proc/{process}/stat") as file:  # the process may have ended
+        line = file.read()
         # The second field is a name, which can contain spaces and parentheses.
-        _, _, rest = file.read().rpartition(")")
+        _, _, rest = line.rpartition(")")
         fields = rest.split()
         # These four fields are the time of the process and of children for which it has waited.
         own = sum(map(int, fields[11:15])) / _TICKS

@@ -1,9 +1,9 @@
-"""Messages in which a rank says what it does now and, in its final message, why it ends.
+"""Messages by which ranks learn that another rank works, has ended or has failed.
 
-A rank regularly sends what it does (monitor.py). Its final message (its "last word") says that the
-rank has ended, or that a rank has failed: this rank, or another rank that has reported its failure.
-A rank disconnects only when other ranks have received its final message. So if a connection breaks
-without a final message, a process has died.
+Every rank regularly tells all other ranks what it does now (monitor.py). When it ends, it sends a
+final message. This says that the rank has ended normally, or that the pipeline has failed, and why.
+Then the rank waits until other ranks have received the final message (for at most a second), and
+disconnects. So if a connection breaks without a final message, the other process has died.
 """
 
 import threading
@@ -35,10 +35,7 @@ class RankFailed(RuntimeError):
 
 
 def gist(error: BaseException) -> str:
-    """Return the essential part of gloo's error message.
-
-    The lines in gloo's source code, and gloo's list of possible reasons, are left out.
-    """
+    """Return gloo's error message without its lines of source code and list of possible reasons."""
     sentence, _, _ = str(error).partition(". ")
     _, _, what = sentence.rpartition("] ")
     return what
@@ -51,7 +48,7 @@ class Wires(Protocol):
         """Return the address of a wire (a message channel) to or from another rank."""
 
     def pending(self, peer: int) -> bool:
-        """Return whether a rank has not received all messages that were sent to it."""
+        """Return whether a rank has not yet received every message that was sent to it."""
 
     def disconnect(self) -> None:
         """Break all connections of this rank, so that no thread waits for other ranks any more."""
@@ -68,8 +65,8 @@ class Liveness:
         others: All other ranks.
         timeout: The timeout of the monitor.
         wires: The connections of this rank.
-        beside: The activities of other pipelines, to which the activity of this pipeline is added
-            (monitor.py).
+        beside: What other pipelines of this process do now. This pipeline's `activity` is added to
+            the list.
 
     Attributes:
         activity: What this rank does now.
@@ -91,14 +88,15 @@ class Liveness:
         # of its traceback alive.
         self._failure = ""
         self._told = threading.Event()  # set when other ranks have been told of the failure
-        self._lost: dict[int, str] = {}  # gloo's error for each broken connection
-        # The ranks that have received this rank's final message, or have sent a final message.
-        self._answered: set[int] = set()
         self._changed = threading.Condition()
+        # For each broken connection, the other rank and gloo's error.
+        self._lost: dict[int, str] = {}
+        # The ranks that have received this rank's final message, or that have ended.
+        self._answered: set[int] = set()
         self._senders: dict[int, Sender] = {}
         for peer in others:
-            # It is not a failure if a message does not arrive. The thread that listens to the other
-            # rank finds out the reason.
+            # Ignore errors of this sender. If the connection is broken, the thread that listens to
+            # the other rank finds out why.
             address = wires.address("liveness", peer, lambda error: None)
             self._senders[peer] = Sender(address)
         self._telling = threading.RLock()
@@ -124,7 +122,7 @@ class Liveness:
 
         Args:
             why: A line that names the failed rank and its error.
-            told_by: The rank that has told this rank of the failure, if any.
+            told_by: The rank from which this rank has heard of the failure, if any.
         """
         with self._changed:
             if self.stopped or self._monitor.ended.is_set():
@@ -138,11 +136,11 @@ class Liveness:
     def tell_last(self, why: str | None = None, told_by: int | None = None) -> None:
         """Send this rank's final message, and wait until other ranks have received it.
 
-        If the connection is closed too early, the message can be lost.
+        If the connection was closed without this wait, the message could be lost.
 
         Args:
             why: The failure, or `None` if this rank has ended without a failure.
-            told_by: The rank that has told this rank of the failure. No message is sent to it.
+            told_by: The rank from which this rank has heard of the failure. It gets no message.
         """
         told = self._monitor.others - {told_by}
         for peer in told:
@@ -152,10 +150,7 @@ class Liveness:
             self._changed.wait_for(lambda: awaited <= self._answered, GRACE)
 
     def broken(self, peer: int, error: BaseException) -> None:
-        """Record that a connection has broken while this rank needed it.
-
-        The thread that listens to the other rank finds out the reason.
-        """
+        """Record that the connection to a rank has broken while this rank needed it."""
         with self._changed:
             self._lost[peer] = gist(error)
         self._check_not_needed(peer)
@@ -163,7 +158,7 @@ class Liveness:
     def close(self) -> list[threading.Thread]:
         """Break all connections, and return the threads, which are about to end.
 
-        If there is a failure, other ranks are told of the failure first.
+        If there is a failure, wait first until other ranks have been told of it.
         """
         if self.stopped:
             self._told.wait(2 * GRACE)
@@ -179,9 +174,9 @@ class Liveness:
         return threads
 
     def _check_not_needed(self, peer: int) -> None:
-        """Call `fail` if another rank has ended while this rank still needs it.
+        """Call `fail` if another rank has ended normally, but this rank still needs it.
 
-        This rank needs the other rank if it was using their connection when the connection broke.
+        It needs the other rank if their connection broke while this rank was using it.
         """
         with self._changed:
             has_ended = peer not in self._monitor.others
@@ -194,19 +189,19 @@ class Liveness:
             )
 
     def _tell(self, peer: int, *told: Any) -> None:
-        """Send a message to a rank, unless this rank has disconnected."""
+        """Send a message to a rank; do nothing if this rank has disconnected."""
         with self._telling, suppress(Stopped):
             self._senders[peer].give(_message(*told))
 
     def _tell_label(self, peer: int, label: Label) -> None:
-        """Tell another rank what this rank is doing, if it has received the previous message."""
+        """Tell a rank what this rank is doing, unless an earlier message is still under way."""
         with self._telling, suppress(Stopped):
             sender = self._senders[peer]
             if sender.settled():
                 sender.give(_message(_LABEL, *label))
 
     def _listen(self, peer: int) -> None:
-        """Receive messages of another rank until its final message, and react to its end."""
+        """Receive all messages of another rank, and react to its end or failure."""
         address = self._wires.address("liveness", peer, partial(self.broken, peer))
         receiver = Receiver(address)
         try:
@@ -220,8 +215,8 @@ class Liveness:
         with self._changed:
             self._monitor.forget(peer)
         self._check_not_needed(peer)
-        # If a connection breaks while gloo sends a message, the message can be lost, and then gloo
-        # waits for ever. So a message that is pending for too long counts as lost.
+        # If the connection breaks while gloo sends a message, gloo may wait for ever. So count a
+        # message to the ended rank as lost if it is not received for a while.
         while not self._monitor.ended.wait(GRACE):
             if not self._wires.pending(peer):
                 continue
@@ -231,7 +226,7 @@ class Liveness:
                 return
 
     def _heard_until_last(self, peer: int, receiver: Receiver) -> str | None:
-        """Receive messages until a rank's final message, and answer it.
+        """Receive messages until a rank's final message, and confirm the final message.
 
         Returns:
             The failure in the final message, or `None` if the rank has ended without a failure.
@@ -251,7 +246,7 @@ class Liveness:
         return why
 
     def _died(self, peer: int) -> str:
-        """Return a text which says that a connection has broken without a final message."""
+        """Return a message about a connection that has broken without a final message."""
         if pause := self._monitor.pause():
             return (
                 f"rank {self._own} did not run for {pause:.1f} s (was its process stopped?), so "
@@ -263,7 +258,7 @@ class Liveness:
         )
 
     def _has_heard(self, peer: int) -> None:
-        """Record that a rank has received this rank's final message, or does not need it."""
+        """Record that a rank has received this rank's final message, or has ended."""
         with self._changed:
             self._answered.add(peer)
             self._changed.notify_all()

@@ -1,14 +1,14 @@
 """A monitor thread: it tells other ranks what this rank does, and checks what other ranks do.
 
-The monitor sends a message every second, or more often. It ends the pipeline if one of these states
-has lasted for `timeout` seconds. Without the monitor, the states could last for ever:
+The monitor sends a message every second, or more often. It ends the pipeline if one of these
+problems has lasted for `timeout` seconds. Without the monitor, they could last for ever:
 
     silence   no message has come from a rank: its process is stopped, or the network is cut
     hang      a task of this rank has not ended, and has not used the CPU
     circle    all ranks wait for each other: one of them has left out a call
 
-There is no limit for a rank that is outside of the pipeline, or that computes. Time in which the
-monitor itself did not run, such as between Ctrl-Z and `fg`, does not count.
+A rank may compute, or be outside of the pipeline, for any time. Time in which the monitor itself
+did not run, such as between Ctrl-Z and `fg`, does not count.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Label(NamedTuple):
     Attributes:
         calls: How many calls of pipelines the rank has begun.
         waits: Whether the rank waits for other ranks.
-        words: What the rank does, in words.
+        words: What the rank does, as text for error messages.
     """
 
     calls: int
@@ -48,12 +48,12 @@ class Activity:
 
     Args:
         fail: A function that ends the pipeline; it is called with a line that says what is wrong.
-        beside: The activities of all pipelines that this process has over the same ranks. This
-            activity is added to the list.
+        beside: The `Activity` of each pipeline that this process has over the same ranks. This
+            object is added to the list.
 
     Attributes:
-        program: The program (the rank's list of tasks) that the call runs.
-        hears: Whether the call waits for a message of another rank outside of the program.
+        program: The program (the rank's list of tasks) that the current call runs.
+        hears: Whether the current call waits for another rank before or after the program.
         thread: The thread that made the last call.
     """
 
@@ -74,7 +74,7 @@ class Activity:
 
         Args:
             serial: The number of the mini-batch.
-            name: The name of the call in messages.
+            name: The name of the call in error messages.
             program: The program that the call runs, if already known.
         """
         self._calls += 1
@@ -107,9 +107,9 @@ class Activity:
         return self._calls, f"{computing} of mini-batch {self._serial}"
 
     def label(self) -> Label:
-        """Return the description of this rank's activity that is sent to other ranks.
+        """Return the description of what this rank does, to be sent to other ranks.
 
-        If no call of this pipeline is running, a running call of another pipeline is described.
+        If no call of this pipeline is running, describe a running call of another pipeline.
         """
         calls = sum(each._calls for each in [*self.beside])
         within = [each for each in (self, *self.beside) if each._name is not None]
@@ -133,15 +133,16 @@ class Activity:
 class RankMonitor:
     """A thread that monitors all ranks, until `ended` is set or a problem is found.
 
-    If there is a problem, all pipelines that this process has over the same ranks end, because the
-    process can be waiting in any of these pipelines.
+    A process can have several pipelines over the same ranks, and can be waiting in any of them. So
+    if there is a problem, all of these pipelines end.
 
     Args:
         own: This rank.
         others: All other ranks.
         activity: What this rank does.
-        timeout: How many seconds a state may last before it is a problem; `None` for no limit.
-        tell: A function that sends this rank's label to another rank, and does not wait.
+        timeout: How many seconds a rank may be silent, hang or wait before this is a problem;
+            `None` for no limit.
+        tell: A function that sends this rank's `Label` to another rank, and does not wait.
 
     Attributes:
         others: The other ranks that have not ended.
@@ -207,7 +208,8 @@ class RankMonitor:
     def pause(self) -> float:
         """Return for how many seconds this process was recently stopped, or 0.
 
-        Other ranks may treat a process that was stopped for so long as failed.
+        Short pauses do not count. After a long pause, other ranks may already treat this process as
+        failed.
         """
         late = self._overdue()
         if late >= self._timeout / 2:
@@ -262,8 +264,8 @@ class RankMonitor:
         heard = self._heard.copy()
         if all(now - at < self._timeout for at, _ in heard.values()):
             return None
-        # If several ranks were cut off at the same time, some of them reach the timeout a little
-        # later. The message names these ranks, too.
+        # Ranks that were cut off at the same time reach the timeout one shortly after the other. So
+        # the message also names ranks that have almost reached it.
         begin = now - self._timeout + 3 * self._interval
         silent = {peer: label for peer, (at, label) in heard.items() if at < begin}
         have, processes = "have", "are their processes"
@@ -311,7 +313,7 @@ class RankMonitor:
 
 
 def _each(labels: dict[int, Label]) -> str:
-    """Return a text about what each rank was doing; ranks with equal labels are grouped."""
+    """Return a text about what each rank was doing; name ranks that did the same together."""
     ranks = defaultdict(list)
     for rank, label in sorted(labels.items()):
         ranks[label.words].append(rank)

@@ -1,20 +1,23 @@
 """Transfer tensors from the GPU of one rank to the GPU of another rank.
 
-The descriptions of messages always go over gloo. The tensors go in one of two ways. All ranks use
-the same way:
+The descriptions of messages (shapes and types) always go over gloo. The tensors go in one of two
+ways, the same on all ranks:
 
-    NCCL      from GPU to GPU, by a process group of two ranks for each wire
+    NCCL      from GPU to GPU, by a process group of two ranks for each wire (message channel)
     staging   through pinned memory of the hosts, and over gloo with their description
 
 NCCL needs a separate GPU for each rank. In both ways, each wire has its own CUDA stream, so that
 tensors are transferred while tasks compute. The wire's stream waits for the compute stream before a
-tensor is sent, and the compute stream waits for the wire's stream until a tensor has arrived. On
-the host, only the threads of wires wait for streams.
+tensor is sent, and the compute stream waits for the wire's stream until a tensor has arrived. The
+thread that runs the tasks does not wait for streams.
 
-An operation of NCCL occupies a part of its GPU until the other rank has begun the matching
-operation. So a rank begins to receive only when the message's description has arrived. By then the
-other rank has put the send operation into its stream. And in GPipe's schedule, stage s sends a skip
-for stage p only after it has run p - s - 1 further tasks, when stage p is about to need the skip.
+An operation of NCCL occupies a part of its GPU while it waits for the other rank's operation. Two
+rules keep this time short:
+
+- A rank begins to receive tensors when their description has arrived. By then, the other rank has
+  already put the send operation into its stream.
+- In GPipe's schedule, a skip from stage s to stage p is not sent when it is made, but p - s - 1
+  tasks later. Only then is stage p about to need it.
 """
 
 import os
@@ -48,10 +51,11 @@ _BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_
 
 
 class Departure(NamedTuple):
-    """The work of a message channel's thread to send the tensors of a message.
+    """The tensors of a message that is about to be sent, and what its sender has to wait for.
 
     Attributes:
-        tensors: The tensors to send over gloo. Only the description of a `meta` tensor is sent.
+        tensors: The tensors to send over gloo. A `meta` tensor stands for a tensor that NCCL sends;
+            only its description goes over gloo.
         before: An event to wait for before the tensors are sent, or `None`.
         after: An event to wait for after the tensors are sent, or `None`.
     """
@@ -62,14 +66,15 @@ class Departure(NamedTuple):
 
 
 class Transfer:
-    """Send the tensors of a wire from this rank's GPU, or receive them on the GPU.
+    """Send the tensors of a wire (message channel) from this GPU, or receive them on this GPU.
 
     Args:
         device: This rank's device.
         group: The NCCL group of the two ranks, in which rank 0 sends and rank 1 receives. Without a
             group, tensors are copied through host memory.
         peer: The other rank's index in the group.
-        late: How many later messages must be given before a message is really sent.
+        late: By how many messages sending is delayed: a message is sent only when `late` later
+            messages have been given to the sender.
 
     Attributes:
         pins: Whether tensors that come over gloo should be in pinned memory.
@@ -94,15 +99,15 @@ class Transfer:
     def begin(self) -> None:
         """Make this GPU the current device of the calling thread.
 
-        Otherwise the thread creates a CUDA context on GPU 0, too.
+        Otherwise the thread would also create a CUDA context on GPU 0.
         """
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
     def depart(self, tensors: Flat) -> Departure:
-        """Begin to send tensors, after the work that is now in the compute stream.
+        """Begin to send tensors, as soon as the compute stream has made them.
 
-        Tensors on the host are sent over gloo.
+        Tensors that are on the host go over gloo.
         """
         here = self._device.type
         moved: list[Tensor | None] = []
@@ -129,7 +134,7 @@ class Transfer:
         return Departure(over_gloo, after=end)
 
     def _staged(self, leaving: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """Begin to copy tensors to the host; return a dictionary from each tensor to its copy."""
+        """Begin to copy tensors to the host; return a dictionary with the copy of each tensor."""
         # PyTorch reuses pinned memory.
         copies = {x: torch.empty_like(x, device="cpu", pin_memory=self.pins) for x in leaving}
         for x, y in copies.items():
@@ -137,13 +142,13 @@ class Transfer:
         return copies
 
     def _described(self, leaving: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """Send tensors by NCCL, and return a `meta` tensor for each, which describes the tensor."""
+        """Send tensors by NCCL; return a dictionary with a `meta` tensor that describes each."""
         described = {x: torch.empty_like(x, device="meta") for x in leaving}
         self._move(leaving)
         return described
 
     def arrive(self, tensors: Flat) -> Flat:
-        """Return a message's tensors on the device; the compute stream waits until they arrive."""
+        """Return a message's tensors on the device; make the compute stream wait for them."""
         if all(x is None for x in tensors):
             return tensors
         fence = StreamFence(self._device)
@@ -181,7 +186,7 @@ class Transfer:
         return x.to(self._device, non_blocking=True)
 
     def _move(self, tensors: Sequence[Tensor]) -> None:
-        """Send or receive tensors by NCCL; the current stream waits for the end of the transfer."""
+        """Send or receive tensors by NCCL; make the current stream wait for the transfer."""
         if self._group is None:
             return
         operation = self._group.send if self._peer else self._group.recv
@@ -203,8 +208,8 @@ class Transfers:
         store: The key-value store through which the two ranks of each NCCL group connect.
 
     Attributes:
-        made: Maps a wire (a message channel) to its transfer. The key is the kind of the wire, the
-            other rank, and the wire's two stages, the lower stage first.
+        made: The transfer of each wire (message channel). A key has the kind of the wire, the other
+            rank, and the wire's two stages, the lower stage first.
     """
 
     def __init__(self, own: int, store: Store) -> None:
@@ -229,10 +234,10 @@ class Transfers:
         Args:
             device: This rank's device.
             placement: The rank of each stage.
-            crossings: The skips between stages.
+            crossings: The skip connections from one stage to another.
             exchange: A function that sends a tensor to all ranks, and returns the tensors of all
                 ranks.
-            late: Whether skips are sent later than they are made.
+            late: Whether skips are sent only shortly before they are needed.
         """
         gpu = _identity(device)
         told = exchange(torch.tensor(list(gpu), device="cpu"))
@@ -252,8 +257,8 @@ class Transfers:
                 transfer = Transfer(device)
             low, high = sorted(stages)
             self.made[kind, source + target - self._own, (low, high)] = transfer
-            # The first tensor makes NCCL connect the two ranks. All ranks go through the wires in
-            # the same order, so there is no deadlock.
+            # Send one tensor now, because NCCL connects two ranks at their first transfer. All
+            # ranks go through the wires in the same order, so there is no deadlock.
             with using(transfer._stream):
                 transfer._move([torch.zeros(1, device=device)])
             transfer.finish()
@@ -265,7 +270,7 @@ class Transfers:
     def _nccl(
         self, kind: str, stages: Stages, source: int, target: int
     ) -> tuple[dist.ProcessGroup, int]:
-        """Return the NCCL group of a wire (a message channel), and the other rank's index in it."""
+        """Make the NCCL group of a wire; return the group and the other rank's index in it."""
         # `new_group` is not used here, because all ranks may have to call it.
         store = PrefixStore(f"stages {stages}/{kind} {source} {target}", self._store)
         own = int(self._own == target)

@@ -1,8 +1,8 @@
 """The memory layout of tensors, and which part of a tensor's memory is sent to another rank.
 
-A received tensor has the same strides as the tensor that was sent, because PyTorch adds up elements
-in another order if strides differ. The strides can leave gaps in the memory, or repeat elements
-(`expand`). Gaps and repetitions are not sent.
+A received tensor has the same strides as the tensor that was sent. With other strides, PyTorch
+could add up its elements in another order, and round differently. Strides can leave gaps in the
+memory, or repeat elements (`expand`). Gaps and repetitions are not sent.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
 def layout_of(x: Tensor) -> Layout:
     """Return the layout of a tensor.
 
-    Elements of the tensor can share memory because of `expand`, but not in any other way.
+    The tensor's elements must not share memory, except for those that `expand` has repeated.
     """
     size = 0 if x.is_meta else once(x).nbytes
     return Layout(x.dtype, tuple(x.shape), x.stride(), size, x.is_meta)
@@ -39,7 +39,7 @@ def layout_of(x: Tensor) -> Layout:
 # Tensors that are made in inference mode do not count in-place changes, so they may be refused.
 @torch.inference_mode(False)
 def placed(layout: Layout, rows: Iterator[Tensor]) -> Tensor:
-    """Return a tensor with a layout; if the layout has bytes, take them from `rows`."""
+    """Make a tensor with this layout; if bytes were sent for it, take them from `rows`."""
     dtype, shape, strides, size, meta = layout
     content = next(rows) if size else None
     reach = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -64,9 +64,9 @@ def once(x: Tensor) -> Tensor:
 
 
 def disjoint(x: Tensor) -> Tensor:
-    """Return the tensor, or a copy if some of the tensor's elements share memory.
+    """Return the tensor, or a copy if some of its elements share memory.
 
-    Elements that share memory because of `expand` do not count.
+    Elements that `expand` has repeated may share memory.
     """
     x = _plain(x)
     reach = 1
@@ -79,7 +79,7 @@ def disjoint(x: Tensor) -> Tensor:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Return a tensor without its graph, and with its lazy conjugation or negation carried out.
+    """Return a tensor without its graph, after `resolve_conj` and `resolve_neg`.
 
     Raises:
         TypeError: If the tensor is not a plain, dense tensor.
@@ -104,6 +104,6 @@ def dense(x: Tensor) -> Tensor:
 
 
 def row(x: Tensor) -> Tensor:
-    """Return the bytes of a dense tensor, in the order in which they are in memory."""
+    """Return the bytes of a dense tensor, in their order in memory."""
     elements = x.as_strided((x.numel(),), (1,))
     return elements.view(torch.uint8)

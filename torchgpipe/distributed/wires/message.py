@@ -1,8 +1,8 @@
 """Messages from rank to rank: a description, and the contents of tensors.
 
-The description has the shapes and types of the tensors, and further values of the sender. Equal
-descriptions are sent only once. Later messages send only the number of the description. So a
-message consists of
+The description has the shapes and types of the tensors, and further values of the sender. Most
+messages have the same description as an earlier message. So a sender numbers its descriptions, and
+sends each of them only once; later messages have only its number. A message consists of
 
     a slot (a buffer) of at most 1 MiB, with
         the serial number of the mini-batch
@@ -66,9 +66,10 @@ def described(about: Hashable, layouts: Iterable[Layout | None]) -> Tensor:
 
 
 def places(sizes: Iterable[int]) -> list[tuple[int, int | None]]:
-    """Return the size of each part of a message, and its offset in the slot (a buffer).
+    """Return the size of each part of a message, and its offset in the slot, in bytes.
 
-    The offset is `None` if the part does not fit into the slot.
+    The slot is the buffer at the beginning of the message. If a part does not fit into the slot,
+    the offset is `None`.
     """
     found: list[tuple[int, int | None]] = []
     at = HEAD.size
@@ -82,13 +83,13 @@ def places(sizes: Iterable[int]) -> list[tuple[int, int | None]]:
 
 
 def sizes(description: Description) -> list[int]:
-    """Return how many bytes each tensor of a message has; tensors without bytes are left out."""
+    """Return how many bytes are sent for each tensor, without tensors that send no bytes."""
     _, layouts = description
     return [layout.bytes for layout in layouts if layout is not None and layout.bytes]
 
 
 class Predicted:
-    """The descriptions of the messages on a channel, and a prediction of the next description.
+    """The descriptions of a channel's messages, and a prediction of the next description.
 
     Message k of a mini-batch is predicted to have the same description as message k of the previous
     mini-batch. The sender and the receiver each have a `Predicted` object. They call `begin` and
@@ -96,8 +97,8 @@ class Predicted:
 
     Attributes:
         known: All descriptions so far; the index of a description is its number.
-        number: The number of the predicted description. It is `None` if the previous mini-batch did
-            not have so many messages.
+        number: The number of the predicted description. It is `None` if the previous mini-batch had
+            fewer messages than this mini-batch.
     """
 
     def __init__(self) -> None:
@@ -108,16 +109,16 @@ class Predicted:
         self._now: list[int] = []
 
     def begin(self) -> None:
-        """Begin a mini-batch.
+        """Begin a mini-batch, and predict its first message.
 
-        An earlier prediction is kept, because the receiver has already prepared for it.
+        If there is already a prediction, keep it: the receiver has already posted receives for it.
         """
         self._before, self._now = self._now, []
         if self.number is None:
             self._predict()
 
     def note(self, number: int) -> None:
-        """Record the number of a message's description, and predict the next message's number."""
+        """Record the number of a message's description, and predict the next message."""
         self._now.append(number)
         self._predict()
 
@@ -139,7 +140,7 @@ class Predicted:
             ) from None
 
     def large(self) -> list[int]:
-        """Predict the sizes of the next message's tensors that do not fit into its first buffer."""
+        """Predict the sizes, in bytes, of those tensors that will not fit into the next slot."""
         if self.number is None:
             return []
         expected = sizes(self.known[self.number])

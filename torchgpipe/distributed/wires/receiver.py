@@ -40,11 +40,13 @@ class Receiver(End):
         self._slots: deque[tuple[bytearray, Wait]] = deque()
         for _ in range(2):
             self._post_slot(bytearray(SLOT))
-        self._taken: bytearray | None = None  # the slot of the last message
-        self._large: list[_Posted] = []  # receives of the large parts that are predicted
+        # The slot of the last message.
+        self._taken: bytearray | None = None
+        # The receives of the large parts that are predicted.
+        self._large: list[_Posted] = []
 
     def begin(self) -> None:
-        """Begin a mini-batch, and post receives for the first message's predicted large parts."""
+        """Begin a mini-batch: predict the first message, and post receives for its large parts."""
         super().begin()
         self._large = self._large or self._posted(self._predicted.large())
 
@@ -87,7 +89,7 @@ class Receiver(End):
         return Message(serial, about, tensors)
 
     def _learn(self, slot: Tensor, length: int) -> None:
-        """Add a new description of `length` bytes, which is in the slot or comes after the slot."""
+        """Read a new description of `length` bytes, from the slot or from a separate part."""
         ((_, start),) = places([length])
         if start is not None:
             description = slot[start : start + length]
@@ -101,7 +103,7 @@ class Receiver(End):
         self._slots.append((content, self._receive(bytes_of(content))))
 
     def _posted(self, lengths: Sequence[int]) -> list[_Posted]:
-        """Post a receive for each of these lengths, which are numbers of bytes."""
+        """Post a receive for each length (a number of bytes)."""
         posted = []
         for length in lengths:
             memory = self._row(length)
@@ -113,8 +115,9 @@ class Receiver(End):
         try:
             return self._group.recv([x], self.rank, self._tag | apart).wait
         except RuntimeError as error:
-            # The connection is closed, which is not an error if no more messages come. Only the
-            # error's text is kept: the error itself would keep its frames and the mini-batch alive.
+            # The connection is closed. This is an error only if a message is needed, so raise it in
+            # the wait. Keep only its text: the error itself would keep its frames and the
+            # mini-batch alive.
             return partial(_fail, str(error))
 
     def _await(self, posted: Sequence[_Posted]) -> None:

@@ -52,19 +52,16 @@ class Sender(End):
             self._depart()
 
     def give_last(self, message: Message) -> None:
-        """Send a message, and do not check that it arrives.
-
-        The other rank may close the connection before it receives the message.
-        """
+        """Send a message, and do not check that it arrives: the other rank may have closed."""
         self._last = self._post(message)
 
     def release(self) -> None:
-        """Send all messages that are held back, because the program has no more tasks."""
+        """Send all messages that are held back; no more tasks follow."""
         while self._held:
             self._depart()
 
     def settle(self, left: int = 0, patience: float | None = None) -> None:
-        """Wait until all but `left` of the messages that were sent have been received.
+        """Wait until all sent messages have been received, except for at most `left` of them.
 
         Raises:
             queue.Empty: If a message takes longer than `patience` seconds.
@@ -72,8 +69,8 @@ class Sender(End):
         while self._under_way > left:
             error = self._ended.get(timeout=patience)
             if error is not None:
-                self._ended.put(error)  # for a later call of `settle`
-                # A copy is raised, because a raised error keeps the frames of its traceback alive.
+                # Keep the error for later calls. Raise a copy, because a raised error keeps frames.
+                self._ended.put(error)
                 raise copy(error)
             self._under_way -= 1
 
@@ -88,7 +85,7 @@ class Sender(End):
         return self._under_way - self._ended.qsize()
 
     def stop(self) -> None:
-        """End the thread, and end all present and future waits for messages to be received."""
+        """End the thread; calls of `settle` that wait, now or later, raise `Stopped`."""
         self._ended.put(Stopped())
         self._departed.put(None)
 
@@ -101,8 +98,8 @@ class Sender(End):
             leaving = message
             works = self._post(message)
         else:
-            # The sender's thread sends the message when the GPU's stream has made the tensors. The
-            # program's thread must not wait for the stream.
+            # Leave the message to the sender's thread, which waits until the GPU has made the
+            # tensors. The thread that runs the tasks must not wait for the GPU.
             departure = self._transfer.depart(message.tensors)
             leaving = message._replace(tensors=departure.tensors)
         self._under_way += 1
@@ -110,7 +107,7 @@ class Sender(End):
         self._departed.put(received)
 
     def _wait(self) -> None:
-        """Wait until each message is received. This is the function of the sender's thread."""
+        """Wait until each message is received. The sender's thread runs this method."""
         try:
             if self._transfer is not None:
                 self._transfer.begin()
@@ -156,7 +153,7 @@ class Sender(End):
         )
 
     def _post(self, message: Message) -> list[Any]:
-        """Send a message as bytes: the slot (a buffer), and the parts that do not fit into it.
+        """Send a message as bytes: the slot (its first buffer), and the parts that do not fit in.
 
         Returns:
             The operations of gloo; the caller has to wait for them.

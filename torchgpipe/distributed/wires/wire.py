@@ -1,18 +1,21 @@
 """A wire sends messages from one process to another process, in order, over gloo.
 
-With gloo, a receive needs a buffer of the right size. If the buffer is too small, the process ends.
-If the buffer is too large, a part of it is filled without notice. So the receiver always has a
-receive posted for a slot of fixed size, which describes the rest of the message (message.py). If
-the receives of large tensors were posted only after the slot arrives, this would cost time. So the
+With gloo, a receive needs a buffer for the message. If the buffer is too small, the process ends.
+If it is too large, only a part of it is filled, without notice. So each message begins with a slot:
+a part that fits into a buffer of fixed size, and that describes the other parts, such as large
+tensors (message.py). The receiver always has a receive posted (started) for a slot.
+
+It would cost time to post the receives of large tensors only after the slot has arrived. So the
 sender and the receiver predict the next message, and the receiver posts the receives of its large
 tensors early, while a task runs. If the prediction is wrong, the sender first sends an empty tensor
 to each of these receives.
 
-A send returns immediately. The thread that takes a message waits for gloo. This wait ends when
-connections are closed (connections.py), but not when the user presses Ctrl-C. A wait that times out
-closes all connections of its group. A wait for the end of a send can last for ever, even after the
-connection has broken. So each sender has a thread for these waits, and a program waits for a queue
-instead.
+Three properties of gloo's waits matter here:
+
+- The wait for a message ends when connections are closed (connections.py), but not at Ctrl-C.
+- The wait for the end of a send can last for ever, even after the connection has broken. So each
+  sender has a thread for these waits. The thread that runs the tasks waits for a queue instead.
+- A wait that times out closes all connections of its process group.
 """
 
 from collections.abc import Callable
@@ -30,7 +33,7 @@ from torchgpipe.engine.relay import Stopped
 LARGE = 1 << 30
 """The number that is added to a wire's tag for parts of messages that do not fit into a slot.
 
-These parts need a different tag, because receives of slots are posted earlier.
+These parts need a different tag, because the receive of the next slot is posted before theirs.
 """
 
 
@@ -43,8 +46,8 @@ class WireAddress(NamedTuple):
         tag: The tag of the wire's messages.
         broken: A function that is called with gloo's error if the connection breaks.
         transfer: The transfer of tensors from and to the GPU, or `None` without a GPU.
-        limit: How long the receiver waits for a large part of a message. The limit is needed
-            because gloo does not end the wait for a half received tensor when a connection closes.
+        limit: How long the receiver waits for a large part of a message. Without a limit, gloo
+            would wait for ever if the connection closes in the middle of a tensor.
     """
 
     group: dist.ProcessGroup
@@ -68,11 +71,11 @@ class End:
         self._predicted = Predicted()
 
     def begin(self) -> None:
-        """Begin a mini-batch; sender and receiver call this method between the same messages."""
+        """Begin a mini-batch; the sender and the receiver call this before the same message."""
         self._predicted.begin()
 
     def _gloo(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Call a function of gloo; if it fails, report a broken connection and raise `Stopped`."""
+        """Call a function of gloo; if it fails, call `broken` and raise `Stopped`."""
         try:
             return function(*given)
         except RuntimeError as error:
