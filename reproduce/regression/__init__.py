@@ -1,4 +1,5 @@
-"""Find out whether a change slowed training down, by timing two source trees in one job.
+"""Time an old and a new version of the code alternately: has a change slowed training down?
 
-This folder may import `tables` and the folders below it. It may not import `report`.
+This folder may import the folders that `reproduce/__init__.py` names before it, such as `tables`
+and `run`. It may not import `report`.
 """
