@@ -65,7 +65,9 @@ REFUSED = {
     f"{TWO} --filter x=3": (
         "--filter x=...: no row has x; there are experiment, row, scale, device, engine, "
     ),
-    f"{TWO} --metric speed": "--metric speed: no row has it; there are throughput, time, speedup",
+    f"{TWO} --metric speed": (
+        "--metric speed: no row has this metric; the rows' metrics are throughput, time, speedup"
+    ),
     PREDICT: "name either experiments, or a run by --run",
     f"{PREDICT} unet-speed --run record.json": "name either experiments, or a run by --run",
     f"{PREDICT} --run record.json": "--run record.json: it has no emulated rows",
