@@ -1,5 +1,5 @@
 """Time an old and a new version of the code alternately: has a change slowed training down?
 
-This folder may import the folders that `reproduce/__init__.py` names before it, such as `tables`
-and `run`. It may not import `report`.
+`reproduce/__init__.py` lists the folders of `reproduce` from the lowest to the highest. This folder
+may import all lower folders, such as `tables` and `run`.
 """

@@ -74,21 +74,21 @@ class Training:
             return nn.Sequential(*small), torch.randn(self.batch, 8), Tensor.sum
         if self.model == "matrices":
             # Matrix products release Python's global interpreter lock, so partitions can compute at
-            # the same time. They have equal layers, so they take the same time.
+            # the same time. All partitions have equal layers, so they take equal time.
             count = sum(self.balance)
             large = [nn.Linear(512, 512, bias=False) for _ in range(count)]
             return nn.Sequential(*large), torch.randn(self.batch, 512), _mean_square
         from reproduce.models.built import amoebanetd, unet
 
         if self.model == "AmoebaNet-D":
-            # This is AmoebaNet-D with L = 3 and D = 8, the smallest model that `amoebanetd` can
-            # build. The images have the size that the papers use.
+            # With these arguments (3 layers, 8 filters), AmoebaNet-D has its smallest size. The
+            # images have the size that the papers use.
             classes = torch.randint(1000, (self.batch,))
             model = amoebanetd(3, 8)
             images = torch.rand(self.batch, 3, 224, 224)
             return model, images, lambda y: F.cross_entropy(y, classes)
-        # This is a U-Net with B = 1, C = 8 and three levels, on images of 32 x 32. It has skip
-        # connections from the first partition to the second.
+        # This U-Net has 3 levels, 1 convolution in each cell, and 8 channels at the first level.
+        # Some skip connections go from the first partition to the second.
         mask = torch.randint(2, (self.batch, 1, 32, 32)).float()
         model = unet(3, 1, 8)
         images = torch.rand(self.batch, 3, 32, 32)
@@ -100,7 +100,10 @@ def _mean_square(y: Tensor) -> Tensor:
 
 
 def training(model: Model, batch: int, m: int, balance: tuple[int, int]) -> tuple[Case, ...]:
-    """Return a model's cases: naive, checkpoint-only and GPipe, with the same batch size."""
+    """Return three cases that train a model with the same mini-batch.
+
+    They are naive model parallelism, checkpointing without partitions, and GPipe.
+    """
     return (
         Case(f"{model} naive", Training(model, balance, 1, "never", batch)),
         Case(f"{model} checkpoint-only", Training(model, (sum(balance),), m, "always", batch)),

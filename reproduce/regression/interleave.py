@@ -1,6 +1,6 @@
 """Time the same work with several versions of a package, alternately.
 
-`reproduce.regression.job` runs this module as a separate program. Its words are:
+`reproduce.regression.job` runs this module as a separate program. These are the terms that it uses:
 
 - A *case* is a piece of work that is timed.
 - A *side* is a process that has imported one version of the package. All other modules are the same
@@ -144,13 +144,13 @@ def _no_longer(case: str, way: str, why: str) -> Error:
 def fork(folder: Path, package: str, maker: str) -> Iterator[Connection]:
     """Fork a process that imports the package in `folder`, and yield a connection to the process.
 
-    `maker` names a function as "package.module:function". What is sent to the process are lists of
-    arguments for it. The process answers as follows:
+    `maker` names a function, such as "package.module:function". Over the connection, the process
+    receives lists of arguments for `maker`, and answers each of them:
 
-    - When it receives certain arguments for the first time, it calls `maker` with them. It keeps
-      the result, which is a function, and sends None.
-    - When it receives the same arguments again, it calls the function that it has kept, and sends
-      the result.
+    - When it receives a list for the first time, it calls `maker` with these arguments. `maker`
+      returns another function. The process keeps it, and sends None.
+    - When it receives the same list again, it calls the function that it has kept, and sends the
+      result.
     - If a call fails, it sends the reason, a string.
     """
     process = Launched("fork", 1, _serve, folder, package, maker)
@@ -193,7 +193,7 @@ def _serve(_: int, link: Connection, folder: Path, package: str, maker: str) -> 
 
 
 def main(job: dict[str, Any]) -> None:
-    """Run a job, and print a line for each case of each restart."""
+    """Take the samples that `job` asks for; print a line of JSON for each case of each restart."""
     # torch imports some modules only when the first optimizer is made. One is made here, so that
     # the forked processes have these modules already.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)

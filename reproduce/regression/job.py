@@ -37,7 +37,7 @@ class Settings:
         rounds: How many pairs of samples of a case are taken at each restart.
         clock: The clock for all cases, or None for the clocks that the cases choose.
         slow_down: A delay that is added to each step of the new version, as a fraction of the time
-            that a step usually takes. It shows that the measurement notices a slow-down.
+            that a step usually takes. It is for checks that the measurement notices a slow-down.
         seed: The seed of the random orders.
         project: The package that is measured.
     """

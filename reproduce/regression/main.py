@@ -52,10 +52,10 @@ class Judgement:
 
     Attributes:
         samples: The samples of each case, by the name of the case.
-        decisions: The decision for each case that both versions ran, by the name of the case. The
-            key `TOGETHER` has the decision about the mean of all cases that are timed by CPU time.
-            The key `WALL_TOGETHER` has the one about all cases that are timed by wall clock. A
-            mean of a single case is left out.
+        decisions: The decision for each case that both versions ran, by the name of the case. If
+            several cases are timed by CPU time, the key `TOGETHER` has the decision about their
+            mean. If several are timed by wall clock, the key `WALL_TOGETHER` has the one about
+            theirs.
         rule: When a single test calls a difference significant.
     """
 

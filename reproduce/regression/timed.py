@@ -18,7 +18,7 @@ from reproduce.error import Error
 Clock = Literal["cpu", "wall"]
 # CPU time of all threads of the process, or wall-clock time.
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
-WARM_UP = 2  # the number of samples that do not count: the first one takes several times as long
+WARM_UP = 2  # the first samples do not count, because the first one takes several times as long
 # The cores of this process. The list is empty if cores cannot be chosen, for example on macOS.
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
 

@@ -64,7 +64,7 @@ def memory_figures(subject: Subject) -> Iterator[Captioned]:
 
 
 def ablation_figures(subject: Subject) -> Iterator[Captioned]:
-    """Yield a captioned bar chart for each metric, if the subject is an ablation."""
+    """Yield a captioned bar chart for each metric of an ablation, and none for other subjects."""
     if not _ablated(subject):
         return
     for metric, meaning in ABLATED.items():
@@ -121,7 +121,7 @@ def _ablated(subject: Subject) -> bool:
 
 
 def _over_first(subject: Subject, source: Source, metric: str) -> dict[str, float]:
-    """Return a metric's value in each row. All but utilization are relative to the first row."""
+    """Return a metric's value in each row, relative to the first row (except for utilization)."""
     readings = subject.readings(source, "speedup" if metric == "throughput" else metric)
     first = readings.get(next(iter(subject.rows)))
     values = {}

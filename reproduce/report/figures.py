@@ -78,7 +78,7 @@ def _speed_ups(subject: Subject, curves: Curves, places: list[Place], base: floa
         curves: The speed-up of each source at each pair (n, m).
         places: The pairs (n, m) to draw. If all have the same m, the x-axis is n. Otherwise, the
             x-axis lists the pairs.
-        base: The ideal speed-up of the first row, over which all speed-ups are.
+        base: The ideal speed-up of the first row, which is the baseline of all speed-ups here.
     """
     figure, axes = new_figure(2.6)
     axes.grid(axis="y")

@@ -87,8 +87,8 @@ def schedule_figures() -> Iterator[tuple[str, str]]:
 def _replayed(m: int, checkpoint: str) -> Timeline:
     """Return the computed timeline of GPipe with m micro-batches.
 
-    A forward or a recomputation takes 1/m, and a backward takes 2/m. So the forwards of a
-    mini-batch take the same time for each m.
+    A forward or a recomputation takes 1/m seconds, and a backward takes 2/m seconds. So the
+    forwards of a whole mini-batch take the same time for each m.
     """
     schedule = make("GPipe", PARTITIONS, m, checkpoint=checkpoint)
     return schedule.replay(lambda action: units(action) / m, loss=0.0)
@@ -167,10 +167,10 @@ def _draw_bars(
 
 
 def _draw_numbers(axes: Axes, timeline: Timeline, digit: float, color: str) -> None:
-    """Draw the number of its micro-batch on each task that is wide enough for the number.
+    """On each task that is wide enough, draw the number of the task's micro-batch.
 
-    If a fifth of the tasks or more are too narrow, draw no numbers at all. `digit` is the width of
-    a digit, as seconds on the time axis.
+    If 20 % of the tasks or more are too narrow, draw no numbers at all. `digit` is the width of a
+    digit, as seconds on the time axis.
     """
     start, _ = timeline.window
     fitting = []

@@ -75,7 +75,7 @@ class Subject:
         return len(models) > 1
 
     def find(self, source: Source, row: str) -> Entry | None:
-        """Return a source's result of the row, or of its reproduction; None if there is none."""
+        """Return the source's result with the row's name, or one that reproduces the row."""
         link = None if source.kind == "published" else f"{self.table}/{row}"
         for result in source.results:
             if result.row == row or (link and result.published == link):
@@ -147,7 +147,7 @@ def find_subjects(records: Sequence[Record]) -> list[Subject]:
 
 
 def _table_of(experiment: str, sources: Sequence[Source]) -> str:
-    """Return the name of the published table that an experiment reproduces, or "" without one."""
+    """Return the name of the published table that an experiment reproduces; "" if there is none."""
     if experiment in EXPERIMENTS:
         return EXPERIMENTS[experiment].table or ""
     for source in sources:
@@ -184,7 +184,7 @@ def _run(experiment: str, records: Sequence[Record]) -> list[Source]:
 
 
 def _how(result: Result) -> tuple[object, ...]:
-    """Return how a result was made. A record's results that were made alike are one source."""
+    """Return how a result was made, as a key. A record's results with equal keys are one source."""
     return result.scale, result.device, result.emulated, result.engine
 
 
@@ -230,8 +230,8 @@ class SideBySide:
 
     Attributes:
         rows: The names of the rows.
-        fields: Columns for fields of the configurations, by heading. A column has a text by row.
-        metrics: Columns for metrics, by heading: for each source, a column with a text by row.
+        fields: Columns for fields of the configurations, by heading. A column maps rows to texts.
+        metrics: Columns for metrics, by heading: a column for each source that has the metric.
         notes: The notes below the table.
     """
 

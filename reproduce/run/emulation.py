@@ -72,9 +72,9 @@ class Executed:
 class EmulatedStep(NamedTuple):
     """The emulated time of a step on n devices, in seconds."""
 
-    seconds: float  # of the step, with the times of copies if a `Link` is given
-    here: float  # of the step if copies take no time, as on the devices of this machine
-    work: float  # that the whole step took on the one real device
+    seconds: float  # the time of the step; if there is a `Link`, with the times of copies
+    here: float  # the time of the step if copies take no time, as on this machine
+    work: float  # how long the whole step took on the one real device
     timeline: Timeline
 
 
@@ -302,9 +302,9 @@ class Link:
     def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
         """Return the seconds of copies for one micro-batch, in one direction.
 
-        Return the copy at each boundary of partitions, and the copy of each skip. The key of a skip
-        is the pair of partitions that stash and pop it. `forward` is the time of a micro-batch's
-        forward in all partitions together.
+        The first result has the copy at each boundary between partitions. The second has the copy
+        of each skip, by the pair of partitions that stash and pop the skip. `forward` is the time
+        of a micro-batch's forward in all partitions together.
         """
         paper = self._published(row)
         predictor = self._predictor(paper.sized)

@@ -22,7 +22,7 @@ from reproduce.run.session import Session
 class PlannedTask:
     """A row (configuration) to run, and how: measured with an engine, or emulated.
 
-    If an interrupted run is continued, `before` contains the samples that this run has taken.
+    If an interrupted run is continued, `before` contains the samples from before the interruption.
     """
 
     row: Row
@@ -107,10 +107,10 @@ def _tasks_of(session: Session, row: Row) -> list[PlannedTask]:
 
 
 def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]]) -> float:
-    """Return a number: a group's time limit is this number of seconds per unit of its work.
+    """Return the time limit of a group in seconds, per unit of the group's work (estimated cost).
 
-    The groups share the time of the scale in proportion to their work (estimated cost). But a group
-    with extra rows takes no share: it gets time in addition to the time of the scale.
+    The groups share the time of the scale in proportion to their work. But a group with extra rows
+    takes no share of it: it gets time in addition to the time of the scale.
     """
     if session.steps is not None or not session.scale.seconds:
         return math.inf
@@ -161,7 +161,7 @@ def remaining(session: Session, group: Group) -> list[PlannedTask]:
 
 
 def _is_done(task: PlannedTask, found: Result) -> bool:
-    """Return whether a timed row is finished, so that also its utilization has been measured."""
+    """Return whether a timed row is finished. The utilization is what is measured last."""
     if task.engine in TORCH_ENGINES:
         return True  # PyTorch's own schedules have no utilization
     return "bubble" in found.values or "utilization_problem" in found.values

@@ -24,7 +24,7 @@ class LiveBytes:
     - A storage that is passed to `add` belongs to the device that is passed with it.
     - A storage that a task of the pipeline makes belongs to the device of the task.
     - Other storages, such as those of an optimizer's state, are made by operators outside of tasks.
-      They belong to the device of the first argument of the operator whose storage is known.
+      Each belongs to the device of the operator's first argument that has a known storage.
     """
 
     def __init__(self, devices: int) -> None:
@@ -32,10 +32,10 @@ class LiveBytes:
         self.peak = [0] * devices
         self._known: dict[int, tuple[int, int]] = {}  # id of a storage -> its device, its bytes
         self._lock = threading.RLock()  # reentrant: `add` may free a storage, which calls `_forget`
-        self.inner = threading.local()  # `.device` is what this thread's innermost mode has set
+        self.inner = threading.local()  # `.device`: the device of this thread's innermost mode
 
     def device_of(self, tensors: Iterable[Tensor]) -> int:
-        """Return the device of the first tensor whose storage is known; if there is none, 0."""
+        """Return the device of the first tensor that has a known storage, or the first device."""
         for tensor in tensors:
             key = id(tensor.untyped_storage())
             found = self._known.get(key)
@@ -74,8 +74,7 @@ class LiveBytesMode(TorchDispatchMode):
     """A mode that adds the results of this thread's operators to a `LiveBytes` counter.
 
     A result counts on `device`. If `device` is None, it counts on the device of the operator's
-    arguments. Two modes can be active, one within the other. Then both count a result on the device
-    that the inner mode has set.
+    arguments. If a mode is active within another mode, the device of the inner mode counts.
     """
 
     only_watches = True

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-SECONDS_BETWEEN_LINES = 30.0  # the least time between two lines if the output is not a terminal
+SECONDS_BETWEEN_LINES = 30.0  # the fewest seconds between two lines if there is no terminal
 ECHO = 3  # the columns that the line leaves free: on Ctrl-C, the terminal writes ^C there
 
 # By default, tqdm starts a monitor thread and creates a multiprocessing lock, which can start a
@@ -44,8 +44,8 @@ class Progress:
     """A display of the finished rows, the time that is left, and the step that runs now.
 
     The time that is left is estimated. Further steps of a row are expected to take the median time
-    of the row's steps so far. If no step of a row has run yet, its steps are expected to take
-    `Job.guess`, times the seconds per guess of the rows that have run.
+    of the row's steps so far. If no step of a row has run yet, the time of its steps is computed
+    from `Job.guess`. The rows that have run show how many seconds a guess of 1 stands for.
     """
 
     def __init__(

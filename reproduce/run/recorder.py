@@ -75,15 +75,15 @@ def resumed(out: Path, run: Run) -> Recorder:
     """
     found = _broken_off(out, run)
     if not found:
-        raise Error(f"--resume: no run of this command in {out} was broken off; leave --resume out")
+        raise Error(f"--resume: no run of this command in {out} was interrupted; omit --resume")
     record, before = max(found, key=lambda each: each[1].started)
     differences = [
         name for name in COMPARED if not _same(getattr(before, name), getattr(run, name))
     ]
     if differences:
         raise Error(
-            f"--resume: {record.name} ran with other {', '.join(differences)}; "
-            "start anew, without --resume"
+            f"--resume: {record.name} cannot go on, because it ran with other "
+            f"{', '.join(differences)}; start anew, without --resume"
         )
     again = replace(before, state="running", ended=None, command=run.command)
     recorder = Recorder(out / f"{record.name}.json", replace(record, results=[], run=again))

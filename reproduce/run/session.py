@@ -78,7 +78,7 @@ class Session:
     # Called with an experiment's name, a row's name, and the timeline of a step of the row.
     trace: Callable[[str, str, Timeline], None] | None = None
     accuracy: AccuracyNeeds | None = None  # the data and the seeds of an accuracy experiment
-    links: dict[str, Link] = field(default_factory=dict)  # by the name of a hardware description
+    links: dict[str, Link] = field(default_factory=dict)  # links, by the name of their hardware
     load: Load = field(default_factory=Load)  # measures how busy other programs are
 
     def link(self, row: Row) -> Link | None:
@@ -121,7 +121,7 @@ class Session:
         self.progress.finish(self.job(name), steps)
 
     def result(self, row: Row, **fields: Any) -> Result:
-        """Return a result of `row`. The fields that are not given are as measured with threads."""
+        """Return a result of `row`. By default, its fields are as if measured with threads."""
         found = Result(
             experiment=self.experiment.name,
             row=row.name,

@@ -96,7 +96,7 @@ def run_speed(session: Session) -> Iterator[GroupDone]:
 
 
 def _next_round(session: Session) -> int:
-    """Return the number of the next round: one more than the last round in the record has."""
+    """Return the number of the next round, which is one more than the last one in the record."""
     last = -1
     for result in session.recorder.results.values():
         numbers = result.samples.get("round", ())
@@ -222,7 +222,7 @@ class _GroupRun:
         return worth
 
     def _seconds_if_too_long(self, task: PlannedTask) -> float | None:
-        """Return None, or the seconds of an emulated step if it would take too long to measure."""
+        """Return the seconds of a row's step if they are too many to measure the row, else None."""
         scale = self.session.scale
         seconds = self.emulated_seconds.get(task.row.name)
         if seconds is None:

@@ -24,8 +24,8 @@ from torchgpipe.tensors.observe import Observer, observed
 from torchgpipe.timeline.stopwatch import Stopwatch
 from torchgpipe.trace.layer import flat
 
-PROFILE_SECONDS = 1.0  # how long a model is profiled with an input
-PROFILE_SAMPLES = 16  # the most samples in this input; they are enough to compare layers
+PROFILE_SECONDS = 1.0  # how many seconds a model is profiled with an input
+PROFILE_SAMPLES = 16  # the largest batch size of this input; it is enough to compare layers
 NO_LIMIT = 2.0**60  # bytes of memory, practically no limit: rows that do not fit fail when they run
 Balance = tuple[int, ...]
 T = TypeVar("T")

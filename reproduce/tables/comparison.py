@@ -194,7 +194,7 @@ def _table(comparison: Comparison, sides: Sides) -> Table:
 
 
 def _mean_line(comparison: Comparison, sides: Sides) -> list[str]:
-    """Return the table's last line, which has the geometric mean of each side's ratios to A."""
+    """Return the table's last line: the geometric mean of each side's ratios to the first side."""
     counts = set()
     ratios = []
     for side in range(1, len(sides)):

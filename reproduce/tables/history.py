@@ -71,8 +71,7 @@ def line_of(names: Sequence[str]) -> Line:
         raise Error(
             f"{' '.join(names)}: {len(numbers)} undisturbed numbers of revision "
             f"{', '.join(revisions)} on {'; '.join(machines)}; a history line needs records of one "
-            "revision and one machine, and this command needs to run in the top folder of a "
-            "checkout"
+            "revision and one machine; run this command in the top folder of a checkout"
         )
     commit = commit_of(Path(), source.revision)
     seconds = int(git(Path(), "log", "-1", "--format=%ct", commit))

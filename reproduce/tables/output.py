@@ -127,7 +127,7 @@ def of_entry(entry: Entry) -> Numbers:
 
 
 def _base(entry: Entry) -> Result | None:
-    """Return the result over which a row's speed-up is; None if the record does not have it."""
+    """Return the baseline result of a row's speed-up; None if the record does not contain it."""
     if entry.result.over is None:
         return None
     key = replace(entry.result, row=entry.result.over).key

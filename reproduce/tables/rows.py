@@ -238,7 +238,7 @@ class Rows:
             )
 
     def circumstances(self) -> str:
-        """Return a note on the scale, the batch sizes and the steps and maybe the model."""
+        """Return a note on the scale, batch sizes and steps, and on the model if all share one."""
         first = self.results[0]
         shape = " x ".join(map(str, first.config["input_shape"]))
         models = set()

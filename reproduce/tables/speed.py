@@ -234,8 +234,7 @@ def _utilization(rows: Rows) -> Table:
 def zoo_table(experiment: Experiment, results: Results) -> Table:
     """Return the table of all models that have run so far, in an experiment on many models.
 
-    The table is returned as the table of the last model's group, as it is shown when this group is
-    finished.
+    The table belongs to the group of the last model. So it is shown when this model has run.
     """
     rows = Rows(experiment, results)
     plain = []

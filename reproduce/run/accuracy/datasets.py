@@ -66,7 +66,7 @@ def prepare(
     if folder is None:
         raise Error(
             f"{name} at scale {scale.name} trains on ImageNet: name its folder by --data DIR, "
-            f"which must have {LAYOUT}; or use --scale small"
+            f"which must have {LAYOUT}; or use --scale small, which makes its own data"
         )
     row = scale.rows[0]
     reading = dict(row.data)

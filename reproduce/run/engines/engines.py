@@ -32,7 +32,7 @@ from torchgpipe.tensors.microbatch import tensors_of
 from torchgpipe.trace.layer import flat
 
 ONLY_EMULATED = "rows with the published balance are only emulated"
-FEW = "it needs at least as many micro-batches as partitions"  # of Schedule1F1B
+FEW = "it needs at least as many micro-batches as partitions"  # why Schedule1F1B cannot run a row
 FIRST = 2  # the number of steps whose losses are compared: later, rounding errors add up
 ROUNDING = 1e-4  # relative tolerance, because processes round a convolution's gradient differently
 Losses = Sequence[float | None]
@@ -56,7 +56,8 @@ class Work:
         loss: `loss(output, target)` returns the mean loss over the samples.
         optimizer: `optimizer(module)` makes an optimizer of the module's parameters.
         checkpoint: Which micro-batches are checkpointed, as for `GPipe`.
-        deferred_batch_norm: Whether batch norm uses mini-batches for its running statistics.
+        deferred_batch_norm: Whether batch norm's running statistics are those of whole
+            mini-batches, and not of micro-batches.
     """
 
     layers: nn.Sequential
@@ -147,8 +148,8 @@ def _scheduled(engine: Engine, work: Work) -> Made:
             raise error.__cause__ or error from None  # the layer's own error
         if not losses:
             return None
-        # The schedule divides gradients by the number of micro-batches. So they belong to the mean
-        # of the micro-batches' losses, which is returned here.
+        # The schedule has divided the gradients by the number of micro-batches. So they are the
+        # gradients of the mean of the micro-batches' losses.
         return torch.stack([loss.detach() for loss in losses]).mean()
 
     return part, run

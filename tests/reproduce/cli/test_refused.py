@@ -37,7 +37,7 @@ REFUSED = {
     ),
     "run tiny-memory --on meta --scale small": "its balances are profiled, and devices that",
     f"{SPEED} --resume": (
-        "--resume: no run of this command in runs was broken off; leave --resume out"
+        "--resume: no run of this command in runs was interrupted; omit --resume"
     ),
     f"{SPEED} --out text": "--out text: cannot be written (File exists); name another",
     f"{SPEED} --row GPipe_n2": "--row 'GPipe_n2': no row is called so; did you mean",
