@@ -1,4 +1,5 @@
-"""Find out whether a change slowed training down, by timing two source trees in one job.
+"""Time an old and a new version of the code alternately: has a change slowed training down?
 
-This folder may import `tables` and the folders below it. It may not import `report`.
+`reproduce/__init__.py` lists the folders of `reproduce` from the lowest to the highest. This folder
+may import all lower folders, such as `tables` and `run`.
 """

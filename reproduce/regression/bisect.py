@@ -1,7 +1,7 @@
-"""Find the commit that slowed training down.
+"""Find the commit that slowed training down, by a search like that of `git bisect`.
 
-Every revision is copied into a temporary folder. Nothing is checked out, so the user's working tree
-does not change.
+Unlike `git bisect`, this program checks nothing out: it copies every revision that it times into a
+temporary folder. So the user's working tree does not change.
 """
 
 import bisect
@@ -19,11 +19,13 @@ from reproduce.regression.trees import Project, trees
 def bisected(  # noqa: PLR0913
     good: str, bad: str, settings: Settings, rule: Rule, tell: Tell, say: Callable[[str], None]
 ) -> str:
-    """Return the hash and the subject of the first commit that is slower than `good`.
+    """Find the first commit that is slower than the commit `good`; return its hash and subject.
 
-    The commits after `good`, up to `bad`, are searched. Only first parents are followed, so a merge
-    counts as one commit. First, all cases are measured for `bad`. Then only the cases that are
-    slower in `bad` are measured. `say` is called with a line about each commit.
+    1. All cases are timed for the commit `bad`, in comparison with `good`.
+    2. The commits after `good`, up to `bad`, are bisected. Only the cases in which `bad` is slower
+       are timed. Only first parents are followed, so a merge counts as one commit.
+
+    `say` is called with a line about each commit that was timed.
 
     Raises:
         Error: There are too few restarts, `bad` is not slower, a commit cannot run a case, or
@@ -64,7 +66,7 @@ def between(project: Project, good: str, bad: str) -> list[str]:
     """List the commits after `good`, up to `bad`, that change the package. The oldest comes first.
 
     Raises:
-        Error: There is no such commit.
+        Error: No commit between the two changes the package, or `good` or `bad` does not exist.
     """
     start = commit_of(project.root, good)
     end = commit_of(project.root, bad)

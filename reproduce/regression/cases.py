@@ -1,9 +1,13 @@
 """Define the cases that `python -m reproduce regression` times for torchgpipe.
 
-A case is a step with one mini-batch, on CPU devices with one thread each. Some steps consist almost
-only of overhead, some show whether devices work at the same time, and some are training steps of
-real models. torchgpipe, and the models that use it, are imported only when a case is prepared,
-because the caller first sets `sys.path` to the version to measure.
+Each case is a training step on CPU devices with one thread each. There are three kinds of cases:
+
+- `MACHINERY`: the layers compute next to nothing, so the time is the pipeline's own overhead;
+- `TRAINING`: small versions of AmoebaNet-D and U-Net;
+- `OVERLAP`: large matrix products, which show whether devices work at the same time.
+
+torchgpipe, and the models that use it, are imported only when a case is prepared. By then, the
+caller has put the version of torchgpipe that is to be timed on `sys.path`.
 """
 
 from collections.abc import Callable
@@ -23,10 +27,14 @@ Loss = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Training:
-    """The settings of a training step.
+    """A training step to time.
 
-    The model is split by `balance`. A mini-batch of `batch` samples is split into `m`
-    micro-batches.
+    Attributes:
+        model: The name of the model.
+        balance: The number of layers of each partition.
+        m: The number of micro-batches.
+        checkpoint: Which micro-batches are checkpointed, as for `GPipe`.
+        batch: The number of samples in the mini-batch.
     """
 
     model: Model
@@ -36,7 +44,7 @@ class Training:
     batch: int
 
     def __call__(self) -> Callable[[], Tensor]:
-        """Return a function that runs a training step and returns the loss.
+        """Build the model, and return a function that runs a training step and returns the loss.
 
         A step is a forward pass, the loss, a backward pass and an optimizer step.
         """
@@ -60,27 +68,27 @@ class Training:
         return step
 
     def _build(self) -> tuple[nn.Sequential, Tensor, Loss]:
-        """Return the layers, an input, and a function that computes the loss of the output."""
+        """Return the layers, an input mini-batch, and a function from the output to the loss."""
         if self.model == "linear":  # nearly all of the step is overhead of the pipeline
             small = [nn.Linear(8, 8) for _ in self.balance]
             return nn.Sequential(*small), torch.randn(self.batch, 8), Tensor.sum
         if self.model == "matrices":
-            # Matrix products release Python's global interpreter lock. All partitions have the same
-            # layers.
+            # Matrix products release Python's global interpreter lock, so partitions can compute at
+            # the same time. All partitions have equal layers, so they take equal time.
             count = sum(self.balance)
             large = [nn.Linear(512, 512, bias=False) for _ in range(count)]
             return nn.Sequential(*large), torch.randn(self.batch, 512), _mean_square
         from reproduce.models.built import amoebanetd, unet
 
         if self.model == "AmoebaNet-D":
-            # This is AmoebaNet-D (3, 8), the smallest possible model, on images of the papers'
-            # size.
+            # With these arguments (3 layers, 8 filters), AmoebaNet-D has its smallest size. The
+            # images have the size that the papers use.
             classes = torch.randint(1000, (self.batch,))
             model = amoebanetd(3, 8)
             images = torch.rand(self.batch, 3, 224, 224)
             return model, images, lambda y: F.cross_entropy(y, classes)
-        # This is U-Net (1, 8) with three levels, on images of 32 x 32. Its skips cross the
-        # partitions.
+        # This U-Net has 3 levels, 1 convolution in each cell, and 8 channels at the first level.
+        # Some skip connections go from the first partition to the second.
         mask = torch.randint(2, (self.batch, 1, 32, 32)).float()
         model = unet(3, 1, 8)
         images = torch.rand(self.batch, 3, 32, 32)
@@ -92,7 +100,10 @@ def _mean_square(y: Tensor) -> Tensor:
 
 
 def training(model: Model, batch: int, m: int, balance: tuple[int, int]) -> tuple[Case, ...]:
-    """Return the three configurations that every experiment compares, at equal batch size."""
+    """Return three cases that train a model with the same mini-batch.
+
+    They are naive model parallelism, checkpointing without partitions, and GPipe.
+    """
     return (
         Case(f"{model} naive", Training(model, balance, 1, "never", batch)),
         Case(f"{model} checkpoint-only", Training(model, (sum(balance),), m, "always", batch)),

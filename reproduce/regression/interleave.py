@@ -1,20 +1,27 @@
 """Time the same work with several versions of a package, alternately.
 
-`reproduce.regression.job` runs this module as a separate program. A *side* is a process that uses
-the package in one folder. Everything else in the process belongs to this program. A *way* is a side
-together with the arguments that are sent to the side. For each case of each restart, the program
-prints a line of JSON with the samples of each way. The i-th samples of all ways were taken one
-after another.
+`reproduce.regression.job` runs this module as a separate program. These are the terms that it uses:
 
-- Only one way runs at a time. The order of a case's rounds is random: for ways A and B, it is ABBA
-  or BAAB. So a disturbance of a tenth of a second slows all ways down. The order in which sides
-  start and warm up is also random.
-- Each case chooses its cores. On one core, differences between cores do not change CPU times.
-- Every process has its own speed, because its memory layout makes it faster or slower for its whole
-  life. So all sides are forked from one process and start with the same layout. This process has
-  imported torch, but not the package. The sides are forked again at each restart, so the remaining
-  differences between them are random.
-- All ways are warmed up before samples are taken.
+- A *case* is a piece of work that is timed.
+- A *side* is a process that has imported one version of the package. All other modules are the same
+  on all sides.
+- A *way* is a side together with the arguments that are sent to the side.
+- At a *restart*, all sides are started again.
+
+For each case of each restart, the program prints a line of JSON. It contains the list of samples of
+each way. The i-th samples of all ways were taken one after another.
+
+To keep noise from favouring one of the ways, the program does the following:
+
+- It runs one way at a time, in a random order that is then reversed: ABBA or BAAB for two ways. So
+  a disturbance of a tenth of a second slows all ways down. The order in which sides start and warm
+  up is also random.
+- It lets each case choose its cores. A case that is timed by CPU time always runs on the same core,
+  because cores can differ in speed.
+- It forks all sides from one process, which has imported torch but not the package. The memory
+  layout makes a process faster or slower for its whole life, and forked processes start with the
+  same layout. Each restart forks the sides again, so the differences that remain are random.
+- It warms all ways up before it takes samples.
 """
 
 import contextlib
@@ -52,12 +59,19 @@ def interleave(  # noqa: PLR0913
     first: int = 0,
     least: int = 2,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the samples of each case at each restart.
+    """Yield a dictionary with the samples of each case for each restart of the processes.
 
-    A way is a version of the package and the arguments of a run. If some ways cannot run a case,
-    the generator yields once which ways these are, and why. A case is dropped if fewer than `least`
-    ways can run it. `start(i)` starts version i in a process, like `fork` does. `first` is the
-    number of the first restart, because earlier jobs can have run the restarts before it.
+    A way is a version of the package together with arguments for it. If some ways cannot run a
+    case, a dictionary with the reasons is yielded first, and these ways are left out.
+
+    Args:
+        start: `start(i)` starts a process that uses version i, like `fork` does.
+        cases: The ways of each case, by the names of the case and of the way.
+        rounds: How many samples each way takes at each restart.
+        restarts: How many times the processes are started.
+        seed: The seed of the random orders.
+        first: The number of the first restart. Earlier jobs have run the restarts before it.
+        least: A case is dropped if fewer ways than this can run it.
 
     Raises:
         Error: A way fails that ran before.
@@ -91,7 +105,7 @@ def interleave(  # noqa: PLR0913
 
 
 def _sides_of(cases: Cases) -> set[int]:
-    """Return the numbers of the sides (versions of the package) that the cases use."""
+    """Return the number of each side (version of the package) that at least one case uses."""
     used = set()
     for ways in cases.values():
         for side, _ in ways.values():
@@ -102,7 +116,7 @@ def _sides_of(cases: Cases) -> set[int]:
 def _warm_up(
     ways: Mapping[str, Way], sides: Mapping[int, Connection], draw: random.Random
 ) -> dict[str, Any]:
-    """Make all ways (versions with arguments) prepare a case; return those that fail, and why."""
+    """Prepare a case with each way (version and arguments); return why some ways failed, if any."""
     order = draw.sample(list(ways), len(ways))
     for way in order:
         side, asked = ways[way]
@@ -130,10 +144,14 @@ def _no_longer(case: str, way: str, why: str) -> Error:
 def fork(folder: Path, package: str, maker: str) -> Iterator[Connection]:
     """Fork a process that imports the package in `folder`, and yield a connection to the process.
 
-    `maker` names a function that returns another function. An example is "package.module:function".
-    When the process receives arguments for the first time, it calls `maker` with them and sends
-    None. When it receives the same arguments again, it calls the function that `maker` returned,
-    and sends the result. If a call fails, the process sends the reason, a string.
+    `maker` names a function, such as "package.module:function". Over the connection, the process
+    receives lists of arguments for `maker`, and answers each of them:
+
+    - When it receives a list for the first time, it calls `maker` with these arguments. `maker`
+      returns another function. The process keeps it, and sends None.
+    - When it receives the same list again, it calls the function that it has kept, and sends the
+      result.
+    - If a call fails, it sends the reason, a string.
     """
     process = Launched("fork", 1, _serve, folder, package, maker)
     try:
@@ -148,7 +166,7 @@ def fork(folder: Path, package: str, maker: str) -> Iterator[Connection]:
 
 
 def _serve(_: int, link: Connection, folder: Path, package: str, maker: str) -> None:
-    """Answer requests that arrive over the connection `link`, until it is closed."""
+    """Answer requests that arrive over the connection `link`, until the connection is closed."""
     os.dup2(2, 1)  # stdout is for the job's lines, not for what the package prints
     sys.path.insert(0, str(folder))
     torch.set_num_threads(1)
@@ -175,9 +193,9 @@ def _serve(_: int, link: Connection, folder: Path, package: str, maker: str) -> 
 
 
 def main(job: dict[str, Any]) -> None:
-    """Run a job, and print a line for each case of each restart."""
-    # This call imports modules that torch imports lazily, so that each fork does not import them
-    # again.
+    """Take the samples that `job` asks for; print a line of JSON for each case of each restart."""
+    # torch imports some modules only when the first optimizer is made. One is made here, so that
+    # the forked processes have these modules already.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     gc.freeze()
     folders = [Path(folder) for folder in job.pop("folders")]

@@ -1,8 +1,8 @@
 """Run `reproduce.regression.interleave` on two source trees, and collect the printed results.
 
-Forked processes share the memory layout and the hash seed of their parent process. By chance, the
-layout and the seed can favour one of the two versions. So several parent processes run one after
-another, each for a few restarts.
+That program forks the processes that are timed. They inherit its memory layout and its hash seed,
+which can by chance favour one of the two versions. So the program is run several times, one after
+another. Each of these *jobs* has a few restarts of the timed processes.
 """
 
 import contextlib
@@ -31,8 +31,15 @@ ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENB
 class Settings:
     """The settings of a measurement: what is measured, and for how long.
 
-    `clock` replaces the clocks that the cases choose. `slow_down` is a delay that is added to the
-    steps of head, as a fraction of their time.
+    Attributes:
+        cases: The names of the cases, and the clock that each case chooses.
+        restarts: How many times the timed processes are started.
+        rounds: How many pairs of samples of a case are taken at each restart.
+        clock: The clock for all cases, or None for the clocks that the cases choose.
+        slow_down: A delay that is added to each step of the new version, as a fraction of the time
+            that a step usually takes. It is for checks that the measurement notices a slow-down.
+        seed: The seed of the random orders.
+        project: The package that is measured.
     """
 
     cases: Mapping[str, Clock]
@@ -46,10 +53,13 @@ class Settings:
 
 @dataclass
 class Samples:
-    """The measurements of a case: seconds per step, the clock, and why a side cannot run the case.
+    """The samples of a case from the old version (`base`) and the new version (`head`).
 
-    The two sides are the compared versions. There is a list of samples for each restart. The i-th
-    samples of both sides are a pair.
+    Attributes:
+        base: The seconds per step of the old version: for each restart, a list of samples.
+        head: The same of the new version. The i-th samples of a restart are a pair.
+        unable: Why a version cannot run the case, by "base" or "head"; empty if both can.
+        clock: The clock that the case chooses.
     """
 
     base: list[list[float]] = field(default_factory=list)
@@ -59,9 +69,10 @@ class Samples:
 
 
 def interleaved(base: Tree, head: Tree, settings: Settings) -> Lines:
-    """Run all jobs and yield their lines. There is one job for each parent process.
+    """Run the jobs one after another, and yield the results that they print.
 
-    When this generator is closed, the processes of the jobs end.
+    A job is a process that times a few restarts of all cases. When this generator is closed, the
+    running job is killed.
 
     Raises:
         Error: A job ends before it is finished.
@@ -97,10 +108,14 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Lines:
 
 
 def in_turn(job: Mapping[str, Any], environment: Mapping[str, str]) -> Lines:
-    """Run a job of `interleave.main` in one parent process, and yield its lines.
+    """Run `interleave` in a new process, and yield the results that it prints.
+
+    Args:
+        job: The argument of `interleave.main`.
+        environment: Additional environment variables.
 
     Raises:
-        Error: The job ends before it is finished.
+        Error: The process ends before the job is finished.
     """
     program = ["-W", "ignore", "-m", "reproduce.regression.interleave"]
     command = [sys.executable, *program, json.dumps(job)]
@@ -130,7 +145,7 @@ def in_turn(job: Mapping[str, Any], environment: Mapping[str, str]) -> Lines:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process and all processes that it forked, and return when all of them are gone."""
+    """Kill a process and the processes that it forked, and wait until all of them have ended."""
     assert process.stdout is not None
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

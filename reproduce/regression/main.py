@@ -1,15 +1,17 @@
-"""Answer `python -m reproduce regression`: is a case, or are all cases together, really slower?
+"""Answer `python -m reproduce regression`: is the new code (head) slower than the old code (base)?
 
-Samples of one process are not independent: if a process happens to be faster than another, all of
-its samples are faster. So each restart gives one number: the median of head / base over its pairs
-of samples. The rank test compares these numbers. The geometric mean of these numbers over all cases
-is tested in the same way. This mean is less noisy than a single case, and shows a change that slows
-all cases down.
+Each case (a training step) is timed with both versions, in processes that are restarted many times:
 
-There are two families of cases: those timed by CPU time, and those timed by wall clock, which show
-whether devices work at the same time. Each family has its own table and its own mean. Alpha is the
-risk of a false alarm in all tests of a family together. For each test, this risk is divided by the
-number of tests in the larger family (Bonferroni correction).
+1. Each restart gives one number for a case: the median of head / base over its pairs of samples.
+   The samples themselves are not independent: a process can be faster for its whole life.
+2. A rank test decides whether these numbers show that head is slower or faster.
+3. The geometric mean of these numbers over all cases is tested in the same way. The mean is less
+   noisy than a single case, and shows a change that slows all cases down.
+
+Cases are in two groups, called families: cases that are timed by CPU time, and cases that are timed
+by wall clock, which show whether devices work at the same time. Each family has its own table and
+its own mean. Alpha is the accepted risk of a false alarm in a family. Each test gets an equal part
+of it: alpha divided by the number of tests in the larger family (Bonferroni correction).
 """
 
 import contextlib
@@ -49,10 +51,11 @@ class Judgement:
     """The samples of every case, and what the statistical tests decide from them.
 
     Attributes:
-        samples: The samples of each case, by its name.
-        decisions: The decision for each case that both versions ran. Cases are in two families:
-            those compared by CPU time and those compared by wall clock. If a family has several
-            cases, there is also a decision about their mean, `TOGETHER` or `WALL_TOGETHER`.
+        samples: The samples of each case, by the name of the case.
+        decisions: The decision for each case that both versions ran, by the name of the case. If
+            several cases are timed by CPU time, the key `TOGETHER` has the decision about their
+            mean. If several are timed by wall clock, the key `WALL_TOGETHER` has the one about
+            theirs.
         rule: When a single test calls a difference significant.
     """
 
@@ -62,7 +65,7 @@ class Judgement:
 
     @property
     def worse(self) -> list[str]:
-        """Return the names of the cases and means that are really slower in head than in base."""
+        """Return the names of the cases and means for which the new code is called slower."""
         names = []
         for name, decision in self.decisions.items():
             found = verdict(decision, METRIC)
@@ -72,9 +75,14 @@ class Judgement:
 
 
 def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
-    """Compare the new code (head) with the old code (base) in every case and family of cases.
+    """Decide for each case whether the new code (head) is slower than the old code (base).
 
-    `rule.alpha` is the risk over all tests of a family.
+    The mean over all cases that use the same clock (a family) is decided in the same way.
+
+    Args:
+        found: The samples of each case, by the name of the case.
+        rule: When a difference is significant. Its `alpha` is the risk of a false alarm in all
+            tests of a family together.
     """
     ratios: dict[str, list[float]] = {}
     most = 0
@@ -98,7 +106,7 @@ def judge(found: Mapping[str, Samples], rule: Rule) -> Judgement:
 
 
 def _ratios(samples: Samples) -> list[float]:
-    """Return the median ratio of head to base for each restart."""
+    """Return a ratio for each restart: the median of head / base over its pairs of samples."""
     ratios = []
     for base, head in zip(samples.base, samples.head, strict=True):
         ratios.append(median_ratio(head, base))
@@ -106,8 +114,9 @@ def _ratios(samples: Samples) -> list[float]:
 
 
 def families(cases: Mapping[str, Clock]) -> dict[str, list[str]]:
-    """Return the cases of each family. The key is the name for all cases of the family together.
+    """Group cases by their clock: return the names of the cases of each group (family).
 
+    The key `TOGETHER` has the cases that are timed by CPU time, and `WALL_TOGETHER` has the others.
     `cases` contains the clock of each case.
     """
     found: dict[str, list[str]] = {}
@@ -118,13 +127,21 @@ def families(cases: Mapping[str, Clock]) -> dict[str, list[str]]:
 
 
 def answer(base: str, head: str | None, settings: Settings, rule: Rule, tell: Tell) -> Answer:
-    """Compare the code `head` with the revision `base`; return a table and an error to raise.
+    """Time two versions of the code; return a function that writes the table, and an error.
 
-    `head` is a revision, or None for the working tree as it is.
+    The returned error says, for example, that a case is slower in `head`. It is None if all is
+    well.
+
+    Args:
+        base: The git revision of the old version.
+        head: The git revision of the new version, or None for the working tree.
+        settings: What is measured, and for how long.
+        rule: When a difference is significant.
+        tell: A function that is called with a text about the progress.
 
     Raises:
-        Error: There is no such revision, the measuring job ended before it was finished, or with
-            so few restarts nothing could be significant.
+        Error: There is no such revision, the measuring job ended before it was finished, or there
+            are so few restarts that no difference could be significant.
     """
     check_restarts(settings, rule)
     run = new_run(Devices("cpu", 2, 1), settings.seed, ["python", "-m", "reproduce", *sys.argv[1:]])
@@ -136,8 +153,8 @@ def answer(base: str, head: str | None, settings: Settings, rule: Rule, tell: Te
         git = None if tree.commit is None else Git(tree.commit, tree.dirty)
         of_tree = replace(run, git=git)
         record = Record(tree.name, tree.name, "measured", {}, [], run=of_tree)
-        # A side holds one version's results. This side has no rows, because the comparison contains
-        # the times.
+        # A `Side` says where the results of one version come from. Its own list of results is
+        # empty, because `comparisons` contains the times.
         sides.append(Side(letter, tree.name, [], [record]))
     parts = families(settings.cases).items()
     comparisons = [
@@ -155,7 +172,7 @@ def check_restarts(settings: Settings, rule: Rule) -> None:
         cases = many(most, "case")
         raise Error(
             f"--restarts {settings.restarts}: with {cases} and --alpha {rule.alpha:g}, nothing "
-            f"could be called significant; give at least {least}"
+            f"could be called significant; give at least {least} restarts"
         )
 
 
@@ -165,7 +182,7 @@ def least_restarts(rule: Rule, cases: int) -> int:
 
 
 def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, tell: Tell) -> Judgement:
-    """Run the measuring job on two source trees, and judge every case.
+    """Time all cases with two source trees, and decide which cases are slower.
 
     `tell` is called with a text that says how many restarts are finished.
     """
@@ -183,25 +200,27 @@ def measure(base: Tree, head: Tree, settings: Settings, rule: Rule, tell: Tell) 
 
 
 def choose_cases(project: Project, wanted: Sequence[str]) -> dict[str, Clock]:
-    """Return the cases whose names contain one of the texts; without texts, return all cases.
+    """Return the cases whose names contain one of the texts `wanted`, in any letter case.
 
-    The result contains the clock that times each case.
+    If `wanted` is empty, return all cases. The result is a dictionary from the name of a case to
+    the clock that times it.
 
     Raises:
-        Error: No case's name contains one of the texts.
+        Error: One of the texts is not in the name of any case.
     """
     cases = load(project.cases)
     names: set[str] = set() if wanted else set(cases)
     for text in wanted:
         containing = [name for name in cases if text.lower() in name.lower()]
         if not containing:
-            raise Error(f"--case {text}: no case's name contains it; there are {', '.join(cases)}")
+            known = ", ".join(cases)
+            raise Error(f"--case {text}: no case has this text in its name; the cases are {known}")
         names.update(containing)
     return {name: case.clock for name, case in cases.items() if name in names}
 
 
 def _complaint(judged: Judgement, base: str, head: str) -> Error | None:
-    """Return the error to raise if cases are slower, cannot run, or if nothing was compared."""
+    """Return an error if head is slower or cannot run a case, or if nothing was compared."""
     if judged.worse:
         return Worse(f"slower than {base}: {', '.join(judged.worse)}")
     broken = {}
@@ -220,7 +239,7 @@ def _complaint(judged: Judgement, base: str, head: str) -> Error | None:
 def _comparison(
     judged: Judgement, together: str, cases: Sequence[str], settings: Settings, alpha: float
 ) -> Comparison:
-    """Return the content of a family's table, with notes on how to read it."""
+    """Return the table of the cases that use one clock (a family), with notes on how to read it."""
     waits = together == WALL_TOGETHER
     family = "regression by wall clock" if waits else "regression"
     if settings.slow_down:
@@ -250,9 +269,10 @@ def _comparison(
 
 
 def _row(case: str, samples: Samples, decision: Decision | None) -> ComparedRow:
-    """Return the table row of a case. It shows the pair of samples that is nearest to the ratio.
+    """Return the table row of a case: a pair of samples, and the decision about head / base.
 
-    If several pairs are equally near, the row shows the pair whose time is nearest to the median.
+    The row shows the pair whose ratio is nearest to the decision's ratio. If several pairs are
+    equally near, it shows the one whose time in base is nearest to the median time in base.
     """
     line = Line("regression", label=case)
     if decision is None:
@@ -281,7 +301,7 @@ def _milliseconds(restarts: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _unable(found: Mapping[str, Samples]) -> Iterator[str]:
-    """Yield notes that say which cases a side cannot run, and why."""
+    """Yield notes that say which cases cannot run in base or in head, and why."""
     for which, letter in (("base", "A"), ("head", "B")):
         reasons = {}
         for case, samples in found.items():

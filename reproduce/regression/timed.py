@@ -1,6 +1,7 @@
-"""Time the cases of a project. The file with the cases is loaded by its path.
+"""Load cases (pieces of work to time) from a file, and time them.
 
-So both compared versions of the package run the same file.
+The file is loaded by its path, and not imported from the package. So the same file is used for both
+versions of the package that are compared.
 """
 
 import os
@@ -17,19 +18,22 @@ from reproduce.error import Error
 Clock = Literal["cpu", "wall"]
 # CPU time of all threads of the process, or wall-clock time.
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
-WARM_UP = 2  # the number of warm-up samples: the first one takes several times as long
+WARM_UP = 2  # the first samples do not count, because the first one takes several times as long
 # The cores of this process. The list is empty if cores cannot be chosen, for example on macOS.
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
 
 
 @dataclass(frozen=True)
 class Case:
-    """A case: the work that is timed.
+    """A piece of work that is timed, called a step.
 
-    `prepare()` imports the package, makes everything that a step needs, and returns the step. A
-    sample is the mean of `steps` consecutive steps. A sample is measured in CPU time on one core.
-    If the case has to show whether devices work at the same time, a sample is measured in
-    wall-clock time on two cores.
+    Attributes:
+        name: The name of the case.
+        prepare: A function that imports the package, makes everything that a step needs, and
+            returns a function that runs the step.
+        steps: How many consecutive steps a sample takes. The sample is their mean time.
+        clock: "cpu" measures CPU time, on one core. "wall" measures wall-clock time, on two cores.
+            It is for cases that show whether devices work at the same time.
     """
 
     name: str
@@ -39,10 +43,10 @@ class Case:
 
 
 def load(path: Path) -> dict[str, Case]:
-    """Return the cases of a file, by name.
+    """Run a Python file, and return the cases in its list `CASES`, by name.
 
     Raises:
-        Error: The file has no list `CASES` of cases with different names.
+        Error: The file cannot be run, or it has no list `CASES` of cases with different names.
     """
     try:
         listed = runpy.run_path(str(path))["CASES"]
@@ -60,9 +64,13 @@ def load(path: Path) -> dict[str, Case]:
 
 
 class Timed:
-    """A prepared case that is timed by `clock` or, if that is None, by the case's own clock.
+    """A prepared case. Each call takes a sample.
 
-    `slow_down` adds a delay to each sample, as a fraction of the median sample.
+    Args:
+        file: The path of the file that has the case.
+        name: The name of the case.
+        clock: The clock that times the samples, or None for the clock that the case chooses.
+        slow_down: A delay that is added to each sample, as a fraction of the median sample.
     """
 
     def __init__(self, file: str, name: str, clock: Clock | None, slow_down: float) -> None:
@@ -79,10 +87,10 @@ class Timed:
         self.own.clear()
 
     def __call__(self) -> float:
-        """Run a sample, and return its seconds per step."""
+        """Run the steps of a sample, and return their mean time in seconds."""
         if self.cores:
-            # This pins the current thread to its cores (CPU affinity). The first sample starts the
-            # worker threads, which inherit these cores.
+            # Pin the current thread to these cores (CPU affinity). Threads that the first step
+            # starts inherit the affinity.
             os.sched_setaffinity(0, self.cores)
         began = self.now()
         for _ in range(self.case.steps):

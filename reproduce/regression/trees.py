@@ -19,9 +19,13 @@ from reproduce.machine.git import commit_of, git
 
 @dataclass(frozen=True)
 class Project:
-    """A package to measure: its git repository `root`, and the file of its cases.
+    """A package to measure.
 
-    A shell runs `build` to build the package.
+    Attributes:
+        package: The name under which the package is imported.
+        cases: The Python file that defines what is timed.
+        root: The top folder of the git repository.
+        build: A shell command that builds the package in a copy of the repository, or None.
     """
 
     package: str
@@ -31,10 +35,10 @@ class Project:
 
     @property
     def paths(self) -> list[str]:
-        """Return the paths at which the package can be.
+        """Return the paths, below the top folder, at which the package can be.
 
-        If the package is built, it can be anywhere, and the list is empty. To git, an empty list
-        means all paths.
+        If the package has to be built, the build can need any file. Then the list is empty, which
+        git takes as all paths.
         """
         if self.build:
             return []
@@ -47,9 +51,13 @@ TORCHGPIPE = Project("torchgpipe", ROOT / "reproduce" / "regression" / "cases.py
 
 @dataclass(frozen=True)
 class Tree:
-    """A copy of a package: the folder to import it from, its name for the user, and its commit.
+    """A copy of one version of the package.
 
-    `dirty` says that the copy has changes that are not committed.
+    Attributes:
+        folder: The folder to import the package from.
+        name: The version's name that the user is shown.
+        commit: The hash of the commit.
+        dirty: Whether the copy has changes that are not committed.
     """
 
     folder: Path
@@ -60,9 +68,10 @@ class Tree:
 
 @contextlib.contextmanager
 def trees(base: str, head: str | None, project: Project) -> Iterator[tuple[Tree, Tree]]:
-    """Copy base and head into a temporary folder, and yield both copies.
+    """Copy two versions of the package into a temporary folder, and yield both copies.
 
-    The folder is removed at the end, also if a signal ends this program.
+    `base` is a git revision. `head` is a git revision, or None for the working tree. The folder is
+    removed at the end, also if SIGTERM or SIGHUP ends this program.
     """
     with _terminable(), tempfile.TemporaryDirectory(prefix="regression-") as name:
         folder = Path(name)
@@ -75,7 +84,7 @@ def trees(base: str, head: str | None, project: Project) -> Iterator[tuple[Tree,
 
 
 def committed(project: Project, revision: str, folder: Path) -> Tree:
-    """Copy the package of a revision into `folder` and build it.
+    """Copy the package as it is in a git revision into `folder`, and build the copy.
 
     Raises:
         Error: There is no such revision or package, or the build fails.
@@ -91,9 +100,10 @@ def committed(project: Project, revision: str, folder: Path) -> Tree:
 
 
 def snapshot(project: Project, folder: Path) -> Tree:
-    """Copy the package of the working tree with uncommitted changes, but without ignored files.
+    """Copy the package as it is in the working tree into `folder`, and build the copy.
 
-    If the user edits the working tree during the job, the copy does not change.
+    The copy has uncommitted changes, but no files that git ignores. If the user edits the working
+    tree while the copy is timed, the copy does not change.
     """
     root = project.root
     options = ("--cached", "--others", "--exclude-standard")
@@ -111,13 +121,13 @@ def snapshot(project: Project, folder: Path) -> Tree:
 
 
 def _built(project: Project, folder: Path, name: str) -> Path:
-    """Build the package of the copy in `folder`, and return the folder to import it from."""
+    """Build the copied package in `folder`, and return the folder to import the package from."""
     build = project.build or "true"
     # The output of the build goes to stderr, because stdout is for the table.
     code = subprocess.run(build, shell=True, cwd=folder, stdout=2).returncode
     if code:
         raise Error(
-            f"{name}: --build {build!r} ended with exit code {code}; above is what it printed"
+            f"{name}: --build {build!r} ended with exit code {code}; its output is printed above"
         )
     path = project.package.replace(".", "/")
     for place in (folder, folder / "src"):
@@ -129,9 +139,9 @@ def _built(project: Project, folder: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise `SystemExit` within the `with` block.
+    """Make SIGTERM and SIGHUP raise `SystemExit`, so that `with` blocks and `finally` clean up.
 
-    `timeout` sends SIGTERM. SIGHUP is sent when the terminal closes.
+    The command `timeout` sends SIGTERM. A terminal that is closed sends SIGHUP.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,5 @@
 """Report results on one page, with tables and figures that are made from records.
 
-This folder may import `tables` and the folders below it. It may not import `run` or `predict`.
+`reproduce/__init__.py` lists the folders of `reproduce` from the lowest to the highest. This folder
+may import all lower folders, such as `tables`, except `run` and `predict`.
 """

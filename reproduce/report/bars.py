@@ -1,4 +1,8 @@
-"""Draw bar charts of memory and of the metrics of an ablation, with bars for each source."""
+"""Draw bar charts for the report page: of memory, and of the metrics of an ablation.
+
+The numbers have four kinds of sources: published, predicted, emulated and measured. Memory has a
+chart for each source. In the charts of an ablation, each source has its own bars.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -37,7 +41,10 @@ class Bar:
 
 
 def memory_figures(subject: Subject) -> Iterator[Captioned]:
-    """Yield figures of memory with captions, one for each source of numbers and kind of bytes."""
+    """Yield captioned bar charts of memory: one for each source of numbers and kind of bytes.
+
+    The kinds of bytes are allocated and reserved.
+    """
     for source in subject.sources:
         for value, kind in KINDS.items():
             stacks = _measured(source, value)
@@ -57,7 +64,7 @@ def memory_figures(subject: Subject) -> Iterator[Captioned]:
 
 
 def ablation_figures(subject: Subject) -> Iterator[Captioned]:
-    """Yield a figure with a caption for each metric, if the subject is an ablation."""
+    """Yield a captioned bar chart for each metric of an ablation, and none for other subjects."""
     if not _ablated(subject):
         return
     for metric, meaning in ABLATED.items():
@@ -73,7 +80,7 @@ def ablation_figures(subject: Subject) -> Iterator[Captioned]:
 
 
 def _measured(source: Source, value: str) -> Stacks:
-    """Return the peaks of each row's devices, as the parts of a stacked bar."""
+    """Return the peak bytes of each device, for each row. Devices are the parts of a bar."""
     stacks: Stacks = {}
     for result in source.results:
         peaks = result.values.get(value)
@@ -83,9 +90,10 @@ def _measured(source: Source, value: str) -> Stacks:
 
 
 def _published(source: Source) -> Stacks:
-    """Return the published parts of each row's memory, as the parts of a stacked bar.
+    """Return the published bytes of each row, such as those of the model and of activations.
 
-    For a row that ran out of memory, the sizes are None.
+    They are the parts of a bar. If only some parts of a row are known, the other sizes are None. A
+    row without any known part is left out.
     """
     units = {}
     for name, unit in source.record.unit.items():
@@ -113,7 +121,7 @@ def _ablated(subject: Subject) -> bool:
 
 
 def _over_first(subject: Subject, source: Source, metric: str) -> dict[str, float]:
-    """Return a metric of each row, relative to the first row if `ABLATED` says so."""
+    """Return a metric's value in each row, relative to the first row (except for utilization)."""
     readings = subject.readings(source, "speedup" if metric == "throughput" else metric)
     first = readings.get(next(iter(subject.rows)))
     values = {}
@@ -178,7 +186,7 @@ def _grouped(
 
 
 def _bar(source: Source, value: float | None) -> Bar:
-    """Return the bar for a value of a source, or an empty bar if there is no value."""
+    """Return the bar that shows a source's value, or an empty bar if there is no value."""
     if value is None:
         return Bar("", [])
     hatch = "///" if source.kind == "predicted" else None
@@ -192,7 +200,15 @@ def _bars(
     columns: int,
     title: str,
 ) -> Figure:
-    """Draw the bars of each row, and a legend."""
+    """Draw a chart with the horizontal bars of each row, and a legend.
+
+    Args:
+        rows: The bars of each row, by the name of the row.
+        axis: The label of the horizontal axis.
+        labels: The colour of each entry of the legend.
+        columns: The largest number of columns of the legend.
+        title: The title of the chart.
+    """
     per_row = max(map(len, rows.values()))
     height = 0.8 / per_row
     legend_lines = math.ceil(len(labels) / columns)

@@ -1,10 +1,10 @@
-"""Draw figures with matplotlib as SVG elements for an HTML page.
+"""Draw figures with matplotlib, as SVG elements of an HTML page.
 
-The text of a figure remains text, and a figure uses the colours of the page. Matplotlib does not
-support CSS. So figures are drawn in placeholder colours, which are then replaced by CSS variables.
-The page sets these variables for light and dark mode. A figure is as wide as a phone's screen. So
-on a phone, its text is as large as the text of the page. A wider screen shows several figures side
-by side.
+- A figure has the colours of the page, also in dark mode. Matplotlib cannot write CSS variables. So
+  a figure is drawn in placeholder colours, which `svg` replaces by CSS variables of the page.
+- A figure has the font of the page. Its text stays text, and does not become paths.
+- A figure is as wide as a phone's screen, so a phone does not shrink its text. A wider screen shows
+  several figures side by side.
 """
 
 import html
@@ -16,13 +16,13 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-WIDTH = 3.75  # the width in inches (96 CSS pixels each): a small phone's screen without margins
-POINTS, PIXELS = 72, 96  # the numbers of points and of pixels in an inch
+WIDTH = 3.75  # a figure's inches (of 96 CSS pixels): the width of a phone's screen without margins
+POINTS, PIXELS = 72, 96  # points per inch, and CSS pixels per inch
 
 TEXT, FAINT, BACK = "#fd0000", "#fd0001", "#fd0002"
-SERIES = [f"#fe000{i}" for i in range(8)]  # colours for sources and kinds of task
-DEVICES = [f"#fe001{i}" for i in range(8)]  # colours for devices, in their order
-# a dictionary from placeholder colours to CSS variables
+SERIES = [f"#fe000{i}" for i in range(8)]  # colours for sources of numbers, and for kinds of task
+DEVICES = [f"#fe001{i}" for i in range(8)]  # colours for the first device, the second device etc.
+# From placeholder colours to the names of CSS variables.
 VARIABLES = {TEXT: "--text", FAINT: "--faint", BACK: "--back"}
 for _i, _color in enumerate(SERIES):
     VARIABLES[_color] = f"--s{_i}"
@@ -35,7 +35,7 @@ styled = matplotlib.rc_context(fname=Path(__file__).parent / "figure.mplstyle")
 
 
 def new_figure(height: float) -> tuple[Figure, Axes]:
-    """Return an empty figure that has the width of the page's figures, and a height in inches."""
+    """Return an empty figure, `height` inches high and as wide as all figures of the page."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.add_subplot()
 
@@ -43,7 +43,10 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
 def svg(figure: Figure, name: str, description: str) -> str:
     """Return the figure as an SVG element.
 
-    `name` is a prefix that makes the element's ids unique in the page.
+    Args:
+        figure: The figure, in placeholder colours.
+        name: A prefix that makes the ids in the element unique in the page.
+        description: What the figure shows, for screen readers.
     """
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata=NO_METADATA)

@@ -1,4 +1,8 @@
-"""Draw curves: speed-ups of each source of numbers, and the history of numbers over revisions."""
+"""Draw curves for the report page.
+
+There are curves of the speed-ups of each source of numbers (published, predicted, emulated and
+measured), and curves that show how numbers changed from one git revision to the next.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,23 +22,25 @@ COLORS = {
 }
 LOOKS = {"published": "-o", "predicted": "--s", "emulated": "-.^", "measured": "-D"}
 Captioned = tuple[str, str]  # a figure and its caption
-Place = tuple[int, int]  # n partitions and m micro-batches
-Point = tuple[str, Number]  # a revision, and a number of this revision
+Place = tuple[int, int]  # the number of partitions (n) and of micro-batches (m)
+Point = tuple[str, Number]  # a git revision, and a number that this revision reached
 Curves = dict[Source, dict[Place, float]]
 
 
 def ideal(n: int, m: int) -> float:
-    """Return the ideal speed-up of n equal partitions and m micro-batches over one device.
+    """Return the ideal speed-up of a pipeline over one device.
 
-    The formula is from the GPipe paper, section 2.3.
+    The pipeline has n partitions that take equal time, and m micro-batches. The formula is from the
+    GPipe paper, section 2.3.
     """
     return n * m / (n + m - 1)
 
 
 def speed_up_figures(subject: Subject) -> Iterator[Captioned]:
-    """Yield figures of speed-ups with captions: for each m, a figure with n on the x-axis.
+    """Yield captioned figures of speed-ups over n, the number of partitions.
 
-    If m changes together with n, yield a single figure with the rows on the x-axis.
+    There is a figure for each number of micro-batches, m. In some tables, m differs from row to
+    row, as n does. Then there is a single figure, with the pairs of n and m on the x-axis.
     """
     places: dict[str, Place] = {}
     for row, config in subject.rows.items():
@@ -65,10 +71,14 @@ def speed_up_figures(subject: Subject) -> Iterator[Captioned]:
 
 @styled
 def _speed_ups(subject: Subject, curves: Curves, places: list[Place], base: float) -> Captioned:
-    """Draw a figure with a curve for each source of numbers.
+    """Draw speed-ups, with a curve for each source of numbers, and the curve of the ideal.
 
-    A place is a pair (n, m). If all places have the same m, the x-axis is n. Otherwise the x-axis
-    lists the places. `base` is the ideal speed-up of the first row.
+    Args:
+        subject: The experiment or published table.
+        curves: The speed-up of each source at each pair (n, m).
+        places: The pairs (n, m) to draw. If all have the same m, the x-axis is n. Otherwise, the
+            x-axis lists the pairs.
+        base: The ideal speed-up of the first row, which is the baseline of all speed-ups here.
     """
     figure, axes = new_figure(2.6)
     axes.grid(axis="y")
@@ -122,9 +132,10 @@ def _tick(n: int, m: int) -> str:
 
 
 def history_figures(lines: Sequence[Line]) -> list[Captioned]:
-    """Return one figure with a caption for each number that differs between the revisions.
+    """Return a captioned figure for each number that is not the same in all revisions.
 
-    Only measured and emulated numbers are drawn.
+    Only measured and emulated numbers are drawn. Numbers of different machines are in different
+    figures.
     """
     found: dict[tuple[str, str], list[Point]] = {}
     for line in sorted(lines, key=lambda line: line.date):
@@ -142,7 +153,7 @@ def history_figures(lines: Sequence[Line]) -> list[Captioned]:
 
 @styled
 def _history(name: str, machine: str, points: Sequence[Point]) -> Captioned:
-    """Draw a number of one machine over revisions. Quartiles are drawn if they are known."""
+    """Draw how a number on one machine changed over revisions, with its quartiles if known."""
     values = []
     low: list[Any] = []
     high: list[Any] = []

@@ -1,6 +1,6 @@
-"""Draw a step's timeline as a Gantt chart with a line per device, which makes the bubble visible.
+"""Draw a step's timeline as a Gantt chart with a line per device.
 
-This module needs matplotlib.
+The chart shows the bubble, which is the time in which devices wait. This module needs matplotlib.
 """
 
 import io
@@ -44,7 +44,7 @@ PARTITIONS = 4
 
 
 def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
-    """Return the picture of a timeline as the content of a file; `kind` is `svg` or `png`."""
+    """Draw a timeline, and return the content of a picture file; `kind` is `svg` or `png`."""
     size = (FILE_WIDTH, MARGIN + LINE * timeline.partitions)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
@@ -59,10 +59,7 @@ def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
 
 
 def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> Iterator[tuple[str, str]]:
-    """Yield a figure with a caption for each recorded step.
-
-    The title says whether the step was emulated.
-    """
+    """Yield a captioned figure for each recorded step, given by its title and its timeline."""
     for i, (title, timeline) in enumerate(traces):
         window = duration(_length(timeline))
         caption = f"{title}; the devices wait {timeline.bubble:.0%} of {window}."
@@ -70,9 +67,10 @@ def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> Iterator[tuple[str,
 
 
 def schedule_figures() -> Iterator[tuple[str, str]]:
-    """Yield a figure with a caption for each schedule.
+    """Yield a captioned figure for each schedule in `SCHEDULES`.
 
-    A schedule is replayed with tasks of equal length, and copies take no time.
+    The timelines are computed, not measured: each backward takes twice as long as a forward, and
+    copies take no time.
     """
     naive = 0.0  # seconds of the first schedule, which is naive model parallelism
     for i, (name, m, checkpoint) in enumerate(SCHEDULES):
@@ -87,7 +85,11 @@ def schedule_figures() -> Iterator[tuple[str, str]]:
 
 
 def _replayed(m: int, checkpoint: str) -> Timeline:
-    """Replay GPipe with m micro-batches of equal tasks. The total work does not depend on m."""
+    """Return the computed timeline of GPipe with m micro-batches.
+
+    A forward or a recomputation takes 1/m seconds, and a backward takes 2/m seconds. So the
+    forwards of a whole mini-batch take the same time for each m.
+    """
     schedule = make("GPipe", PARTITIONS, m, checkpoint=checkpoint)
     return schedule.replay(lambda action: units(action) / m, loss=0.0)
 
@@ -114,8 +116,8 @@ def _draw(
 ) -> None:
     """Draw every task of a timeline, the names of the devices and a legend.
 
-    The number of a task's micro-batch is drawn if there is room for it. A copy is drawn as a thin
-    line below the tasks.
+    If most tasks are wide enough, tasks show the number of their micro-batch. A copy is drawn as a
+    thin line below the tasks.
     """
     color = dict(zip(KINDS, colors, strict=False))
     back = colors[-1]
@@ -165,9 +167,10 @@ def _draw_bars(
 
 
 def _draw_numbers(axes: Axes, timeline: Timeline, digit: float, color: str) -> None:
-    """Draw the numbers of micro-batches on the tasks, if most tasks have room for a number.
+    """On each task that is wide enough, draw the number of the task's micro-batch.
 
-    `digit` is the width of a digit in seconds.
+    If 20 % of the tasks or more are too narrow, draw no numbers at all. `digit` is the width of a
+    digit, as seconds on the time axis.
     """
     start, _ = timeline.window
     fitting = []

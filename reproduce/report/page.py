@@ -1,4 +1,4 @@
-"""Write the report page: one HTML file that contains everything and loads nothing from the network.
+"""Write the report page: one HTML file, which loads nothing from the network.
 
 `page.html` is the template of the page.
 """
@@ -41,16 +41,19 @@ def page(
     traces: Sequence[tuple[str, Timeline]] = (),
     history: Sequence[Line] = (),
 ) -> str:
-    """Return the page that shows all records, the timelines of recorded steps, and a history.
+    """Return the report page as HTML.
 
-    Each timeline has a title.
+    Args:
+        records: The records whose numbers are shown.
+        traces: A title and a timeline for each recorded step.
+        history: The numbers of several git revisions.
     """
     sections = []
     others = []
     shown = {}
     for subject in find_subjects(records):
-        # A published table comes last and collapsed if no experiment reproduces it, and if there
-        # are only published numbers for it.
+        # A subject is an experiment or a published table. Tables that no experiment reproduces,
+        # and that have only published numbers, come last on the page, and are collapsed.
         if subject.name in EXPERIMENTS or _has_other_numbers(subject):
             sections.append(_section(subject))
         else:
@@ -96,12 +99,12 @@ def _template() -> jinja2.Template:
 
 
 def _has_other_numbers(subject: Subject) -> bool:
-    """Return whether a subject has numbers from other sources than publications."""
+    """Return whether an experiment or table has numbers that are not published numbers."""
     return any(source.kind != "published" for source in subject.sources)
 
 
 def _section(subject: Subject) -> dict[str, Any]:
-    """Return the values with which the template shows a published table or an experiment."""
+    """Return what the template needs for the section about an experiment or published table."""
     runs = {}
     for source in subject.sources:
         if source.kind in RUN and subject.name in EXPERIMENTS:
@@ -121,7 +124,7 @@ def _section(subject: Subject) -> dict[str, Any]:
 
 
 def _other(subject: Subject) -> Table:
-    """Return the table of all values of a published record."""
+    """Return a table with all values of a published table's record."""
     record = subject.sources[0].record
     names: dict[str, None] = {}
     for result in record.results:
@@ -150,15 +153,15 @@ def _value(value: object) -> str:
 
 
 def _origin(record: Record) -> tuple[tuple[str, str], ...]:
-    """Return a key of a record. Records with equal keys share one description in the page."""
+    """Return how a record was made, as a key. The page describes records with equal keys once."""
     return tuple(provenance(record).items())
 
 
 def provenance(record: Record) -> dict[str, str]:
-    """Return texts that say where a record's numbers come from, each with a title.
+    """Return texts that say where a record's numbers come from. The keys are the texts' titles.
 
-    A run has texts about its machine, its software and more. A published table has texts about its
-    source, hardware and software.
+    The record of a run has texts about its machine, its software and more. The record of a
+    published table has texts about its source, hardware and software.
     """
     run = record.run
     about = _publication(record) if run is None else _machine(record, run)
@@ -204,7 +207,7 @@ def _gpu(gpu: Gpu) -> str:
 
 
 def _listed(fields: Mapping[str, object] | None) -> str:
-    """Return fields and their values in one line. Leave out fields without a value (None)."""
+    """Return fields and their values in one line. Leave out fields whose value is None."""
     parts = []
     for name, value in (fields or {}).items():
         if value is not None:

@@ -1,9 +1,12 @@
 """Collect the numbers of each experiment for the report, by source.
 
-The sources are published, predicted, emulated and measured. A measured or emulated source is one
-run of the experiment at one scale, on one kind of device, with one engine. If there are several
-such runs, the source is the first run in the order of `ranked`. So rows that are compared come from
-one run.
+There are four kinds of sources: published, predicted, emulated and measured. All numbers of a
+source come from one record, so that they can be compared. For emulated and measured numbers, this
+is the record of a single run of the experiment.
+
+Runs that differ in scale, kind of device or engine are different sources. If several runs agree in
+all of these, only the first one is a source, in the order of `ranked`: finished runs with few
+disturbed rows come first.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -33,9 +36,9 @@ RUN = ("emulated", "measured")  # the kinds of source whose tasks were run
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The results of one experiment in one record.
+    """The results of one experiment in one record, which were all made in the same way.
 
-    `label` distinguishes the source from other sources.
+    `label` is a text that distinguishes them from other sources, such as `measured (small, CPU)`.
     """
 
     kind: Literal["published", "predicted", "emulated", "measured"]
@@ -46,9 +49,13 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """An experiment, or a published table that no experiment reproduces, and sources of numbers.
+    """An experiment, or a published table that no experiment reproduces, with its numbers.
 
-    There is at least one source, which contains the results of one record.
+    Attributes:
+        name: The name of the experiment or table.
+        title: The title of the section.
+        table: The name of the published table, or an empty text if there is none.
+        sources: The sources of numbers. There is at least one.
     """
 
     name: str
@@ -58,17 +65,17 @@ class Subject:
 
     @property
     def rows(self) -> dict[str, Mapping[str, Json]]:
-        """Return the rows of the table and their configurations, taken from the first source."""
+        """Return the configuration of each row of the first source, by the name of the row."""
         return {result.row: result.config for result in self.sources[0].results}
 
     @property
     def several_models(self) -> bool:
-        """Return whether the rows have several models, each with its own baseline row."""
+        """Return whether the rows train several models, each with a baseline row of its own."""
         models = {str(config.get("model")) for config in self.rows.values()}
         return len(models) > 1
 
     def find(self, source: Source, row: str) -> Entry | None:
-        """Return the source's result that has the row's name or reproduces the row, or None."""
+        """Return the source's result with the row's name, or one that reproduces the row."""
         link = None if source.kind == "published" else f"{self.table}/{row}"
         for result in source.results:
             if result.row == row or (link and result.published == link):
@@ -76,10 +83,10 @@ class Subject:
         return None
 
     def readings(self, source: Source, metric: str) -> dict[str, Reading]:
-        """Return a metric's value in each row of a source. Rows without a value are left out.
+        """Return a source's values of a metric, by row. Rows without a value are left out.
 
-        The baseline of speed-ups is the first row. If there are several models, each row names its
-        own baseline.
+        Speed-ups are over the first row. If the rows train several models, a row's speed-up is over
+        the baseline row that the row names.
         """
         entries = {}
         results = {}
@@ -102,10 +109,11 @@ class Subject:
 
 
 def find_subjects(records: Sequence[Record]) -> list[Subject]:
-    """Return all subjects: first the known experiments, in order, and then the other subjects.
+    """Return what the sections of the report are about, in their order:
 
-    The other subjects are experiments in records that this program does not define, and published
-    tables that no experiment reproduces.
+    1. the experiments that this program defines, in the order of `EXPERIMENTS`;
+    2. other experiments in the records, for example of a newer version of this program;
+    3. published tables that no experiment reproduces.
     """
     papers: dict[str, Source] = {}
     others = []
@@ -139,7 +147,7 @@ def find_subjects(records: Sequence[Record]) -> list[Subject]:
 
 
 def _table_of(experiment: str, sources: Sequence[Source]) -> str:
-    """Return the name of the published table that an experiment reproduces, or an empty text."""
+    """Return the name of the published table that an experiment reproduces; "" if there is none."""
     if experiment in EXPERIMENTS:
         return EXPERIMENTS[experiment].table or ""
     for source in sources:
@@ -164,7 +172,7 @@ def _predicted(experiment: str, records: Sequence[Record]) -> Iterator[Source]:
 
 
 def _run(experiment: str, records: Sequence[Record]) -> list[Source]:
-    """Return an experiment's runs, measured and emulated, as sources of numbers, oldest first."""
+    """Return the sources of an experiment that are measured or emulated, oldest first."""
     best: dict[object, Source] = {}
     measured = [record for record in records if record.kind == "measured"]
     for record in ranked(measured, experiment):
@@ -176,12 +184,12 @@ def _run(experiment: str, records: Sequence[Record]) -> list[Source]:
 
 
 def _how(result: Result) -> tuple[object, ...]:
-    """Return a key of a result. In one record, results with equal keys belong to one source."""
+    """Return how a result was made, as a key. A record's results with equal keys are one source."""
     return result.scale, result.device, result.emulated, result.engine
 
 
 def _source(record: Record, results: list[Result]) -> Source:
-    """Make a source from results of one record that all ran in the same way."""
+    """Make a source of results of one record that were made in the same way."""
     first = results[0]
     kind: Literal["emulated", "measured"] = "emulated" if first.emulated else "measured"
     label: str = kind
@@ -218,9 +226,13 @@ Texts = dict[str, str]  # by row
 
 @dataclass(frozen=True)
 class SideBySide:
-    """The texts of a table that shows the sources of a subject side by side.
+    """The texts of a table that shows the numbers of several sources side by side.
 
-    The table has columns for configuration fields, columns for each metric by source, and notes.
+    Attributes:
+        rows: The names of the rows.
+        fields: Columns for fields of the configurations, by heading. A column maps rows to texts.
+        metrics: Columns for metrics, by heading: a column for each source that has the metric.
+        notes: The notes below the table.
     """
 
     rows: list[str]
@@ -230,7 +242,7 @@ class SideBySide:
 
 
 def side_by_side(subject: Subject) -> SideBySide:
-    """Return the table of all metrics and all sources of a subject."""
+    """Return the table of all metrics from all sources of an experiment or published table."""
     rows = subject.rows
     metrics: dict[str, list[tuple[Source, Texts]]] = {}
     marked = False
@@ -253,7 +265,7 @@ def side_by_side(subject: Subject) -> SideBySide:
 
 
 def _fields(subject: Subject) -> dict[str, Texts]:
-    """Return a column for each configuration field of any row. A dash stands for None."""
+    """Return a column for each field in `FIELDS` that some row has. A dash stands for None."""
     fields = {}
     for name, heading in FIELDS.items():
         texts = {}
@@ -269,7 +281,7 @@ def _fields(subject: Subject) -> dict[str, Texts]:
 
 
 def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
-    """Return the text of a source's value of a metric, or why there is no value."""
+    """Return the text of a cell: a metric's value from one source, or why there is no value."""
     if entry is None:
         return "-"
     if reading is None:
@@ -284,7 +296,7 @@ def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
 
 
 def _notes(subject: Subject, metrics: Container[str]) -> Iterator[str]:
-    """Yield notes on the metrics, and on what the sources did differently."""
+    """Yield notes that explain the metrics, and notes on how the sources' work differs."""
     if "speed-up" in metrics:
         base = f"the first row, {next(iter(subject.rows))},"
         if subject.several_models:

@@ -1,6 +1,6 @@
-"""Write and read a step's timeline as a trace for Perfetto (ui.perfetto.dev).
+"""Write and read a step's timeline as a trace file for the viewer Perfetto (ui.perfetto.dev).
 
-`torchgpipe.timeline` defines the format of the trace.
+`torchgpipe.timeline` defines the format of the file.
 """
 
 import re
@@ -26,7 +26,7 @@ class _Name(Struct, tag_field="ph", tag="M"):
 
 
 class _Start(Struct, tag_field="ph", tag="s"):
-    """The start of an arrow in a trace; `_End` is its end. This module ignores all arrows."""
+    """The start of an arrow between two tasks; `_End` is its end. `read_trace` ignores arrows."""
 
 
 class _End(Struct, tag_field="ph", tag="f"):
@@ -53,7 +53,7 @@ class _Trace(Struct, rename="camel"):
 
 
 def read_trace(path: Path) -> list[tuple[str, Timeline]]:
-    """Return titles and timelines of the mini-batches in a trace that `perfetto` wrote.
+    """Return a title and a timeline for each mini-batch in a trace file that `perfetto` wrote.
 
     Raises:
         Error: The file is not a trace of a step.
@@ -92,12 +92,15 @@ def read_trace(path: Path) -> list[tuple[str, Timeline]]:
 
 
 class Tracer:
-    """A writer that saves each row's timeline as `FILE.json`, and a picture of it as `FILE.svg`.
+    """A writer of timelines: for each row, a trace `FILE.json` and a picture `FILE.svg`.
 
-    If the given file is a `FILE.png`, the picture is written to this file. If `several` is true,
-    each row has its own files, such as `FILE-pipeline-2.json`. If `experiments` is true, the names
-    of the files also contain the name of the experiment. Errors are collected in `problems`,
-    because a measurement must not fail because of a picture.
+    Errors are collected in `problems`, because a measurement must not fail because of a picture.
+
+    Args:
+        file: The file to write. With the suffix `.png`, pictures are PNG instead of SVG.
+        several: Whether each row has files of its own, such as `FILE-pipeline-2.json`.
+        experiments: Whether the names of these files also contain the name of the experiment.
+        draw: Whether pictures are drawn.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class Tracer:
         self.problems: list[str] = []
 
     def __call__(self, experiment: str, row: str, timeline: Timeline) -> None:
-        """Write a row's timeline, and a picture of the timeline if pictures can be drawn."""
+        """Write the timeline of a row and, if `draw` is true, a picture of the timeline."""
         title = f"{experiment}: {row}"
         base = str(self.base)
         if self.several:

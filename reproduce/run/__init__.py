@@ -1,4 +1,4 @@
-"""Run the rows of experiments: measure them on real devices, emulate them, or measure their memory.
+"""Run experiments: time rows (configurations) on real devices, emulate them, or measure memory.
 
 This folder may import `experiments`, `records`, `models`, `machine` and `torchgpipe`.
 """

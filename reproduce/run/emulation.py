@@ -1,13 +1,15 @@
-"""Emulate a training step on n devices with a single device.
+"""Emulate a training step on n devices with a single device (trace-driven simulation).
 
-The library runs every task of the step, one at a time, on one real device, which holds all
-partitions. Each task is timed separately: by its thread's CPU time on a CPU, and by events on CUDA.
-Then the schedule of n devices is replayed with these times. So outputs and gradients are real, and
-only the overlap of devices is computed. This method is called trace-driven simulation.
+1. One real device holds all partitions. It runs the tasks of the step one at a time. A task is the
+   forward, recomputation or backward of one micro-batch in one partition.
+2. Each task is timed: on a CPU by the CPU time of its thread, on a GPU by CUDA events.
+3. The schedule of n devices is replayed with these times, which gives the time of the step.
 
-The emulation does not consider how devices slow each other down: they share memory bandwidth and
-the GIL, and it takes time to pass a tensor to the next device. `docs/prediction.md` says how large
-these effects are.
+So outputs and gradients are real, and only the overlap of devices is computed.
+
+The emulation leaves out that real devices slow each other down, because they share memory bandwidth
+and the GIL, and because it takes time to pass a tensor to the next device. `docs/prediction.md`
+says how large these effects are.
 """
 
 from __future__ import annotations
@@ -50,9 +52,14 @@ MOST_EXECUTED = 4  # micro-batches to run per step; all other micro-batches get 
 
 @dataclass(frozen=True)
 class Executed:
-    """The times of one step: of each task, of computing the loss, and of each partition's update.
+    """The times of one step, in seconds, and its loss.
 
-    All times are in seconds. The whole step took `work` seconds on the device. `value` is the loss.
+    Attributes:
+        tasks: The time of each task.
+        loss: The time of computing the loss.
+        updates: The times of the optimizer steps of the partitions.
+        work: The time of the whole step on the one device.
+        value: The loss.
     """
 
     tasks: Mapping[Task, float]
@@ -63,24 +70,20 @@ class Executed:
 
 
 class EmulatedStep(NamedTuple):
-    """The time of a step on n devices, in seconds.
+    """The emulated time of a step on n devices, in seconds."""
 
-    `seconds` includes the copies over a `Link`. `here` is the time without copies. `work` is the
-    time that all tasks took on the one real device.
-    """
-
-    seconds: float
-    here: float
-    work: float
+    seconds: float  # the time of the step; if there is a `Link`, with the times of copies
+    here: float  # the time of the step if copies take no time, as on this machine
+    work: float  # how long the whole step took on the one real device
     timeline: Timeline
 
 
 def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
-    """Return the row with fewer micro-batches, at most `most`, that have the same sizes.
+    """Return the row with only `most` micro-batches, which have the same sizes as before.
 
-    The last micro-batch can be smaller than the others. It can happen that no mini-batch with
-    `most` micro-batches splits into the same sizes. In this case, the row gets the smallest number
-    of micro-batches above `most` that is possible, or keeps all its micro-batches.
+    The last micro-batch can be smaller than the others, and stays so. If no batch size splits into
+    `most` micro-batches of these sizes, the row gets a larger number of micro-batches: the smallest
+    one that works. A row that has at most `most` micro-batches does not change.
     """
     count = row.micro_batches
     size = row.micro_batch_size
@@ -95,7 +98,7 @@ def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
 
 
 class Emulation:
-    """An emulation of a row's training steps. `runs` has the times of the steps so far."""
+    """An emulation of a row's training steps. `runs` has the times of each step so far."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -108,9 +111,9 @@ class Emulation:
     ) -> None:
         """Build the model, its optimizers and everything else that a step needs.
 
-        With a `link`, copies take the times of the link, and recomputation starts early, like on
-        GPUs. Without a link, the emulated devices are like this machine's devices, and copies take
-        no time.
+        With a `link`, the emulated devices are like GPUs: copies take the times that the link
+        computes, and recomputation starts early. Without a link, the emulated devices are like the
+        devices of this machine, and copies take no time.
         """
         self.training = Training(shortened(row), devices, data, balancer, seed, emulates=row)
         self.row = replace(row, balance=self.training.row.balance)
@@ -162,11 +165,12 @@ class Emulation:
         return run
 
     def step(self) -> EmulatedStep:
-        """Replay a step in which each task takes its typical time, which is computed over all runs.
+        """Replay a step in which each task takes its typical time.
 
-        For each task, the typical time is the median of its fractions of a run's total work,
-        multiplied by the median total work. A single run is not enough: the slowest partition
-        determines the time of a step, and in a single run it can be a partition that was disturbed.
+        In each run, a task takes a fraction of the run's time. The typical time of the task is the
+        median of these fractions, multiplied by the median time of a run. A single run is not
+        enough: the slowest partition determines the time of a step, and in a single run this can be
+        a partition that another program disturbed.
         """
         runs = self.runs
         work = median([run.work for run in runs])
@@ -190,7 +194,7 @@ class Emulation:
         return EmulatedStep(seconds_there, here.seconds + longest_update, work, timeline)
 
     def _replay_linked(self, costs: Costs, link: Link) -> Timeline:
-        """Replay a step with copies between devices over the link."""
+        """Replay a step in which the link determines how long copies between devices take."""
         forward = sum(costs.forward[0])
         copy, skips = link.copies(self.row, forward)
         ahead = "dependency" in self.row.components
@@ -198,14 +202,14 @@ class Emulation:
 
     @property
     def config(self) -> dict[str, Json]:
-        """Return the configuration with the balance in use and the hardware for copies."""
+        """Return the row's configuration, with the balance in use and the name of the link."""
         config = self.row.config()
         if self.link is not None:
             config["link"] = self.link.title
         return config
 
     def watch(self) -> tuple[Values, Timeline]:
-        """Return values and the timeline of the replay.
+        """Return values for the record, and the timeline of the replayed step.
 
         The values are the utilization, the bubble, and the number of micro-batches that were run.
         """
@@ -213,10 +217,10 @@ class Emulation:
         return {"executed": self.executed, **busy(timeline)}, timeline
 
     def samples(self) -> Samples:
-        """Return samples for the record, with one entry for each run.
+        """Return lists of samples for the record, with one sample for each run.
 
-        The step time of a run is the emulated step time, multiplied by the ratio of the run's work
-        to the median work.
+        A run's step time is the emulated step time, multiplied by (work of the run) / (median work
+        of all runs). The work is how long the step took on the one real device.
         """
         step = self.step()
         samples: Samples = {"step_time": [], "here_time": [], "work_time": [], "loss": []}
@@ -228,9 +232,10 @@ class Emulation:
         return samples
 
     def _costs(self, seconds: Mapping[Task, float], loss: float) -> Costs:
-        """Return the time of every task of the step.
+        """Return the times of all tasks of the step, for a replay.
 
-        A task that was not run takes the same time as an equal task that was run.
+        Only the first micro-batches were run, and the last one. The tasks of other micro-batches
+        get the times of the first ones, in rotation.
         """
         row = self.row
         executed = self.executed
@@ -259,10 +264,7 @@ class Emulation:
 
 
 def memory_needed(row: Row) -> str:
-    """Return a text that says how much memory the row's partitions take together.
-
-    The memory is counted on the `meta` device.
-    """
+    """Return a text: how much memory all partitions take on one device, as counted on `meta`."""
     ran = shortened(row)
     counts = counted(ran.sized)
     config = ran.config()
@@ -278,11 +280,15 @@ def memory_needed(row: Row) -> str:
 class Link:
     """A link between emulated devices: it computes the times of a step's copies.
 
-    The times come from a hardware description. `papers` contains the rows of the published model,
-    by name. If `papers` is given, the ratio of a copy's time to a forward's time is the ratio of
-    the published model, or of the row's own model if `papers` is empty. Without this, copies are
-    too cheap or too expensive: a smaller model computes less for each byte that it copies, and a
-    CPU core computes less than a GPU.
+    The times come from a hardware description. They can be scaled, because a small model computes
+    less per copied byte than the published model, and a CPU core computes less than a GPU. With the
+    times of the description, copies would then be too slow or too fast in comparison with tasks.
+
+    Args:
+        hardware: The hardware description.
+        papers: None if times are not scaled. Otherwise, the published rows of the experiment, by
+            name. Times are scaled so that copy time / forward time is what the description predicts
+            for the published row, or for the row itself if `papers` is empty.
     """
 
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
@@ -294,11 +300,11 @@ class Link:
         self._predictor = functools.cache(lambda model: Predictor(counted(model), hardware))
 
     def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
-        """Return the seconds of the copy at each boundary of partitions, and of each skip's copy.
+        """Return the seconds of copies for one micro-batch, in one direction.
 
-        The times are for one direction. `forward` is the time of a micro-batch's forward in all
-        partitions together. The key of a skip is a pair: the partitions that stash and pop the
-        skip.
+        The first result has the copy at each boundary between partitions. The second has the copy
+        of each skip, by the pair of partitions that stash and pop the skip. `forward` is the time
+        of a micro-batch's forward in all partitions together.
         """
         paper = self._published(row)
         predictor = self._predictor(paper.sized)

@@ -1,4 +1,4 @@
-"""Run an experiment of any kind: on speed, on memory, on accuracy, or an ablation."""
+"""Plan and run an experiment of any kind: on speed, on memory, on accuracy, or an ablation."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -16,16 +16,17 @@ MEMORY_STEPS = 2  # an optimizer allocates its state at the end of the first ste
 
 
 class Way(NamedTuple):
-    """The two functions that plan and run the experiments that measure one kind of quantity."""
+    """How one kind of experiment, such as those on speed, is planned and run."""
 
     plan: Callable[[Session], None]
     run: Callable[[Session], Iterator[GroupDone]]
 
 
 def plan(session: Session) -> None:
-    """Tell the progress display which steps will run.
+    """Tell the progress display which steps will run, and prepare the record.
 
-    Every row that will run is recorded as interrupted until it has run.
+    The record gets a placeholder with the status "interrupted" for every row that will run. It is
+    replaced when the row has run.
     """
     WAYS[session.experiment.measures].plan(session)
 
@@ -33,7 +34,8 @@ def plan(session: Session) -> None:
 def run_experiment(session: Session) -> Iterator[GroupDone]:
     """Run every row of an experiment, even if some rows fail.
 
-    Yield a group's name when its table can be shown, and whether the group is finished.
+    When the table of a group of rows can be shown, yield the name of the group, and whether the
+    group is finished.
     """
     way = WAYS[session.experiment.measures]
     with session.devices.in_use():
@@ -41,7 +43,7 @@ def run_experiment(session: Session) -> Iterator[GroupDone]:
 
 
 def _run_ablation(session: Session) -> Iterator[GroupDone]:
-    """Run an ablation: time every row like a speed experiment, then measure its peak memory."""
+    """Time all rows of an ablation like those of a speed experiment, then measure their memory."""
     for _, done in run_speed(session):
         if done:
             for row in session.scale.rows:
@@ -51,7 +53,10 @@ def _run_ablation(session: Session) -> Iterator[GroupDone]:
 
 
 def _add_memory(session: Session, row: Row) -> None:
-    """Add a row's peak memory, or the reason why it is not known, to its results with times."""
+    """Measure a row's peak memory, and add it to the row's results, if the row could be timed.
+
+    If the measurement fails, add the reason instead.
+    """
     timed = []
     for emulated in (False, True):
         result = session.recorded(row, emulated=emulated)

@@ -8,16 +8,16 @@ import torch
 
 from reproduce.error import Error
 
-# Parts of error messages for too little memory. The CPU allocator, the CUDA driver and CUDA
-# libraries raise a plain RuntimeError with such a message.
+# If memory runs out, the CPU allocator, the CUDA driver and CUDA libraries raise a plain
+# RuntimeError. These are parts of its message.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 
 class Failure(NamedTuple):
     """The status of a row that failed, and the reason.
 
-    A `Failure` does not refer to the exception, because an exception keeps frames and their tensors
-    alive.
+    A `Failure` has no reference to the exception, because the exception's traceback would keep the
+    tensors of its frames alive.
     """
 
     status: Literal["out of memory", "failed"]
@@ -25,7 +25,7 @@ class Failure(NamedTuple):
 
 
 def explain(error: Exception) -> Failure:
-    """Return the status and the reason to record for an exception."""
+    """Return the status and the reason that the record gets for an exception."""
     if _is_out_of_memory(error):
         return Failure("out of memory", "out of memory")
     if isinstance(error, Error):

@@ -1,8 +1,9 @@
 """Decide which rows of a speed experiment run, how, in which groups, and for how long.
 
-A row is measured if there are enough devices. It is emulated if it needs at most as many devices as
-the option `--emulate` says. The rows of a group are compared with each other, so their steps run
-alternately.
+A row is a configuration of the experiment. It is measured if this machine has enough devices. It is
+emulated if it needs at most as many devices as the option `--emulate` says; so it can be both.
+
+The rows of a group are compared with each other, so their steps run alternately.
 """
 
 import math
@@ -19,9 +20,9 @@ from reproduce.run.session import Session
 
 @dataclass(frozen=True, eq=False)
 class PlannedTask:
-    """A row (training settings) to run, and the way: measured with an engine, or emulated.
+    """A row (configuration) to run, and how: measured with an engine, or emulated.
 
-    `before` contains the samples of an earlier run that was interrupted and that is now continued.
+    If an interrupted run is continued, `before` contains the samples from before the interruption.
     """
 
     row: Row
@@ -55,21 +56,21 @@ class PlannedTask:
 
     @property
     def kind(self) -> dict[str, Any]:
-        """Return how the row is run, as keyword arguments for the methods of the session."""
+        """Return how the row is run, as keyword arguments for methods of `Session`."""
         return {"emulated": self.emulated, "engine": self.engine}
 
     @property
     def work(self) -> float:
-        """Return an estimate of the relative cost of a step, like `Row.work`."""
+        """Return an estimate of how much a step costs, in the unit of `Row.work`."""
         if self.emulated:
             return shortened(self.row).work()
         return self.row.work() / self.row.devices
 
 
 class Group(NamedTuple):
-    """A group of rows that are compared with each other, with its time limit in seconds.
+    """A group of rows that are compared with each other, and the group's time limit in seconds.
 
-    The rows run alternately, so that slow phases of the machine affect all rows of the group.
+    Steps of the rows run alternately, so that slow phases of the machine affect all rows equally.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Group(NamedTuple):
 
 
 def groups_of(session: Session) -> list[Group]:
-    """Return the groups to run. If no row of a group can run here, the group has no tasks."""
+    """Return all groups of the experiment. If no row of a group can run here, it has no tasks."""
     tasks_of: dict[str, list[PlannedTask]] = {}
     for row in session.scale.rows:
         tasks = tasks_of.setdefault(row.group, [])
@@ -106,10 +107,10 @@ def _tasks_of(session: Session, row: Row) -> list[PlannedTask]:
 
 
 def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]]) -> float:
-    """Return how many seconds a group has for each unit of its work.
+    """Return the time limit of a group in seconds, per unit of the group's work (estimated cost).
 
-    Groups share the scale's time in proportion to their work. A group with extra rows gets its time
-    on top of the scale's time, so its work is not counted here.
+    The groups share the time of the scale in proportion to their work. But a group with extra rows
+    takes no share of it: it gets time in addition to the time of the scale.
     """
     if session.steps is not None or not session.scale.seconds:
         return math.inf
@@ -123,25 +124,27 @@ def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]
 
 
 def _work(tasks: list[PlannedTask]) -> float:
-    """Return the relative cost of a round of the tasks that count towards a group's time limit."""
+    """Return the estimated cost of one step of each task that counts towards the time limit."""
     return sum(task.work for task in _counted(tasks))
 
 
 def _counted(tasks: list[PlannedTask]) -> list[PlannedTask]:
-    """Return the tasks whose time counts towards a group's time limit.
+    """Return the tasks whose estimated cost determines the time limit of their group.
 
-    If some tasks are emulated, only these count: other tasks may take much longer to measure.
+    If the group has emulated tasks, these are the only ones. Its measured tasks are not counted,
+    because they can take so long that they will be left out.
     """
     emulated = [task for task in tasks if task.emulated]
     return emulated or tasks
 
 
 def remaining(session: Session, group: Group) -> list[PlannedTask]:
-    """Return the tasks of a group that still have to run, given the results of an earlier run.
+    """Return the tasks of a group that still have to run when an interrupted run is continued.
 
-    If a row of the group has no result, or if other programs disturbed its result, return all
-    tasks, to start the group again. If the group is finished, return no task. Otherwise, return the
-    tasks that have timed steps already, to add more steps to them.
+    - If a task has no result, or if other programs disturbed its result, the group starts again:
+      return all tasks.
+    - If the group is finished, return no task.
+    - Otherwise, return the tasks that have timed steps already, to add more steps to them.
     """
     timed: dict[PlannedTask, Result] = {}
     for task in group.tasks:
@@ -158,14 +161,14 @@ def remaining(session: Session, group: Group) -> list[PlannedTask]:
 
 
 def _is_done(task: PlannedTask, found: Result) -> bool:
-    """Return whether a timed row is finished: with its utilization, or a reason why it has none."""
+    """Return whether a timed row is finished. The utilization is what is measured last."""
     if task.engine in TORCH_ENGINES:
         return True  # PyTorch's own schedules have no utilization
     return "bubble" in found.values or "utilization_problem" in found.values
 
 
 def warmup_steps(session: Session, task: PlannedTask) -> int:
-    """Return how many steps of a task are not timed: at least the scale's warm-up steps."""
+    """Return how many steps of a task run before the first step that is timed."""
     if task.emulated:
         return session.scale.warmup
     # The publication does not time the first epochs of the row either.

@@ -1,6 +1,7 @@
 """Count the bytes of all live tensors, for devices whose allocator does not count them.
 
-A storage is counted from the time when an operator returns it, in any thread, until it is freed.
+The storage of a tensor is counted from the time when an operator returns the tensor until the
+storage is freed. Operators of all threads are counted.
 """
 
 import threading
@@ -18,10 +19,12 @@ class LiveBytes:
     """A counter of the bytes of live tensors on each (emulated) device, now and at the peak.
 
     A storage counts once, with all its bytes, from the time when it is first seen until it is
-    freed. A storage that was passed to `add` belongs to the device that was given to `add`. A
-    storage that a task made belongs to the device of the task. A storage that was made outside of
-    tasks, such as an optimizer's state, belongs to the device of the first known tensor from which
-    it was made.
+    freed. It belongs to a device as follows:
+
+    - A storage that is passed to `add` belongs to the device that is passed with it.
+    - A storage that a task of the pipeline makes belongs to the device of the task.
+    - Other storages, such as those of an optimizer's state, are made by operators outside of tasks.
+      Each belongs to the device of the operator's first argument that has a known storage.
     """
 
     def __init__(self, devices: int) -> None:
@@ -29,10 +32,10 @@ class LiveBytes:
         self.peak = [0] * devices
         self._known: dict[int, tuple[int, int]] = {}  # id of a storage -> its device, its bytes
         self._lock = threading.RLock()  # reentrant: `add` may free a storage, which calls `_forget`
-        self.inner = threading.local()  # its `.device` is the device of the innermost active mode
+        self.inner = threading.local()  # `.device`: the device of this thread's innermost mode
 
     def device_of(self, tensors: Iterable[Tensor]) -> int:
-        """Return the device of the first tensor that is known, or else the first device."""
+        """Return the device of the first tensor that has a known storage, or the first device."""
         for tensor in tensors:
             key = id(tensor.untyped_storage())
             found = self._known.get(key)
@@ -70,8 +73,8 @@ class LiveBytes:
 class LiveBytesMode(TorchDispatchMode):
     """A mode that adds the results of this thread's operators to a `LiveBytes` counter.
 
-    If `device` is None, a result counts on the device of the operator's arguments. If two modes are
-    active, the outer mode adds a result first, on the device that the inner mode has set.
+    A result counts on `device`. If `device` is None, it counts on the device of the operator's
+    arguments. If a mode is active within another mode, the device of the inner mode counts.
     """
 
     only_watches = True

@@ -1,8 +1,8 @@
 """Run a memory experiment: count the published models' parameters, and measure each row's peak.
 
-On CUDA, PyTorch's caching allocator counts allocated and reserved bytes. On a CPU there is no such
-count. If one GPU replaces several devices, there is only one count for all of them. In these cases
-`LiveBytes` counts live tensors.
+On GPUs, PyTorch's caching allocator counts allocated and reserved bytes. `LiveBytes` counts live
+tensors instead in two cases: on a CPU, which has no such count, and if one GPU takes the place of
+several devices, because the allocator cannot tell these devices apart.
 """
 
 import contextlib
@@ -36,11 +36,18 @@ def measure_peak(
     steps: int,
     before: Callable[[int], None] = _do_nothing,
 ) -> Peak:
-    """Run whole steps; return `peak_allocated`, the most bytes of tensors on each device.
+    """Run training steps, and return the peak memory of each device.
 
-    On CUDA, also return `peak_reserved`, the most bytes that the caching allocator reserved. Use at
-    least two steps, because an optimizer allocates its state at the end of the first step. No other
-    tensors should be alive on the devices. `before` is called with the number of each step.
+    The key `peak_allocated` has the most bytes that tensors took. On GPUs, the key `peak_reserved`
+    has the most bytes that the caching allocator reserved. Other tensors on the devices would be
+    counted, too, so there should be none.
+
+    Args:
+        training: The training to run.
+        devices: The devices of this machine.
+        steps: The number of steps. It should be at least two, because an optimizer allocates its
+            state at the end of the first step.
+        before: A function that is called with the number of a step before the step.
     """
 
     def run() -> None:
@@ -88,7 +95,7 @@ def _measure_live(training: Training, run: Callable[[], None]) -> Peak:
 
 
 def plan_memory(session: Session) -> None:
-    """Tell the progress display how many steps will run."""
+    """Tell the progress display how many steps will run, and add placeholders to the record."""
     scale = session.scale
     for row in scale.rows:
         placeholder = session.result(row, status="interrupted")
@@ -100,8 +107,8 @@ def plan_memory(session: Session) -> None:
 def run_memory(session: Session) -> Iterator[GroupDone]:
     """Record model sizes and memory peaks of every row, even if some rows fail.
 
-    All rows form a single group without a name. At the end, yield the group's name, "", and True,
-    which means that it is finished.
+    All rows are in one group, whose name is "". At the end, yield this name, and True, which means
+    that the group is finished.
     """
     experiment = session.experiment
     # On `meta`, rows with models of the published sizes run anyway.
@@ -130,10 +137,13 @@ def run_memory(session: Session) -> Iterator[GroupDone]:
 
 
 def measure_memory(session: Session, row: Row, steps: int) -> tuple[Row, dict[str, Json]]:
-    """Run a row to measure its memory; return the row with the balance in use, and values.
+    """Run a row to measure its memory.
 
-    The values are the size of the model and the peak memory. One device can replace several
-    devices, because nothing is timed.
+    Nothing is timed, so one device can take the place of several devices.
+
+    Returns:
+        The row with the balance in use, and values for the record: the size of the model and the
+        peak memory.
     """
     session.free()
     session.start(f"{row.name}, building")

@@ -12,8 +12,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-SECONDS_BETWEEN_LINES = 30.0  # seconds between lines if the output is not a terminal
-ECHO = 3  # columns to leave free, because a terminal shows ^C at the end of the line
+SECONDS_BETWEEN_LINES = 30.0  # the fewest seconds between two lines if there is no terminal
+ECHO = 3  # the columns that the line leaves free: on Ctrl-C, the terminal writes ^C there
 
 # By default, tqdm starts a monitor thread and creates a multiprocessing lock, which can start a
 # process. Both disturb timings.
@@ -23,9 +23,14 @@ tqdm.set_lock(threading.RLock())
 
 @dataclass
 class Job:
-    """The steps of one row: their number, the number that is left, and the seconds of each step.
+    """The steps of one row.
 
-    `guess` is the estimated cost of a step relative to the steps of other jobs. It has no unit.
+    Attributes:
+        steps: The number of all steps.
+        left: The number of steps that have not run yet.
+        guess: The estimated cost of a step in comparison with the steps of other jobs.
+        group: The name of the group of rows, or "".
+        seconds: The time of each step that has run.
     """
 
     steps: int
@@ -38,9 +43,9 @@ class Job:
 class Progress:
     """A display of the finished rows, the time that is left, and the step that runs now.
 
-    The time left is an estimate: the next steps of a row are expected to take the median time of
-    its steps so far. If a row has not run yet, its step time is computed from its guess, and the
-    steps of other rows say how many seconds a guess stands for.
+    The time that is left is estimated. Further steps of a row are expected to take the median time
+    of the row's steps so far. If no step of a row has run yet, the time of its steps is computed
+    from `Job.guess`. The rows that have run show how many seconds a guess of 1 stands for.
     """
 
     def __init__(
@@ -50,23 +55,28 @@ class Progress:
         self.clock = clock
         self.jobs: dict[str, Job] = {}
         self.current: tuple[str, float] | None = None
-        self.limits: dict[str, float] = {}  # the time limits of groups in seconds
-        self.ends: dict[str, float] = {}  # the latest end time of a group that has begun
+        self.limits: dict[str, float] = {}  # the time limit of each group, in seconds
+        self.ends: dict[str, float] = {}  # for each group that has begun: when its time is over
         self.bar: tqdm[Any] | None = None
         self.shown_at: float | None = None
 
     def plan(
         self, job: str, steps: int, guess: float, group: str = "", limit: float = math.inf
     ) -> None:
-        """Tell the display that a job will run `steps` steps.
+        """Tell the display that a job (the steps of a row) is planned.
 
-        The job can belong to a group, which ends at most `limit` seconds after it has begun.
+        Args:
+            job: The name of the job.
+            steps: The number of steps.
+            guess: The estimated cost of a step in comparison with the steps of other jobs.
+            group: The name of the job's group, if any.
+            limit: The time limit of this group in seconds.
         """
         self.jobs[job] = Job(steps, steps, guess, group)
         self.limits[group] = limit
 
     def finish(self, name: str, steps: int | None = None) -> None:
-        """Expect `steps` fewer steps of a job or a group. By default, expect no more steps."""
+        """Plan `steps` fewer steps for a job or a group. By default, plan no more steps for it."""
         for job, planned in self.jobs.items():
             if name in (job, planned.group):
                 planned.left = 0 if steps is None else max(0, planned.left - steps)
@@ -93,7 +103,7 @@ class Progress:
             job.seconds.append(self.clock() - started)
 
     def seconds_left(self) -> float | None:
-        """Estimate the seconds that are left; return None if no step has run yet."""
+        """Estimate how many seconds all further steps take; return None if no step has run yet."""
         unit = self._seconds_of_guess()
         if unit is None:
             return None
@@ -107,7 +117,7 @@ class Progress:
         return total
 
     def _seconds_of_guess(self) -> float | None:
-        """Return how many seconds a guess of 1 stands for, computed from the steps so far."""
+        """Return the seconds of a step whose guess is 1, or None if no step has run yet."""
         done = [job for job in self.jobs.values() if job.seconds]
         if not done:
             return None
@@ -121,7 +131,7 @@ class Progress:
         return max(0.0, self.ends[group] - self.clock())
 
     def show(self, text: str) -> None:
-        """Show a status line in place of the last one. Without a terminal, show it now and then."""
+        """Replace the status line on a terminal. Elsewhere, write a line every 30 s at most."""
         if self.jobs:
             text = f"{self._state()}: {text}"
         if self.stream.isatty():
@@ -139,7 +149,7 @@ class Progress:
         return state if seconds is None else f"{state}, {duration(seconds)} left"
 
     def _draw(self, text: str) -> None:
-        """Draw the bar. Each row counts with the share of its steps that are finished."""
+        """Draw the bar. Its length is the sum, over all rows, of the fraction of finished steps."""
         columns = shutil.get_terminal_size().columns - ECHO
         if self.bar is None:
             form = f"|{{bar:{columns // 9}}}| {{desc}}" if self.jobs else "{desc}"
@@ -156,7 +166,7 @@ class Progress:
         self._write(text + "\n")
 
     def clear(self) -> None:
-        """Remove the bar, and everything that the terminal has shown after it."""
+        """Remove the bar, and what the terminal has written on the same line, such as ^C."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None

@@ -1,4 +1,4 @@
-"""Write the record during a run, so that it has every finished row however the run ends."""
+"""Write the record during a run. So it has every finished row, even if the run is interrupted."""
 
 import os
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Recorder:
         save(self.record, self.path)
 
     def close(self, state: Literal["finished", "interrupted"]) -> None:
-        """Set the state and the end time of the run."""
+        """Set the state and the end time of the run, without writing the file."""
         run = self.empty.run
         assert run is not None
         ended = replace(run, state=state, ended=now())
@@ -54,7 +54,7 @@ class Recorder:
 def new_recorder(  # noqa: PLR0913
     out: Path, names: Sequence[str], title: str, scale: str, unit: dict[str, str], run: Run
 ) -> Recorder:
-    """Start the record of a run, with an unused file name in the folder `out`."""
+    """Make an empty record of a run. Its file gets an unused name in the folder `out`."""
     started = run.started.replace(":", "").replace("-", "")
     name = f"{'_'.join(names)}-{scale}-{started}"
     path = out / f"{name}.json"
@@ -67,22 +67,23 @@ def new_recorder(  # noqa: PLR0913
 
 
 def resumed(out: Path, run: Run) -> Recorder:
-    """Continue the newest interrupted run of this command in `out`.
+    """Return a recorder that continues the newest interrupted run of this command in `out`.
 
-    If there is no such run, or if it differs from the new run in one of the fields `COMPARED`,
-    raise `Error`.
+    Raises:
+        Error: There is no interrupted run of this command, or it differs from the new run in one of
+            the fields `COMPARED`, such as the machine.
     """
     found = _broken_off(out, run)
     if not found:
-        raise Error(f"--resume: no run of this command in {out} was broken off; leave --resume out")
+        raise Error(f"--resume: no run of this command in {out} was interrupted; omit --resume")
     record, before = max(found, key=lambda each: each[1].started)
     differences = [
         name for name in COMPARED if not _same(getattr(before, name), getattr(run, name))
     ]
     if differences:
         raise Error(
-            f"--resume: {record.name} ran with other {', '.join(differences)}; "
-            "start anew, without --resume"
+            f"--resume: {record.name} cannot go on, because it ran with other "
+            f"{', '.join(differences)}; start anew, without --resume"
         )
     again = replace(before, state="running", ended=None, command=run.command)
     recorder = Recorder(out / f"{record.name}.json", replace(record, results=[], run=again))
@@ -92,10 +93,10 @@ def resumed(out: Path, run: Run) -> Recorder:
 
 
 def _broken_off(out: Path, run: Run) -> list[tuple[Record, Run]]:
-    """Return the interrupted runs of this command in `out`, as pairs of a record and its run.
+    """Return the records in `out` of interrupted runs of this command. With each record is its run.
 
-    A run that was killed still has the state "running". So it also counts as interrupted, unless
-    another process runs this command now.
+    The record of a run that was killed still has the state "running". So such a record counts as
+    interrupted, too, unless another process runs this command now.
     """
     states = {"interrupted"}
     words = _without_resume(run.command)
@@ -141,7 +142,7 @@ def new_run(
 
 
 def prepare_folder(folder: Path, option: str = "--out") -> None:
-    """Create `folder` if needed; raise `Error` if files cannot be written into the folder."""
+    """Create `folder` if it does not exist; raise `Error` if no file can be written into it."""
     trial = folder / f".trial.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

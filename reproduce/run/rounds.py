@@ -1,4 +1,7 @@
-"""Record which step ran in which round, and in which rounds other programs disturbed the steps."""
+"""Record in which round each step ran, and which rounds other programs disturbed.
+
+In a round, every row of a group runs one step.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,23 +15,23 @@ Steps = MeasuredSteps | Emulation
 
 
 class Rounds:
-    """The rounds of a group of rows: their steps, and how much other programs used the machine."""
+    """The rounds of a group of rows: which steps ran, and how busy other programs were."""
 
     def __init__(self) -> None:
-        self.of_steps: dict[PlannedTask, list[int]] = {}  # the number of each step's round
-        self.shares: dict[int, Shares] = {}  # how much other programs used; empty if not known
+        self.of_steps: dict[PlannedTask, list[int]] = {}  # for each row's steps: their rounds
+        self.shares: dict[int, Shares] = {}  # for each round: how much other programs used
         self.left_out = 0  # how many disturbed rounds were removed
 
     def end(self, number: int, shares: Shares, running: Mapping[PlannedTask, Steps]) -> None:
         """Note which steps ran in a round, and how much other programs used the machine.
 
-        A round in which no step ran does not count. A round can be too short to measure how much
-        other programs used. Such a round gets the value of the next round that was long enough.
+        The first rounds can be too short to measure how much other programs used. They get the
+        value of the next round for which it is known. A round in which no step ran is ignored.
 
         Args:
             number: The number of the round.
-            shares: How much other programs used; empty if the round was too short.
-            running: The rows with their steps, including the steps of this round.
+            shares: Which shares of the machine other programs used; empty if not known.
+            running: The rows and their steps so far, including the steps of this round.
         """
         for task, steps in running.items():
             numbers = self.of_steps[task]
@@ -45,7 +48,7 @@ class Rounds:
         return {number for number, shares in self.shares.items() if not too_busy(shares)}
 
     def keep_only(self, kept: set[int], running: Mapping[PlannedTask, Steps]) -> None:
-        """Remove all rounds that are not in `kept`, with their steps, and count removed rounds."""
+        """Remove all rounds that are not in `kept`, and their steps. Count the removed rounds."""
         for task, steps in running.items():
             _remove_steps(steps, self.of_steps[task], kept)
         for number in list(self.shares):
@@ -54,10 +57,11 @@ class Rounds:
                 self.left_out += 1
 
     def samples(self, task: PlannedTask, steps: Steps, *, numbered: bool) -> Samples:
-        """Return the samples of a row for the record, including the samples of an earlier run.
+        """Return the samples of a row for the record: its times, its losses, and more.
 
-        If `numbered` is true, the samples include the number of each step's round. If a loss is NaN
-        or infinite, the losses are left out, because JSON has no such numbers.
+        If an interrupted run is continued, the samples of that run come first. If `numbered` is
+        true, the samples include the number of each step's round. If a loss is NaN or infinite, the
+        losses are left out, because JSON has no such numbers.
         """
         samples = steps.samples()
         if numbered:
@@ -71,9 +75,10 @@ class Rounds:
         return samples
 
     def _shares_of_steps(self, task: PlannedTask) -> Samples:
-        """Return how much other programs used the machine in the round of each step.
+        """Return, for each step of a row, which shares of the machine other programs used.
 
-        If a kind of share is not known for every round, it is left out.
+        The keys are the kinds of shares, such as "others". A kind that is not known for every round
+        is left out.
         """
         shares = [self.shares[number] for number in self.of_steps[task]]
         samples = {}
@@ -84,7 +89,7 @@ class Rounds:
 
 
 def _remove_steps(steps: Steps, numbers: list[int], kept: set[int]) -> None:
-    """Remove the steps whose round is not in `kept`. `numbers` has the round of each step."""
+    """Remove the steps of a row whose round is not in `kept`. `numbers` has each step's round."""
     last_first = reversed(range(len(numbers)))  # so that a removal does not move later items
     for i in last_first:
         if numbers[i] not in kept:
@@ -93,7 +98,7 @@ def _remove_steps(steps: Steps, numbers: list[int], kept: set[int]) -> None:
 
 
 def _appended(before: Mapping[str, Sequence[float]], samples: Samples) -> Samples:
-    """Append samples to the samples of an earlier run. Keep only samples that both runs have."""
+    """Append samples to those of an earlier run. Kinds that one of the runs lacks are left out."""
     together: Samples = {}
     for name, values in samples.items():
         if name in before:

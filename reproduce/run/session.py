@@ -1,4 +1,4 @@
-"""Define the session of an experiment that is running, for speed, memory and accuracy runs."""
+"""Define `Session`, which has all that a running experiment needs, of whatever kind it is."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ GroupDone = tuple[str, bool]  # a group's name, and whether the whole group is f
 class Session:
     """An experiment that is running, with all options and helpers of the run.
 
-    Every row of the experiment ends in a result that is added to `recorder`.
+    For every row of the experiment, a result is added to `recorder`, also if the row fails.
     """
 
     experiment: Experiment
@@ -69,24 +69,28 @@ class Session:
     progress: Progress  # shows each step
     balancer: Balancer
     seed: int
-    steps: int | None = None  # timed steps of a speed row; None: as many as the scale says
-    emulate: int = MOST_DEVICES  # rows of up to this number of devices are emulated
-    hardware: Hardware | None = None  # the user's choice for copies between emulated devices
-    engines: Sequence[Engine] = ("threads",)  # each measured row runs with all of these engines
-    rounds: int = 0  # the number of rounds that have run
-    check: Callable[[], None] = lambda: None  # called between steps; raises an error to end the run
+    steps: int | None = None  # the number of steps of each row to time; None for the scale's number
+    emulate: int = MOST_DEVICES  # rows that need at most this number of devices are emulated
+    hardware: Hardware | None = None  # determines the times of copies between emulated devices
+    engines: Sequence[Engine] = ("threads",)  # a row is measured with each of these engines
+    rounds: int = 0  # the number of rounds so far; in a round, each row of a group runs a step
+    check: Callable[[], None] = lambda: None  # called before each step; raises an error to stop
     # Called with an experiment's name, a row's name, and the timeline of a step of the row.
     trace: Callable[[str, str, Timeline], None] | None = None
-    accuracy: AccuracyNeeds | None = None  # data and seeds for accuracy experiments
-    links: dict[str, Link] = field(default_factory=dict)  # links by their hardware's name
-    load: Load = field(default_factory=Load)  # measures how other programs use the machine
+    accuracy: AccuracyNeeds | None = None  # the data and the seeds of an accuracy experiment
+    links: dict[str, Link] = field(default_factory=dict)  # links, by the name of their hardware
+    load: Load = field(default_factory=Load)  # measures how busy other programs are
 
     def link(self, row: Row) -> Link | None:
-        """Return the link that gives the times of the row's copies in an emulation, or None.
+        """Return the link that determines how long copies take in an emulation of the row.
 
-        None means that copies take no time. The link is made from the user's hardware description.
-        If the user gave no description, the description of GPUs like this machine's GPUs is used.
-        If there is no such description either, the description that the row names is used.
+        The link is made from the first of these hardware descriptions that exists:
+
+        1. the description that the user chose;
+        2. the description of GPUs like those of this machine;
+        3. the description that the row names.
+
+        If none exists, or if the row needs only one device, return None: copies take no time.
         """
         own = own_links(self.devices)
         name = self.hardware.name if self.hardware is not None else own or row.link
@@ -104,20 +108,20 @@ class Session:
         return self.links[name]
 
     def job(self, name: object) -> str:
-        """Return the name of a row or group of this experiment in the progress display."""
+        """Return the name that a row or group of this experiment has in the progress display."""
         return f"{self.experiment.name} {name}"
 
     def start(self, text: str, job: str = "") -> None:
-        """Show what starts now. If a job is given, this is a step of the job."""
+        """Show a text about what starts now. If `job` is given, this is a step of the job."""
         self.check()
         self.progress.start(job, text)
 
     def finish(self, name: object, steps: int | None = None) -> None:
-        """Expect no more steps of a row or group, or `steps` fewer, in the progress display."""
+        """Plan no more steps for a row or group in the progress display, or `steps` fewer."""
         self.progress.finish(self.job(name), steps)
 
     def result(self, row: Row, **fields: Any) -> Result:
-        """Return a result for `row` with the given fields, by default as measured with threads."""
+        """Return a result of `row`. By default, its fields are as if measured with threads."""
         found = Result(
             experiment=self.experiment.name,
             row=row.name,
@@ -136,10 +140,10 @@ class Session:
         self.recorder.save()
 
     def has_result(self, row: Row, **how: Any) -> bool:
-        """Return whether the record has a result of the row.
+        """Return whether the record has a result of the row that is more than a placeholder.
 
-        `how` says whether the result is emulated, and which engine ran the row. A row that has not
-        run yet has a placeholder in the record, whose status is "interrupted".
+        A row that has not run yet has a placeholder, whose status is "interrupted". `how` says
+        whether the result is emulated, and which engine ran the row.
         """
         return self.recorded(row, **how).status != "interrupted"
 
@@ -152,7 +156,7 @@ class Session:
         return self.recorder.results.get(empty.key, empty)
 
     def add_values(self, row: Row, values: dict[str, Json], **how: Any) -> None:
-        """Add values to the recorded result of the row, and write the record to its file."""
+        """Add values to the row's result in the record, and write the record to its file."""
         result = self.recorded(row, **how)
         together = {**result.values, **values}
         self.recorder.put(replace(result, values=together))

@@ -1,10 +1,12 @@
-"""Run a speed experiment: measure rows if there are enough devices, and emulate all rows.
+"""Run a speed experiment: emulate its rows, and measure rows for which there are enough devices.
 
-In each round, every row of a group runs a step, measured and emulated. So slow phases of the
-machine affect all rows. Devices are synchronized before and after a measured step. The record has
-the time of every step, because rows are compared within rounds. If other programs use too much of
-the machine in a round (`reproduce.machine.load`), the round is run again while there is time.
-Otherwise, the record keeps the round, and its rows are marked in all tables.
+In each *round*, every row (configuration) of a group runs one step. So slow phases of the machine
+affect all rows. The record has the time of every step, because rows are compared round by round.
+Devices are synchronized before and after a measured step.
+
+A round is *disturbed* if other programs use too much of the machine (`reproduce.machine.load`). As
+long as there is time, further rounds are run in place of disturbed rounds. If the time is over
+first, the record keeps the disturbed rounds, and all tables mark their rows.
 """
 
 from collections.abc import Generator, Iterator
@@ -32,8 +34,8 @@ from reproduce.run.turns import turns
 
 # If measuring a row takes more than this share of its group's time limit, the row is only emulated.
 LARGEST_SHARE = 0.25
-# Because disturbed rounds are run again, there can be more rounds than were asked for. The factor
-# between both numbers is at most `MOST_ROUNDS`.
+# Because disturbed rounds are run again, there can be more rounds than were asked for: at most this
+# number of times as many.
 MOST_ROUNDS = 2
 # If the first round of a group takes longer than these seconds, a table is shown after this round.
 PREVIEW_AFTER = 10.0
@@ -42,7 +44,7 @@ PREVIEW_AFTER = 10.0
 def plan_speed(session: Session) -> None:
     """Tell the progress display how many steps will run, and record why rows are left out.
 
-    A row that will run is recorded as interrupted until it has a result.
+    The record gets a placeholder with the status "interrupted" for each row that will run.
     """
     for row in session.scale.rows:
         for engine in session.engines:
@@ -63,7 +65,7 @@ def plan_speed(session: Session) -> None:
 def _unmeasured(session: Session, row: Row, engine: Engine) -> Result:
     """Return a result that says why the row cannot be measured.
 
-    If the row can be measured, the status of the result is "interrupted" until the row has run.
+    If the row can be measured, return a placeholder, whose status is "interrupted".
     """
     if row.devices > session.devices.count:
         reason = f"needs {row.devices} devices"
@@ -76,12 +78,13 @@ def _unmeasured(session: Session, row: Row, engine: Engine) -> Result:
 def run_speed(session: Session) -> Iterator[GroupDone]:
     """Run the groups of rows one after another.
 
-    If the first round of a group takes long, yield the group's name and False after this round. At
-    the end of a group, yield its name and True. If a row ran out of memory, it runs again at the
-    end, without the other rows of its group.
+    At the end of a group, yield its name and True. If the first round of a group takes long, also
+    yield the name and False after this round. Rows that ran out of memory run again at the end of
+    their group, one at a time.
 
-    If the run continues after an interruption, finished groups are kept. The next group continues
-    with the same balances. If one of its rows has no undisturbed result, the group starts again.
+    If an interrupted run is continued, finished groups are kept. The group that was interrupted
+    continues with the same balances. But it starts again if a row of it has no result, or has a
+    result that other programs disturbed.
     """
     session.rounds = _next_round(session)
     for group in groups_of(session):
@@ -93,7 +96,7 @@ def run_speed(session: Session) -> Iterator[GroupDone]:
 
 
 def _next_round(session: Session) -> int:
-    """Return the number of the first round to run, which follows all rounds in the record."""
+    """Return the number of the next round, which is one more than the last one in the record."""
     last = -1
     for result in session.recorder.results.values():
         numbers = result.samples.get("round", ())
@@ -102,7 +105,7 @@ def _next_round(session: Session) -> int:
 
 
 def _run_tasks(session: Session, group: Group, tasks: list[PlannedTask]) -> Iterator[GroupDone]:
-    """Run rows alternately, then run rows alone that did not fit into memory together."""
+    """Run rows alternately. Then run the rows that ran out of memory again, one at a time."""
     out_of_memory = yield from _run_in_turn(session, group, tasks)
     if len(tasks) > 1:
         for task in out_of_memory:
@@ -115,8 +118,8 @@ def _run_in_turn(
 ) -> Generator[GroupDone, None, list[PlannedTask]]:
     """Run rows alternately, then measure their utilization. Return the rows that ran out of memory.
 
-    If `paired` is false, a row runs alone, and its steps belong to no round. At the end, no tensors
-    stay alive.
+    Set `paired` to false if a row runs alone. Then the record does not number its rounds, because
+    there is no other row to compare it with. At the end, no tensors stay alive.
     """
     started = monotonic()
     with ExitStack() as processes:
@@ -136,7 +139,7 @@ def _run_in_turn(
 
 
 class _GroupRun:
-    """A run of a group: it builds the rows, runs them alternately, and records the steps."""
+    """The run of a group: it builds the rows, runs them alternately, and records the steps."""
 
     def __init__(self, session: Session, group: Group, paired: bool, processes: ExitStack) -> None:
         self.session = session
@@ -145,12 +148,12 @@ class _GroupRun:
         self.processes = processes
         self.running: dict[PlannedTask, Steps] = {}
         self.rounds = Rounds()
-        self.emulated_seconds: dict[str, float] = {}  # seconds of warm-up steps, by row name
-        self.losses: dict[str, list[float]] = {}  # losses with a row's first engine, by row name
+        self.emulated_seconds: dict[str, float] = {}  # row's name -> median of its warm-up steps
+        self.losses: dict[str, list[float]] = {}  # row's name -> losses with its first engine
         self.out_of_memory: list[PlannedTask] = []
 
     def add(self, tasks: list[PlannedTask]) -> None:
-        """Build rows, which share their data, and run the warm-up steps of each row."""
+        """Build rows, which all train on the same data, and run the warm-up steps of each row."""
         rows = [shortened(task.row) if task.emulated else task.row for task in tasks]
         data = FakeData(rows, self.session.seed)
         for task in tasks:
@@ -206,7 +209,7 @@ class _GroupRun:
             check_same(steps.losses, self.losses[task.row.name], str(task))
 
     def worth_measuring(self, tasks: list[PlannedTask]) -> list[PlannedTask]:
-        """Return the tasks to measure, without tasks that would take too long to measure."""
+        """Return the tasks to measure. Tasks that would take too long are recorded as skipped."""
         worth = []
         for task in tasks:
             if task.emulated:
@@ -219,7 +222,7 @@ class _GroupRun:
         return worth
 
     def _seconds_if_too_long(self, task: PlannedTask) -> float | None:
-        """Return the seconds of a row's emulated step if measuring it takes too long, else None."""
+        """Return the seconds of a row's step if they are too many to measure the row, else None."""
         scale = self.session.scale
         seconds = self.emulated_seconds.get(task.row.name)
         if seconds is None:
@@ -238,9 +241,9 @@ class _GroupRun:
         session.finish(task)
 
     def run_rounds(self) -> Iterator[int]:
-        """Run as many rounds as are wanted, or until the group's time is over.
+        """Run as many undisturbed rounds as are wanted, or until the group's time is over.
 
-        Before each further round, yield the number of finished rounds.
+        Between rounds, yield the number of finished rounds.
         """
         session = self.session
         wanted = self._rounds_wanted()
@@ -269,7 +272,7 @@ class _GroupRun:
             session.progress.stop()
 
     def _rounds_wanted(self) -> int:
-        """Return how many undisturbed rounds to run, in addition to those of an earlier run."""
+        """Return how many undisturbed rounds to run, beyond those of the run that is continued."""
         before = [len(task.before.get("step_time", ())) for task in self.running]
         wanted = self.session.steps or self.session.scale.steps
         return max(1, wanted - min(before, default=0))
@@ -277,8 +280,8 @@ class _GroupRun:
     def _judge_round(self, least: int) -> int:
         """Measure how much other programs used the machine in the round that ends now.
 
-        Return the number of good rounds, which are the rounds that were not disturbed. If there are
-        at least `least` good rounds, the disturbed rounds are removed.
+        Return the number of undisturbed rounds so far. If it is at least `least`, remove the
+        disturbed rounds.
         """
         session = self.session
         session.tell_others()
@@ -314,7 +317,7 @@ class _GroupRun:
         session.progress.stop()
 
     def _fail(self, task: PlannedTask, failure: Failure) -> None:
-        """Record a row's failure. Remember rows that ran out of memory: they may fit alone."""
+        """Record a row's failure. Remember a row that ran out of memory: it may fit alone."""
         session = self.session
         reason = failure.reason
         if failure.status == "out of memory":

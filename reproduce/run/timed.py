@@ -31,11 +31,17 @@ def _watch_nothing() -> Watched:
 
 
 class MeasuredSteps:
-    """The training steps of one row that are measured on the row's devices.
+    """The training steps of one row, which are timed on the row's devices.
 
-    `timed` runs a step and returns its time in seconds and its loss. `watch` runs more steps, which
-    are not timed. It returns the utilization of the devices, or the reason why it is not known.
-    `runs` has the times and losses. Steps can be removed from `runs`, but not from `losses`.
+    Args:
+        row: The row.
+        timed: A function that runs a step and returns its time in seconds and its loss.
+        watch: A function that runs more steps, which do not count as timed. It returns the
+            utilization of the devices, or the reason why it is not known.
+
+    Attributes:
+        runs: The time and the loss of each step. Steps of disturbed rounds can be removed.
+        losses: The losses of all steps.
     """
 
     def __init__(
@@ -51,7 +57,7 @@ class MeasuredSteps:
         self.losses: list[float] = []
 
     def run(self) -> None:
-        """Run one more step, and add its time and its loss to `runs`."""
+        """Run one more step, and store its time and its loss."""
         torch.manual_seed(len(self.losses))  # so that step k draws the same numbers on each engine
         seconds, loss = self._timed()
         self.runs.append((seconds, loss))
@@ -66,7 +72,7 @@ class MeasuredSteps:
 def _clocked(devices: Devices, run: Callable[[], T]) -> tuple[T, float, float]:
     """Call `run`; return its result, the time when it began, and how many seconds it took.
 
-    The time includes waiting until the devices have finished.
+    The seconds include waiting until the devices have finished their work.
     """
     devices.synchronize()
     started = time.perf_counter()
@@ -95,9 +101,10 @@ def record_step(training: Training, devices: Devices) -> Timeline:
 
 
 def watch(training: Training, devices: Devices) -> Watched:
-    """Return the utilization and the bubble of a row, and the timeline of a step.
+    """Run steps; return values for the record, and the timeline of one step.
 
-    If the utilization is not known, return the reason.
+    The values are the utilization of the devices and the bubble. If the utilization is not known,
+    the values contain the reason.
     """
     step = partial(time_step, training, devices)
     driver = partial(ask_driver, training.devices, step) if devices.kind == "cuda" else None
@@ -107,10 +114,12 @@ def watch(training: Training, devices: Devices) -> Watched:
 def watched(
     run: Callable[[], Timeline], driver: Callable[[], list[float]] | None = None
 ) -> Watched:
-    """Return the same values as `watch`, with given functions that measure these values.
+    """Return what `watch` returns, but measure it with the given functions.
 
-    `run` runs a step and returns its timeline. If `driver` is given, the utilization is the result
-    of `driver`. Otherwise it is computed from the timeline.
+    Args:
+        run: A function that runs a step and returns its timeline.
+        driver: A function that returns the utilization of each device. If None, the utilization is
+            computed from the timeline.
     """
     values: Values = {}
     timeline = None
@@ -126,7 +135,7 @@ def watched(
 
 
 def busy(timeline: Timeline) -> Values:
-    """Return the share of the step in which each device worked, and the bubble."""
+    """Return the fraction of the step in which each device worked, and the bubble."""
     shares: list[Json] = []
     for partition in range(timeline.partitions):
         share = timeline.busy(partition) / timeline.seconds
@@ -137,9 +146,12 @@ def busy(timeline: Timeline) -> Values:
 def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> list[float]:
     """Run steps for some seconds; return each CUDA device's mean utilization, from 0 to 1.
 
-    The driver (NVML) reports the share of a short period in which any kernel ran. The share is
-    sampled as often as in the published runs. If the driver does not report it, or if the driver's
-    Python bindings are not installed, `Error` is raised.
+    The driver (NVML) reports the utilization: the fraction of a short period in which any kernel
+    ran. It is asked every 0.05 seconds, as in the published runs.
+
+    Raises:
+        Error: The driver does not report the utilization, its Python bindings are not installed, or
+            the steps took less than 0.05 seconds.
     """
     try:
         for device in devices:

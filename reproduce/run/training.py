@@ -24,9 +24,9 @@ from torchgpipe.tensors.observe import Observer, observed
 from torchgpipe.timeline.stopwatch import Stopwatch
 from torchgpipe.trace.layer import flat
 
-PROFILE_SECONDS = 1.0  # seconds to profile each model and input
-PROFILE_SAMPLES = 16  # the largest number of samples to profile with; enough to compare layers
-NO_LIMIT = 2.0**60  # bytes; practically no limit: a row that does not fit fails when it runs
+PROFILE_SECONDS = 1.0  # how many seconds a model is profiled with an input
+PROFILE_SAMPLES = 16  # the largest batch size of this input; it is enough to compare layers
+NO_LIMIT = 2.0**60  # bytes of memory, practically no limit: rows that do not fit fail when they run
 Balance = tuple[int, ...]
 T = TypeVar("T")
 
@@ -34,15 +34,15 @@ T = TypeVar("T")
 class FakeData:
     """Random mini-batches that are drawn only once, and that all rows share.
 
-    A row gets as many samples as its batch size, from the start of the drawn tensors. So rows of
-    all batch sizes share memory.
+    As many samples are drawn as the largest batch size. A row with a smaller batch size gets the
+    first of these samples, as views of the same tensors.
     """
 
     def __init__(self, rows: Sequence[Row], seed: int) -> None:
         self.rows = rows
         self.seed = seed
-        self.drawn: dict[Hashable, tuple[Any, Any]] = {}  # inputs and targets, by kind of data
-        self.moved: dict[Hashable, Any] = {}  # an input or a target, by part, kind and device
+        self.drawn: dict[Hashable, tuple[Any, Any]] = {}  # kind of data -> inputs and targets
+        self.moved: dict[Hashable, Any] = {}  # (part, kind of data, device) -> inputs or targets
 
     def part(self, part: int, row: Row, device: torch.device) -> Any:
         """Return the row's input (`part` 0) or its target (`part` 1) on `device`."""
@@ -56,7 +56,7 @@ class FakeData:
         return changed(lambda x: x[: row.batch_size], self.moved[key])
 
     def _draw(self, row: Row) -> tuple[Any, Any]:
-        """Draw as many samples as the row with the largest mini-batch needs."""
+        """Draw inputs and targets: as many samples as the row with the largest mini-batch needs."""
         kind = _kind_of_data(row)
         batch_sizes = [each.batch_size for each in self.rows if _kind_of_data(each) == kind]
         return row.sized.batch(max(batch_sizes), self.seed)
@@ -65,24 +65,26 @@ class FakeData:
 
 
 def _kind_of_data(row: Row) -> Hashable:
-    """Return a key that is equal for rows with equal samples, except for the number of samples."""
+    """Return what determines the samples of a row, except for their number, as a key."""
     return MODELS[row.model].sample, row.input_shape, row.num_classes
 
 
 class Balancer:
-    """A balancer that profiles each model once for each number of samples, and balances its layers.
+    """A balancer that gives rows their balance, which is the number of layers of each partition.
 
-    Rows with the configuration `PLANNED` get the balance that `torchgpipe.plan` finds. Rows with
-    the configuration `EQUAL_LAYERS` get equally many layers in each partition.
+    - Rows with the configuration `EQUAL_LAYERS` get equally many layers in each partition.
+    - Rows with the configuration `PLANNED` get the balance that `torchgpipe.plan` finds.
+    - For other rows, the layers' times are profiled and balanced. A profile is kept for further
+      rows with the same model and number of samples.
     """
 
     def __init__(self, devices: Devices) -> None:
         (self.device,) = devices.first(1)
-        self.profiles: dict[Hashable, list[float]] = {}  # the seconds of each layer
-        self.plans: dict[Hashable, dict[int, Balance]] = {}  # balances by partitions
+        self.profiles: dict[Hashable, list[float]] = {}  # for each model: the seconds of each layer
+        self.plans: dict[Hashable, dict[int, Balance]] = {}  # model -> n partitions -> balance
 
     def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:
-        """Return `row` with a balance. If the row already has a balance, it does not change."""
+        """Return `row` with a balance. A row that already has a balance does not change."""
         if row.partitions is None or row.balance is not None:
             return row
         if row.partitions == 1:
@@ -116,16 +118,16 @@ def _profiled_samples(row: Row) -> int:
     """Return how many samples are used to profile the row's model."""
     samples = row.micro_batch_size or 1
     if row.equal == "batch":
-        # Rows at equal batch size share a balance. A quarter of the batch is between the largest
-        # and the smallest micro-batch sizes of these rows.
+        # Rows that are compared at equal batch size use the same balance, but different micro-batch
+        # sizes. A quarter of the batch is between the largest and the smallest of these sizes.
         samples = math.ceil(row.batch_size / 4)
     return min(samples, PROFILE_SAMPLES, row.batch_size)
 
 
 def planned_balances(row: Row, model: nn.Sequential, sample: Any) -> dict[int, Balance]:
-    """Return the best balance for each number of partitions, from a profile of the model.
+    """Return the balance that `torchgpipe.plan` finds for each number of partitions.
 
-    The model is profiled on the device of the sample.
+    The plan is made from a profile of the model on the device of the sample.
     """
     found = plan(
         model,
@@ -146,7 +148,7 @@ def planned_balances(row: Row, model: nn.Sequential, sample: Any) -> dict[int, B
 def on_devices(
     row: Row, model: nn.Sequential, devices: list[torch.device], engine: EngineName = "auto"
 ) -> nn.Module:
-    """Wrap the model in the row's pipeline. Without a pipeline, move it to the first device."""
+    """Wrap the model in the row's pipeline. If it has none, move the model to the first device."""
     if row.partitions is None:
         return model.to(devices[0])
     components = row.components
@@ -165,7 +167,7 @@ def on_devices(
 
 
 def work_of(row: Row, seed: int) -> Work:
-    """Return the row's training on CPUs, with the same parameters and samples as in `Training`."""
+    """Return the row's training on CPUs as `Work`, with the parameters and data of `Training`."""
     torch.manual_seed(seed)
     data = FakeData([row], seed)
     device = torch.device("cpu")
@@ -183,7 +185,7 @@ def work_of(row: Row, seed: int) -> Work:
 
 
 def make_optimizer(row: Row, model: nn.Module, **options: float) -> Optimizer:
-    """Create the row's optimizer for a model. `options` are additional options."""
+    """Create the row's optimizer for a model. `options` are further options of the optimizer."""
     kind: Callable[..., Optimizer] = getattr(torch.optim, row.optimizer.name)
     return kind(model.parameters(), **row.optimizer.options, **options)
 
@@ -191,7 +193,7 @@ def make_optimizer(row: Row, model: nn.Module, **options: float) -> Optimizer:
 class Training:
     """The training of one row's model, which runs a step at a time.
 
-    Gradients and activations do not stay alive between steps.
+    Between steps, gradients and activations are freed.
     """
 
     def __init__(  # noqa: PLR0913
@@ -206,9 +208,9 @@ class Training:
     ) -> None:
         """Build the model, the mini-batch and the optimizer. `self.row` has the balance in use.
 
-        To emulate a row, pass it as `emulates`, and its shortened row as `row`. Then all partitions
-        are on the first device, with the balance of the full row, and one thread runs their tasks
-        one after another.
+        To emulate a row, pass it as `emulates`. Then `row` is the same row with fewer
+        micro-batches. All partitions are on the first device, with the balance of `emulates`, and
+        one thread runs their tasks one after another.
         """
         torch.manual_seed(seed)
         with torch.device("meta") if devices.kind == "meta" else nullcontext():
@@ -232,9 +234,9 @@ class Training:
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Call `observer` for every task in the `with` block.
+        """Call `observer` for every task that runs in the `with` block.
 
-        Without a pipeline, forward and backward of the model are one task each.
+        If the row has no pipeline, the model's forward is one task, and its backward is another.
         """
         watched: Any = self if self.row.partitions is None else self.model
         watched.observer = observer

@@ -1,4 +1,4 @@
-"""Run different ways to do something alternately, so that slow phases of a machine affect all."""
+"""Run several functions alternately, so that slow phases of the machine affect all of them."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -11,10 +11,10 @@ Way = TypeVar("Way")
 def turns(
     steps: Mapping[Way, Callable[[], T]], rounds: int, draw: random.Random
 ) -> Iterator[dict[Way, list[T]]]:
-    """In each round, run one step of each way to do something; then yield all samples.
+    """In each round, call each of the functions `steps` once; then yield all results so far.
 
-    Rounds come in pairs: the first round has a random order, and the second round has the reverse
-    order. So the order favours none of the ways.
+    Rounds come in pairs. The first round of a pair has a random order, and the second round has the
+    reverse order. So the order favours none of the functions.
     """
     ways = list(steps)
     samples: dict[Way, list[T]] = {way: [] for way in ways}

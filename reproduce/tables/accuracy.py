@@ -1,6 +1,7 @@
-"""Make the accuracy tables: top-1 errors, published errors, and how the rows were trained.
+"""Make the two tables of an accuracy experiment.
 
-The first table also says whether a pipeline has the same error as its baseline.
+The first table has the measured and published top-1 errors, and says whether a pipeline reaches the
+error of its baseline. The second table says how the rows (configurations) were trained.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,7 +68,7 @@ def _reached(rows: Rows) -> Table:
 
 
 def _notes(rows: Rows) -> Notes:
-    """Return notes on what the rows have in common, and on what the error columns mean."""
+    """Return notes on the settings of the trainings, and on what the columns of errors mean."""
     seeds = []
     baselines = {}
     for result in rows:
@@ -105,7 +106,7 @@ def _notes(rows: Rows) -> Notes:
 
 
 def _error_or_progress(result: Result) -> object:
-    """Return a row's error, or how far its training came, or why the row has no number."""
+    """Return a row's final error. Without one, return how far its training came, or a reason."""
     error = final_error(result)
     if error is not None:
         return error
@@ -116,7 +117,7 @@ def _error_or_progress(result: Result) -> object:
 
 
 def _trainings(configs: Iterable[Mapping[str, Json]]) -> str:
-    """Return a text that lists the models, each with the dataset that it was trained on."""
+    """Return a text such as `resnet101 on ImageNet` with each model and the dataset it saw."""
     trainings = set()
     for each in configs:
         if "dataset" in each:

@@ -1,4 +1,4 @@
-"""Make all tables of a record, and the Markdown page about it."""
+"""Make all tables of a record (a file of results), and the Markdown page about the record."""
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +29,10 @@ MAKERS: dict[str, Callable[[Experiment, Results], list[Table]]] = {
 def tables(record: Record, experiment: str | None = None, group: str | None = None) -> list[Table]:
     """Return the tables of a record.
 
-    If `experiment` is given, only the tables of this experiment are returned. If `group` is given,
-    only the tables of this group of rows are returned.
+    Args:
+        record: The record.
+        experiment: Return only the tables of this experiment; None for all experiments.
+        group: Return only the table of this group of rows; None for all groups.
     """
     if record.kind == "predicted":
         predicted = record.results[0].experiment
@@ -52,14 +54,14 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
 
 
 def _without_pending(record: Record, results: list[Result]) -> list[Result]:
-    """Leave out rows that are not finished if the run of the record is still running."""
+    """Return the results. While the run is still running, leave out rows that are not finished."""
     if record.run is None or record.run.state != "running":
         return results
     return [result for result in results if result.status != "interrupted"]
 
 
 def _tables_of(experiment: Experiment, results: Results) -> list[Table]:
-    """Return the tables of an experiment: for the engine `threads`, and for all engines."""
+    """Return an experiment's tables: those of the engine `threads`, then the one of all engines."""
     made: list[Table] = []
     threads = [result for result in results if result.engine == "threads"]
     if threads:
@@ -70,10 +72,10 @@ def _tables_of(experiment: Experiment, results: Results) -> list[Table]:
 
 
 def _about_times(record: Record) -> Iterator[str]:
-    """Yield warnings about the times of a CPU run.
+    """Yield warnings about the times of a run on a CPU:
 
-    One warning says that the CPU was busy before the start. Another warning says that measured and
-    emulated devices have different numbers of threads.
+    - The CPU was busy before the run started, so other programs may have slowed the run down.
+    - A measured device had several threads, and an emulated device had one.
     """
     run = record.run
     if run is None or run.device != "cpu":
@@ -104,7 +106,10 @@ def written_records(
 ) -> str:
     """Return the tables of records as text or Markdown, or their numbers as CSV or JSON.
 
-    If `made` is given, its tables replace the tables of the records.
+    Args:
+        records: The records.
+        style: "text", "markdown", "csv" or "json".
+        made: Tables to write instead of the records' tables, as text or Markdown.
     """
     text = ""
     pages: list[str] = []
@@ -136,7 +141,7 @@ def document(record: Record) -> str:
 
 
 def about_run(record: Record, run: Run) -> dict[str, str]:
-    """Return lines about a record's run. The keys are "devices", "machine", "versions" etc."""
+    """Return lines of text about a record's run, by topic: "devices", "machine", "versions" etc."""
     devices = many(run.devices, f"{run.device.upper()} device")
     if run.threads_per_device is not None:
         devices += f" of {many(run.threads_per_device, 'thread')} each"
@@ -160,7 +165,10 @@ def about_run(record: Record, run: Run) -> dict[str, str]:
 
 
 def _about_machine(run: Run) -> str:
-    """Return a line about the machine, and about how the C library freed memory."""
+    """Return a line that describes the machine, and says whether freed memory was kept.
+
+    (In some runs, the C library kept freed memory for later use, which makes times steadier.)
+    """
     machine = run.machine
     line = f"machine: {machine.cpu}, {many(machine.cores, 'core')}"
     if machine.memory is not None:

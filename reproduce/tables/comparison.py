@@ -1,7 +1,8 @@
 """Answer the command `python -m reproduce compare`.
 
-This module loads the sides, compares them, and writes the comparison as text, Markdown, CSV or
-JSON.
+The command compares two or more *sides*. A side is a record (a file of results), a folder of
+records, or the records of a git revision. This module loads the sides, compares them, and writes
+the comparison as text, Markdown, CSV or JSON.
 """
 
 import string
@@ -38,9 +39,10 @@ def compared(  # noqa: PLR0913
     force: bool,
     every: bool,
 ) -> tuple[str, Error | None]:
-    """Return the comparison as text, and the error of a check for regressions (or None).
+    """Compare the sides; return the comparison as a text, and an error if a row has become worse.
 
-    The arguments are the arguments of the command.
+    The error is also returned if no row could be tested. Otherwise, it is None. The arguments are
+    those of the command `python -m reproduce compare`.
 
     Raises:
         Error: A side cannot be read, or no row has the metric or a field of the filters.
@@ -56,7 +58,8 @@ def compared(  # noqa: PLR0913
         entries += line.entries.values()
     metrics = available(entries)
     if metric is not None and metric not in metrics:
-        raise Error(f"--metric {metric}: no row has it; there are {', '.join(metrics) or 'none'}")
+        known = ", ".join(metrics) or "none"
+        raise Error(f"--metric {metric}: no row has this metric; the rows' metrics are {known}")
     if style == "json":
         every = True
     comparisons, notes = compare(
@@ -77,7 +80,7 @@ def compared(  # noqa: PLR0913
 def write_comparisons(
     comparisons: Comparisons, sides: Sides, rule: Rule, notes: Sequence[str], style: str
 ) -> str:
-    """Format comparisons and notes as 'text', 'markdown', 'csv' or 'json'."""
+    """Write comparisons with a legend and notes; `style` is "text", "markdown", "csv" or "json"."""
     below = [*_legend(sides, rule), *notes]
     text = []
     markdown = []
@@ -106,9 +109,9 @@ def write_comparisons(
 
 
 def _complaint(comparisons: Comparisons) -> Error | None:
-    """Return an error that says which rows are worse, or that no row could be tested, or None.
+    """Return an error that says which rows are worse. If there are none, return None.
 
-    A check that tested nothing must not pass.
+    If no row could be tested, return an error, too: a check that tested nothing must not pass.
     """
     worse: dict[str, None] = {}
     decided = False
@@ -129,7 +132,7 @@ def _complaint(comparisons: Comparisons) -> Error | None:
 
 
 def _legend(sides: Sides, rule: Rule) -> Iterator[str]:
-    """Yield a line for each side that explains its letter, and a line that explains verdicts."""
+    """Yield lines that say what the letters A, B etc. stand for, and a line about the verdicts."""
     for side in sides:
         for note in _about(side):
             yield f"{side.letter}: {note}"
@@ -142,7 +145,7 @@ def _legend(sides: Sides, rule: Rule) -> Iterator[str]:
 
 
 def _about(side: Side) -> Iterator[str]:
-    """Yield lines that say where the rows of one side of the comparison come from."""
+    """Yield lines that say from which records one side of the comparison comes."""
     yield f"{side.name} ({many(len(side.records), 'record')}, {_origins(side)})"
     if side.superseded:
         yield f"{many(side.superseded, 'row')} of other runs left out: {RULE}"
@@ -162,10 +165,10 @@ def _about(side: Side) -> Iterator[str]:
 
 
 def _table(comparison: Comparison, sides: Sides) -> Table:
-    """Return the table of a comparison.
+    """Return the table of a comparison, with a line for each row and a column for each side.
 
-    If there are two sides, ratios have their own columns. If there are more sides, a cell has the
-    number of a side and also the ratio of this side.
+    If there are two sides, the ratio of the second side to the first has columns of its own. If
+    there are more sides, each ratio to the first side is in the same cell as the side's number.
     """
     headings = ["row", *(side.letter for side in sides)]
     if len(sides) == 2:
@@ -191,7 +194,7 @@ def _table(comparison: Comparison, sides: Sides) -> Table:
 
 
 def _mean_line(comparison: Comparison, sides: Sides) -> list[str]:
-    """Return the table's last row, which has the geometric mean of each side's ratios."""
+    """Return the table's last line: the geometric mean of each side's ratios to the first side."""
     counts = set()
     ratios = []
     for side in range(1, len(sides)):
@@ -210,10 +213,13 @@ def _mean_line(comparison: Comparison, sides: Sides) -> list[str]:
 
 
 def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -> list[str]:
-    """Return a row of the comparison's table.
+    """Return the cells of one line of the comparison's table.
 
-    `numbers` has a cell for each side. `ratios` has a list of cells for each side except the first
-    side.
+    Args:
+        label: The first cell.
+        numbers: A cell with the number of each side.
+        ratios: For each side but the first: cells with its ratio to the first side, the ratio's
+            interval, and the verdict.
     """
     if len(numbers) == 2:
         return [label, *numbers, *ratios[0]]
@@ -226,7 +232,7 @@ def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -
 
 
 def _numbers(comparison: Comparison, sides: Sides) -> Iterator[Number]:
-    """Yield a dictionary for each row and side, and a dictionary for each side's geometric mean."""
+    """Yield the fields for CSV and JSON: of each row's number in each side, then of the means."""
 
     def line(row: str, side: Side, decision: Decision | None) -> Number:
         found: Number = {"row": row, "side": side.letter, "name": side.name}
@@ -254,7 +260,7 @@ def _numbers(comparison: Comparison, sides: Sides) -> Iterator[Number]:
 
 
 def _number(row: ComparedRow, side: int) -> str:
-    """Return the cell of a side's number. If the side has no number, the cell says why."""
+    """Return the cell with a side's number in a row, or with the reason why there is no number."""
     reading = row.readings[side]
     entry = row.line.entries.get(side)
     if reading is not None:
@@ -267,7 +273,7 @@ def _number(row: ComparedRow, side: int) -> str:
 
 
 def _ratio(decision: Decision | None, metric: str) -> list[str]:
-    """Return three cells of the table: a ratio, its confidence interval and its verdict."""
+    """Return three cells: the ratio of two sides, its confidence interval, and the verdict."""
     if decision is None:
         return ["", "", ""]
     interval = ""
@@ -293,7 +299,7 @@ def _origins(side: Side) -> str:
 
 
 def _origin(record: Record, run: Run) -> str:
-    """Return a text on how and where the rows of a run were made, and from which revision."""
+    """Return a text such as `measured on CPU NAME, git 414bf55` about the rows of a run."""
     done: dict[str, None] = {}
     for result in record.results:
         done["emulated" if result.emulated else "measured"] = None

@@ -11,7 +11,10 @@ from torchgpipe.plan.planner import HERE
 
 
 def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
-    """Return a table for each experiment of a run: rows' emulated and predicted throughput."""
+    """Return a table for each experiment of a run: its rows' emulated and predicted throughput.
+
+    `emulated` is the record of the run, and `predicted` is the record of the predictions.
+    """
     hardware = predicted.hardware or {}
     how = f"nothing run, from the hardware description {hardware.get('name')}"
     if hardware.get("name") == HERE:

@@ -1,7 +1,7 @@
 """Make the table of rows that were run by several engines.
 
-The table has each engine's samples per second. It also has the ratio of this number to the samples
-per second of the engine `threads`.
+An engine is a way to run partitions in parallel, such as by threads or by processes. The table has
+each engine's samples per second, and the ratio of this number to that of the engine `threads`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +26,9 @@ ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 
 def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return the table in a list, or an empty list.
+    """Return a list with the table that compares engines.
 
-    The list is empty if only `threads` was used, or if no row had enough devices.
+    The list is empty if only the engine `threads` was used, or if no row had enough devices.
     """
     used: set[Engine] = set()
     rows: dict[str, dict[Engine, Result]] = {}
@@ -62,7 +62,7 @@ def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Ta
 
 
 def _about_left_out(results: Sequence[Result]) -> Iterator[str]:
-    """Yield a note for each reason why engines did not run some rows."""
+    """Yield a note for each reason why some engines did not run some rows."""
     for reason, found in grouped(results, lambda result: result.reason).items():
         engines: dict[str, None] = {}
         rows: dict[str, None] = {}

@@ -1,6 +1,7 @@
-"""Read and write a history file, which has a line of JSON for each revision and machine.
+"""Read and write a history file: results of several git revisions, to see how they change.
 
-The numbers of a line have the same fields as in `reproduce.tables.output`.
+The file has a line of JSON for each revision and machine. A line contains numbers, whose fields
+`reproduce.tables.output` defines.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +23,14 @@ from reproduce.tables.output import Number, of_entry
 
 KINDS = ("measured", "emulated", "predicted")
 NEEDED = {"experiment", "row", "kind", "metric", "unit", "value"}
-KEPT = ("time", "speedup", "memory", "reserved", "top1_error")  # metrics to keep besides counts
-NAMING = ("metric", "kind", "name", "scale", "device", "engine")  # the fields that name a number
+# The metrics that a history has. It also has all numbers whose unit is "count".
+KEPT = ("time", "speedup", "memory", "reserved", "top1_error")
+# The fields that distinguish the numbers of a row.
+NAMING = ("metric", "kind", "name", "scale", "device", "engine")
 
 
 class Line(Struct, frozen=True):
-    """A line of a history file: numbers of a revision on a machine, and the commit's `date`."""
+    """A line of a history file: a revision's numbers on a machine, and the date of its commit."""
 
     git: Git
     date: str
@@ -36,10 +39,15 @@ class Line(Struct, frozen=True):
 
 
 def line_of(names: Sequence[str]) -> Line:
-    """Return the history line of the records that `load_side` finds under the given names.
+    """Return a history line with the numbers of records.
 
-    Disturbed numbers are left out. Raise `Error` if no number is left, or if the records are of
-    several revisions or machines.
+    Numbers that other programs disturbed are left out.
+
+    Args:
+        names: The names under which `load_side` finds the records.
+
+    Raises:
+        Error: No number is left, or the records are of several revisions or machines.
     """
     records: list[Record] = []
     gits: dict[Git | None, None] = {}
@@ -52,8 +60,8 @@ def line_of(names: Sequence[str]) -> Line:
                 gits[record.run.git] = None
                 machines.add(_described(record.run.machine))
             else:
-                # Counts and predictions do not name their revision. If the numbers are in a file,
-                # we assume that they come from the revision that is checked out.
+                # Records of counts and predictions do not name their revision. If such a record is
+                # a file, we assume that it is of the revision that is checked out.
                 gits[checkout(Path()) if in_file else None] = None
     machines = machines or {"any machine"}
     numbers = list(_kept(records))
@@ -62,8 +70,8 @@ def line_of(names: Sequence[str]) -> Line:
         revisions = sorted(each.name(7) if each else "unknown" for each in gits)
         raise Error(
             f"{' '.join(names)}: {len(numbers)} undisturbed numbers of revision "
-            f"{', '.join(revisions)} on {'; '.join(machines)}; name records of one revision and "
-            "one machine, in the top folder of a checkout"
+            f"{', '.join(revisions)} on {'; '.join(machines)}; a history line needs records of one "
+            "revision and one machine; run this command in the top folder of a checkout"
         )
     commit = commit_of(Path(), source.revision)
     seconds = int(git(Path(), "log", "-1", "--format=%ct", commit))
@@ -72,14 +80,14 @@ def line_of(names: Sequence[str]) -> Line:
 
 
 def _described(machine: Machine) -> str:
-    """Return a line that describes a machine: its processor, cores and GPUs."""
+    """Return a text that describes a machine: its processor, cores and GPUs."""
     parts = [machine.cpu, f"{machine.cores} cores"]
     parts += [gpu.name for gpu in machine.gpus]
     return ", ".join(parts)
 
 
 def _kept(records: Sequence[Record]) -> Iterator[Number]:
-    """Yield the numbers of records to keep in a history file, without fields that are None."""
+    """Yield the numbers of records that a history file keeps. Fields that are None are left out."""
     for entry in side_of("", "", records).entries:
         for number in of_entry(entry):
             if number["kind"] not in KINDS or number.get("disturbed", True):
@@ -93,7 +101,12 @@ def read_history(
 ) -> Iterator[tuple[bytes, Line | None]]:
     """Yield each line of a history file in two forms: as bytes, and as a `Line`.
 
-    If a line is broken, yield None instead of the `Line`, and call `tell` with the error.
+    If a line cannot be read, yield None instead of the `Line`, and call `tell` with the error.
+
+    Args:
+        content: The content of the file.
+        where: The name of the file, for error messages.
+        tell: A function that is called with an error.
     """
     for i, text in enumerate(content.splitlines(), 1):
         here = f"{where}:{i}"
@@ -115,10 +128,16 @@ def _check(line: Line, where: str) -> None:
 
 
 def added(content: bytes, line: Line, where: str, tell: Callable[[str], object]) -> bytes:
-    """Return the content of a history file with the new line at its end.
+    """Add a line to a history file, and return the new content of the file.
 
-    If the history already has numbers of the same revision and machine, these numbers are moved
-    into the new line, except numbers that the new line replaces.
+    If the file has an older line of the same revision and machine, this line is removed. Its
+    numbers move to the new line, except those that the new line has, too.
+
+    Args:
+        content: The old content of the file.
+        line: The new line.
+        where: The name of the file, for error messages.
+        tell: A function that is called with a text about what was replaced or kept.
     """
 
     def tell_kept(error: Error) -> None:
@@ -152,7 +171,7 @@ def added(content: bytes, line: Line, where: str, tell: Callable[[str], object])
 
 
 def name_of(number: Number) -> str:
-    """Return a name for a number. All numbers of a history line have different names."""
+    """Return a text that names a number. All numbers of a history line have different names."""
     parts = [f"{number['experiment']} {number['row']}"]
     for field in NAMING:
         value = number.get(field, "threads")

@@ -1,4 +1,4 @@
-"""Format numbers, and tables for a terminal of 80 columns and for Markdown."""
+"""Format numbers and tables. A table can be written for a terminal of 80 columns or as Markdown."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,10 +15,10 @@ GiB = BYTES["GiB"]
 
 
 def number(value: float | Reading) -> str:
-    """Format a number with three significant digits, or as an integer: 0.850, 12.0, 4,224.
+    """Format a number with three significant digits, or a large one as an integer.
 
-    If the value is a reading (samples of a metric), the median or mean of the samples is formatted.
-    A mark is added if other programs disturbed the measurement.
+    Examples are 0.850, 12.0 and 4,224. Of a reading (samples of a metric), the median or mean is
+    formatted. A mark is added to it if other programs disturbed the measurement.
     """
     if isinstance(value, Reading):
         return number(value.middle) + value.mark
@@ -35,7 +35,7 @@ def number(value: float | Reading) -> str:
 def ratio(value: float | Reading) -> str:
     """Format a ratio like `number`, but with two decimals between 0.1 and 1.
 
-    For example, 0.85 and 1.25 in one column both have two decimals.
+    In a column, 0.85 then has as many decimals as 1.25. (`number` would format it as 0.850.)
     """
     if isinstance(value, Reading):
         return ratio(value.middle) + value.mark
@@ -55,7 +55,7 @@ def reading_text(reading: Reading) -> str:
 
 
 def with_quartiles(reading: Reading, write: Callable[[float], str] = number) -> str:
-    """Format a reading (samples of a metric) with any quartiles, such as `12.0 (11.8-12.3)`."""
+    """Format a reading (samples of a metric), and its quartiles if known: `12.0 (11.8-12.3)`."""
     text = write(reading.middle) + reading.mark
     quartiles = reading.quartiles
     if quartiles is None:
@@ -81,10 +81,15 @@ Notes = Sequence[str]
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """A column of a table: its heading, a function from a row to a value, and the value's format.
+    """A column of a table.
 
-    A value that is a string is shown unchanged, and None is shown as `nothing`. Columns of words
-    are aligned `left`.
+    Attributes:
+        heading: The heading of the column.
+        value: A function that returns the value of a row.
+        form: The format of a value: a format string, or a function that returns a text. Values that
+            are strings are shown unchanged.
+        nothing: The text that is shown if the value is None.
+        left: Whether the column is aligned left, as columns of words are.
     """
 
     heading: str
@@ -106,9 +111,11 @@ class Column(Generic[Row]):
         return form(value)
 
     def of(self, find: Callable[[Other], Row | None]) -> "Column[Other]":
-        """Return this column for a table with other rows.
+        """Return a column like this one for a table with another kind of rows.
 
-        `find` returns the row of this column that belongs to a row of the other table, or None.
+        Args:
+            find: A function that returns the row for this column, given a row of the other table.
+                If it returns None, the value is None.
         """
 
         def value(other: Other) -> object:
@@ -120,14 +127,14 @@ class Column(Generic[Row]):
 
 @dataclass(frozen=True)
 class Table:
-    """A table with text cells. Line breaks in headings and cells are used only on a terminal."""
+    """A table of texts. Only the form for a terminal keeps line breaks in headings and cells."""
 
     title: str
     headings: Cells
     rows: Sequence[Cells]
     notes: Notes = ()
-    left: int = 1  # the number of columns, from the first one on, that are aligned left
-    group: str = ""  # the name of the rows' group if the experiment has several groups
+    left: int = 1  # how many columns, from the first one on, are aligned left
+    group: str = ""  # if an experiment has several groups of rows: the name of the group
 
     def text(self) -> str:
         """Return the table as text for a terminal."""
@@ -156,7 +163,7 @@ def _without_breaks(cells: Cells) -> Cells:
 
 
 def grid(head: Cells, rows: Sequence[Cells], style: str, left: int | None = None) -> str:
-    """Format rows of cells in a style of tabulate.
+    """Format a heading and rows of cells in a style of the package tabulate.
 
     The first `left` columns are aligned left, and all other columns are aligned right. If `left` is
     None, all columns are aligned left.
@@ -181,9 +188,9 @@ def table(
     rows: Iterable[Row],
     notes: Iterable[str | None] = (),
 ) -> Table:
-    """Make a table. Leave out columns that are empty in every row, and empty notes.
+    """Make a table. Columns that are empty in every row are left out, and also empty notes.
 
-    If a cell has the mark of a disturbed measurement, a note explains the mark.
+    If a cell has the mark of measurements that other programs disturbed, a note explains the mark.
     """
     rows = list(rows)
     headings = []
@@ -229,7 +236,7 @@ def bullets(notes: Notes, wrap: bool = True) -> str:
 
 
 def by_value(values: Mapping[str, str]) -> dict[str, str]:
-    """Group names that have the same value: map each value to its names, such as `a, b`."""
+    """Invert a dictionary: map each value to the names that have it, as a text such as `a, b`."""
     joined = {}
     for value, names in grouped(values, values.__getitem__).items():
         joined[value] = ", ".join(names)

@@ -1,4 +1,4 @@
-"""Make the memory tables: the published models' exact sizes, and each device's measured peak."""
+"""Make the memory tables: the published models' counted sizes, and each device's measured peak."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ RESERVED = "peak_reserved"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of bytes: the name of its values, the title of its table, and its meaning."""
+    """A kind of bytes, such as allocated or reserved: its name in records, title and meaning."""
 
     value: str
     title: str
@@ -38,7 +38,7 @@ KINDS = {  # device and name of the values -> kind of bytes
 
 
 def memory_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return the table of the published models, and a table of peaks for each kind of bytes."""
+    """Return a table of the published models' sizes, and tables of peaks of each kind of bytes."""
     counted = []
     run = []
     known = set()
@@ -150,7 +150,7 @@ def _peaks(rows: Rows, kind: Kind) -> Table:
 
 
 def _unit(most: int) -> tuple[int, str, str]:
-    """Return the unit for peaks of up to `most` bytes, the name of the unit, and the format."""
+    """Return a unit for up to `most` bytes: its number of bytes, its name, and a format string."""
     if most < 10 * GiB:
         return MiB, "MiB", "{:.0f}"
     if most < 100 * GiB:
@@ -159,5 +159,5 @@ def _unit(most: int) -> tuple[int, str, str]:
 
 
 def _peaks_of(result: Result, kind: Kind) -> list[int]:
-    """Return the peak of each device in bytes, or no peaks if the row has none of this kind."""
+    """Return a row's peak bytes of this kind on each device; empty if they are not known."""
     return result.values.get(kind.value) or []

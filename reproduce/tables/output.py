@@ -1,7 +1,7 @@
-"""Write the results of a command.
+"""Write the results of a command in one of four formats.
 
-Text and Markdown are for people. CSV and JSON are for programs, and have a line for each number.
-All commands use the same fields, which `docs/results.md` explains.
+Text and Markdown are for people. CSV and JSON are for programs: they have one entry for each
+number. All commands use the same fields for an entry, which `docs/results.md` explains.
 """
 
 import csv
@@ -56,8 +56,12 @@ Numbers = Iterator[Number]
 def written(style: str, numbers: Iterable[Number], text: str, markdown: str, **more: Json) -> str:
     """Return the results of a command in the format `style`.
 
-    'csv' and 'json' contain the numbers, and 'json' also contains the fields `more`. 'text' and
-    'markdown' are given as arguments.
+    Args:
+        style: "text", "markdown", "csv" or "json".
+        numbers: The numbers for CSV and JSON.
+        text: What is returned for "text".
+        markdown: What is returned for "markdown".
+        more: Further fields of the JSON object.
     """
     if style == "text":
         return text
@@ -78,10 +82,10 @@ def written(style: str, numbers: Iterable[Number], text: str, markdown: str, **m
 
 
 def of_reading(reading: Reading | None, result: Result | None) -> Number:
-    """Return the fields that describe a value and the value's row.
+    """Return the fields that describe a value, and the result (row) that it belongs to.
 
-    If no row is given, the value was measured here, and it is not known whether other programs
-    disturbed the measurement.
+    If `result` is None, the value counts as measured here, and it is not known whether other
+    programs disturbed the measurement.
     """
     found: Number = {"kind": "measured"}
     disturbance_is_known = False
@@ -103,7 +107,7 @@ def of_reading(reading: Reading | None, result: Result | None) -> Number:
 
 
 def of_entry(entry: Entry) -> Numbers:
-    """Yield a dictionary for each number of a row; if there is no number, one about the row."""
+    """Yield the fields of each number of a row. If it has no number, yield the reason once."""
     result = entry.result
     about: Number = {"experiment": result.experiment, "row": result.row}
     if entry.hardware:
@@ -123,7 +127,7 @@ def of_entry(entry: Entry) -> Numbers:
 
 
 def _base(entry: Entry) -> Result | None:
-    """Return the baseline row for a row's speed-up if the record contains it, else None."""
+    """Return the baseline result of a row's speed-up; None if the record does not contain it."""
     if entry.result.over is None:
         return None
     key = replace(entry.result, row=entry.result.over).key
@@ -136,7 +140,8 @@ def _base(entry: Entry) -> Result | None:
 def of_cells(table: Table, **about: Json) -> Numbers:
     """Yield the fields of each cell of a table of settings. Cells with integers become numbers.
 
-    If `about` is empty, the first cell of each row is the name of an experiment.
+    `about` are fields that all cells get. If there are none, the first cell of a line is taken as
+    the name of an experiment.
     """
     for row, *cells in table.rows:
         fields = about or {"experiment": row}
@@ -146,9 +151,9 @@ def of_cells(table: Table, **about: Json) -> Numbers:
 
 
 def of_plan(plan: "Plan", title: str) -> Numbers:
-    """Yield the predicted numbers for each number of devices.
+    """Yield the numbers that a plan predicts, for each number of devices.
 
-    There are numbers of the best pipeline and, for comparison, of data parallel training.
+    They are the numbers of the best pipeline and, for comparison, of data parallel training.
     """
     batch_size = plan.candidates[0].setup.batch_size
     for (n, found), other in zip(plan.by_devices.items(), plan.beside, strict=True):

@@ -1,4 +1,7 @@
-"""Make the tables of predictions, together with published and measured numbers of the same rows."""
+"""Make the tables that show predictions beside published and measured numbers of the same rows.
+
+Predictions are computed from a hardware description. Nothing is run for them.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,29 +25,26 @@ Numbers = dict[str, float]  # by the row's name
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """What this program measured for a published row.
-
-    `throughput` is the samples per second of the median step. `allocated` is the number of bytes on
-    all devices together.
-    """
+    """What this program measured for a published row."""
 
     machine: str
-    throughput: float | None = None
-    allocated: float | None = None
-    disturbed: bool = False
+    throughput: float | None = None  # the samples per second of the median step
+    allocated: float | None = None  # the sum of all devices' peak bytes
+    disturbed: bool = False  # whether other programs disturbed the measurement
 
 
 Measured = dict[str, MeasuredRow]  # by the published row's name
 
 
 def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
-    """Return the measurement to show for each published row of an experiment, by the row's name.
+    """Return what was measured for the published rows of an experiment, by the row's name.
 
-    Rows that were not measured are left out.
+    If several records measured a row, the first record in the order of `ranked` is used. Rows that
+    were not measured are left out.
     """
     found: Measured = {}
-    # The record to show first comes last here, so its measurements replace the measurements of
-    # other records.
+    # The records are read in reverse order. So the measurements of the first record are read last,
+    # and replace those of other records.
     for record in reversed(ranked(readable(folder), experiment)):
         if record.run is None:
             continue
@@ -59,7 +59,7 @@ def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
 
 
 def _measured(result: Result, run: Run) -> MeasuredRow | None:
-    """Return a result's measurement if it did the same work as the published row, else None."""
+    """Return a result's measurement, or None if it did other work than the published row."""
     as_there = result.status == "measured" and result.scale == "paper"
     if not as_there or result.engine != "threads" or result.device == "meta":
         return None
@@ -81,10 +81,10 @@ def _measured(result: Result, run: Run) -> MeasuredRow | None:
 
 
 def predicted_tables(record: Record, measured: Measured) -> list[Table]:
-    """Return the tables of a record of predictions, in the layout of the published tables.
+    """Return the tables of a record of predictions: on speed, on memory, or both.
 
-    The tables are about speed, memory or both. For the same rows, the tables also show the
-    measurements in `measured`, or say that there are no measurements.
+    Each row of a table also has its published number. Measurements of the same rows (`measured`)
+    are shown, too. If there are none, a note says so.
     """
     names: set[str] = set()
     for result in record.results:
@@ -98,24 +98,24 @@ def predicted_tables(record: Record, measured: Measured) -> list[Table]:
 
 
 def throughput_errors(record: Record) -> Numbers:
-    """Return the relative error of each predicted throughput against the published throughput."""
+    """Return by which fraction each predicted throughput differs from the published one."""
     publication = _published(record)
     return errors(throughputs(_predicted(record)), throughputs(publication.results))
 
 
 def speed_up_errors(record: Record) -> Numbers:
-    """Return the relative error of each predicted speed-up against the published speed-up.
+    """Return by which fraction each predicted speed-up differs from the published one.
 
-    The baseline is the first row of the table, which is left out.
+    Speed-ups are over the first row of the table, which is left out.
     """
     first, *others = _predicted(record)
     return errors(speed_ups(others, first), _published_speed_ups(record, first.row))
 
 
 def errors_table(records: Sequence[Record]) -> Table:
-    """Return a table of the errors of speed predictions.
+    """Return a table that says how far predicted speeds are from published speeds.
 
-    Only tables that were published for the same hardware as the prediction count.
+    Predictions for other hardware than that of the published table are not counted.
     """
     headings = [
         "rows of",
@@ -189,7 +189,7 @@ def _speed(record: Record, measured: Measured) -> Table:
 def _about_errors(
     record: Record, first: str, off: Sequence[float], off_speed_up: Sequence[float]
 ) -> str:
-    """Return a note on the errors of speeds and speed-ups, or on why they are not shown."""
+    """Return a note on how large the errors are, or on why predictions are not compared at all."""
     if not _same_hardware(record):
         return (
             f"speed-up over {first}; published on other hardware, so the two are not to be compared"
@@ -201,9 +201,10 @@ def _about_errors(
 
 
 def _about_measured_speeds(record: Record, run: Measured) -> Iterator[str]:
-    """Yield notes on the machine that measured each row, and on how the measured steps differ.
+    """Yield notes on the measured speeds: which machine measured which rows, and what was timed.
 
-    The published and predicted numbers are of an epoch, which ends in a smaller mini-batch.
+    Published and predicted speeds are those of an epoch, whose last mini-batch can be smaller.
+    Measured speeds are those of full mini-batches.
     """
     if not run:
         yield NOT_MEASURED
@@ -278,7 +279,7 @@ def _about_measured_memory(measured: Measured) -> Iterator[str]:
 
 
 def _published_memory(record: Record) -> Numbers:
-    """Return the published numbers of reserved bytes, by the row's name."""
+    """Return how many bytes the allocator reserved in the published runs, by the row's name."""
     publication = _published(record)
     reserved = {}
     for paper in publication.results:
@@ -323,7 +324,7 @@ def _predicted(record: Record) -> list[Result]:
 
 
 def _same_hardware(record: Record) -> bool:
-    """Return whether the predictions are for the same GPU as the published table."""
+    """Return whether the predictions are for the GPU on which the published table was measured."""
     described = record.hardware or {}
     gpu = (_published(record).hardware or {}).get("gpu")
     return gpu is not None and str(gpu) in str(described.get("title"))

@@ -6,11 +6,13 @@ A block is the text between two comments. The first comment names the content of
     ...
     <!-- end -->
 
-- If the name is the name of an experiment, the block has the tables of one run of the experiment:
-  the first run in the order of `ranked`. With "/short" after the name, the block has only two of
-  these tables.
-- If the name is like "benchmarks/overlap", the block has the table of the record with this name in
-  results/benchmarks. `benchmarks/render.py` makes the table.
+There are three kinds of names:
+
+- The name of an experiment, such as "amoebanet-speed": the block gets the tables of one run of the
+  experiment. This is the first run in the order of `ranked`.
+- The name of an experiment with "/short" after it: the block gets only two of these tables.
+- A name like "benchmarks/overlap": the block gets the table of the record "overlap" in the folder
+  results/benchmarks. `benchmarks/render.py` makes this table.
 
 If there is no record yet, the block says so.
 """
@@ -36,8 +38,8 @@ MARK = re.compile(
     r"(?P<begin><!-- from records: (?P<name>.*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
 )
 
-# A function that makes the text of a block. Its arguments are a page and the part of the block's
-# name after the slash.
+# A function that returns the new text of a block. Its arguments are the page with the block, and
+# the part of the block's name that follows the slash.
 Maker = Callable[[Path, str], str]
 Texts = dict[Path, str]
 Records = Mapping[Path, Record]
@@ -46,8 +48,10 @@ Records = Mapping[Path, Record]
 def render(root: Path, benchmarks: Maker | None = None) -> Texts:
     """Return the new text of every file below `root` that is generated or has a generated block.
 
-    `benchmarks` is a function that makes the blocks of the folder `benchmarks`. It is an argument,
-    because that folder imports this package.
+    Args:
+        root: The top folder of the repository.
+        benchmarks: The function that makes blocks whose name begins with "benchmarks/". It is an
+            argument, because `reproduce` must not import the folder `benchmarks`.
 
     Raises:
         Error: A record is broken, or a block's name is unknown.
@@ -73,9 +77,9 @@ def render(root: Path, benchmarks: Maker | None = None) -> Texts:
 
 
 def _with_new_blocks(text: str, page: Path, makers: Mapping[str, Maker]) -> str:
-    """Return a page's text with its generated blocks replaced.
+    """Return the text of a page with new generated blocks.
 
-    A block of benchmarks does not change if no function for such blocks is given.
+    If `makers` has no function for benchmarks, blocks of benchmarks do not change.
     """
 
     def block(match: re.Match[str]) -> str:
@@ -85,7 +89,8 @@ def _with_new_blocks(text: str, page: Path, makers: Mapping[str, Maker]) -> str:
             return match["begin"] + make(page, name) + match["end"]
         if kind == "benchmarks":
             return match[0]
-        raise Error(f"{page}: a block is from {match['name']!r}; name one of {', '.join(makers)}")
+        known = ", ".join(makers)
+        raise Error(f"{page}: a block has the unknown name {match['name']!r}; use one of {known}")
 
     return MARK.sub(block, text)
 
@@ -100,10 +105,10 @@ def stale(files: Mapping[Path, str]) -> list[Path]:
 
 
 def _experiment_block(experiment: str, records: Records, page: Path, part: str) -> str:
-    """Return the tables of an experiment's run that is the first in the order of `ranked`.
+    """Return the block of an experiment: the tables of its first run in the order of `ranked`.
 
-    If `part` is "short", return only the rows that are like the published rows and the rows at
-    equal batch size, without notes.
+    If `part` is "short", the block has only two tables: the rows like the published rows, and the
+    rows with equal batch sizes. Of their notes, only the one about disturbed rows is kept.
     """
     runs = [record for record in records.values() if record.run is not None]
     first = next(iter(ranked(runs, experiment)), None)

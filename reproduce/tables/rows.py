@@ -1,4 +1,4 @@
-"""Define what several tables of an experiment use: rows, columns and notes."""
+"""Define the rows, columns and notes that several tables of an experiment have in common."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -38,7 +38,7 @@ Config = Mapping[str, Json]
 
 
 def is_published(result: Result) -> bool:
-    """Return whether a row repeats a published row, with the published or a smaller model."""
+    """Return whether a row repeats a published row, be it with the same or with a smaller model."""
     return result.config["configuration"] in (AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE)
 
 
@@ -48,7 +48,7 @@ def speed(result: Result) -> Reading | str:
 
 
 def size(settings: Config) -> str:
-    """Return a model's size, such as `(18, 256)`; empty if the model has only one size."""
+    """Return a model's size as a text such as `(18, 256)`; empty if the model has only one size."""
     model = MODELS.get(settings["model"])
     if model is None or not model.sizes:
         return ""
@@ -57,12 +57,12 @@ def size(settings: Config) -> str:
 
 
 def config(heading: str, name: str) -> Cells:
-    """Return the column of a configuration field, with a dash for None."""
+    """Return the column that shows a field of the configuration, with a dash for None."""
     return Column(heading, lambda result: result.config[name], nothing="-")
 
 
 def by_row(heading: str, values: Mapping[str, object], form: Form, nothing: str = "") -> Cells:
-    """Return a column of values. The value of a row is looked up by the row's name."""
+    """Return a column that shows `values`, which are given by the name of the row."""
     return Column(heading, lambda result: values.get(result.row), form, nothing)
 
 
@@ -72,10 +72,10 @@ BUSY = Column("busy", utilization, "{:.0%}")
 
 
 class Rows:
-    """The rows of a table. It makes the columns and notes of the table.
+    """The rows of a table, with methods that make the table's columns and notes.
 
-    If `every` contains emulated results, each emulated result is a row, and measured results are
-    shown in additional columns.
+    The rows are the results `every`. But if some of these are emulated, only the emulated results
+    are rows, and measured results are shown in additional columns.
     """
 
     def __init__(self, experiment: Experiment, every: Sequence[Result]) -> None:
@@ -99,11 +99,11 @@ class Rows:
         return [result.config for result in self.results]
 
     def span(self, name: str) -> str:
-        """Return the range of a configuration field over the rows, such as `8` or `8 to 64`."""
+        """Return the range of a configuration's field in all rows, such as `8` or `8 to 64`."""
         return span([config[name] for config in self.configs])
 
     def table(self, subtitle: str, columns: Iterable[Cells], notes: Iterable[str | None]) -> Table:
-        """Make the table. Its title is the title of the experiment followed by `subtitle`."""
+        """Make the table. Its title is the experiment's title, followed by `subtitle`."""
         return table(self.experiment.title + subtitle, columns, self, notes)
 
     def named(self, row: str | None) -> Result | None:
@@ -125,7 +125,7 @@ class Rows:
         return None
 
     def speed_up(self, result: Result) -> Reading | str | None:
-        """Return a row's speed-up over its baseline; None if the row or baseline was not timed."""
+        """Return a row's speed-up over its baseline; None if one of the two was not timed."""
         times = speed_up(result, self.named(result.over))
         if times and result.row == result.over:
             return "1"
@@ -136,12 +136,12 @@ class Rows:
         return speed_up(self.measured(result.row), self.measured(result.over))
 
     def published_speed_up(self, result: Result) -> Reading | None:
-        """Return the published speed-up of the row that this row reproduces."""
+        """Return the published speed-up of the published row that this row reproduces."""
         base = self.named(result.over)
         return speed_up(self.paper(result), self.paper(base))
 
     def published_throughput(self, result: Result) -> Reading | None:
-        """Return the published samples per second if the row is at scale paper, else None.
+        """Return the published samples per second of the row; None if its scale is not `paper`.
 
         At other scales, a row does other work than the published row.
         """
@@ -170,7 +170,7 @@ class Rows:
         return over_measured(result, self.measured(result.row))
 
     def published(self, heading: str, value: str, form: str, unit: float = 1) -> Cells:
-        """Return the column of a published value, divided by `unit`."""
+        """Return the column that shows a published value of each row, divided by `unit`."""
 
         def cell(result: Result) -> object:
             paper = self.paper(result)
@@ -189,20 +189,20 @@ class Rows:
 
     @property
     def published_on(self) -> str:
-        """Return the number and the kind of devices with which the published table was measured."""
+        """Return on which devices the published table was measured, such as `8 x Tesla P40`."""
         hardware = self.publication.hardware or {}
         return f"{hardware.get('num_gpus')} x {hardware.get('gpu')}"
 
     @property
     def published_title(self) -> str:
-        """Return the second part of the title of a table whose rows repeat published rows."""
+        """Return how the title of a table ends whose rows repeat published rows."""
         exact = all(config["configuration"] == AS_PUBLISHED for config in self.configs)
         return ", as published" if exact else ", like the published rows"
 
     def about_emulation(self, ratio: bool = True) -> Iterator[str]:
-        """Yield notes that explain emulated numbers, if there are any.
+        """Yield notes that explain the emulated numbers, if there are any.
 
-        `ratio` says that the table also shows the ratio of emulated numbers to measured numbers.
+        Set `ratio` if the table also has a column of emulated samples/s over measured samples/s.
         """
         if not self.emulated:
             return
@@ -238,7 +238,7 @@ class Rows:
             )
 
     def circumstances(self) -> str:
-        """Return a note on what all rows share: scale, batch sizes, steps, and model if equal."""
+        """Return a note on the scale, batch sizes and steps, and on the model if all share one."""
         first = self.results[0]
         shape = " x ".join(map(str, first.config["input_shape"]))
         models = set()
@@ -275,7 +275,7 @@ class Rows:
         return "; ".join(parts)
 
     def about_publication(self) -> str:
-        """Return a note on where published numbers come from, and how their conditions differ."""
+        """Return a note on where published numbers come from, and how the published rows differ."""
         source = self.publication.source or {}
         place = source.get("paper") or source.get("repo")
         about = f"published: {place}, on {self.published_on}"

@@ -1,4 +1,7 @@
-"""Make the tables of speed and of the ablation: throughput, speed-up and published numbers."""
+"""Make the tables of speed experiments and of the ablation.
+
+They show the throughput and the speed-up of each row, beside the published numbers.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -26,9 +29,9 @@ Results = Sequence[Result]
 
 
 def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
-    """Return a table for each group of rows, and a table of utilization.
+    """Return a table for each group of rows that are compared, and a table of utilization.
 
-    If each model is a group, a single table shows all groups.
+    In an experiment in which each model is a group, return a single table of all models instead.
     """
     if results[0].config.get("equal") == "model":
         return [zoo_table(experiment, results)]
@@ -51,14 +54,17 @@ def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
 
 
 def _group(result: Result) -> str:
-    """Return the name of the group in which the row ran, which is the row's `Row.group`."""
+    """Return the name of the group of rows with which the row is compared, as `Row.group` does."""
     if is_published(result):
         return str(result.config["configuration"])
     return str(result.config.get("equal") or "batch")  # rows of older runs lack `equal`
 
 
 def ablation_tables(experiment: Experiment, results: Results) -> list[Table]:
-    """Return a list with the table of an ablation, which switches components on one by one."""
+    """Return a list with the table of an ablation.
+
+    From row to row, one more component of the pipeline is switched on.
+    """
     rows = Rows(experiment, results)
     reserved = any("peak_reserved" in result.values for result in rows)
     kind = "reserved" if reserved else "live"
@@ -166,10 +172,11 @@ def _as_published(rows: Rows) -> Table:
 
 
 def _balances(rows: Rows, profiled: Rows) -> Table:
-    """Make the table that compares the published balance with the balance that was profiled here.
+    """Make the table that compares two balances: the published one, and one profiled here.
 
-    The rows have the published balance. `profiled` has the same rows with the balance that was
-    profiled.
+    Args:
+        rows: The rows that ran with the published balance.
+        profiled: The same rows with the balance that was found by profiling the model here.
     """
 
     def name(result: Result) -> str:
@@ -225,9 +232,9 @@ def _utilization(rows: Rows) -> Table:
 
 
 def zoo_table(experiment: Experiment, results: Results) -> Table:
-    """Return the table of all models that have run so far.
+    """Return the table of all models that have run so far, in an experiment on many models.
 
-    The table belongs to the group of the last model.
+    The table belongs to the group of the last model. So it is shown when this model has run.
     """
     rows = Rows(experiment, results)
     plain = []
@@ -256,7 +263,7 @@ def zoo_table(experiment: Experiment, results: Results) -> Table:
 
 
 def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
-    """Yield the columns that show each model's speed-up on n devices, for a table of models."""
+    """Yield the columns of the table of models that show the speed-ups on n devices."""
     found = {}
     for result in rows:
         if result.config["partitions"] == n:

@@ -1,8 +1,8 @@
 """Yield mini-batches of ImageNet or of generated images.
 
-The order and the crops of an epoch depend only on the seed and the number of the epoch. So a
-resumed training gets the same data as without the interruption, and no state of the data has to be
-saved.
+The order of the images and their random crops depend only on the seed and the number of the epoch.
+So a training that is resumed at an epoch gets the same data as a training without interruption.
+Checkpoints need no state of the data.
 """
 
 from __future__ import annotations
@@ -43,9 +43,19 @@ class AccuracyNeeds(NamedTuple):
 def prepare(
     name: str, scale: AccuracyScale, folder: Path | None, seed: int, seeds: int | None
 ) -> AccuracyNeeds:
-    """Find an experiment's data in `folder`, or generate the data if the scale has settings for it.
+    """Return the data and the seeds of an experiment at one of its scales.
 
-    Raise `Error` if the data cannot be used, or if it is not clear which data to use.
+    If the scale has settings for generated images, generate them. Otherwise, use ImageNet.
+
+    Args:
+        name: The name of the experiment, for error messages.
+        scale: The scale of the experiment.
+        folder: The folder of ImageNet; None to generate images.
+        seed: The first seed. It is also the seed of the generated images.
+        seeds: The number of seeds; None for the scale's number.
+
+    Raises:
+        Error: The scale and `folder` do not fit together, or `folder` cannot be used.
     """
     trained = range(seed, seed + (seeds or scale.seeds))
     if scale.made is not None:
@@ -56,7 +66,7 @@ def prepare(
     if folder is None:
         raise Error(
             f"{name} at scale {scale.name} trains on ImageNet: name its folder by --data DIR, "
-            f"which must have {LAYOUT}; or use --scale small"
+            f"which must have {LAYOUT}; or use --scale small, which makes its own data"
         )
     row = scale.rows[0]
     reading = dict(row.data)
@@ -77,7 +87,13 @@ class Gratings:
     ) -> None:
         """Generate all images.
 
-        `noise` is the standard deviation of the noise. The largest amplitude of a wave is 1.
+        Args:
+            train_size: The number of training images.
+            val_size: The number of validation images.
+            classes: The number of classes.
+            image_size: The width and height of the cropped images.
+            noise: The standard deviation of the noise. The largest amplitude of a wave is 1.
+            seed: The seed of all random numbers.
         """
         self.train_size = train_size
         self.val_size = val_size
@@ -109,7 +125,7 @@ class Gratings:
     def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
         """Yield the mini-batches of one epoch, shuffled and randomly cropped.
 
-        All mini-batches have the same size, and an incomplete mini-batch is dropped.
+        If fewer than `batch_size` images are left at the end, they are dropped.
         """
         generator = Generator().manual_seed(seed * MOST_EPOCHS + epoch)
         images, labels = self.train
@@ -142,8 +158,13 @@ class Gratings:
 class ImageNet:
     """ImageNet in a folder of the layout `LAYOUT`, read by `workers` processes.
 
-    Training images are cropped at random to 224 x 224 (8 to 100 % of the area) and flipped at
-    random. Validation images are resized to 256 and cropped in the middle, like in the publication.
+    As in the published experiment, images become 224 x 224:
+
+    - From a training image, a random part (8 to 100 % of the area) is cut out, resized, and flipped
+      at random.
+    - A validation image is resized so that its shorter side has 256 pixels, and cropped in the
+      middle.
+
     The constructor raises `Error` if there is no such folder, if the folder has another layout, or
     if torchvision is missing.
     """
@@ -168,11 +189,11 @@ class ImageNet:
         if missing:
             first = min(missing)
             raise Error(
-                f"--data {folder}: val/ has no folder {first}, and train/ has; put it there"
+                f"--data {folder}: train/ has a folder {first}, but val/ has none; add it to val/"
             )
 
     def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
-        """Yield the mini-batches of one epoch, in the same way as `Gratings.train_batches`."""
+        """Yield the complete mini-batches of one epoch, shuffled and randomly cropped."""
         return self._read(self.train, batch_size, seed * MOST_EPOCHS + epoch, train=True)
 
     def val_batches(self, batch_size: int) -> Iterator[Batch]:
@@ -222,7 +243,7 @@ def find_images(folder: Path, part: str, classes: int, transform: Any) -> Any:
 
 
 def load_image(path: str) -> Any:
-    """Load an RGB image. Unlike torchvision's error, the error contains the file's name."""
+    """Load an image as RGB. If that fails, the error names the file, unlike torchvision's error."""
     from PIL import Image
 
     try:

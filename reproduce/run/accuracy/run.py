@@ -1,4 +1,4 @@
-"""Run an accuracy experiment: train every row for all of its epochs, from several seeds.
+"""Run an accuracy experiment: train every row (configuration) to its last epoch, with each seed.
 
 After every epoch, a checkpoint is saved. So a training that was stopped can resume after its last
 complete epoch.
@@ -44,10 +44,10 @@ def plan_accuracy(session: Session) -> None:
 
 
 def run_accuracy(session: Session) -> Iterator[GroupDone]:
-    """Train all rows from the first seed, then all rows from the next seed, and so on.
+    """Train all rows with the first seed, then all rows with the next seed, and so on.
 
-    So rows can be compared as soon as possible. All rows form a single group without a name. At the
-    end, yield the group's name, "", and True, which means that it is finished.
+    In this order, rows can be compared as soon as possible. All rows are in one group, whose name
+    is "". At the end, yield this name, and True, which means that the group is finished.
     """
     failures: dict[str, str] = {}  # the status of each row that has failed, by its name
     paths = []
@@ -73,7 +73,7 @@ def run_accuracy(session: Session) -> Iterator[GroupDone]:
 
 
 def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
-    """Train a row until the last epoch. If there is a checkpoint, resume from it."""
+    """Train a row with one seed until the last epoch. If there is a checkpoint, resume from it."""
     epochs = row.recipe.epochs
     steps = _steps_per_epoch(session, row)
     done: list[Epoch] = []
@@ -100,7 +100,7 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
 def _train_epoch(
     session: Session, row: AccuracyRow, seed: int, training: "AccuracyTraining", epoch: int
 ) -> Epoch:
-    """Train on all mini-batches of an epoch, evaluate, and return the values for the record."""
+    """Train for an epoch, evaluate, and return the epoch's values for the record (`SERIES`)."""
     data = _needs(session).data
     devices = session.devices
     job = session.job(row.name)
@@ -134,7 +134,7 @@ def _train_epoch(
 
 
 def _put(session: Session, row: AccuracyRow, epochs: Sequence[Epoch], **ended: Any) -> None:
-    """Add epochs to the samples of a row in the record."""
+    """Add the values of some epochs to the samples of a row in the record."""
     before = session.recorded(row).samples
     samples = {name: list(before.get(name, [])) for name in SERIES}
     for epoch in epochs:
@@ -145,9 +145,10 @@ def _put(session: Session, row: AccuracyRow, epochs: Sequence[Epoch], **ended: A
 
 
 def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
-    """Return the path of a training's checkpoint.
+    """Return the path of the checkpoint of a row's training with one seed.
 
-    The file's name contains the row, the seed and a digest of all other settings.
+    The file's name contains the row, the seed, and a digest of all other settings. So a training
+    never resumes from a checkpoint that was saved with other settings.
     """
     data = _needs(session).data
     made = session.scale.settings()["made"]
@@ -193,9 +194,9 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
 
 
 def _put_away(session: Session, paths: Sequence[Path]) -> None:
-    """Move checkpoints to another folder, so that the next run starts from scratch.
+    """Move the checkpoints to a folder named after the record, so that the next run starts anew.
 
-    If the data are generated, delete the checkpoints instead.
+    If the data is generated, delete the checkpoints instead.
     """
     made = session.scale.settings()["made"]
     for path in paths:
@@ -223,9 +224,9 @@ def _needs(session: Session) -> AccuracyNeeds:
 
 
 class AccuracyTraining:
-    """The training of a row's model on its devices.
+    """The training of a row's model on the row's devices.
 
-    Rows with the same seed start from the same parameters.
+    All trainings of the same model with the same seed start from the same parameters.
     """
 
     def __init__(self, row: AccuracyRow, devices: Devices, seed: int, steps_per_epoch: int) -> None:

@@ -32,9 +32,9 @@ from torchgpipe.tensors.microbatch import tensors_of
 from torchgpipe.trace.layer import flat
 
 ONLY_EMULATED = "rows with the published balance are only emulated"
-FEW = "it needs at least as many micro-batches as partitions"  # a reason of Schedule1F1B
-FIRST = 2  # number of steps to compare; in later steps, rounding errors add up
-ROUNDING = 1e-4  # relative tolerance: processes round a convolution's gradient differently
+FEW = "it needs at least as many micro-batches as partitions"  # why Schedule1F1B cannot run a row
+FIRST = 2  # the number of steps whose losses are compared: later, rounding errors add up
+ROUNDING = 1e-4  # relative tolerance, because processes round a convolution's gradient differently
 Losses = Sequence[float | None]
 Made = tuple[nn.Module, Callable[[], "Tensor | None"]]
 """The module whose parameters to optimize, and a function that runs forward and backward.
@@ -45,9 +45,19 @@ The function returns the loss, or `None` if this process does not have it.
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The training to run: layers, pipeline settings, a mini-batch, and the optimizer's maker.
+    """The training to run.
 
-    `loss(output, target)` is a mean over samples. `optimizer` makes the optimizer of a module.
+    Attributes:
+        layers: The model.
+        balance: The number of layers of each partition.
+        chunks: The number of micro-batches.
+        input: The input mini-batch.
+        target: The target of the mini-batch.
+        loss: `loss(output, target)` returns the mean loss over the samples.
+        optimizer: `optimizer(module)` makes an optimizer of the module's parameters.
+        checkpoint: Which micro-batches are checkpointed, as for `GPipe`.
+        deferred_batch_norm: Whether batch norm's running statistics are those of whole
+            mini-batches, and not of micro-batches.
     """
 
     layers: nn.Sequential
@@ -64,9 +74,11 @@ class Work:
 class Trainer:
     """A trainer that runs training steps with an engine.
 
-    If the engine uses processes, each process creates a `Trainer`. `steps` is the number of steps
-    so far. `pipeline` is the pipeline, which can record timelines, or `None` for PyTorch's
-    schedules.
+    If the engine uses processes, each process creates a `Trainer`.
+
+    Attributes:
+        steps: The number of steps so far.
+        pipeline: The `GPipe` or `DistributedGPipe`; `None` if a schedule of PyTorch is used.
     """
 
     def __init__(self, engine: Engine, work: Work) -> None:
@@ -136,18 +148,18 @@ def _scheduled(engine: Engine, work: Work) -> Made:
             raise error.__cause__ or error from None  # the layer's own error
         if not losses:
             return None
-        # The schedule divides gradients by the number of micro-batches, so they are gradients of
-        # the mean loss.
+        # The schedule has divided the gradients by the number of micro-batches. So they are the
+        # gradients of the mean of the micro-batches' losses.
         return torch.stack([loss.detach() for loss in losses]).mean()
 
     return part, run
 
 
 def check_same(losses: Losses, others: Losses, what: str) -> None:
-    """Raise `Error` if the losses on two engines differ by more than rounding errors.
+    """Raise `Error` if the losses of a row with two engines differ by more than rounding errors.
 
-    If losses differ, the engines do different work, and their times are not comparable. Only the
-    first steps, which both engines have done, are compared.
+    Different losses show that the engines do different work. Then their times are not comparable.
+    Only the first two steps are compared, or fewer if an engine has not yet run two steps.
     """
     count = min(len(losses), len(others), FIRST)
     losses, others = losses[:count], others[:count]
@@ -182,7 +194,7 @@ def _against_processes(row: Row, devices: Devices) -> Iterator[str]:
 
 
 def _against_schedule(engine: Engine, row: Row) -> Iterator[str]:
-    """Yield further reasons why one of PyTorch's schedules cannot run a row."""
+    """Yield the reasons why this schedule of PyTorch cannot run a row."""
     chunks = row.chunks or 1
     if row.deferred_batch_norm:
         yield "PyTorch's schedules know no deferred batch norm"

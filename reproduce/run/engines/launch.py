@@ -9,18 +9,25 @@ from typing import Any, NamedTuple
 
 
 class Ended(NamedTuple):
-    """A text on how a process has ended, such as `by SIGKILL` or `with exit code 1`."""
+    """How a process has ended, as a text such as `by SIGKILL` or `with exit code 1`."""
 
     how: str
 
 
 class Launched:
-    """`count` processes, each of which calls `run(k, link, *arguments)` and then ends.
+    """Several processes that run the same function. `close()` kills all of them.
 
-    `k` is the number of the process, and `link` is its connection to this process. `links` contains
-    this process's ends of the connections. `method` is multiprocessing's start method: `spawn`
-    starts a new Python, `forkserver` forks a server process that has imported some modules, and
-    `fork` forks this process. `close()` ends all processes.
+    Attributes:
+        links: This process's end of the connection to each of the processes.
+
+    Args:
+        method: The start method of `multiprocessing`: "spawn" starts a new Python, "fork" forks
+            this process, and "forkserver" forks a server process.
+        count: The number of processes.
+        run: Each process calls `run(k, link, *arguments)` and then ends. `k` is the number of the
+            process, and `link` is its connection to this process.
+        arguments: Further arguments of `run`.
+        daemon: Whether the processes end when this process exits.
     """
 
     def __init__(
@@ -59,8 +66,8 @@ class Launched:
     def receive(self, of: Iterable[int], seconds: float | None = None) -> Iterator[tuple[int, Any]]:
         """Wait until at least one of the processes `of` has sent something, but at most `seconds`.
 
-        For each of these processes, yield its number and the object that it has sent. If a process
-        has ended, the object is an `Ended`.
+        Then, for each process that has sent something, yield its number and the object that it has
+        sent. For a process that has ended, yield its number and an `Ended`.
         """
         links = [self.links[k] for k in of]
         for link in connection.wait(links, seconds):
@@ -91,8 +98,9 @@ class Launched:
 
 
 def _run(inherited: list[Connection], run: Callable[..., None], *arguments: Any) -> None:
-    # A forked process inherits the parent's ends of the connections. It closes these ends, so that
-    # all processes notice when the parent exits.
+    # A forked process inherits the parent's ends of the connections. It has to close them:
+    # otherwise, the connections would stay open after the parent's exit, and no process would
+    # notice the exit.
     for link in inherited:
         link.close()
     run(*arguments)

@@ -1,15 +1,16 @@
 """Run a pipeline's partitions in separate processes (ranks), a step at a time.
 
-A request is sent to all ranks. It is one of these pairs:
+The parent process sends requests to all ranks. A request is one of these pairs:
 
-- an engine, and a function that makes the work to train;
-- `"step"`, and the time at which the step begins on all ranks;
-- `"record"`, and the time at which a step begins whose timeline is recorded.
+- the name of an engine, and a function that returns the training to run (`Work`);
+- `"step"`, and the time at which a training step begins on all ranks;
+- `"record"`, and the time at which a training step begins whose timeline is recorded.
 
-A rank replies with `"answer"` and a value. For a step, the value contains the time at which the
-step ended, the loss, and the events of the timeline. A rank that fails replies with `"failed"` and
-the reason, and ends. If a rank waits long for other ranks, it first sends `"waits"` and a line that
-says so.
+A rank replies with one of these pairs:
+
+- `"answer"`, and for a step: the time at which it ended, the loss, and the timeline's events;
+- `"failed"`, and the reason. Then the rank ends.
+- `"waits"`, and a line that says that the rank waits long for other ranks. A further reply follows.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ from torchgpipe.patience import waiting_for
 from torchgpipe.plan.replay import Event, Timeline
 from torchgpipe.timeline import record
 
-AHEAD = 0.01  # seconds from a request to its step, so that every rank receives the request in time
+AHEAD = 0.01  # seconds from sending a request to starting its step, so that all ranks have got it
 GRACE = 2.0  # seconds to wait for other ranks' errors after one rank has failed
 PATIENCE = timedelta(days=365)  # practically no timeout: ranks are idle while other rows run
 
@@ -48,8 +49,8 @@ class Processes:
     """The processes of a pipeline, one for each partition.
 
     Each process uses as many threads as this process. The processes end when `close()` is called or
-    when this process ends. All processes also end if one of them fails. In this case, the method
-    that was called raises `Error` or `torch.OutOfMemoryError`.
+    when this process ends. If one of them fails, all of them end, and the method that waits for
+    them raises `Error` or `torch.OutOfMemoryError`.
     """
 
     def __init__(self, count: int) -> None:
@@ -59,9 +60,10 @@ class Processes:
         self._ranks = Launched("spawn", count, _serve, count, torch.get_num_threads(), store)
 
     def make(self, engine: Engine, work: Callable[[], Work]) -> None:
-        """Call `work` on every rank, and prepare to run the training that it returns with `engine`.
+        """Prepare every rank to run a training with `engine`.
 
-        Other processes must be able to import `work`.
+        Every rank calls `work`, which returns the training. `work` is pickled, so other processes
+        must be able to import it.
         """
         self._ask(engine, work)
 
@@ -99,8 +101,8 @@ class Processes:
     def _replies(self) -> tuple[dict[int, Any], list[Failure]]:
         """Wait for all ranks' replies; return the answers by rank, and the failures.
 
-        After a failure, wait only for a short time, because other ranks can be waiting for the
-        failed rank.
+        After a failure, wait only for a short time: other ranks may never reply, because they wait
+        for the failed rank.
         """
         answers: dict[int, Any] = {}
         failures: list[Failure] = []
@@ -126,9 +128,9 @@ class Processes:
 
 
 def _error_of(failures: list[Failure]) -> Exception:
-    """Return the error to raise, with the reason of a rank that failed first.
+    """Return the error to raise, with the reason of the rank that failed by itself.
 
-    The other ranks fail with `RankFailed`, which only says that another rank failed.
+    The other ranks then fail with `RankFailed`, which only says that another rank failed.
     """
     own = [failure for failure in failures if not failure.reason.startswith("RankFailed")]
     first = (own or failures)[0]
@@ -169,10 +171,13 @@ def _serve(rank: int, link: Connection, count: int, threads: int, store: str) ->
 
 
 def _step(trainer: Trainer, start: float, *, recorded: bool) -> tuple[float, float | None, Any]:
-    """Run a step that begins on all ranks at the same time.
+    """Run a training step that begins on all ranks at the time `start`.
 
-    `start` is this time on the clock `time.perf_counter`, which all processes share. Return the
-    time at which the step ended, its loss, and the events of its timeline if `recorded` is true.
+    Times are those of `time.perf_counter`, a clock that all processes share.
+
+    Returns:
+        The time at which the step ended, the loss if this rank has it, and the events of the
+        timeline if `recorded` is true.
     """
     torch.manual_seed(trainer.steps)  # as `MeasuredSteps` does, so that dropout draws the same
     recording: Any = contextlib.nullcontext()
@@ -188,9 +193,9 @@ def _step(trainer: Trainer, start: float, *, recorded: bool) -> tuple[float, flo
 
 
 def _listen(link: Connection) -> SimpleQueue[bytes]:
-    """Return a queue of requests. A thread puts the received requests into the queue.
+    """Start a thread that receives requests; return the queue into which it puts them.
 
-    The thread ends this process when the parent process ends, even during a step.
+    When the parent process ends, the thread ends this process, even during a step.
     """
     requests: SimpleQueue[bytes] = SimpleQueue()
 

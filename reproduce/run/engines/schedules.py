@@ -1,6 +1,6 @@
 """Build PyTorch's own pipeline schedules, which are in `torch.distributed.pipelining`.
 
-That package takes more than a second to import.
+Import this module only where it is needed, because that package takes more than a second to import.
 """
 
 from typing import Any
@@ -15,10 +15,15 @@ from torch.utils.checkpoint import checkpoint
 def schedule(
     name: str, part: nn.Module, *, chunks: int, checkpointed: int = 0, **options: Any
 ) -> Any:
-    """Return the PyTorch schedule called `name` for this rank's part of a model.
+    """Return a schedule of PyTorch for this rank's part of a model.
 
-    PyTorch's schedules have no checkpointing. Here, the first `checkpointed` micro-batches use
-    `torch.utils.checkpoint`. `options` are passed to the schedule.
+    Args:
+        name: The class of the schedule, such as "Schedule1F1B".
+        part: The layers of this rank.
+        chunks: The number of micro-batches.
+        checkpointed: The number of micro-batches, from the first one on, that are checkpointed. As
+            PyTorch's schedules have no checkpointing, `torch.utils.checkpoint` is used.
+        options: Further arguments of the schedule.
     """
     stage = _Stage(_Part(part), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     stage.checkpointed = checkpointed
@@ -35,9 +40,10 @@ class _Stage(pipelining.PipelineStage):
 
 
 class _Part(nn.Module):
-    """A module that passes its arguments to a rank's layers, as a tuple if there are several.
+    """A module that calls a rank's layers, with several tensors as one tuple.
 
-    A stage of PyTorch passes several tensors as separate arguments.
+    The layers take a tuple of tensors as one argument. A `PipelineStage` of PyTorch passes the
+    tensors as separate arguments.
     """
 
     checkpoints = False

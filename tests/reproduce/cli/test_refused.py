@@ -37,7 +37,7 @@ REFUSED = {
     ),
     "run tiny-memory --on meta --scale small": "its balances are profiled, and devices that",
     f"{SPEED} --resume": (
-        "--resume: no run of this command in runs was broken off; leave --resume out"
+        "--resume: no run of this command in runs was interrupted; omit --resume"
     ),
     f"{SPEED} --out text": "--out text: cannot be written (File exists); name another",
     f"{SPEED} --row GPipe_n2": "--row 'GPipe_n2': no row is called so; did you mean",
@@ -65,7 +65,9 @@ REFUSED = {
     f"{TWO} --filter x=3": (
         "--filter x=...: no row has x; there are experiment, row, scale, device, engine, "
     ),
-    f"{TWO} --metric speed": "--metric speed: no row has it; there are throughput, time, speedup",
+    f"{TWO} --metric speed": (
+        "--metric speed: no row has this metric; the rows' metrics are throughput, time, speedup"
+    ),
     PREDICT: "name either experiments, or a run by --run",
     f"{PREDICT} unet-speed --run record.json": "name either experiments, or a run by --run",
     f"{PREDICT} --run record.json": "--run record.json: it has no emulated rows",

@@ -133,7 +133,7 @@ ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
         "--base v1 --case gpipe --case x",
         2,
         None,
-        "--case x: no case's name contains it; there are machinery",
+        "--case x: no case has this text in its name; the cases are machinery",
     ),
     (
         {},

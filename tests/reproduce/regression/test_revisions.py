@@ -62,7 +62,7 @@ def test_a_snapshot_of_the_working_tree_as_it_is(root: Path, tmp_path: Path) -> 
     [
         ("empty", None, r"empty holds no package torchgpipe and no src/torchgpipe below /"),
         ("new", "rm -r torchgpipe", "new holds no package torchgpipe"),
-        ("new", "exit 3", "new: --build 'exit 3' ended with exit code 3; above is"),
+        ("new", "exit 3", "new: --build 'exit 3' ended with exit code 3; its output is"),
     ],
 )
 def test_what_cannot_be_had(

@@ -101,4 +101,4 @@ def test_a_block_shows_the_newest_whole_run(
 
     page.write_text(PAGE.replace("amoebanet-speed", "x/y"))
     _, err = command("render", code=2)
-    assert "README.md: a block is from 'x/y'; name one of amoebanet-speed, " in err
+    assert "README.md: a block has the unknown name 'x/y'; use one of amoebanet-speed, " in err

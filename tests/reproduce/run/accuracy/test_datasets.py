@@ -93,7 +93,7 @@ def test_the_class_is_the_direction_of_the_wave() -> None:
         (["train/a/1", "val/a/1"], "train/ has 1 folders of classes, not 2; put ImageNet there"),
         (
             ["train/a/1", "train/b/1", "val/a/1", "val/c/1"],
-            "val/ has no folder b, and train/ has; put it there",
+            "train/ has a folder b, but val/ has none; add it to val/",
         ),
         (
             ["train/a/1", "train/b/1.txt"],
