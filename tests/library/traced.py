@@ -67,7 +67,7 @@ def filling(net: Any, x: Tensor) -> Tensor:
 
 
 class Tokens(Net):
-    """A transformer with a class token, position embeddings, and attention of basic operators."""
+    """A module like a vision transformer, with attention made of basic operators."""
 
     inner: Any
     positions: Tensor
@@ -105,7 +105,7 @@ class Masked(Net):
 
 
 class Square(Net):
-    """A module with a mask of shape (tokens, tokens). Tests use as many tokens as samples, too."""
+    """A module with a mask of shape (tokens, tokens). Some tests use a batch size of `tokens`."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.a(x)
