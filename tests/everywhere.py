@@ -1,12 +1,11 @@
 """`Everywhere`: a pipeline over ranks that tests use like a pipeline in one process.
 
 Every rank runs the whole test, which is written for one process. The test must pass on each rank. A
-rank builds all layers, but its pipeline runs only the layers of its own partition. For all others,
-it has copies.
+rank builds all layers, but its pipeline runs only the layers of its own partition.
 
 After each forward and each backward, the ranks exchange four things: outputs, errors, the gradients
-and buffers of their layers, and what these layers recorded. So a test can look at any layer on any
-rank.
+and buffers of their layers, and what these layers recorded. Each rank puts them into its own copies
+of the other ranks' layers. So a test can look at any layer on any rank.
 """
 
 from __future__ import annotations

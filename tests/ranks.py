@@ -41,7 +41,7 @@ PATIENCE = 60  # seconds; only a test that hangs takes so long
 
 
 class Ranks:
-    """All ranks, for pytest's own process.
+    """All ranks, as seen by pytest's own process.
 
     Attributes:
         launched: The processes of the ranks, and the connections to them.
@@ -174,8 +174,8 @@ class Rank:
             return
         assert n <= WORLD, f"there are {WORLD} ranks"
         store = dist.PrefixStore(str(self._test), self._store)  # type: ignore[attr-defined]
-        patience = timedelta(seconds=PATIENCE / 2)  # A test that hangs can say where it hangs.
-        store.set_timeout(patience)
+        patience = timedelta(seconds=PATIENCE / 2)
+        store.set_timeout(patience)  # shorter than PATIENCE, so that a hanging test says where
         dist.init_process_group(
             "gloo", store=store, rank=self.index, world_size=n, timeout=patience
         )

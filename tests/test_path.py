@@ -26,12 +26,12 @@ TASKS = 8
 # The keys are: the engine, the mode of checkpointing, and the schedule of `step` ("" for
 # `model(x)`). The values are: the number of functions that run, and the number of their calls.
 EXPECTED = {
-    ("workers", "except_last", ""): (195, 981),  # 123 calls a task
-    ("workers", "never", ""): (161, 673),  # 84 calls a task
-    ("workers", "except_last", "1F1B"): (223, 1001),  # 125 calls a task
-    ("graph", "except_last", ""): (164, 1020),  # 128 calls a task
-    ("graph", "never", ""): (67, 245),  # 31 calls a task
-    ("graph", "except_last", "1F1B"): (203, 916),  # 114 calls a task
+    ("workers", "except_last", ""): (195, 981),  # 123 calls for each task
+    ("workers", "never", ""): (161, 673),  # 84 calls for each task
+    ("workers", "except_last", "1F1B"): (223, 1001),  # 125 calls for each task
+    ("graph", "except_last", ""): (164, 1020),  # 128 calls for each task
+    ("graph", "never", ""): (67, 245),  # 31 calls for each task
+    ("graph", "except_last", "1F1B"): (203, 916),  # 114 calls for each task
 }
 
 
@@ -89,7 +89,7 @@ def main() -> None:
     """Print the numbers of the current code."""
     for key in EXPECTED:
         functions, calls = ran(*key)
-        print(f"    {key}: ({functions}, {calls}),  # {calls / TASKS:.0f} calls a task")
+        print(f"    {key}: ({functions}, {calls}),  # {calls / TASKS:.0f} calls for each task")
 
 
 if __name__ == "__main__":

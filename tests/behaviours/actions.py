@@ -66,7 +66,7 @@ def input_gradient(pipe: Pipe) -> Found:
 
 
 def in_turn(pipe: Pipe) -> Found:
-    """Train two pipelines in turn: first, second, first, second."""
+    """Train two pipelines alternately."""
     pipes = [pipe, pipe.again()]
     for seed in range(2):
         for k, each in enumerate(pipes):
@@ -88,15 +88,15 @@ def in_autocast(pipe: Pipe) -> Pipe:
 
 
 def dropout_step(pipe: Pipe) -> Pipe:
-    """Run a step after the same seed on all ranks."""
+    """Run a step with a fixed seed."""
     torch.manual_seed(7)
     return pipe.step()
 
 
 def as_with(**changes: Any) -> Callable[[Pipe], Found]:
-    """Return an action that checks whether some settings change a pipeline's losses and gradients.
+    """Return a function that checks whether other settings give the same losses and gradients.
 
-    The action compares a pipeline with the settings of the test case, and another pipeline where
+    The function compares two pipelines: one with the settings of the test case, and one where
     `changes` replace some of these settings.
     """
 
@@ -125,7 +125,7 @@ def masks(pipe: Pipe) -> Found:
 
 
 def of_the_mini_batch(pipe: Pipe) -> Found:
-    """Check the first layer, a batch norm: it must have the statistics of the whole mini-batch."""
+    """Check that the first layer, a batch norm, has the statistics of the whole mini-batch."""
     found = pipe.step().found()
     norm = nn.BatchNorm1d(4)
     x, _ = pipe.row.given()
@@ -164,7 +164,7 @@ def going_on(pipe: Pipe) -> Pipe:
 def evaluated(*given: Any) -> Callable[[Pipe], Pipe]:
     """Return a function that runs a pipeline in eval mode.
 
-    Its input is that of the mini-batch `given`, or by default of the test case's mini-batch.
+    The input comes from `given` (a mini-batch), or by default from the test case's mini-batch.
     """
     return lambda pipe: pipe.evaluate(*given)
 
@@ -191,7 +191,7 @@ def between_steps(pipe: Pipe) -> Pipe:
 
 
 def heard(pipe: Pipe) -> list[BaseException]:
-    """Run a step that raises an error. Return the error and its chain of causes."""
+    """Run a step that fails. Return the error, its `__cause__`, the cause of that, and so on."""
     errors: list[BaseException] = []
     try:
         pipe.step()

@@ -41,7 +41,7 @@ def mlp(*between: nn.Module) -> nn.Sequential:
 
 
 def squares(output: Tensor, target: Tensor) -> Tensor:
-    """Return the sum of squared errors: the losses of micro-batches add up to the whole loss."""
+    """Return the sum of squared errors. It is the sum of the losses of micro-batches."""
     return ((output - target) ** 2).sum()
 
 

@@ -133,9 +133,9 @@ class Row:
     def left_out(self, variation: str, engine: str, checkpoint: str) -> bool:
         """Return whether not to test this combination of a variation, an engine and a mode.
 
-        If the pipeline must raise an error, only the row itself is tested. A variation of the row,
-        such as a single partition, has other boundaries between partitions. There, the error may
-        not occur.
+        If the pipeline must raise an error, variations of the row are not tested. A variation, such
+        as a single partition, has other boundaries between partitions, where the error may not
+        occur.
         """
         if variation and self.refused:
             return True

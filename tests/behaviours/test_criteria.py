@@ -1,7 +1,7 @@
 """Criteria (loss functions) that use parameters: each parameter gets its gradient once in a step.
 
-A net must have the same parameters after a step as before it. Timing decides whether threads
-disturb each other, so each case repeats two accumulated steps several times.
+A step must not change the parameters themselves. Timing decides whether threads disturb each other,
+so each case repeats two accumulated steps several times.
 """
 
 import copy

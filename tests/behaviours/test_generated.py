@@ -111,7 +111,7 @@ NO_GRADIENTS = {"no grad": torch.no_grad, "inference": torch.inference_mode}
 def forward(
     model: nn.Module, case: Case, step: Step, seed: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Run the forward of a step on random inputs, drawn after `seed`.
+    """Run the forward of a step on inputs that are drawn with `seed`.
 
     Returns:
         The inputs, copies of the outputs, and the outputs.
@@ -197,7 +197,7 @@ def turn(model: nn.Module, step: Step) -> None:
 
 
 def finish(model: nn.Module, step: Step) -> None:
-    """Update, zero, freeze or reload, as `step.after` says."""
+    """Finish a step: update, zero gradients, freeze, or reload the state (see `step.after`)."""
     for p in leaves(model).values():
         if p.grad is not None and step.after.startswith("update"):
             p.data.sub_(p.grad.to_dense().sign(), alpha=0.1)

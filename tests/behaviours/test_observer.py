@@ -1,7 +1,7 @@
 """A pipeline's observer sees every task once, in the task's thread, and in a correct order.
 
 The observer returns a context manager for each task. An order is correct if each task comes after
-the tasks that it depends on. In a recorded timeline, all times are of one clock.
+the tasks that it depends on. In a recorded timeline, all times come from one clock.
 """
 
 import json

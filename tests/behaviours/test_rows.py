@@ -54,8 +54,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 # A reentrant checkpoint gives this warning in a first forward pass, which runs without a graph.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-# Before PyTorch 2.13, when a layer raises an error, a generator in `checkpoint` stays open until
-# the error is freed. Closing it then causes this warning.
+# Before PyTorch 2.13, when a layer raises an error, a Python generator in `checkpoint` stays open
+# until the error is freed. Closing this generator then causes the warning.
 @pytest.mark.filterwarnings(
     "ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning"
 )

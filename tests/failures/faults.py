@@ -101,16 +101,17 @@ def strangers_write() -> None:
 
 
 def overflows() -> None:
-    """Stand for a gradient that becomes infinite, for which all ranks must skip the update.
+    """Do nothing: this function only stands for a fault in the table of faults.
 
-    The training program recognizes this function, and does it.
+    The training program recognizes it, and makes a gradient infinite. All ranks must then skip the
+    update.
     """
 
 
 def takes_another_pipeline() -> None:
-    """Stand for a call of another pipeline, while other ranks call the first one.
+    """Do nothing: this function only stands for a fault in the table of faults.
 
-    The training program recognizes this function, and does it.
+    The training program recognizes it, and calls another pipeline than the other ranks.
     """
 
 

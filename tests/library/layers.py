@@ -81,7 +81,9 @@ def partitions(
     found = [[layer] for layer in layers]
     for source, target in skips:
         namespace = Namespace()
-        found[source].append(Stash(stashed).isolate(namespace))  # type: ignore[operator]
-        found[target].insert(0, Pop().isolate(namespace))  # type: ignore[operator]
+        stashing: Any = Stash(stashed)
+        popping: Any = Pop()
+        found[source].append(stashing.isolate(namespace))
+        found[target].insert(0, popping.isolate(namespace))
     balance = list(map(len, found))
     return nn.Sequential(*chain.from_iterable(found)), balance

@@ -1,4 +1,4 @@
-"""Test that a pipeline cannot be moved to other devices, but to the devices where it already is."""
+"""Test that a pipeline cannot be moved to other devices. A move to its own devices does nothing."""
 
 from collections.abc import Callable
 

@@ -105,7 +105,7 @@ class Masked(Net):
 
 
 class Square(Net):
-    """A module with a mask of shape (tokens, tokens). Some tests use a batch size of `tokens`."""
+    """A module with a mask of shape (tokens, tokens). In one test, the batch size is the same."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.a(x)
@@ -242,7 +242,7 @@ def rows(*shape: int) -> Tensor:
 
 
 def does(function: Callable[[Any, Tensor], Any], **more: Any) -> Module:
-    """Return a module whose forward is `function(module, input)`, with attributes to use."""
+    """Return a module whose forward is `function(module, input)`, with layers as attributes."""
     a, b, c, hidden = [Linear(WIDTH, WIDTH) for _ in range(4)]
     holds: dict[str, Any] = {
         "count": torch.zeros(()),

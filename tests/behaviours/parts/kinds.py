@@ -36,7 +36,7 @@ Make = Callable[[Any], nn.Module]
 def own(make: Callable[..., Any], *args: Any, **options: Any) -> Make:
     """Return a factory that calls `make(*args, **options)`.
 
-    It ignores its argument `parts`, which has modules that several layers can share.
+    The factory ignores its argument `parts`: modules that several layers can share.
     """
     return lambda parts: make(*args, **options)
 

@@ -42,7 +42,7 @@ class Do(nn.Module):
 
 
 def layer(given: Any) -> nn.Module:
-    """Make a layer of a function. Return a module unchanged."""
+    """Turn a function into a layer, and return a module unchanged."""
     if isinstance(given, nn.Module):
         return given
 
@@ -55,7 +55,8 @@ def layer(given: Any) -> nn.Module:
 def made(*layers: Callable[[], Any]) -> Callable[[], nn.Sequential]:
     """Return a function that builds an `nn.Sequential`.
 
-    Each argument makes one layer. It returns a module, or a function that `layer` makes a layer of.
+    Each argument is a function, which is called once and returns one layer: a module, or a function
+    that becomes a layer.
     """
     return lambda: nn.Sequential(*(layer(make()) for make in layers))
 
@@ -97,17 +98,17 @@ def acting(act: Callable[[Any], object]) -> nn.Module:
 
 
 def norm(layer: nn.Module) -> nn.Module:
-    """Wrap a norm, so that it sees two channels of two values each, even for a single sample."""
+    """Wrap a norm so that a single sample is enough: it sees two channels of two values."""
     return nn.Sequential(nn.Unflatten(1, (2, 2)), layer, nn.Flatten())
 
 
 def shared_parts() -> nn.ModuleList:
-    """Make modules that layers of one model share."""
+    """Make modules that layers can share."""
     return nn.ModuleList([linear(), norm(nn.BatchNorm1d(2))])
 
 
 def freeze(build: Callable[[], nn.Sequential], *numbers: int) -> nn.Sequential:
-    """Build layers, and freeze those with these indices."""
+    """Build layers, and freeze some of them."""
     layers = build()
     for number in numbers:
         layers[number].requires_grad_(False)

@@ -122,8 +122,8 @@ def with_skips(layer: nn.Module, stashes: Stashes, pops: Pops) -> Any:
 
     Args:
         layer: The layer.
-        stashes: For the name of a skip, what to store: a value of `STASHES`.
-        pops: For the name of a skip, how to use it: a value of `POPS`.
+        stashes: Maps the name of a skip to a function of `STASHES`, which says what to store.
+        pops: Maps the name of a skip to a function of `POPS`, which says how to use the skip.
     """
 
     @skippable(stash=stashes, pop=pops)

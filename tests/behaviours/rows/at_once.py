@@ -62,7 +62,7 @@ def inner(engine: Any, checkpoint: Any) -> nn.Module:
 
 
 def drawing_meanwhile(x: Tensor) -> Tensor:
-    """Apply dropout. Before it, but not in a recomputation, another thread draws random numbers."""
+    """Apply dropout. A first pass (not a recomputation) lets another thread draw numbers before."""
     if not is_recomputing():
         thread = threading.Thread(target=torch.rand, args=(5,))
         thread.start()
@@ -94,7 +94,7 @@ def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
 def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> Any:
     """Train the models `run` and `also(run)` at once, each in its own thread.
 
-    Without a pipeline, the second one is trained after the first.
+    If `run` is the reference (plain layers), train them one after the other.
     """
     runs = [run, also(run)]
     xs = torch.randn(2, TURNS, 9, 4)

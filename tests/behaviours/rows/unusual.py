@@ -148,7 +148,7 @@ def finds_what_was_written(run: nn.Module, x: Tensor) -> bool:
 def threads_of(run: Any, x: Tensor) -> list[Any]:
     """Return the values of `torch.get_num_threads()` in the layers' forward and backward.
 
-    All of them must be that of the caller's thread.
+    Each must equal the value in the caller's thread.
     """
     seen: set[int] = set()
 
@@ -218,7 +218,7 @@ def with_a_skip() -> nn.Sequential:
 
 
 def masking(name: str, layer: Callable[[], Any], refused: dict[str, str]) -> Row:
-    """Return a test case with a layer that applies dropout. It compares the masks."""
+    """Return a test case that compares the dropout masks of forward and backward."""
     layers = made(layer, nn.Identity)
     return Row(name, layers, long, (1, 1), use=masks_are_alike, refused=refused)
 

@@ -1,6 +1,6 @@
 """Tests of the gate of counts: a check that fails if the counts of a training step have changed.
 
-Operators are counted, for example. The expected counts are in a committed file.
+The counts are, for example, how many operators run. The expected counts are in a committed file.
 """
 
 import json

@@ -40,7 +40,7 @@ def test_the_plain_loop_computes_the_same(model: str, n: int, checkpoint: str) -
 
 
 def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The program runs each case in each way, and records the results.
+    """The program runs each case in the three ways, and records the results.
 
     With 16 partitions, only the plain loop runs: AmoebaNet-D has too few layers for a pipeline.
     """

@@ -1,4 +1,4 @@
-"""Tests of the gate of overlap: a check that fails if tasks do not run at the same time.
+"""Tests of the gate of overlap: a check that fails if tasks do not run at the same time as others.
 
 The tests plant faults that prevent overlap. The error must then name the tasks.
 """

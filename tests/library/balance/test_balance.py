@@ -171,8 +171,8 @@ class Look(Module):
         return twin
 
 
-# Each row has a function that sets the training modes of two layers. After it come the modes in
-# which profiling has to run these two layers (`True`: training).
+# Each row has a function that sets the training modes of two layers, and the modes in which
+# profiling then has to run these layers (`True` is training mode).
 @either
 @pytest.mark.parametrize(
     "mode, training",

@@ -196,7 +196,7 @@ def heaviest(costs: Sequence[float | Fraction], balance: Sequence[int]) -> Fract
 
 
 def least_heaviest(costs: Sequence[float | Fraction], partitions: int) -> Fraction:
-    """Find the best balance by trying all balances."""
+    """Return the lowest possible cost of the most expensive partition, by trying all balances."""
     found = []
     for cuts in combinations(range(1, len(costs)), partitions - 1):
         bounds = [0, *cuts, len(costs)]
@@ -218,7 +218,8 @@ CASES: list[tuple[list[float | Fraction], int, list[int]]] = [
     ([100, 1, 1, 1, 1], 3, [1, 2, 2]),
     ([1] * 7, 4, [1, 2, 2, 2]),
     # Half of the total cost is 1.5. A cut after the second layer has a cost of 2 before it, which
-    # is nearer to 1.5 than 0. With 1.5 rounded down to 1, the costs 0 and 2 would be equally near.
+    # is nearest to 1.5. If 1.5 was rounded down to 1, a cut with a cost of 0 before it would be as
+    # near.
     ([0, 2, 1], 2, [2, 1]),
     # Layers of cost 0 are split by their number, even if all layers have cost 0.
     ([0] * 6, 3, [2, 2, 2]),

@@ -152,7 +152,7 @@ def assert_an_error_of_the_criterion_is_told(ours: Any) -> None:
 
 
 def assert_mini_batches_are_compared(ours: Any) -> None:
-    """Let rank 1 be one mini-batch ahead of the other ranks."""
+    """Let rank 1 be one mini-batch ahead of the others, which is an error on all ranks."""
     if ours.rank == 1:
         ours._serial += 1
     refusal = r"rank \d is in mini-batch \d, and rank \d in \d: every rank has to"

@@ -107,7 +107,7 @@ def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]
 def test_equal_to_threads() -> None:
     cases = [*product((1, 2, 5), MODES, (False, True), [1], ["GPipe"])]
     # Here, some tensors are too large to be sent in one buffer with the message's description, so
-    # they are sent separately. A rank receives each in memory that an earlier large tensor has
+    # they are sent separately. A rank receives each of them into memory that an earlier one has
     # used.
     cases += product([4], MODES, [False], [3_000], ["GPipe"])
     for chunks in (5, 1):

@@ -258,7 +258,7 @@ def test_ranks_that_have_ended_are_named_where_all_others_wait() -> None:
 def test_who_may_be_silent(
     timeout: float | None, ended: tuple[int, ...], task: str, monkeypatch: Any
 ) -> None:
-    """Check that some ranks may be silent: those that ended, have no timeout, or are sharded.
+    """Check that a rank may be silent if it has ended, has no timeout, or runs sharded layers.
 
     A task of sharded layers may have to wait for a slow rank in another pipeline.
     """

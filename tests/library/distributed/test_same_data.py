@@ -183,8 +183,8 @@ def test_ranks_that_need_no_data_load_none() -> None:
 def test_a_penalty_of_all_ranks_is_added_after_the_step() -> None:
     """Add a penalty on the parameters of all ranks, by a backward after the step.
 
-    In the criterion, which the last rank calls, a penalty would only have the parameters of the
-    last rank. The test compares both.
+    A penalty in the criterion would include only the last rank's parameters, because only this rank
+    calls the criterion. The test compares both.
     """
 
     def penalty(model: nn.Module) -> Tensor:

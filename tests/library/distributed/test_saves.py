@@ -39,7 +39,7 @@ def shared_folder() -> Path:
 
 @pytest.mark.parametrize("chunks", [3, 1])
 def test_going_on(chunks: int) -> None:
-    """Load a state on as many ranks, and check that training and dropout continue unchanged."""
+    """Load a state on the same number of ranks. Training and dropout must continue unchanged."""
     options: dict[str, Any] = {"chunks": chunks, "deferred_batch_norm": True}
 
     def make(seed: int) -> tuple[DistributedGPipe, torch.optim.Optimizer]:

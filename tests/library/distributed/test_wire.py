@@ -33,8 +33,9 @@ def wire() -> Iterator[Wire]:
         raise error
 
     world: Any = World(2, None)
-    here = WireAddress(Group(world, "", 0), 1, 0, broken)  # type: ignore[arg-type]
-    there = WireAddress(Group(world, "", 1), 0, 0, broken)  # type: ignore[arg-type]
+    groups: list[Any] = [Group(world, "", own) for own in range(2)]
+    here = WireAddress(groups[0], 1, 0, broken)
+    there = WireAddress(groups[1], 0, 0, broken)
     sender = Sender(here)
     yield sender, Receiver(there)
     sender.stop()

@@ -258,8 +258,7 @@ def test_a_step_keeps_the_micro_batches_that_its_schedule_has_in_flight(name: st
     """Check that a device keeps as many micro-batches in memory as its schedule says.
 
     In some schedules, a backward has two halves: the gradients of inputs, and later those of
-    weights. Between the halves, a task must not keep more than its layers saved in forward. => has
-    16 bits. The state includes a copy of the parameters in 32 bits, so 2.
+    weights. Between the halves, a task must not keep more than its layers saved in forward.
     """
     n, m, samples = 4, 16, 512
     v = NAMED[name][1] or 2

@@ -1,6 +1,7 @@
 """Test plans from profiles: a curve is fitted to the measured seconds of each layer.
 
-The curve gives a layer's seconds by the number of samples. The clock advances only when layers run.
+The curve gives a layer's seconds by the number of samples. A simulated clock advances only when
+layers run.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Layer(Module):
 @pytest.fixture(autouse=True)
 def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here, "seconds_of", lambda *given: 2**-20 + seconds_of(*given))
-    # All threads advance the same simulated clock. Layers that run in parallel would seem to slow
-    # each other down.
+    # All threads advance the same simulated clock. So layers that run in parallel would seem to
+    # slow each other down, and the planner would take this into account.
     monkeypatch.setattr(profiled, "sharing", lambda works: 0.0)
 
 

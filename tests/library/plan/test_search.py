@@ -1,7 +1,8 @@
 """Compare the search for the best setup with a trial of all setups of small models.
 
 A setup is a balance, a number of micro-batches, and a mode of checkpointing. The search must find a
-nearly best setup. It computes a lower bound of the seconds, and no setup may be faster.
+nearly best setup. It also computes a lower bound of the seconds, and no setup may be faster than
+this bound.
 """
 
 from collections.abc import Callable
@@ -82,7 +83,7 @@ def even(predictor: Predictor, setup: Setup) -> tuple[int, ...]:
 
 
 def assert_not_below_its_bound(found: Candidate, work: Work, n: int) -> None:
-    """Assert that a setup on `n` devices has no less seconds and memory than the bounds."""
+    """Assert that the seconds and the peak memory of a setup are not below the lower bounds."""
     assert work.bound(n) <= work.bound_of(found.setup.balance) <= found.seconds
     lightest = work.balance(n, 1.0)
     assert heaviest(work.held, lightest) <= found.peak

@@ -10,7 +10,7 @@ from torchgpipe.schedules.named import NAMED
 
 
 def seconds(name: str, n: int, m: int) -> float:
-    """Return the seconds of a step. For all layers of a device, one forward takes a second."""
+    """Return how long a step takes, if one forward of a device's layers takes one second."""
     made = make(name, n, m)
     stages_on_each = len(made.placement) / n
     return made.replay().seconds / stages_on_each

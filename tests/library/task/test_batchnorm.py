@@ -28,7 +28,7 @@ convert: Callable[..., Any] = DeferredBatchNorm.convert_deferred_batch_norm
 def batch(
     *shape: int, mean: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Draw a mini-batch. Later samples have a greater scale, so micro-batches differ."""
+    """Draw a mini-batch whose samples grow, so that micro-batches differ in mean and variance."""
     generator = torch.Generator().manual_seed(seed)
     samples, *others = shape
     drift = torch.linspace(0.5, 2, samples, dtype=torch.float64)

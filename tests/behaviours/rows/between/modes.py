@@ -64,7 +64,7 @@ def in_float64() -> Iterator[None]:
 
 
 def meet(_: Any, x: Tensor) -> Tensor:
-    """Return a value that depends on the modes, as tanh does, and on the default dtype."""
+    """Return a value that depends on the default dtype, and on modes that change tanh."""
     bits = torch.finfo(torch.get_default_dtype()).bits
     return x.tanh() * bits
 

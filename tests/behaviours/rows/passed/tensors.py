@@ -220,8 +220,8 @@ def undivided(run: Any, x: Tensor) -> Any:
 def at_last(run: Any, x: Tensor) -> Any:
     """Run three steps, and return the outputs of the third step.
 
-    From the second step on, a layer detaches its output. A pipeline's next partition only learns
-    this for the third step.
+    From the second step on, a layer detaches its output. The next partition of a pipeline does not
+    notice this before the third step.
     """
     for number in range(3):
         run[1].detach = number > 0

@@ -87,7 +87,7 @@ def failing() -> nn.Sequential:
 
 
 def fails(when: str, calls_before: int) -> Callable[[Any, Tensor], Any]:
-    """Return a function that lets a pass of a model fail, and then runs a step.
+    """Return a function that lets a forward, recomputation or backward fail, and then runs a step.
 
     The failed pass must leave no trace in buffers or in `track_running_stats`.
     """

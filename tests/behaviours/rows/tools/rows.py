@@ -76,5 +76,5 @@ def tool(name: str, use: Use = train, note: str = "", **options: Any) -> Row:
 
 
 def changed(name: str, change: Change, note: str = "", **options: Any) -> Row:
-    """Return a test case whose layers `change` changes before they become a pipeline."""
+    """Return a test case in which `change` changes the layers before they become a pipeline."""
     return tool(name, note=note, layers=partial(layers, change), **options)

@@ -36,9 +36,9 @@ def backend(graph: Any, inputs: object) -> Any:
 
 
 def train_compiled(run: nn.Module, batches: Batches, compiled: bool) -> Any:
-    """Train, and assert that `torch.compile` compiled something, or (`compiled=False`) nothing.
+    """Train, and assert that `torch.compile` compiled something if, and only if, `compiled`.
 
-    The same layer may be compiled several times, if several workers compile it at the same time.
+    How often it compiled is not checked: several workers can compile the same layer at once.
     """
     graphs.clear()
     torch.compiler.reset()
