@@ -80,7 +80,10 @@ def over_ranks(item: Any) -> bool:
 
 
 def few(tests: list[Any], size: int) -> list[Any]:
-    """Choose tests of a function that have all combinations of values of `size` parameters."""
+    """Choose a few tests of a function.
+
+    Together, they have all combinations of the values of any `size` parameters.
+    """
     if len(tests) == 1 or len(tests[0].callspec.params) <= size:
         return tests
     rows = []
@@ -92,11 +95,14 @@ def few(tests: list[Any], size: int) -> list[Any]:
 
 
 def covering(rows: Sequence[Mapping[Any, Hashable]], size: int) -> set[int]:
-    """Choose a few rows that have all combinations of `size` values, and return their indices.
+    """Choose a few rows, and return their indices.
 
-    A row maps the names of parameters to their values. The next row is always one with the most new
-    combinations. If several rows have the most, a fixed random order decides. (In the given order,
-    the parameter that varies slowest would mostly meet the first values of the others.)
+    A row maps the names of parameters to their values. Together, the chosen rows have all
+    combinations of `size` values: with 2, each pair of values is in a row.
+
+    The next row is always one with the most new combinations. If several rows have the most, a
+    fixed random order decides. (In the given order, the parameter that varies slowest would mostly
+    meet the first values of the others.)
     """
     order = Random(0).sample(range(len(rows)), len(rows))
     having = defaultdict[Hashable, list[int]](list)  # by combination, the rows that have it

@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 class Refused(Exception):
-    """Raised by a test if the pipeline raises an error, which becomes the `__cause__`."""
+    """Raised by a test if a pipeline raises an error. This error is the `__cause__`."""
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """If a fault happens in one process, all processes soon raise the expected errors.
 
-The tests fork these processes from a process that has imported torch, which is faster.
+The processes are forked from a process that has already imported torch, because this is faster.
 """
 
 import os

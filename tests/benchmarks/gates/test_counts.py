@@ -1,4 +1,4 @@
-"""Tests of the gate of counts: a check that fails if the counts of a training step have changed.
+"""Tests of the gate of counts, which checks that the counts of a training step have not changed.
 
 The counts are, for example, how many operators run. The expected counts are in a committed file.
 """

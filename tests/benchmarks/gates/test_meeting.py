@@ -1,6 +1,6 @@
-"""Tests of the gate of overlap: a check that fails if tasks do not run at the same time as others.
+"""Tests of the gate of overlap, which checks that tasks run at the same time if they can.
 
-The tests plant faults that prevent overlap. The error must then name the tasks.
+The tests plant faults that prevent this. The error of the gate must then name the tasks.
 """
 
 import subprocess

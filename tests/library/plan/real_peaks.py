@@ -14,7 +14,7 @@ from torchgpipe.tensors.microbatch import mapped
 
 
 class OnMeta(LiveBytes):
-    """Counts live bytes, but only on `meta`: step counts of optimizers are on the host."""
+    """Counts live bytes on `meta`, but none on the host, where optimizers have step counts."""
 
     last = 0
     """The device of the latest tensor, and of new tensors that are made from no known tensor."""

@@ -106,10 +106,9 @@ def test_layers_that_behave_alike_are_copied_once(
     layers = [Copied(a, b) for a, b in pairwise(widths)]
     counts = count(Sequential(*layers), torch.empty(1, 8))
     assert len(counts) == 40
-    # A layer that is counted is copied four times: for each of two batch sizes, once to count its
-    # operators and once to count its bytes. Nothing is copied for a layer that equals an earlier
-    # one. There are three extra pairs of copies: the first layer never equals another one, and for
-    # bytes, the last layer does not, either.
+    # A layer is copied for each of two batch sizes, and for each of two counts (operators and
+    # bytes). Of equal layers, only one is copied. But two layers never count as equal to others:
+    # the first layer, and in the count of bytes the last layer.
     assert Copied.copies == 2 * (2 * different + 3)
 
 

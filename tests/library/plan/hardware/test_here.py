@@ -160,7 +160,7 @@ def test_no_backward_takes_less_than_nothing(monkeypatch: MonkeyPatch) -> None:
     """Check that the backward of an identity does not get a negative time.
 
     The output of an identity is its input, the same tensor. So the gradients of both can arrive in
-    either order.
+    either order, and the time between them could be negative.
     """
 
     def ticking() -> float:
