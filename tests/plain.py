@@ -84,8 +84,8 @@ class Plain(nn.Sequential):
     def run(self, value: Any) -> Any:
         outputs = []
         for part in self.split(value):
-            # Otherwise micro-batches would share autocast's low-precision copies of weights, and
-            # autograd would add up their gradients in low precision.
+            # Clear autocast's cache. Otherwise micro-batches would share its low-precision copies
+            # of weights, and autograd would add up their gradients in low precision.
             torch.clear_autocast_cache()
             outputs.append(super().forward(part))
         if isinstance(outputs[0], Tensor):

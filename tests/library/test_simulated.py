@@ -102,7 +102,7 @@ for _case in product(ENGINES, (1, 2, 4), (1, 2, 5), TIMES, COPIES, MODES):
 
 
 def cost(n: int, m: int, mode: Mode, times: str, copies: str) -> Costs:
-    """Return the seconds of tasks: a recomputation takes as long as a forward, a backward twice."""
+    """Return task times: a recomputation takes as long as a forward, a backward twice as long."""
     forward, backward, recompute = [], [], []
     recomputed = checkpointed(mode, m)
     for i in range(m):

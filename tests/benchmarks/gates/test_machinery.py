@@ -1,7 +1,7 @@
 """Tests of `benchmarks.gates.machinery`, which measures the overhead of the pipeline's machinery.
 
-The program compares three ways to compute the same: a plain loop, the pipeline, and the pipeline of
-another version of this library (a git revision or a folder).
+The program compares a plain loop with the engines of this library, and with the engines of another
+version of it (a git revision or a folder).
 """
 
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_the_plain_loop_computes_the_same(model: str, n: int, checkpoint: str) -
 
 
 def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The program runs each case in the three ways, and records the results.
+    """The program runs each case with the plain loop and with engines, and records the results.
 
     With 16 partitions, only the plain loop runs: AmoebaNet-D has too few layers for a pipeline.
     """
